@@ -1,9 +1,10 @@
-"""derived/: cached step graphs, so that a second start on the same device need not derive them again.
+"""derived/: cached step graphs, so that a second start on the same device need not derive them
+again.
 
 A derived graph could be replaced by one that trains something else, and the manifest would not show
-it. Therefore a cached graph is used only if this user derived it: its seal carries an HMAC with a key
-from the user's state directory, which is in no package. Any other graph is treated as absent and
-derived again.
+it. Therefore a cached graph is used only if this user derived it: its seal carries an HMAC with a
+key from the user's state directory, which is in no package. Any other graph is treated as absent
+and derived again.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ from trainload.packaging.package import Package
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _TAGS = ("partitioner_tag",)
-"""Node metadata that a step graph keeps, besides keys that begin with "trainload"; strings, numbers and booleans only."""
+"""Node metadata that a step graph keeps, besides keys that begin with "trainload"; strings, numbers
+and booleans only.
+"""
 
 
 class Seal(BaseModel):
-    """seal.json: the program and the file that it vouches for. `mac` is the HMAC-SHA256 of the other fields as canonical JSON."""
+    """seal.json: the program and the file that it vouches for.
+
+    `mac` is the HMAC-SHA256 of the other fields as canonical JSON.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -52,17 +58,22 @@ class Seal(BaseModel):
         return canonical_json(self.model_dump(exclude={"mac"}))
 
     def to_bytes(self) -> bytes:
-        """Return the file: canonical JSON of the fields and of `checksum`, the sha256 of the same JSON without `checksum`."""
+        """Return the file: canonical JSON of the fields and of `checksum`, the sha256 of the same
+        JSON without `checksum`.
+        """
         fields = self.model_dump()
         return canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
 
 
 def write_derived(package: Package, key: str, step: StepGraph) -> None:
-    """Store a step graph in the package, sealed with the user's key. A graph that has this key already is replaced.
+    """Store a step graph in the package, sealed with the user's key.
+
+    A graph that has this key already is replaced.
 
     Args:
         package: the package from which the graph was derived.
-        key: what the graph depends on besides the program: device type and torch version, for example "cuda-torch2.13.0".
+        key: what the graph depends on besides the program: device type and torch version, for
+            example "cuda-torch2.13.0".
         step: the graph. All nodes have `meta["val"]`.
 
     Raises:
@@ -94,10 +105,12 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
 
 
 def read_derived(package: Package, key: str) -> StepGraph | None:
-    """Return the step graph stored under `key`, or None if there is none or its seal is not this user's for this program.
+    """Return the step graph stored under `key`, or None if there is none or its seal is not this
+    user's for this program.
 
     Raises:
-        PackageError: the key is not a plain name, or the running torch cannot read a graph with a valid seal.
+        PackageError: the key is not a plain name, or the running torch cannot read a graph with a
+            valid seal.
     """
     _check_key(key)
     folder = package.path / "derived" / key
@@ -119,7 +132,9 @@ def read_derived(package: Package, key: str) -> StepGraph | None:
 
 
 def share_derived(package: Path, program: str, others: Iterable[Path]) -> tuple[str, ...]:
-    """Copy step graphs of the same program from other packages into a package. Seals are verified when a graph is read.
+    """Copy step graphs of the same program from other packages into a package.
+
+    Seals are verified when a graph is read.
 
     Args:
         package: folder of the package, to which no other process writes yet.
@@ -143,7 +158,9 @@ def share_derived(package: Path, program: str, others: Iterable[Path]) -> tuple[
 
 
 def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:
-    """Return (file, problem) for every damaged, unsafe or unknown file of derived/. Seals' HMACs are not verified.
+    """Return (file, problem) for every damaged, unsafe or unknown file of derived/.
+
+    Seals' HMACs are not verified.
 
     Args:
         root: the package's folder.
@@ -209,7 +226,10 @@ def _read_step(root: Path, key: str, seal: Seal) -> bytes:
 
 
 def _check_document(document: Any, where: str, namespaces: Set[str]) -> tuple[GraphFacts, tuple[Port, ...], tuple[Port, ...]]:
-    """Check that a parsed step.json is safe. Return what its graph calls, its inputs and its outputs."""
+    """Check that a parsed step.json is safe.
+
+    Return what its graph calls, its inputs and its outputs.
+    """
     if not isinstance(document, dict) or set(document) != {"graph", "inputs", "outputs", "tags"}:
         raise UnsafePackageError("a derived graph has graph, inputs, outputs and tags", where=where)
     facts = validate_graph(document["graph"], where, namespaces)

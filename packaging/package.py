@@ -44,15 +44,16 @@ class Package:
     """An open package.
 
     Laws: when the package was opened, the files at `path` were those that `manifest` lists, by name
-    and size; bytes that are read from them later are returned only if their digest is the manifest's.
+    and size; bytes that are read from them later are returned only if their digest is the
+    manifest's.
 
     Attributes:
         path: folder of the package.
         digest: identity of the package: the sha256 of manifest.json, in hex.
         manifest: parsed manifest.json.
         namespaces: trusted namespaces of operators of other libraries.
-        source: reference in the store or registry from which the package was fetched, if any, so that
-            other machines can fetch it too.
+        source: reference in the store or registry from which the package was fetched, if any, so
+            that other machines can fetch it too.
     """
 
     path: Path
@@ -78,7 +79,9 @@ class Package:
         return WeightReader(self.path, self.manifest)
 
     def program(self) -> Program:
-        """Load the captured graphs. Their state is on the meta device; `Program.state` reads from disk on access.
+        """Load the captured graphs.
+
+        Their state is on the meta device; `Program.state` reads from disk on access.
 
         Tied parameters are one tensor object in the graphs' state.
 
@@ -130,10 +133,12 @@ class Package:
         return self._captured(name, self._state(meta=True), self.all_constants())
 
     def graph(self, name: str) -> ExportedProgram:
-        """Load one captured graph with its weights, ready to run: `.module(check_guards=False)(batch)`.
+        """Load one captured graph with its weights, ready to run:
+        `.module(check_guards=False)(batch)`.
 
         Raises:
-            PackageError: there is no graph of this name, or the package is abstract; otherwise as `program`.
+            PackageError: there is no graph of this name, or the package is abstract; otherwise as
+                `program`.
         """
         return self._captured(name, self._state(meta=False), self.all_constants()).exported
 
@@ -141,7 +146,8 @@ class Package:
         """Return the dispatcher that picks the variant of a graph for a batch.
 
         Args:
-            graph: name of the graph in the first variant: "train", "eval", "predict", "critic", "critic-eval".
+            graph: name of the graph in the first variant: "train", "eval", "predict", "critic",
+                "critic-eval".
 
         Raises:
             PackageError: there is no graph of this name.
@@ -161,7 +167,8 @@ class Package:
         return frozenset(name for guard in guards for name in (*(i.name for i in guard.inputs), *guard.constants, *guard.absent))
 
     def dispatch(self, batch: Mapping[str, Any], graph: str = MAIN) -> str:
-        """Return the name of the graph that accepts a batch: the first variant of `graph` whose guard holds.
+        """Return the name of the graph that accepts a batch: the first variant of `graph` whose
+        guard holds.
 
         Args:
             batch: name -> tensor or constant, flat with dotted names or nested as in the job.
@@ -169,8 +176,8 @@ class Package:
 
         Raises:
             PackageError: there is no such graph.
-            DataError: the batch fits no variant; the message says what does not fit for each variant, the
-                nearest first.
+            DataError: the batch fits no variant; the message says what does not fit for each
+                variant, the nearest first.
         """
         variant = self.dispatcher(graph).pick(batch)
         return f"{graph}-{variant}" if variant else graph
@@ -262,11 +269,12 @@ class Package:
         return state
 
     def check_contents(self) -> None:
-        """Check that all graphs are safe and match the manifest, and that the headers of tensor files do.
+        """Check that all graphs are safe and match the manifest, and that the headers of tensor
+        files do.
 
-        Nothing is passed to torch, and the bytes of tensors are not read. Graphs and headers are checked
-        in this way whenever they are read; this method finds at once what would otherwise be rejected
-        later, by a worker or at a tensor's first use.
+        Nothing is passed to torch, and the bytes of tensors are not read. Graphs and headers are
+        checked in this way whenever they are read; this method finds at once what would otherwise
+        be rejected later, by a worker or at a tensor's first use.
 
         Raises:
             IntegrityError: a file is damaged, or is not what the manifest says.
@@ -299,7 +307,8 @@ def check_weights(package: Package) -> None:
 
 
 def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
-    """Open a package and check all of it except file contents, which are checked when they are read.
+    """Open a package and check all of it except file contents, which are checked when they are
+    read.
 
     Args:
         path: folder of the package.
@@ -308,9 +317,10 @@ def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
 
     Raises:
         StorageError: there is no package.
-        IntegrityError: the manifest is damaged, or a file is missing, of another size, or not listed.
-        UnsafePackageError: a link, a path that leaves the folder, paths that differ in case only, or
-            operators that are not trusted.
+        IntegrityError: the manifest is damaged, or a file is missing, of another size, or not
+            listed.
+        UnsafePackageError: a link, a path that leaves the folder, paths that differ in case only,
+            or operators that are not trusted.
         PackageError: a newer format, an unknown feature, or an operator that the running torch no
             longer has in this form.
     """
@@ -320,11 +330,12 @@ def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
 
 
 def open_to_look(path: Path) -> Package:
-    """Open a package to read files without loading graphs: the running torch need not have its operators.
+    """Open a package to read files without loading graphs: the running torch need not have its
+    operators.
 
     Raises:
-        StorageError, IntegrityError, UnsafePackageError, PackageError: as `open_package`, except that
-            operators are not checked.
+        StorageError, IntegrityError, UnsafePackageError, PackageError: as `open_package`, except
+            that operators are not checked.
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
@@ -385,12 +396,13 @@ def check_tree(path: Path, manifest: Manifest) -> None:
 
 
 def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
-    """Check that operators of other libraries are trusted, and that the running torch has every operator unchanged.
+    """Check that operators of other libraries are trusted, and that the running torch has every
+    operator unchanged.
 
     Raises:
         UnsafePackageError: a namespace is not in `namespaces`.
-        PackageError: an operator is missing or its schema changed incompatibly; the message names the
-            worst one with its old and new schema.
+        PackageError: an operator is missing or its schema changed incompatibly; the message names
+            the worst one with its old and new schema.
     """
     for namespace, entry in manifest.op_libraries.items():
         if namespace not in namespaces:
@@ -436,7 +448,8 @@ def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[st
     """Check that a parsed graph file is safe, and is the graph that the manifest describes.
 
     Raises:
-        UnsafePackageError: the graph is not safe, or calls operators that the manifest does not list.
+        UnsafePackageError: the graph is not safe, or calls operators that the manifest does not
+            list.
         PackageError: the graph's inputs, outputs or state are not those of the manifest.
     """
     facts = validate_graph(document, file, namespaces)
@@ -454,6 +467,8 @@ def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[st
 
 
 def check_graphs(manifest: Manifest, documents: Mapping[str, Any]) -> None:
-    """Apply `check_graph` to graphs that are being written (name without folder and suffix -> document)."""
+    """Apply `check_graph` to graphs that are being written (name without folder and suffix ->
+    document).
+    """
     for name, document in documents.items():
         check_graph(manifest, document, f"graphs/{name}.json", frozenset(manifest.op_libraries))

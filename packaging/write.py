@@ -87,11 +87,13 @@ def write_package(
             the others are detected.
         bundle: writes the wheels of these libraries into the package. None: no wheels.
 
-    Law: equal arguments (`debug` aside) yield the same digest on every machine, in every folder and process.
+    Law: equal arguments (`debug` aside) yield the same digest on every machine, in every folder and
+    process.
 
     Raises:
         PackageError: a graph cannot be serialised, or the parts do not fit each other.
-        StorageError: the path is taken, an asset cannot be read, or the disk is full; nothing is left behind.
+        StorageError: the path is taken, an asset cannot be read, or the disk is full; nothing is
+            left behind.
     """
     path = Path(path)
     graphs = _Graphs(program, updates)
@@ -137,19 +139,25 @@ class _Graphs:
         check_graphs(Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST), self._documents)
 
     def debug(self, known: Mapping[str, str | None]) -> dict[str, object]:
-        """Return the graphs' documents for debug/. `known` maps source files to digests that were recorded at capture."""
+        """Return the graphs' documents for debug/.
+
+        `known` maps source files to digests that were recorded at capture.
+        """
         notes = {name: graph.debug for name, graph in self._written.items()}
         return {**notes, SOURCE_MAP: make_source_map({name: note["nodes"] for name, note in notes.items()}, known)}
 
 
 def with_graphs(package: Package, path: Path, program: Program, passes: Sequence[PassEntry]) -> Package:
-    """Write a child of `package` with the graphs of a program, and the weights, updates, recipe and assets of `package`.
+    """Write a child of `package` with the graphs of a program, and the weights, updates, recipe and
+    assets of `package`.
 
     Args:
-        package: the parent. Its weights and assets are shared (hard links where the file system has them).
+        package: the parent. Its weights and assets are shared (hard links where the file system has
+            them).
         path: a folder that does not exist.
         program: the parent's program with other graphs. Parameters and buffers are the same.
-        passes: the passes that changed the graphs, in order; they are recorded after those of the parent.
+        passes: the passes that changed the graphs, in order; they are recorded after those of the
+            parent.
 
     Raises:
         PackageError: a graph cannot be serialised, or does not fit the package.
@@ -168,12 +176,14 @@ def with_program(
     passes: Sequence[PassEntry],
     added: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Package:
-    """Write a child of `package` with a program, updates and a recipe, and the weights and assets of `package`.
+    """Write a child of `package` with a program, updates and a recipe, and the weights and assets
+    of `package`.
 
     Args:
         package: as for `with_graphs`.
         path: a folder that does not exist.
-        program: its parameters and buffers are the parent's (other ones may be trainable), followed by `added`.
+        program: its parameters and buffers are the parent's (other ones may be trainable), followed
+            by `added`.
         updates: a subset of the parent's updates.
         recipe: recipe for these updates.
         passes: as for `with_graphs`.
@@ -229,13 +239,14 @@ def with_weights(
     """Write a child of `package` with its graphs and new weights.
 
     Args:
-        package: the parent. Its graphs, recipe and assets are shared (hard links where the file system has them).
+        package: the parent. Its graphs, recipe and assets are shared (hard links where the file
+            system has them).
         path: a folder that does not exist.
-        tensors: (name, tensor) for every parameter that is not an alias and every buffer, in any order;
-            omitted buffers keep their values.
+        tensors: (name, tensor) for every parameter that is not an alias and every buffer, in any
+            order; omitted buffers keep their values.
         training: how the weights were trained from the parent's.
-        trained: the parameters that were trained, which are stored in separate files; None: those that
-            the package trains.
+        trained: the parameters that were trained, which are stored in separate files; None: those
+            that the package trains.
         max_shard: bytes of tensors in one weight file.
 
     Law: the new package's `program_digest` is the parent's.

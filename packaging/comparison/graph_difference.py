@@ -11,7 +11,8 @@ from trainload.packaging.comparison.graph_lines import GraphLines, Line
 from trainload.packaging.comparison.json_change import Change
 
 MOST_PAIRS = 50_000
-"""Maximum number of pairs of equal lines in a module for a sequence diff, which takes about a second.
+"""Maximum number of pairs of equal lines in a module for a sequence diff, which takes about a
+second.
 
 For modules with more, only the number of times that each line occurs is compared.
 """
@@ -27,7 +28,10 @@ class NodeLine:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDifference:
-    """The nodes of one module that differ, in order. The module "" is the model itself, or the loss."""
+    """The nodes of one module that differ, in order.
+
+    The module "" is the model itself, or the loss.
+    """
 
     module: str
     lines: tuple[NodeLine, ...]

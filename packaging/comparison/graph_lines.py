@@ -1,8 +1,8 @@
 """Conversion of a graph file to comparable lines, one for each node, grouped by module.
 
-A node's name in a file ("linear_3") changes when a node is inserted before it. So a line names a value by
-its origin: a parameter, an input, or the n-th call of an operator within a module. torch is not used: the
-graph is the JSON of a package's file.
+A node's name in a file ("linear_3") changes when a node is inserted before it. So a line names a
+value by its origin: a parameter, an input, or the n-th call of an operator within a module. torch
+is not used: the graph is the JSON of a package's file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _SYMBOL = re.compile(r"Symbol\('([a-z]+\d+)'[^)]*\)")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One node, or one output: `text` is the call, `values` has the dtypes and sizes of its results."""
+    """One node, or one output: `text` is the call, `values` has the dtypes and sizes of its
+    results.
+    """
 
     module: str
     text: str
@@ -69,7 +71,10 @@ class _Reader:
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def nodes(self, graph: Mapping[str, Any], labels: dict[str, str], outer: str, indent: str) -> None:
-        """Add the lines of a graph or body. `labels` has its inputs' labels and receives those of its values; `outer` is its module."""
+        """Add the lines of a graph or body.
+
+        `labels` has its inputs' labels and receives those of its values; `outer` is its module.
+        """
         for node in graph["nodes"]:
             stack = node["metadata"].get("nn_module_stack", "")
             module = module_path(stack) if stack else outer

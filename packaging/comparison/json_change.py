@@ -32,8 +32,9 @@ ABSENT = _Absent()
 def changes(name: str, before: Any, after: Any) -> Iterator[Change]:
     """Yield every difference between two JSON values, either of which may be ABSENT.
 
-    Objects are compared by key, lists of named objects by name, lists of strings as sets, and lists of numbers at
-    the first difference. Law: there is no change if and only if the canonical JSON of both is the same.
+    Objects are compared by key, lists of named objects by name, lists of strings as sets, and lists
+    of numbers at the first difference. Law: there is no change if and only if the canonical JSON of
+    both is the same.
     """
     if _same(before, after):
         return
@@ -76,7 +77,9 @@ def _all(values: Sequence[Any], kind: Any) -> bool:
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any] | None:
-    """Return objects by the field that names them; None if there is no such field, or the names are not unique."""
+    """Return objects by the field that names them; None if there is no such field, or the names are
+    not unique.
+    """
     for key in _KEYS:
         found = {value[key]: value for value in values if isinstance(value, Mapping) and isinstance(value.get(key), str)}
         if len(found) == len(values):

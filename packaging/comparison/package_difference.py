@@ -1,4 +1,7 @@
-"""Differences between two packages, by name. No graph is loaded, so missing operators or weights do not matter."""
+"""Differences between two packages, by name.
+
+No graph is loaded, so missing operators or weights do not matter.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ class TextDifference:
 class PackageDifference:
     """The differences between two packages.
 
-    Laws: `same` is True if and only if the digests are equal; if they are not, a section has a change.
+    Laws: `same` is True if and only if the digests are equal; if they are not, a section has a
+    change.
 
     Attributes:
         before, after: the packages.
@@ -60,7 +64,8 @@ class PackageDifference:
         sections: sections of the manifest with changes.
         graphs: graphs in both packages whose files differ.
         texts: text assets in both packages that differ.
-        weights: parameters, buffers and constants with other values; None if they were not compared.
+        weights: parameters, buffers and constants with other values; None if they were not
+            compared.
         weights_note: a remark on the weights, for example why they were not compared.
     """
 
@@ -85,11 +90,13 @@ def package_difference(before: Path, after: Path, *, weights: bool = True) -> Pa
     Args:
         before: a package's folder.
         after: another package's folder.
-        weights: if True, compare tensors too. Those with different digests are read, block by block.
+        weights: if True, compare tensors too. Those with different digests are read, block by
+            block.
 
     Raises:
         StorageError: there is no package.
-        IntegrityError, UnsafePackageError, PackageError: a package does not match its manifest, or is not safe.
+        IntegrityError, UnsafePackageError, PackageError: a package does not match its manifest, or
+            is not safe.
     """
     a, b = open_to_look(before), open_to_look(after)
     apart = a.digest != b.digest
@@ -123,7 +130,10 @@ def _relation(a: Package, b: Package) -> str:
 
 
 def _sections(a: Manifest, b: Manifest) -> Iterator[Section]:
-    """Yield the manifest section by section. Section "manifest" has all remaining fields, so that nothing is left out."""
+    """Yield the manifest section by section.
+
+    Section "manifest" has all remaining fields, so that nothing is left out.
+    """
     one, other = ({**manifest.model_dump(mode="json"), "files": {}} for manifest in (a, b))
     for title, fields in (
         ("format", ("format_version", "features", "abstract", "parent", "training")),

@@ -25,8 +25,8 @@ class TensorDifference:
         elements: number of elements.
         changed: number of elements with different bits.
         greatest: greatest absolute difference of two finite elements, in float64.
-        relative: L2 norm of the differences divided by that of the old values, over finite elements; None
-            if all old values were 0 and some changed.
+        relative: L2 norm of the differences divided by that of the old values, over finite
+            elements; None if all old values were 0 and some changed.
         not_finite: number of NaN or infinite elements before and after.
     """
 
@@ -41,7 +41,8 @@ class TensorDifference:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Sort key, greatest change first: by new non-finite elements, then by the greatest absolute difference.
+        """Sort key, greatest change first: by new non-finite elements, then by the greatest
+        absolute difference.
 
         A relative difference would put first all tensors that began at 0, as most biases do.
         """
@@ -51,7 +52,8 @@ class TensorDifference:
 def weight_differences(before: Package, after: Package) -> tuple[TensorDifference, ...]:
     """Return the changed parameters, buffers and constants, greatest change first.
 
-    Tensors are compared if both packages have them with the same dtype and shape. Those with equal digests are not read.
+    Tensors are compared if both packages have them with the same dtype and shape. Those with equal
+    digests are not read.
 
     Raises:
         IntegrityError: bytes are damaged.
@@ -93,7 +95,9 @@ def _constants(before: Package, after: Package) -> Iterator[TensorDifference]:
 def tensor_difference(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[tuple[torch.Tensor, torch.Tensor]]
 ) -> TensorDifference:
-    """Return the difference of two tensors, given as pairs of blocks of the same elements, each of shape (n,)."""
+    """Return the difference of two tensors, given as pairs of blocks of the same elements, each of
+    shape (n,).
+    """
     changed = 0
     greatest = squares = reference = 0.0
     lost = [0, 0]

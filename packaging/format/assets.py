@@ -1,4 +1,5 @@
-"""assets/: extra files of a package, described by their names and media types; trainload itself does not interpret them.
+"""assets/: extra files of a package, described by their names and media types; trainload itself
+does not interpret them.
 
 docs/assets.md lists the conventional names. Media types come from a table in this module: the
 system's table differs between machines, and media types are part of a package's identity.
@@ -68,7 +69,8 @@ class AssetFile:
 
     Attributes:
         name: path below assets/.
-        role: "licence", "model card", "label map", "tokenizer", "configuration", or "": the role that follows from the name.
+        role: "licence", "model card", "label map", "tokenizer", "configuration", or "": the role
+            that follows from the name.
         media_type: media type, as in the manifest.
         size: size in bytes.
         sha256: digest of the bytes, in hex.
@@ -128,7 +130,9 @@ def save_assets(root: Path, manifest: Manifest, name: str, target: Path) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class AssetSource:
-    """A file that is to become an asset: its path in the package, its source, and its media type if the user gave one."""
+    """A file that is to become an asset: its path in the package, its source, and its media type if
+    the user gave one.
+    """
 
     path: str
     source: Path | bytes
@@ -139,7 +143,8 @@ def asset_sources(assets: Mapping[str, AssetLike]) -> tuple[AssetSource, ...]:
     """Return the files that `Job.assets` stands for. Nothing is written.
 
     Raises:
-        PackageError: a name is not allowed in a package, two assets have the same name, or a media type is malformed.
+        PackageError: a name is not allowed in a package, two assets have the same name, or a media
+            type is malformed.
         StorageError: a source is missing or cannot be read.
     """
     found: dict[str, AssetSource] = {}

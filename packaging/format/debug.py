@@ -1,4 +1,7 @@
-"""debug/: stack traces and the source map. Not part of the package's identity; debug/index.json has the digests."""
+"""debug/: stack traces and the source map.
+
+Not part of the package's identity; debug/index.json has the digests.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def write_debug(root: Path, documents: Mapping[str, object]) -> None:
 
 
 def read_debug(root: Path, name: str) -> Any:
-    """Return the JSON value of debug/NAME.json, or None if it is absent or damaged: nothing depends on it."""
+    """Return the JSON value of debug/NAME.json, or None if it is absent or damaged: nothing depends
+    on it.
+    """
     path = f"debug/{name}.json"
     try:
         index = _read_index(root)

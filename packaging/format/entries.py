@@ -22,7 +22,9 @@ def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
 
 
 def graph_guard(entry: GraphEntry) -> Guard:
-    """Return the guard of a graph; for packages from before guards, one derived from the graph's inputs alone."""
+    """Return the guard of a graph; for packages from before guards, one derived from the graph's
+    inputs alone.
+    """
     if entry.guard is not None:
         return guard_of(entry.guard, [(i.name, i.dtype) for i in entry.inputs])
     symbols = {size for i in entry.inputs for size in i.shape if isinstance(size, str)}

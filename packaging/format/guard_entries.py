@@ -32,7 +32,9 @@ class FixedEntry(Record):
 
 
 class GuardEntry(Record):
-    """The conditions on batches that a graph accepts, as `Guard`; `sizes` lists the sizes of its inputs, in their order."""
+    """The conditions on batches that a graph accepts, as `Guard`; `sizes` lists the sizes of its
+    inputs, in their order.
+    """
 
     sizes: tuple[tuple[Size | GuardText, ...], ...]
     ranges: dict[GuardText, tuple[Size, Size | None]]
@@ -53,7 +55,10 @@ def guard_entry(guard: Guard) -> GuardEntry:
 
 
 def guard_of(entry: GuardEntry, inputs: Sequence[tuple[str, str]]) -> Guard:
-    """Return a guard: the inverse of `guard_entry`. `inputs` has the name and dtype of each input of the graph."""
+    """Return a guard: the inverse of `guard_entry`.
+
+    `inputs` has the name and dtype of each input of the graph.
+    """
     return Guard(
         inputs=tuple(InputGuard(name, dtype, sizes) for (name, dtype), sizes in zip(inputs, entry.sizes, strict=True)),
         ranges=entry.ranges,
@@ -64,7 +69,8 @@ def guard_of(entry: GuardEntry, inputs: Sequence[tuple[str, str]]) -> Guard:
 
 
 def check_guard(guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | str]]], where: str) -> None:
-    """Check that a guard fits its graph's inputs, follows the grammar of guards, and that sizes determine its symbols.
+    """Check that a guard fits its graph's inputs, follows the grammar of guards, and that sizes
+    determine its symbols.
 
     Args:
         guard: the manifest's entry.

@@ -33,7 +33,8 @@ FORMAT_VERSION = 2
     2 (2026-11-22)  `op_libraries` describes what registers each namespace: distribution, version, digest, modules, Triton
                     kernels, and wheels in extensions/; feature `extensions`. 2026-11-23: feature `training`.
 
-A reader upgrades older manifests: packaging/format/upgrade.py. tests/golden keeps a package of each version.
+A reader upgrades older manifests: packaging/format/upgrade.py. tests/golden keeps a package of each
+version.
 """
 FEATURES: Mapping[str, str] = {
     "abstract": "the package has shapes and no weights, and cannot be trained: `abstract` says what was proven",
@@ -49,7 +50,10 @@ FEATURES: Mapping[str, str] = {
     "variants": "graphs have variants, each with a guard, which are tried in the order of `variants`",
     "whole-updates": "the update of a group takes whole parameters of one shape, which the update states",
 }
-"""Features that a package may require of its reader besides the version -> meaning. Unknown ones are rejected."""
+"""Features that a package may require of its reader besides the version -> meaning.
+
+Unknown ones are rejected.
+"""
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST = 64 * 2**20
@@ -195,7 +199,8 @@ class StateEntry(Record):
 class UpdateEntry(Record):
     """The update of one parameter group: two graph files.
 
-    `shape` is the shape of the parameters that the update takes whole; None if the update is elementwise.
+    `shape` is the shape of the parameters that the update takes whole; None if the update is
+    elementwise.
     """
 
     later: ClassVar[frozenset[str]] = frozenset({"shape"})
@@ -216,8 +221,8 @@ class PassEntry(Record):
         distribution: distribution that provides the module, if known, and its `version`.
         source: sha256 of the module's source file, if it has one.
         options: keyword arguments of the function.
-        preserving: True if the graphs before and after the pass computed the same values; if False, the
-            user who ran the pass allowed the change.
+        preserving: True if the graphs before and after the pass computed the same values; if False,
+            the user who ran the pass allowed the change.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+:[A-Za-z0-9_]+$", max_length=512)]
@@ -244,16 +249,18 @@ class KernelEntry(Record):
 
 
 class OpLibraryEntry(Record):
-    """The library that registers the operators of a namespace, as it was where the package was written.
+    """The library that registers the operators of a namespace, as it was where the package was
+    written.
 
     Attributes:
-        distribution: name of the distribution, with its `version`; None if unknown, or if modules of
-            several distributions register operators.
-        digest: `Provider.digest` of the distribution, or of the files if there is no distribution; None
-            if no module is known.
+        distribution: name of the distribution, with its `version`; None if unknown, or if modules
+            of several distributions register operators.
+        digest: `Provider.digest` of the distribution, or of the files if there is no distribution;
+            None if no module is known.
         modules: modules to import in order to register the operators.
         kernels: Triton kernels that the operators launch.
-        wheels: wheels of the library in extensions/: one, or one for each kind of Python and machine.
+        wheels: wheels of the library in extensions/: one, or one for each kind of Python and
+            machine.
     """
 
     distribution: DistributionName | None
@@ -270,7 +277,8 @@ class AbstractEntry(Record):
     Attributes:
         reduced_parameters: number of parameter elements of the reduced job, which was compared with
             eager mode instead.
-        reduced_program: sha256 of the canonical JSON of the reduced job's captured graphs, name -> graph file.
+        reduced_program: sha256 of the canonical JSON of the reduced job's captured graphs, name ->
+            graph file.
         structure: sha256 of the structure of the graphs, which is the same for both jobs.
         check: check by which the reduced job was compared.
     """
@@ -310,9 +318,9 @@ class TrainingEntry(Record):
 class Manifest(Record):
     """manifest.json.
 
-    Laws: `from_bytes(m.to_bytes(), w) == m`. `from_bytes(b, w).to_bytes() == b` if `b` has the present
-    format version; an older manifest is upgraded when it is read, and would be written in the present
-    version. A package's identity is the digest of the stored bytes.
+    Laws: `from_bytes(m.to_bytes(), w) == m`. `from_bytes(b, w).to_bytes() == b` if `b` has the
+    present format version; an older manifest is upgraded when it is read, and would be written in
+    the present version. A package's identity is the digest of the stored bytes.
     """
 
     later: ClassVar[frozenset[str]] = frozenset({"abstract", "training", "variants"})
@@ -328,7 +336,9 @@ class Manifest(Record):
     recipe: Recipe
     updates: tuple[UpdateEntry, ...]
     ops: dict[str, Annotated[str, Field(max_length=8192)]]
-    """Every operator that a graph calls ("torch.ops.aten.add.Tensor") -> its schema where the package was written."""
+    """Every operator that a graph calls ("torch.ops.aten.add.Tensor") -> its schema where the
+    package was written.
+    """
     higher_order_ops: tuple[Identifier, ...]
     op_libraries: dict[Identifier, OpLibraryEntry]
     """Namespace that is not built in -> library that registers its operators."""
@@ -342,7 +352,9 @@ class Manifest(Record):
     """The training run, if the weights were trained from the parent's."""
 
     def to_bytes(self) -> bytes:
-        """Return the file: canonical JSON of the fields and of `checksum`, the sha256 of the same JSON without `checksum`."""
+        """Return the file: canonical JSON of the fields and of `checksum`, the sha256 of the same
+        JSON without `checksum`.
+        """
         fields = self.model_dump(mode="json")
         return canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
 
@@ -375,8 +387,9 @@ class Manifest(Record):
     def program_digest(self) -> str:
         """Digest of everything that retraining does not change.
 
-        It is the sha256 of the manifest as canonical JSON, without weights, parent and training, in the
-        oldest format version that can express it. So it stays the same when a newer reader reads or retrains the package.
+        It is the sha256 of the manifest as canonical JSON, without weights, parent and training, in
+        the oldest format version that can express it. So it stays the same when a newer reader
+        reads or retrains the package.
         """
         fields = oldest_form(self.model_dump(mode="json", exclude={"parent", "training"}))
         fields["features"] = [feature for feature in fields["features"] if feature != "training"]
@@ -385,7 +398,9 @@ class Manifest(Record):
 
     @property
     def weights_digest(self) -> str:
-        """Digest of the weights: the sha256 of the entries of `files` under weights/, as canonical JSON."""
+        """Digest of the weights: the sha256 of the entries of `files` under weights/, as canonical
+        JSON.
+        """
         return sha256_bytes(canonical_json({p: e.model_dump() for p, e in self.files.items() if p.startswith("weights/")}))
 
     def modes(self) -> dict[str, Mode]:
@@ -583,7 +598,9 @@ def _check_abstract(manifest: Manifest, where: str) -> None:
 
 
 def _check_extensions(manifest: Manifest, where: str) -> None:
-    """Check that operator libraries name exactly the wheels in extensions/, and that the feature is set if there are any."""
+    """Check that operator libraries name exactly the wheels in extensions/, and that the feature is
+    set if there are any.
+    """
     named = {wheel for entry in manifest.op_libraries.values() for wheel in entry.wheels}
     there = {path for path in manifest.files if path.split("/")[0] == EXTENSIONS}
     if named != there:

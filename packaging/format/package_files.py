@@ -74,7 +74,9 @@ def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def check_outside_packages(path: Path) -> None:
-    """Raise StorageError if `path` is inside a package, which could not be opened any more with an unlisted file in it."""
+    """Raise StorageError if `path` is inside a package, which could not be opened any more with an
+    unlisted file in it.
+    """
     whole = path.absolute()
     for parent in whole.parents:
         if (parent / MANIFEST).is_file() and (parent / "graphs").is_dir() and whole.relative_to(parent).parts[0] not in OUTSIDE:
@@ -88,13 +90,15 @@ def check_outside_packages(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Create a folder atomically: it appears at `path`, complete, when the block ends without an error.
+    """Create a folder atomically: it appears at `path`, complete, when the block ends without an
+    error.
 
     Yields:
         A hidden sibling to write into.
 
     Raises:
-        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
+        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full;
+            nothing is left behind.
     """
     with _draft_beside(Path(path)) as folder:
         yield folder
@@ -106,13 +110,16 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Create a file atomically: it appears at `path`, complete, when the block ends without an error.
+    """Create a file atomically: it appears at `path`, complete, when the block ends without an
+    error.
 
     Yields:
-        A path of the same name in a hidden sibling folder. Anything else that the block leaves in that folder is removed.
+        A path of the same name in a hidden sibling folder. Anything else that the block leaves in
+        that folder is removed.
 
     Raises:
-        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
+        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full;
+            nothing is left behind.
     """
     path = Path(path)
     with _draft_beside(path) as folder:
@@ -123,7 +130,10 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _draft_beside(path: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside a free path. Its remaining contents are removed when the block ends."""
+    """Yield a hidden folder beside a free path.
+
+    Its remaining contents are removed when the block ends.
+    """
     check_name(path)
     check_outside_packages(path)
     if os.path.lexists(path):
@@ -153,7 +163,8 @@ def copy_checked(root: Path, path: str, entry: FileEntry, target: Path) -> None:
     """Copy a package's file of any size to a new path and sync it to disk.
 
     Raises:
-        IntegrityError: the bytes are not those that the manifest lists; `target` then contains a part of them.
+        IntegrityError: the bytes are not those that the manifest lists; `target` then contains a
+            part of them.
         OSError: `target` exists, or the disk is full.
     """
     digest, size = hashlib.sha256(), 0

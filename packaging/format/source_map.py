@@ -1,9 +1,10 @@
-"""debug/source-map.json: the origin of each node of a graph: module, file, line, and the line's text.
+"""debug/source-map.json: the origin of each node of a graph: module, file, line, and the line's
+text.
 
     {"files": [[PATH, SHA256 or null], ...], "graphs": {GRAPH: {NODE: [MODULE, FILE or null, LINE, TEXT]}}}
 
-FILE is an index into `files`. A node of a body is named NODE/BODY/NODE. Like all of debug/, the map is
-not part of the package's identity and may be absent or wrong: nothing depends on it.
+FILE is an index into `files`. A node of a body is named NODE/BODY/NODE. Like all of debug/, the map
+is not part of the package's identity and may be absent or wrong: nothing depends on it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _MAX_SOURCE = 16 * 2**20
 class Place:
     """The origin of a node.
 
-    `file` is None if no line of the user's code is known; `unchanged` is True if the file exists with the same bytes.
+    `file` is None if no line of the user's code is known; `unchanged` is True if the file exists
+    with the same bytes.
     """
 
     module: str
@@ -44,13 +46,17 @@ class Place:
 
 
 def module_path(stack: str) -> str:
-    """Return the user's module of a serialised `nn_module_stack`: "layers.3"; "" is the model itself, or the loss."""
+    """Return the user's module of a serialised `nn_module_stack`: "layers.3"; "" is the model
+    itself, or the loss.
+    """
     parts = stack.split(";")[-1].split(",")
     return users_path(parts[1]) if len(parts) > 1 else ""
 
 
 def users_path(path: str) -> str:
-    """Return a module path as the user knows it: the captured module holds the user's model as `model`."""
+    """Return a module path as the user knows it: the captured module holds the user's model as
+    `model`.
+    """
     return "" if path == "model" else path.removeprefix("model.")
 
 
@@ -59,7 +65,8 @@ def make_source_map(notes: Mapping[str, Mapping[str, Mapping[str, str]]], known:
 
     Args:
         notes: graph -> node -> notes of `graph_to_json` on it.
-        known: file -> sha256 that was recorded when the graph was captured; other files are read now.
+        known: file -> sha256 that was recorded when the graph was captured; other files are read
+            now.
     """
     files: list[list[str | None]] = []
     numbers: dict[str, int] = {}
@@ -107,7 +114,9 @@ class SourceMap:
 
 
 def restore_traces(root: Path, name: str, exported: ExportedProgram) -> None:
-    """Restore stack traces from debug/ on the nodes of a graph that was read from a package, so that passes can keep them."""
+    """Restore stack traces from debug/ on the nodes of a graph that was read from a package, so
+    that passes can keep them.
+    """
     document = read_debug(root, name)
     notes = document.get("nodes") if isinstance(document, dict) else None
     if not isinstance(notes, dict):
@@ -132,7 +141,9 @@ def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]
 
 
 def users_line(trace: str) -> str:
-    """Return the user's line of a stack trace as "model.py:12: y = x.amin(1)", or "" if there is none."""
+    """Return the user's line of a stack trace as "model.py:12: y = x.amin(1)", or "" if there is
+    none.
+    """
     frame = _users_frame(trace)
     return "" if frame is None else f"{_printable(frame[0])}:{frame[1]}: {_printable(frame[2])}"
 

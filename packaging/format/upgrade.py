@@ -1,8 +1,9 @@
 """Upgrades of manifests of older format versions when they are read.
 
 An upgrade is a function over parsed JSON, from one version to the next. It marks as unknown what
-the older version did not record, and adds nothing that a reader would have to trust. Its input may be
-hostile: it rejects what it cannot convert, and everything else is checked with the upgraded manifest.
+the older version did not record, and adds nothing that a reader would have to trust. Its input may
+be hostile: it rejects what it cannot convert, and everything else is checked with the upgraded
+manifest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _UNKNOWN: Mapping[str, object] = {"distribution": None, "version": None, "digest
 
 
 def _from_1(fields: Fields, where: str) -> Fields:
-    """Upgrade version 1, which recorded only the distribution's name of an operator library, or null."""
+    """Upgrade version 1, which recorded only the distribution's name of an operator library, or
+    null.
+    """
     libraries = fields.get("op_libraries")
     if not isinstance(libraries, dict) or not all(name is None or isinstance(name, str) for name in libraries.values()):
         raise PackageError("the manifest's field op_libraries is wrong", where=where, expected="names of distributions, or null")
@@ -38,7 +41,8 @@ def _to_1(fields: Fields) -> Fields | None:
 UPGRADES: Mapping[int, Callable[[Fields, str], Fields]] = {1: _from_1}
 """Version -> function that converts its manifest to the next version."""
 DOWNGRADES: Mapping[int, Callable[[Fields], Fields | None]] = {2: _to_1}
-"""Version -> function that converts its manifest to the previous version, or returns None if that cannot express it.
+"""Version -> function that converts its manifest to the previous version, or returns None if that
+cannot express it.
 
 The inverse of `UPGRADES`.
 """
@@ -56,7 +60,10 @@ def upgraded(fields: Fields, where: str) -> Fields:
 
 
 def oldest_form(fields: Fields) -> Fields:
-    """Return the manifest in the oldest version that can express it. Law: `oldest_form(upgraded(fields))` is the same."""
+    """Return the manifest in the oldest version that can express it.
+
+    Law: `oldest_form(upgraded(fields))` is the same.
+    """
     while (downgrade := DOWNGRADES.get(fields["format_version"])) is not None:
         older = downgrade(fields)
         if older is None:

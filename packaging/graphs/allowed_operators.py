@@ -1,4 +1,7 @@
-"""Operators that a graph may call, by name. Everything else is rejected before torch sees the graph."""
+"""Operators that a graph may call, by name.
+
+Everything else is rejected before torch sees the graph.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ _DENIED = frozenset(
     | {"_fw_primal", "_make_dual", "_unpack_dual", "_propagate_xla_data", "_nnpack_available"}
     | {"_debug_has_internal_overlap", "_has_compatible_shallow_copy_type"}
 )
-"""ATen operators that read files, print, change autograd state, storage or streams, or do not check their arguments."""
+"""ATen operators that read files, print, change autograd state, storage or streams, or do not check
+their arguments.
+"""
 _DENIED_PATTERN = re.compile(r"(_cufft_|_cslt_|_sparse_semi_structured|_test_|_nested_|_use_|.*_unsafe$|to_mkldnn).*")
 _DUNDER = frozenset(f"__{i}{name}__" for i in ("", "i") for name in ("and", "or", "xor", "lshift", "rshift"))
 

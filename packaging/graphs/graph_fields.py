@@ -1,4 +1,6 @@
-"""Conversion of torch.export's JSON to a package's: only the format's fields, without names of machines, folders or sources."""
+"""Conversion of torch.export's JSON to a package's: only the format's fields, without names of
+machines, folders or sources.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _GRAPH_FIELDS = (
 
 
 def strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: str) -> None:
-    """Keep the format's own fields, and only module paths and calls of the metadata; move the rest to `notes`."""
+    """Keep the format's own fields, and only module paths and calls of the metadata; move the rest
+    to `notes`.
+    """
     _keep(graph, _GRAPH_FIELDS, where)
     for meta in graph["tensor_values"].values():
         meta["storage_offset"] = {"as_int": 0}  # torch's reader drops offsets; a graph that is read back must be written as it was
@@ -53,7 +57,8 @@ def _keep(record: dict[str, Any], fields: Sequence[str], where: str) -> None:
 
 
 def _module_paths(stack: str) -> str:
-    """Convert "key,path,class;..." to "path@1,path,torch.nn.Module;...": classes and strict-mode keys name the source.
+    """Convert "key,path,class;..." to "path@1,path,torch.nn.Module;...": classes and strict-mode
+    keys name the source.
 
     The number of a key stays. It distinguishes a module's second call from its first, which torch's
     unflattening needs.

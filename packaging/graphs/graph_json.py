@@ -1,9 +1,10 @@
-"""Conversion of graphs to JSON and back: the only module of packaging/ that uses torch's private names.
+"""Conversion of graphs to JSON and back: the only module of packaging/ that uses torch's private
+names.
 
-Run on torch 2.13.0. The private names are those of `torch._export.serde` (torch.export's own schema,
-major version 8), `torch._ops`, `torch._C.parse_schema`, `torch._C._dispatch_dump`, the registries of
-`torch._library` (who registered an operator), and the constructor of ExportedProgram. Nothing here reads
-pickles. Every document that is read must have passed `validate.validate_graph`.
+Run on torch 2.13.0. The private names are those of `torch._export.serde` (torch.export's own
+schema, major version 8), `torch._ops`, `torch._C.parse_schema`, `torch._C._dispatch_dump`, the
+registries of `torch._library` (who registered an operator), and the constructor of ExportedProgram.
+Nothing here reads pickles. Every document that is read must have passed `validate.validate_graph`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ _REFUSALS = (
 
 
 class GraphJson(NamedTuple):
-    """A graph as JSON: the document, and separately everything that names the machine, the folder and the source."""
+    """A graph as JSON: the document, and separately everything that names the machine, the folder
+    and the source.
+    """
 
     document: dict[str, Any]
     debug: dict[str, Any]
@@ -84,7 +87,8 @@ class GraphJson(NamedTuple):
 def graph_to_json(exported: ExportedProgram, where: str = "graph") -> GraphJson:
     """Serialise a training-IR graph, without weights, constants and example inputs.
 
-    Law: the document depends only on the program, not on folder, process, hash seed or torch's patch version.
+    Law: the document depends only on the program, not on folder, process, hash seed or torch's
+    patch version.
 
     Raises:
         PackageError: torch's schema cannot express the graph; the message names the node.
@@ -144,7 +148,8 @@ def graph_from_json(
 
 
 def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: str = "graph") -> ExportedProgram:
-    """Return the program with another graph, which has the same inputs and the same number of outputs.
+    """Return the program with another graph, which has the same inputs and the same number of
+    outputs.
 
     Raises:
         PackageError: the inputs differ, or torch rejects the graph.
@@ -167,9 +172,10 @@ def with_parameters(
 
     Args:
         exported: the program.
-        module: a graph with the program's inputs, in their order, those of `added` among them, and the
-            same number of outputs.
-        added: placeholder name -> name of the parameter, and a tensor of its shape, which may be a meta tensor.
+        module: a graph with the program's inputs, in their order, those of `added` among them, and
+            the same number of outputs.
+        added: placeholder name -> name of the parameter, and a tensor of its shape, which may be a
+            meta tensor.
         where: place for errors.
 
     Raises:
@@ -209,7 +215,8 @@ def _of_graph(
 
 
 def flat_to_json(module: torch.fx.GraphModule, where: str = "graph") -> GraphJson:
-    """Serialise a flat graph whose inputs and outputs are all plain values with `meta["val"]` (a step graph).
+    """Serialise a flat graph whose inputs and outputs are all plain values with `meta["val"]` (a
+    step graph).
 
     Raises:
         PackageError: torch's schema cannot express the graph.
@@ -233,7 +240,9 @@ def flat_from_json(document: Mapping[str, Any], where: str = "graph") -> torch.f
 
 
 def running_schema(name: str) -> str | None:
-    """Return the running torch's schema of an operator ("torch.ops.aten.add.Tensor"), or None if it has no such operator."""
+    """Return the running torch's schema of an operator ("torch.ops.aten.add.Tensor"), or None if it
+    has no such operator.
+    """
     overload = _overload(name)
     return None if overload is None else str(overload._schema)
 
@@ -244,7 +253,9 @@ def has_higher_order(name: str) -> bool:
 
 
 def schema_still_fits(name: str, recorded: str) -> bool:
-    """Return True if the running torch's operator accepts every call that the recorded schema allowed."""
+    """Return True if the running torch's operator accepts every call that the recorded schema
+    allowed.
+    """
     overload = _overload(name)
     if overload is None:
         return False
@@ -258,11 +269,12 @@ def schema_still_fits(name: str, recorded: str) -> bool:
 
 
 def registered_by(name: str) -> tuple[str, ...]:
-    """Return the modules or Python files that registered an operator, as far as torch knows, the most certain first.
+    """Return the modules or Python files that registered an operator, as far as torch knows, the
+    most certain first.
 
-    In this order: the module of the function passed to `torch.library.custom_op` or `triton_op`; the
-    file that created the `torch.library.Library` which defined the operator; the file that registered its
-    fake kernel, which libraries of C++ operators do in Python.
+    In this order: the module of the function passed to `torch.library.custom_op` or `triton_op`;
+    the file that created the `torch.library.Library` which defined the operator; the file that
+    registered its fake kernel, which libraries of C++ operators do in Python.
 
     Args:
         name: "torch.ops.my_library.double.default".
@@ -284,7 +296,9 @@ def registered_by(name: str) -> tuple[str, ...]:
 
 
 def triton_kernels(name: str) -> tuple[Any, ...]:
-    """Return the Triton kernel functions that torch found in an operator's source; () if it is not a `triton_op`."""
+    """Return the Triton kernel functions that torch found in an operator's source; () if it is not
+    a `triton_op`.
+    """
     overload = _overload(name)
     found = [] if overload is None else get_triton_kernels_for_op(name_of(overload).partition(".")[0])
     functions = []
@@ -386,7 +400,8 @@ def _symbols(value: Any) -> set[str]:
 def _plain(value: Any) -> Any:
     """Convert a record of torch's schema to JSON values; each object and list is a new one.
 
-    torch's own conversion looks at every field's description and goes through text, which is slower.
+    torch's own conversion looks at every field's description and goes through text, which is
+    slower.
     """
     if isinstance(value, _Union):
         return {str(value.type): _plain(value.value)}
@@ -405,7 +420,9 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
-    """Within the block, values of higher-order calls are tuples: torch's writer accepts neither lists nor missing values."""
+    """Within the block, values of higher-order calls are tuples: torch's writer accepts neither
+    lists nor missing values.
+    """
     before: list[tuple[torch.fx.Node, bool, Any]] = []
     for node in calls_in(module):
         value = node.meta.get("val")
@@ -424,7 +441,9 @@ def serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
 
 @functools.cache
 def _fields(kind: type) -> Mapping[str, Any]:
-    """Return the fields of a class of torch's schema with their types, which torch's own reader evaluates again for every node."""
+    """Return the fields of a class of torch's schema with their types, which torch's own reader
+    evaluates again for every node.
+    """
     return get_type_hints(kind, globalns=vars(serde))
 
 
@@ -432,7 +451,8 @@ def _decoded(kind: Any, data: Any) -> Any:
     """Return a value of torch's schema.
 
     Args:
-        kind: its type: a class of the schema, `list[...]`, `dict[str, ...]`, `... | None`, or a JSON type.
+        kind: its type: a class of the schema, `list[...]`, `dict[str, ...]`, `... | None`, or a
+            JSON type.
         data: its JSON, which validate.py has accepted.
     """
     if isinstance(kind, type) and is_dataclass(kind):
@@ -473,9 +493,11 @@ def _from_json(
 
 
 def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
-    """Check that torch has read all arguments of all nodes, by name and as passed, and all examples of sizes.
+    """Check that torch has read all arguments of all nodes, by name and as passed, and all examples
+    of sizes.
 
-    torch's reader ignores names that an operator does not have, and uses the first example of a symbol.
+    torch's reader ignores names that an operator does not have, and uses the first example of a
+    symbol.
 
     Raises:
         PackageError: torch has read something else.
@@ -534,7 +556,9 @@ def _check_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) ->
 
 
 def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:
-    """Remove example values of expressions (32*s0), which torch's reader adds to those of symbols: Inductor fails on them."""
+    """Remove example values of expressions (32*s0), which torch's reader adds to those of symbols:
+    Inductor fails on them.
+    """
     for node in module.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None and mode.shape_env is not None:

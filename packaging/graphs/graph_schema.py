@@ -1,4 +1,5 @@
-"""Schema of a graph file, as a table: the subset of torch.export's schema that a package may contain.
+"""Schema of a graph file, as a table: the subset of torch.export's schema that a package may
+contain.
 
 A leaf is the name of the validator's method that checks it (`packaging/graphs/validate.py`).
 """

@@ -42,7 +42,8 @@ def check_signature(
         manifest: the package's manifest.
         prefix: prefix of the names of the graph's constants.
         where: file name, for errors.
-        inputs: keys of the graph's single dict of inputs, in order; or the number of tensors that it accepts.
+        inputs: keys of the graph's single dict of inputs, in order; or the number of tensors that
+            it accepts.
         outputs: number of values that it returns.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Comparison of a package's operators with those of the running torch, by their recorded and current schemas."""
+"""Comparison of a package's operators with those of the running torch, by their recorded and
+current schemas.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from trainload.packaging.graphs.graph_json import has_higher_order, running_sche
 
 
 class Verdict(Enum):
-    """Result for one operator. SAME and COMPATIBLE: every call that the recorded schema allowed is still allowed."""
+    """Result for one operator.
+
+    SAME and COMPATIBLE: every call that the recorded schema allowed is still allowed.
+    """
 
     SAME = "same"
     COMPATIBLE = "compatible"
@@ -46,7 +51,10 @@ class Comparison:
 
 
 def compare_operators(manifest: Manifest) -> tuple[Comparison, ...]:
-    """Compare every operator of a package's graphs, sorted by name. Operator libraries must have been imported."""
+    """Compare every operator of a package's graphs, sorted by name.
+
+    Operator libraries must have been imported.
+    """
     found = [_compare(name, was) for name, was in manifest.ops.items()]
     for name in manifest.higher_order_ops:
         there = has_higher_order(name)

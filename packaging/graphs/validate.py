@@ -1,8 +1,8 @@
 """Validation of graph files before torch reads them.
 
-torch's own reader evaluates symbolic expressions, imports names from treespecs and executes guards. So a
-graph file is restricted to a subset of torch.export's schema that cannot express any of these: every
-field is known here, and every string has a grammar.
+torch's own reader evaluates symbolic expressions, imports names from treespecs and executes guards.
+So a graph file is restricted to a subset of torch.export's schema that cannot express any of these:
+every field is known here, and every string has a grammar.
 """
 
 from __future__ import annotations
@@ -58,14 +58,18 @@ _QUOTED = re.compile(r"Symbol\('([a-z]{1,8}[0-9]{1,6})'")
 _SINGLE = frozenset({"as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float"})
 _INFINITE = frozenset({"Infinity", "-Infinity", "NaN"})
 _NODE = b'"is_hop_single_tensor_return":'
-"""A key that occurs once per node and in nothing else that is accepted: quotes within strings are escaped by a backslash."""
+"""A key that occurs once per node and in nothing else that is accepted: quotes within strings are
+escaped by a backslash.
+"""
 MODULE_TYPE = "torch.nn.Module"
 """Placeholder for a module's class in a graph file."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """Operators that a valid graph file calls: with a schema ("torch.ops.aten.add.Tensor"), and higher-order ones ("cond")."""
+    """Operators that a valid graph file calls: with a schema ("torch.ops.aten.add.Tensor"), and
+    higher-order ones ("cond").
+    """
 
     operators: frozenset[str]
     higher_order: frozenset[str]
@@ -73,7 +77,9 @@ class GraphFacts:
 
 
 def parse_graph(data: bytes, where: str) -> Any:
-    """Decode the file of a graph or step graph, which may be hostile. The result has not been validated.
+    """Decode the file of a graph or step graph, which may be hostile.
+
+    The result has not been validated.
 
     Nodes are counted before parsing, which takes a thousandth of the time.
 
@@ -394,7 +400,9 @@ def _argument(spec: Mapping[str, Any]) -> Any:
 
 
 def _names(result: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values that an entry of a node's outputs, or of a graph's inputs, defines."""
+    """Return the names of the values that an entry of a node's outputs, or of a graph's inputs,
+    defines.
+    """
     ((_, entry),) = result.items()
     entries = entry if isinstance(entry, list) else [entry]
     return [name for each in entries if isinstance(each, dict) for name in (each.get("name"), each.get("as_name")) if isinstance(name, str)]

@@ -1,4 +1,6 @@
-"""Libraries that register operators: named by the user or found among imported modules, and recorded in the manifest."""
+"""Libraries that register operators: named by the user or found among imported modules, and
+recorded in the manifest.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from trainload.packaging.graphs.graph_json import registered_by, triton_kernels
 from trainload.packaging.libraries.providers import Provider, import_name, module_of_file, provider_of
 
 Libraries = Mapping[str, str | None]
-"""Namespace -> module or path of a Python file that registers its operators; None: they are registered already."""
+"""Namespace -> module or path of a Python file that registers its operators; None: they are
+registered already.
+"""
 
 
 def describe_libraries(operators: Iterable[str], namespaces: Iterable[str], named: Libraries) -> dict[str, OpLibraryEntry]:
-    """Return manifest entries, without wheels, of the libraries that register the operators of some namespaces here.
+    """Return manifest entries, without wheels, of the libraries that register the operators of some
+    namespaces here.
 
     Args:
         operators: names of operators that graphs call; those of other namespaces are ignored.
@@ -48,9 +53,9 @@ def describe_libraries(operators: Iterable[str], namespaces: Iterable[str], name
 def modules_of(namespace: str, operators: Sequence[str], named: str | None) -> tuple[ModuleType, ...]:
     """Return the imported modules that register the operators of a namespace; () if unknown.
 
-    `named` is the module or file that registers them according to the user. Without it, torch is queried for
-    each operator; if it knows nothing (C++ operators without any Python code), the module with the
-    namespace's name is used, if it is imported.
+    `named` is the module or file that registers them according to the user. Without it, torch is
+    queried for each operator; if it knows nothing (C++ operators without any Python code), the
+    module with the namespace's name is used, if it is imported.
     """
     if named is not None:
         told = module_of_file(str(Path(named).absolute())) if named.endswith(".py") else sys.modules.get(named)
@@ -76,7 +81,8 @@ def one_provider(modules: Sequence[ModuleType]) -> Provider | None:
 
 
 def differences(manifest: Manifest, named: Libraries) -> list[str]:
-    """Describe how the operator libraries imported here differ from those that a package was made with, a sentence for each.
+    """Describe how the operator libraries imported here differ from those that a package was made
+    with, a sentence for each.
 
     Args:
         manifest: the package's manifest.
@@ -102,7 +108,9 @@ def differences(manifest: Manifest, named: Libraries) -> list[str]:
 
 
 def spelled_library(entry: OpLibraryEntry) -> str:
-    """Return the name of a library for messages: "my-ops 1.2", "the module operators", "a library that is not known"."""
+    """Return the name of a library for messages: "my-ops 1.2", "the module operators", "a library
+    that is not known".
+    """
     if entry.distribution is not None:
         return " ".join(part for part in (entry.distribution, entry.version) if part)
     return f"the module {', '.join(entry.modules)}" if entry.modules else "a library that is not known"

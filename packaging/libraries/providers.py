@@ -1,8 +1,9 @@
-"""Providers of modules: the distribution from which a module was installed, or the files next to it.
+"""Providers of modules: the distribution from which a module was installed, or the files next to
+it.
 
-A provider's digest is the sha256 of the canonical JSON of path -> sha256 over the files that its wheel
-installs, without metadata (`.dist-info/`). So it is the same for a wheel, for its installation, and for the
-source folder of a pure Python module.
+A provider's digest is the sha256 of the canonical JSON of path -> sha256 over the files that its
+wheel installs, without metadata (`.dist-info/`). So it is the same for a wheel, for its
+installation, and for the source folder of a pure Python module.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class Provider:
     """The provider of a module.
 
     Attributes:
-        distribution: name of the distribution, with its `version`, if it is installed; otherwise None.
-        files: path in a wheel -> file. For an installed distribution: its files, `.dist-info/` included.
-            For a module without one, or an editable installation: the files of its outermost package,
-            or its single file.
+        distribution: name of the distribution, with its `version`, if it is installed; otherwise
+            None.
+        files: path in a wheel -> file. For an installed distribution: its files, `.dist-info/`
+            included. For a module without one, or an editable installation: the files of its
+            outermost package, or its single file.
         metadata: contents of METADATA, if known and not among `files`.
     """
 
@@ -61,7 +63,9 @@ def digest_of(files: Iterable[tuple[str, str]]) -> str:
 
 
 def counts(path: str) -> bool:
-    """Return True if a file comes from a distribution's wheel, and was not written by an installer or by Python."""
+    """Return True if a file comes from a distribution's wheel, and was not written by an installer
+    or by Python.
+    """
     parts = PurePosixPath(path).parts
     if ".." in parts or "__pycache__" in parts or path.startswith("/") or path.endswith(".pyc"):
         return False
@@ -69,7 +73,9 @@ def counts(path: str) -> bool:
 
 
 def import_name(module: ModuleType) -> str:
-    """Return the name by which another process can import a module: for a script or a module loaded by path, the file's stem."""
+    """Return the name by which another process can import a module: for a script or a module loaded
+    by path, the file's stem.
+    """
     file = getattr(module, "__file__", None)
     name = module.__name__
     if file is not None and "." not in name and Path(file).stem not in (name, "__init__"):
@@ -109,7 +115,9 @@ def distributions_with(module: str) -> Sequence[str]:
 
 @cache
 def _by_package(places: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[str]]:
-    """Return `packages_distributions()`, which reads a file of each distribution; cached until something is installed in `places`."""
+    """Return `packages_distributions()`, which reads a file of each distribution; cached until
+    something is installed in `places`.
+    """
     return packages_distributions()
 
 

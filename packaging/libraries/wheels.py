@@ -125,11 +125,12 @@ def make_wheel(provider: Provider, name: str, folder: Path) -> Path:
         name: name of the wheel's distribution, if the provider has none.
         folder: folder in which to write the wheel.
 
-    Law: equal files yield equal bytes: entries are sorted, not compressed, and have a fixed time. Files that
-    installers added are left out.
+    Law: equal files yield equal bytes: entries are sorted, not compressed, and have a fixed time.
+    Files that installers added are left out.
 
     Raises:
-        PackageError: the distribution does not say which wheel it comes from, or the file name is not allowed in a package.
+        PackageError: the distribution does not say which wheel it comes from, or the file name is
+            not allowed in a package.
         StorageError: a file cannot be read, or the disk is full.
     """
     contents: dict[str, Path | bytes] = dict(provider.files)
@@ -170,7 +171,8 @@ def read_wheel(file: IO[bytes], file_name: str) -> Wheel:
 
     Raises:
         PackageError: it is not a wheel.
-        UnsafePackageError: it contains what no wheel needs: paths that leave its folder, links, or too much data.
+        UnsafePackageError: it contains what no wheel needs: paths that leave its folder, links, or
+            too much data.
     """
     name, version, _, _ = _parsed(file_name)
     with _opened(file, file_name) as archive:
@@ -200,7 +202,9 @@ def read_wheel(file: IO[bytes], file_name: str) -> Wheel:
 
 
 def unpack_wheel(file: IO[bytes], file_name: str, folder: Path) -> None:
-    """Write the importable files of a wheel into a folder. Scripts, headers and data files are left out.
+    """Write the importable files of a wheel into a folder.
+
+    Scripts, headers and data files are left out.
 
     Raises: as `read_wheel`, and OSError.
     """
@@ -242,7 +246,8 @@ def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile
     """Yield (installed path, entry) of every file.
 
     Raises:
-        UnsafePackageError: a path leaves the folder or occurs twice, an entry is not a plain file, or there is too much data.
+        UnsafePackageError: a path leaves the folder or occurs twice, an entry is not a plain file,
+            or there is too much data.
     """
     found = archive.infolist()
     total = sum(entry.file_size for entry in found)

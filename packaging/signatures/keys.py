@@ -1,4 +1,7 @@
-"""Keys and certificates of signers, from PEM files. Requires the library `cryptography` (extra `signing`)."""
+"""Keys and certificates of signers, from PEM files.
+
+Requires the library `cryptography` (extra `signing`).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ class Identity:
 
     Attributes:
         name: source of the key, for messages.
-        kind: "key": signatures by the private key of this public key; "certificate": signatures by a key
-            whose certificate is one of these, or was issued by one of them, directly or indirectly.
+        kind: "key": signatures by the private key of this public key; "certificate": signatures by
+            a key whose certificate is one of these, or was issued by one of them, directly or
+            indirectly.
         fingerprint: sha256 of the public key as PEM, or of the first certificate as DER.
         pem: text of the file.
     """
@@ -91,7 +95,9 @@ def read_identity(path: Path) -> Identity:
 
 
 def identity_of(pem: str, name: str) -> Identity:
-    """Return the identity in PEM text: one public key, or certificates. `name` is its source, for messages.
+    """Return the identity in PEM text: one public key, or certificates.
+
+    `name` is its source, for messages.
 
     Raises:
         SignatureError: the text contains something else, or the libraries are missing.
@@ -113,7 +119,9 @@ def identity_of(pem: str, name: str) -> Identity:
 
 
 def is_encrypted(path: Path) -> bool:
-    """Return True if a private key needs a password. Also False if it is not a key, which `read_private_key` reports.
+    """Return True if a private key needs a password.
+
+    Also False if it is not a key, which `read_private_key` reports.
 
     Raises: as `read_pem`.
     """
@@ -135,7 +143,8 @@ def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
         password: password of an encrypted key.
 
     Raises:
-        SignatureError: it is not such a key, it is encrypted, or the password is wrong; otherwise as `read_pem`.
+        SignatureError: it is not such a key, it is encrypted, or the password is wrong; otherwise
+            as `read_pem`.
     """
     data = read_pem(path).encode()
     serialization = library("cryptography.hazmat.primitives.serialization")

@@ -1,8 +1,9 @@
-"""Policies: rules of a cluster's owner for packages, and the check that enforces them before a package is run.
+"""Policies: rules of a cluster's owner for packages, and the check that enforces them before a
+package is run.
 
-All policies that are found apply: the machine's, the one named by the environment, the one named by the
-user, and, on a worker, those that its driver found. So a user can tighten a policy but not weaken it.
-docs/trust.md says what each rule protects against.
+All policies that are found apply: the machine's, the one named by the environment, the one named by
+the user, and, on a worker, those that its driver found. So a user can tighten a policy but not
+weaken it. docs/trust.md says what each rule protects against.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ class Policy(BaseModel):
 
     Attributes:
         source: path of the policy file, for messages.
-        require_signature: if True, every package must be signed by `signatures` of the `identities`.
+        require_signature: if True, every package must be signed by `signatures` of the
+            `identities`.
         identities: public keys or certificates, as PEM.
         signatures: number of identities that must have signed, each with a different key.
         allow: digests of packages that are exempt from the other rules.
         deny: digests of packages that are never run.
-        namespaces: namespaces of operators of other libraries that packages may call; None: those that
-            the user allows.
-        extensions: rule for packages with operator libraries in extensions/. "never": they are not run;
-            "signed": they must be signed as for `require_signature`, and then load the libraries;
-            None: the user decides.
+        namespaces: namespaces of operators of other libraries that packages may call; None: those
+            that the user allows.
+        extensions: rule for packages with operator libraries in extensions/. "never": they are not
+            run; "signed": they must be signed as for `require_signature`, and then load the
+            libraries; None: the user decides.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -72,7 +74,9 @@ class Policy(BaseModel):
 
 
 def read_policy(path: Path) -> Policy:
-    """Read a policy from a TOML file. An identity is PEM text, or the path of a PEM file relative to the policy's folder.
+    """Read a policy from a TOML file.
+
+    An identity is PEM text, or the path of a PEM file relative to the policy's folder.
 
     Raises:
         PolicyError: the file cannot be read, or is invalid.
@@ -119,7 +123,8 @@ def _policy(fields: dict[str, Any], where: str) -> Policy:
 
 
 def find_policies(named: Path | None = None) -> tuple[Policy, ...]:
-    """Return every policy that applies in this process: the machine's, $TRAINLOAD_POLICY, and `named`. Each file occurs once.
+    """Return every policy that applies in this process: the machine's, $TRAINLOAD_POLICY, and
+    `named`. Each file occurs once.
 
     Raises: as `read_policy`. Only the machine's file may be missing.
     """
@@ -133,9 +138,9 @@ def find_policies(named: Path | None = None) -> tuple[Policy, ...]:
 def check_policies(path: Path, policies: Sequence[Policy]) -> str:
     """Check that all policies allow a package to be run.
 
-    The result is valid for the bytes of the manifest that were read here: code that opens the package
-    afterwards must compare its digest with the returned one. Every other file is compared with the
-    manifest when it is read.
+    The result is valid for the bytes of the manifest that were read here: code that opens the
+    package afterwards must compare its digest with the returned one. Every other file is compared
+    with the manifest when it is read.
 
     Args:
         path: the package's folder.
@@ -162,12 +167,13 @@ def check_policies(path: Path, policies: Sequence[Policy]) -> str:
 
 
 def which_trusts_extensions(policies: Sequence[Policy], digest: str) -> Policy | None:
-    """Return the policy that lets a package load its bundled operator libraries without the user's consent, or None.
+    """Return the policy that lets a package load its bundled operator libraries without the user's
+    consent, or None.
 
     Args:
         policies: the policies of `check_policies`.
-        digest: the digest that it returned. A policy whose `allow` lists it has not checked signatures,
-            and so does not count.
+        digest: the digest that it returned. A policy whose `allow` lists it has not checked
+            signatures, and so does not count.
     """
     return next((policy for policy in policies if policy.extensions == "signed" and digest not in policy.allow), None)
 

@@ -1,8 +1,10 @@
-"""signatures/NAME.sig: parser of signature files as hostile input. Signatures are not verified here.
+"""signatures/NAME.sig: parser of signature files as hostile input.
 
-A file is a Sigstore bundle around an in-toto statement, as in OpenSSF model signing 1.0; docs/format.md
-specifies the subset that packages use. It is parsed without the signing library, so that every reader
-can list signatures.
+Signatures are not verified here.
+
+A file is a Sigstore bundle around an in-toto statement, as in OpenSSF model signing 1.0;
+docs/format.md specifies the subset that packages use. It is parsed without the signing library, so
+that every reader can list signatures.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ class SignatureFile:
 
     Attributes:
         file: path in the package.
-        kind: "key": made with a bare key; "certificate": with the key of a certificate; "keyless": by
-            Sigstore's services.
-        signer: for a key, the sha256 of the public key as PEM; otherwise the sha256 of the certificate as DER.
+        kind: "key": made with a bare key; "certificate": with the key of a certificate; "keyless":
+            by Sigstore's services.
+        signer: for a key, the sha256 of the public key as PEM; otherwise the sha256 of the
+            certificate as DER.
         files: path -> sha256 of every signed file.
         data: the file's bytes.
         certificate: the signer's certificate as DER; b"" for a key.
@@ -67,7 +70,8 @@ class SignatureFile:
         return f"a {self.kind} {'certificate ' if self.kind == 'keyless' else ''}{self.signer}"
 
     def difference(self, manifest: Manifest, digest: str) -> str | None:
-        """Describe how the signed files differ from the package; None if they are exactly the package.
+        """Describe how the signed files differ from the package; None if they are exactly the
+        package.
 
         Args:
             manifest: the package's manifest.
@@ -84,7 +88,9 @@ class SignatureFile:
 
 
 def signed_files(manifest: Manifest, digest: str) -> dict[str, str]:
-    """Return exactly the files that a signature must cover: path -> sha256 of manifest.json and every file that it lists."""
+    """Return exactly the files that a signature must cover: path -> sha256 of manifest.json and
+    every file that it lists.
+    """
     return {MANIFEST: digest, **{path: entry.sha256 for path, entry in manifest.files.items()}}
 
 
@@ -147,7 +153,9 @@ def _some(paths: Sequence[str]) -> str:
 
 
 class _Strict(BaseModel):
-    """An object of a bundle: exactly these fields and spellings, since another reader might interpret other spellings differently."""
+    """An object of a bundle: exactly these fields and spellings, since another reader might
+    interpret other spellings differently.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, alias_generator=to_camel, validate_by_alias=True, validate_by_name=False

@@ -21,7 +21,9 @@ from trainload.packaging.signatures.vouching import check_signed_by, listed
 def sign_package(
     path: Path, key: PrivateKey, name: str | None = None, *, certificate: Path | None = None, chain: Sequence[Path] = ()
 ) -> SignatureFile:
-    """Sign a package: write signatures/NAME.sig. The package's digest and other signatures do not change.
+    """Sign a package: write signatures/NAME.sig.
+
+    The package's digest and other signatures do not change.
 
     Every byte that the manifest lists is read and compared first.
 
@@ -29,8 +31,8 @@ def sign_package(
         path: the package's folder.
         key: the signing key.
         name: NAME; None: the first 16 digits of the key's fingerprint.
-        certificate: PEM file with the key's certificate. It becomes part of the signature, which is then
-            verified by the certificate's issuer.
+        certificate: PEM file with the key's certificate. It becomes part of the signature, which is
+            then verified by the certificate's issuer.
         chain: PEM files of the issuers between the certificate and its root.
 
     Raises:

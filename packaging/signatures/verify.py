@@ -37,7 +37,8 @@ class SignatureState:
         file: path in the package.
         kind: "key", "certificate" (a key and its certificate), or "keyless".
         signer: fingerprint of the key or certificate, as claimed by the signature.
-        identity: the requested identity that made it; None: none of them, so the claim was not verified.
+        identity: the requested identity that made it; None: none of them, so the claim was not
+            verified.
     """
 
     file: str
@@ -48,7 +49,10 @@ class SignatureState:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Result of `verify_package`. `digest` is the manifest's sha256, even if the manifest is invalid; `bytes` were read."""
+    """Result of `verify_package`.
+
+    `digest` is the manifest's sha256, even if the manifest is invalid; `bytes` were read.
+    """
 
     digest: str
     files: int
@@ -63,11 +67,12 @@ class VerifyReport:
 
 
 def verify_package(path: Path, identities: Sequence[Identity] = ()) -> VerifyReport:
-    """Read every byte of a package, including weights, debug and derived files, and report all problems.
+    """Read every byte of a package, including weights, debug and derived files, and report all
+    problems.
 
-    Nothing of the package is run, and no trust is needed: neither the operators of other libraries nor
-    those of the running torch matter. A signature that is malformed or covers other bytes is a problem;
-    signers are verified only for `identities`.
+    Nothing of the package is run, and no trust is needed: neither the operators of other libraries
+    nor those of the running torch matter. A signature that is malformed or covers other bytes is a
+    problem; signers are verified only for `identities`.
 
     Args:
         path: the package's folder.
@@ -152,7 +157,9 @@ def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list
 
 
 def _contents(path: Path, manifest: Manifest) -> list[Problem]:
-    """Return problems that digests do not show: unsafe graphs, and weights or wheels that do not match the manifest."""
+    """Return problems that digests do not show: unsafe graphs, and weights or wheels that do not
+    match the manifest.
+    """
     problems: list[Problem] = []
     for file in manifest.graph_files():
         try:

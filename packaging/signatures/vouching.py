@@ -1,9 +1,9 @@
 """Verification of signers by OpenSSF's library `model-signing` (extra `signing`).
 
-A signature lists the sha256 of manifest.json and of every file that the manifest lists, so that any tool
-of that specification can verify the folder. The manifest contains all the other digests. So a signature
-is compared only with the manifest here, and files with the manifest when they are read: a worker need
-not read a hundred gigabytes in order to verify their signer.
+A signature lists the sha256 of manifest.json and of every file that the manifest lists, so that any
+tool of that specification can verify the folder. The manifest contains all the other digests. So a
+signature is compared only with the manifest here, and files with the manifest when they are read: a
+worker need not read a hundred gigabytes in order to verify their signer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from trainload.packaging.signatures.signature_file import FOLDER, SignatureFile,
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """An identity that has signed a package: `file` in signatures/, and the sha256 of the signing key as PEM."""
+    """An identity that has signed a package: `file` in signatures/, and the sha256 of the signing
+    key as PEM.
+    """
 
     identity: Identity
     file: str
@@ -42,7 +44,8 @@ class Refused:
 def vouched_for(
     path: Path, manifest: Manifest, digest: str, identities: Sequence[Identity]
 ) -> tuple[tuple[Vouched, ...], tuple[Refused, ...]]:
-    """Return the identities that have signed a package and, for the others, the reasons for each signature file.
+    """Return the identities that have signed a package and, for the others, the reasons for each
+    signature file.
 
     Args:
         path: the package's folder.
@@ -79,7 +82,9 @@ def vouched_for(
 
 
 def check_signed_by(signature: SignatureFile, path: Path, manifest: Manifest, digest: str, identity: Identity) -> str:
-    """Check that a signature is by this identity and of this package. Return the sha256 of its key as PEM.
+    """Check that a signature is by this identity and of this package.
+
+    Return the sha256 of its key as PEM.
 
     Raises:
         SignatureError: it is by another identity, of other bytes, or invalid.
@@ -119,7 +124,9 @@ def _verify(config: Any, path: Path, signed: Path, where: str, identity: Identit
 
 
 def listed(manifest: Manifest, digest: str) -> Any:
-    """Return a hashing configuration of the library that uses the manifest's digests instead of hashing the files."""
+    """Return a hashing configuration of the library that uses the manifest's digests instead of
+    hashing the files.
+    """
     base: Any = library("model_signing.hashing").Config
     manifests = library("model_signing.manifest")
     of_digest = library("model_signing._hashing.hashing").Digest  # there is no public constructor

@@ -22,8 +22,8 @@ _BLOB = re.compile(r"blobs/sha256/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 class GcReport:
     """Result of `gc`, or of its dry run.
 
-    `removed_releases` lists "LINE NUMBER" of releases whose files were removed; `drafts` counts files that
-    killed writers left.
+    `removed_releases` lists "LINE NUMBER" of releases whose files were removed; `drafts` counts
+    files that killed writers left.
     """
 
     store: str
@@ -48,13 +48,15 @@ def gc(
     dry_run: bool = False,
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> GcReport:
-    """Remove blobs that no release of a store needs: those of aborted pushes and, with `keep`, of old releases.
+    """Remove blobs that no release of a store needs: those of aborted pushes and, with `keep`, of
+    old releases.
 
     Records of releases stay, so a line's history remains readable.
 
     Args:
         store: a folder or fsspec URL.
-        keep: keep the files of the last `keep` releases of each line and of its current one; None: of all releases.
+        keep: keep the files of the last `keep` releases of each line and of its current one; None:
+            of all releases.
         lines: lines to which `keep` applies; None: all. The others keep the files of all releases.
         spared: line and id of releases whose files are kept regardless of age.
         grace: seconds after which a push that has not renewed its lease counts as dead.
@@ -62,8 +64,8 @@ def gc(
         options: options for fsspec.
 
     Raises:
-        StorageError: another gc is running, or the store cannot be written.
-            IntegrityError: a record is damaged. Nothing is removed then, since the blobs that it needs are unknown.
+        StorageError: another gc is running, or the store cannot be written. IntegrityError: a
+            record is damaged. Nothing is removed then, since the blobs that it needs are unknown.
 
     Example:
         report = trainload.gc("s3://models/gpt", keep=10, dry_run=True)
@@ -89,7 +91,9 @@ def gc(
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Rule for the releases that keep their files: the last `keep` of each of `lines`, all of other lines, and `spared` ones."""
+    """Rule for the releases that keep their files: the last `keep` of each of `lines`, all of other
+    lines, and `spared` ones.
+    """
 
     keep: int
     lines: tuple[str, ...]
@@ -160,5 +164,7 @@ def _retire(store: Store, guard: GcGuard | None, rule: _Rule) -> tuple[str, ...]
 
 
 def _is_draft(path: str) -> bool:
-    """Return True if a file of this name is temporary, so that it remains only if its writer is killed."""
+    """Return True if a file of this name is temporary, so that it remains only if its writer is
+    killed.
+    """
     return path.rpartition("/")[2].startswith(".") or path.startswith("probes/")

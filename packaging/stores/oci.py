@@ -40,7 +40,9 @@ _SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class OciPushReport:
-    """Result of a push to a registry. `artifact` is the digest by which to pull or sign it. Files with equal bytes count once.
+    """Result of a push to a registry.
+
+    `artifact` is the digest by which to pull or sign it. Files with equal bytes count once.
 
     Law: bytes == sent_bytes + present_bytes.
     """
@@ -76,7 +78,8 @@ def push_oci(
         reference: oci://HOST/NAME:TAG; the tag defaults to "latest".
         message: description of the artifact.
         debug: if True, include debug/.
-        options: `insecure`: use HTTP (default: only for this machine); `tls_verify`: False, or a file of certificates.
+        options: `insecure`: use HTTP (default: only for this machine); `tls_verify`: False, or a
+            file of certificates.
         on_progress: called with the numbers of finished and total bytes.
 
     Raises:
@@ -118,7 +121,8 @@ def pull_oci(
     """Pull a package from a registry, like `trainload.packaging.stores.pull.pull` from a store.
 
     Args:
-        reference: oci://HOST/NAME:TAG, or with @sha256:DIGEST of the artifact, which is then verified.
+        reference: oci://HOST/NAME:TAG, or with @sha256:DIGEST of the artifact, which is then
+            verified.
         path: the package to write; a folder that does not exist.
         debug: if True, include debug/.
         reuse: further local packages whose files may be reused.
@@ -126,7 +130,8 @@ def pull_oci(
         on_progress: called with the numbers of finished and total bytes.
 
     Raises:
-        StorageError: the registry cannot be reached or rejects a request, or there is no such artifact.
+        StorageError: the registry cannot be reached or rejects a request, or there is no such
+            artifact.
         IntegrityError: received data is damaged.
         UnsafePackageError: the artifact is not a package.
     """

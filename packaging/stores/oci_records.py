@@ -1,9 +1,9 @@
 """Records of a package in an OCI registry: an artifact with the media types of ModelPack.
 
-ModelPack (github.com/modelpack/model-spec) is the CNCF's format for models in registries: an image manifest
-with an artifact type, a config that describes the model, and a layer for each file, neither packed nor
-compressed. `org.opencontainers.image.title` of a layer is its path too, so that `oras pull` writes the
-package's folder.
+ModelPack (github.com/modelpack/model-spec) is the CNCF's format for models in registries: an image
+manifest with an artifact type, a config that describes the model, and a layer for each file,
+neither packed nor compressed. `org.opencontainers.image.title` of a layer is its path too, so that
+`oras pull` writes the package's folder.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def files_of(data: bytes, where: str) -> dict[str, FileEntry]:
 
     Raises:
         IntegrityError: the manifest is not JSON.
-        UnsafePackageError: it is too large, not of a package, or lists files that a package must not contain.
+        UnsafePackageError: it is too large, not of a package, or lists files that a package must
+            not contain.
     """
     if len(data) > MAX_MANIFEST:
         raise UnsafePackageError("the artifact's manifest is too large", where=where, expected=f"at most {MAX_MANIFEST} bytes")

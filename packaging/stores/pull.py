@@ -1,4 +1,6 @@
-"""Pull a release from a store: fetch files that this machine lacks, and write the package atomically."""
+"""Pull a release from a store: fetch files that this machine lacks, and write the package
+atomically.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Fetch = Callable[[FileEntry], Iterator[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """Result of `pull`. `local_bytes` were on this machine already. Files with equal bytes count once.
+    """Result of `pull`.
+
+    `local_bytes` were on this machine already. Files with equal bytes count once.
 
     Law: bytes == fetched_bytes + local_bytes.
     """
@@ -55,10 +59,12 @@ def pull(
     options: Mapping[str, Any] = NO_OPTIONS,
     on_progress: OnProgress = unwatched,
 ) -> PullReport:
-    """Pull a release as a package. Every byte is compared with its digest before the package appears.
+    """Pull a release as a package.
 
-    Files that sibling packages of `path` have already are not fetched: they are linked, where the file
-    system can, after their digests were compared. So only changes are transferred.
+    Every byte is compared with its digest before the package appears.
+
+    Files that sibling packages of `path` have already are not fetched: they are linked, where the
+    file system can, after their digests were compared. So only changes are transferred.
 
     Args:
         store: a folder or fsspec URL.
@@ -71,7 +77,8 @@ def pull(
         on_progress: called with the numbers of finished and total bytes.
 
     Raises:
-        StorageError: there is no such store, line or release; `path` is taken; or the disk is too full.
+        StorageError: there is no such store, line or release; `path` is taken; or the disk is too
+            full.
         IntegrityError: data in the store is damaged; nothing is left at `path`.
         UnsafePackageError: the store contains something that the format does not allow.
     """
@@ -191,7 +198,10 @@ def _fetch_manifest(files: Mapping[str, FileEntry], fetch: Fetch) -> bytes:
 
 
 def _write(blocks: Iterator[bytes], target: Path, entry: FileEntry, file: str, moved: Callable[[int], None]) -> None:
-    """Write a file, sync it to disk, and compare it with its entry. At most the entry's size is written."""
+    """Write a file, sync it to disk, and compare it with its entry.
+
+    At most the entry's size is written.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with target.open("xb") as write:
@@ -219,7 +229,10 @@ def _damaged(file: str, entry: FileEntry, size: int, digest: str) -> IntegrityEr
 
 
 def _link(candidates: Sequence[Path], target: Path, entry: FileEntry) -> bool:
-    """Link or copy a local file to `target`. Return False if none of them has the right bytes any more."""
+    """Link or copy a local file to `target`.
+
+    Return False if none of them has the right bytes any more.
+    """
     for source in candidates:
         with suppress(OSError):
             link_or_copy(source, target)
@@ -238,8 +251,8 @@ def _beside(path: Path) -> Iterator[Path]:
 def _local_files(wanted: Mapping[str, FileEntry], packages: Iterable[Path]) -> dict[str, list[Path]]:
     """Return digest -> files of local packages that may have these bytes.
 
-    Files are matched by the packages' manifests or, outside of these, by path and size. Unreadable ones are
-    left out. The caller compares digests before it uses a file.
+    Files are matched by the packages' manifests or, outside of these, by path and size. Unreadable
+    ones are left out. The caller compares digests before it uses a file.
     """
     sizes = {entry.sha256: entry.size for entry in wanted.values()}
     outside = {file: entry.sha256 for file, entry in wanted.items() if file.split("/")[0] in OUTSIDE}

@@ -41,12 +41,14 @@ class LocalPackage:
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Result of `push`. `present_bytes` were in the store already. Files with equal bytes count once.
+    """Result of `push`.
+
+    `present_bytes` were in the store already. Files with equal bytes count once.
 
     Law: bytes == sent_bytes + present_bytes.
 
-    `new` is False if the line had this package already, so that no release was published. `current` is the
-    line's current release after the push.
+    `new` is False if the line had this package already, so that no release was published. `current`
+    is the line's current release after the push.
     """
 
     store: str
@@ -107,16 +109,19 @@ def push(
     on_progress: OnProgress = unwatched,
     on_wait: Callable[[str], None] = lambda _text: None,
 ) -> PushReport:
-    """Publish a package as a release of a line. Only files that the store lacks are sent, so a repeated push resumes.
+    """Publish a package as a release of a line.
+
+    Only files that the store lacks are sent, so a repeated push resumes.
 
     Args:
         package: the package's folder.
         store: a folder or fsspec URL; a store is created if it is empty.
         line: name of the line. None: the store's only line, or "main" in an empty store.
         promote: if True, the release becomes the line's current one.
-        only_if: promote only if this release is current now ("none": if none is); otherwise the release is
-            published but not promoted.
-        rejected: reason why the release must not be used; it is published as rejected, and not promoted.
+        only_if: promote only if this release is current now ("none": if none is); otherwise the
+            release is published but not promoted.
+        rejected: reason why the release must not be used; it is published as rejected, and not
+            promoted.
         message: message that the list of releases shows.
         facts: names and values that are stored with the release: metrics, the snapshot of the data.
         debug: if True, include debug/.
@@ -172,7 +177,9 @@ def _promote(store: Store, release: Release, only_if: str | int | None, reason: 
 
 
 def _check_whole(store: Store, release: Release, lease: Lease) -> None:
-    """Withdraw the release and raise if gc declared this push dead just before the release appeared."""
+    """Withdraw the release and raise if gc declared this push dead just before the release
+    appeared.
+    """
     try:
         lease.check()
     except StorageError:

@@ -20,7 +20,9 @@ STORE_VERSION = 1
 MAX_RECORD = 4 * 2**20
 """Maximum size of one record in bytes."""
 TRAVELLING = ("debug", "signatures")
-"""Folders outside a package's identity that are published with it. derived/ is a cache of one machine and is not."""
+"""Folders outside a package's identity that are published with it. derived/ is a cache of one
+machine and is not.
+"""
 _DEPTH = 8
 _ID = re.compile(r"[0-9]{8}(-[0-9a-f]{16})?")
 _LINE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
@@ -53,7 +55,8 @@ Verdict = Literal["candidate", "rejected"]
 class Sealed(Record):
     """A record of a store. Law: `from_bytes(r.to_bytes(), w) == r`.
 
-    The file is canonical JSON of the fields and of `checksum`, the sha256 of the same JSON without `checksum`.
+    The file is canonical JSON of the fields and of `checksum`, the sha256 of the same JSON without
+    `checksum`.
     """
 
     format_version: Literal[1] = 1
@@ -69,7 +72,8 @@ class Sealed(Record):
 
         Raises:
             IntegrityError: it is damaged.
-            UnsafePackageError: it is too large, nested too deeply, or contains what the format does not allow.
+            UnsafePackageError: it is too large, nested too deeply, or contains what the format does
+                not allow.
             StorageError: it has a newer format.
         """
         raw = parse_canonical(data, where, max_bytes=MAX_RECORD, max_depth=_DEPTH)
@@ -100,9 +104,11 @@ class Release(Sealed):
 
     Attributes:
         id: position in the line, and name of the record's file.
-        package: digest of the package, that is of its manifest.json; `program` and `weights` are digests of its parts.
+        package: digest of the package, that is of its manifest.json; `program` and `weights` are
+            digests of its parts.
         parent: release of this line from which the package was made, if any.
-        files: every stored file of the package: manifest.json, the files that it lists, and those of debug/ and signatures/.
+        files: every stored file of the package: manifest.json, the files that it lists, and those
+            of debug/ and signatures/.
         verdict: the publisher's verdict; `reason` says why a release was rejected.
         message: the publisher's message.
         facts: facts recorded by the publisher: metrics, the snapshot of the data, the run.
@@ -136,7 +142,9 @@ class Release(Sealed):
 
 
 class Pointer(Sealed):
-    """One entry of a line's history of current releases: from this entry on, `release` with `package` is current, for `reason`."""
+    """One entry of a line's history of current releases: from this entry on, `release` with
+    `package` is current, for `reason`.
+    """
 
     line: Line
     id: ReleaseId
@@ -148,7 +156,9 @@ class Pointer(Sealed):
 
 
 class Mark(Sealed):
-    """A later verdict on a published release: it was rejected, reinstated as a candidate, or its files were removed."""
+    """A later verdict on a published release: it was rejected, reinstated as a candidate, or its
+    files were removed.
+    """
 
     line: Line
     release: ReleaseId
@@ -162,8 +172,8 @@ class Mark(Sealed):
 class ReleaseState:
     """A release and its present status.
 
-    `status` is "removed" (its files were removed), "current", "rejected", "promoted" (it was current once), or
-    "candidate"; `reason` says why it was rejected, removed or made current.
+    `status` is "removed" (its files were removed), "current", "rejected", "promoted" (it was
+    current once), or "candidate"; `reason` says why it was rejected, removed or made current.
     """
 
     ORDER: ClassVar[tuple[str, ...]] = ("removed", "current", "rejected", "promoted", "candidate")
@@ -211,7 +221,8 @@ def check_files(files: dict[str, FileEntry], where: str) -> None:
     """Check that a release may contain these files.
 
     Raises:
-        UnsafePackageError: the manifest is missing, a path is not allowed, or two paths differ in case only.
+        UnsafePackageError: the manifest is missing, a path is not allowed, or two paths differ in
+            case only.
     """
     if MANIFEST not in files:
         raise UnsafePackageError("a release has no manifest", where=where)

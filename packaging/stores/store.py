@@ -1,4 +1,5 @@
-"""A store of releases: blobs by digest, releases by line and number, and which release of a line is current.
+"""A store of releases: blobs by digest, releases by line and number, and which release of a line is
+current.
 
     store.json                              marks the folder as a store
     blobs/sha256/ab/abcd...                 files, by the sha256 of their bytes
@@ -7,9 +8,9 @@
     lines/LINE/marks/00000007.json          later verdicts on releases: `Mark`
     pushes/..., gc/...                      leases of running pushes, and of a running garbage collection
 
-Everything except marks is written once. If several writers append concurrently, each tries to create the
-file of the next number: exactly one succeeds, and the others read its record and try the number after it.
-So nothing is lost, and no lock outlives a writer.
+Everything except marks is written once. If several writers append concurrently, each tries to
+create the file of the next number: exactly one succeeds, and the others read its record and try the
+number after it. So nothing is lost, and no lock outlives a writer.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def blob_path(sha256: str) -> str:
 class Store:
     """A store, in a folder or at an fsspec URL.
 
-    Laws: a release exists with all its files, or not at all; published releases are never lost, even with
-    concurrent writers; every record that is read is compared with its checksum.
+    Laws: a release exists with all its files, or not at all; published releases are never lost,
+    even with concurrent writers; every record that is read is compared with its checksum.
 
     Raises:
         StorageError: there is no store, or it cannot be reached.
@@ -92,10 +93,12 @@ class Store:
         return tuple(name for name in self.files.names("lines") if is_line(name))
 
     def line(self, name: str | None, default: str | None = None) -> str:
-        """Return a valid line name: `name`, or if it is None, the store's only line, or `default` if the store is empty.
+        """Return a valid line name: `name`, or if it is None, the store's only line, or `default`
+        if the store is empty.
 
         Raises:
-            StorageError: the name is invalid, or it is None and the store has several lines, or none and no default is given.
+            StorageError: the name is invalid, or it is None and the store has several lines, or
+                none and no default is given.
         """
         if name is not None:
             if not is_line(name):
@@ -199,8 +202,8 @@ class Store:
     ) -> tuple[Release, bool]:
         """Publish a release whose blobs are in the store already.
 
-        A package that the line has already with the same verdict is not published again; nor is one with the same
-        facts, whatever its present verdict, unless its files were removed.
+        A package that the line has already with the same verdict is not published again; nor is one
+        with the same facts, whatever its present verdict, unless its files were removed.
 
         Returns:
             The release, and True if it is new.
@@ -258,13 +261,14 @@ class Store:
             only_if: number of the release that must be current now, or "none"; None: no condition.
             after: id of the entry that must be the last one of the history; None: no condition.
             reason: reason that the history shows.
-            rejected: if True, promote the release even if it was rejected or rolled back; it becomes a candidate again.
+            rejected: if True, promote the release even if it was rejected or rolled back; it
+                becomes a candidate again.
 
         Raises:
-            ConflictError: another release than `only_if` is current, or another entry than `after` is the last one;
-                nothing was changed.
-            StorageError: there is no such release, it was rejected, its files were removed, or the store does not
-                support conditions.
+            ConflictError: another release than `only_if` is current, or another entry than `after`
+                is the last one; nothing was changed.
+            StorageError: there is no such release, it was rejected, its files were removed, or the
+                store does not support conditions.
         """
         found = self.release(line, release)
         if rejected and _verdict(found, self.mark_of(line, found.id))[0] == "rejected":
@@ -300,7 +304,8 @@ class Store:
         return pointer
 
     def confirm(self, line: str, reason: str) -> Pointer | None:
-        """Append an entry that repeats the current release, so that a promotion with `after` set to the entry before it fails.
+        """Append an entry that repeats the current release, so that a promotion with `after` set to
+        the entry before it fails.
 
         Returns:
             The entry, or None if no release is current.
@@ -318,7 +323,9 @@ class Store:
         return self._append(f"lines/{line}/current", make)
 
     def mark(self, line: str, release: str | int, verdict: str, reason: str) -> Mark:
-        """Set the present verdict on a release: "rejected", "candidate" again, or "removed". It replaces an earlier one.
+        """Set the present verdict on a release: "rejected", "candidate" again, or "removed".
+
+        It replaces an earlier one.
 
         Raises:
             StorageError: there is no such release.
@@ -331,8 +338,8 @@ class Store:
     def _take_back_if_removed(self, line: str, release: Release, pointer: Pointer) -> None:
         """Undo a promotion if gc has removed the release's files.
 
-        gc marks a release and then checks which one is current; this checks in the opposite order, so that at least one
-        of the two notices the other.
+        gc marks a release and then checks which one is current; this checks in the opposite order,
+        so that at least one of the two notices the other.
         """
         mark = self.mark_of(line, release.id)
         if mark is None or mark.verdict != "removed":
@@ -366,7 +373,10 @@ class Store:
         return pointer.release
 
     def _append(self, folder: str, make: Callable[[str, str | None], R]) -> R:
-        """Write the record with the next number. `make` receives its id, and the id of the last record."""
+        """Write the record with the next number.
+
+        `make` receives its id, and the id of the last record.
+        """
         for attempt in range(_TRIES):
             ids = self._ids(folder)
             number = int(ids[-1][:8]) + 1 if ids else 1

@@ -1,6 +1,7 @@
 """Files with a digest for every chunk, so that a part can be read and checked without the rest.
 
-A rank's share may be only a part of a file: with a digest of the whole file, every rank would have to read every byte.
+A rank's share may be only a part of a file: with a digest of the whole file, every rank would have
+to read every byte.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ SPAN = 16 * CHUNK
 FEW = 4
 """Number of chunk groups below which threads are not worth their cost."""
 _READERS = 4
-"""Threads that read and check: one waits for the disk while others compute digests, for which Python releases the GIL."""
+"""Threads that read and check: one waits for the disk while others compute digests, for which
+Python releases the GIL.
+"""
 
 
 class ChunkDigests:
-    """Incremental sha256 of each `chunk` bytes of a file that arrives in pieces of any length; the last chunk may be shorter."""
+    """Incremental sha256 of each `chunk` bytes of a file that arrives in pieces of any length; the
+    last chunk may be shorter.
+    """
 
     def __init__(self, chunk: int | None = None) -> None:
         self._chunk = chunk or CHUNK
@@ -59,7 +64,9 @@ class ChunkDigests:
 
 
 def chunk_for(size: int) -> int:
-    """Return the chunk size for a file of `size` bytes that will be read in parts: a power of two up to CHUNK."""
+    """Return the chunk size for a file of `size` bytes that will be read in parts: a power of two
+    up to CHUNK.
+    """
     wanted = min(LEAST_CHUNK, CHUNK)
     while wanted < CHUNK and wanted * CHUNKS_OF_A_FILE < size:
         wanted *= 2
@@ -79,7 +86,10 @@ class Ranges(Protocol):
         """Announce that bytes [start, stop) will be read soon."""
 
     def fill(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on. If the file ends too early, the rest of `into` is unchanged."""
+        """Fill `into` with the bytes from `start` on.
+
+        If the file ends too early, the rest of `into` is unchanged.
+        """
 
 
 class _FileRanges:
@@ -108,7 +118,9 @@ def ranges_of(file: BinaryIO) -> Iterator[Ranges]:
 
 
 class LastChunk:
-    """The chunk that was last read in part, among the files that share this object: the next read often needs it again."""
+    """The chunk that was last read in part, among the files that share this object: the next read
+    often needs it again.
+    """
 
     __slots__ = ("block", "file", "number")
 
@@ -121,8 +133,8 @@ class LastChunk:
 class ChunkedFile:
     """A file that is read in parts.
 
-    Laws: a byte is returned only after the digest of its chunk was checked, each time, since the file may
-    change meanwhile; only `last` is cached.
+    Laws: a byte is returned only after the digest of its chunk was checked, each time, since the
+    file may change meanwhile; only `last` is cached.
 
     Args:
         opened: opens the file.
@@ -156,22 +168,30 @@ class ChunkedFile:
         return tuple(self._digests[start // self._chunk : -(-stop // self._chunk)])
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop). Raises the error of `damaged` if a chunk's digest does not match."""
+        """Return bytes [start, stop).
+
+        Raises the error of `damaged` if a chunk's digest does not match.
+        """
         data = bytearray(stop - start)
         self.fill(start, memoryview(data))
         return bytes(data)
 
     def check(self, start: int = 0, stop: int | None = None) -> None:
-        """Check bytes [start, stop) without keeping them. Raises the error of `damaged` if a chunk's digest does not match."""
+        """Check bytes [start, stop) without keeping them.
+
+        Raises the error of `damaged` if a chunk's digest does not match.
+        """
         end = self._size if stop is None else stop
         for at in range(start, end, SPAN):
             self.fill(at, memoryview(bytearray(min(SPAN, end - at))), onward=True)
 
     def fill(self, start: int, into: memoryview, *, onward: bool = False) -> None:
-        """Fill `into` with the bytes from `start` on. `onward` announces sequential reads, for which the next bytes are read ahead.
+        """Fill `into` with the bytes from `start` on.
 
-        Chunks that are wholly inside the range are read directly into `into` and checked there, several at a
-        time; the chunks at the edges are read into a copy.
+        `onward` announces sequential reads, for which the next bytes are read ahead.
+
+        Chunks that are wholly inside the range are read directly into `into` and checked there,
+        several at a time; the chunks at the edges are read into a copy.
 
         Raises:
             TrainloadError: the error of `damaged`. The contents of `into` must not be used then.

@@ -1,7 +1,8 @@
-"""The safetensors format: validated headers, and files whose bytes do not depend on the order of writing.
+"""The safetensors format: validated headers, and files whose bytes do not depend on the order of
+writing.
 
-Specification: https://huggingface.co/docs/safetensors. A file consists of the header's length (8 bytes,
-little endian), the header (JSON), and the tensors' bytes without holes.
+Specification: https://huggingface.co/docs/safetensors. A file consists of the header's length (8
+bytes, little endian), the header (JSON), and the tensors' bytes without holes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in CODE
 _NAMES = {code: name for name, code in CODES.items()}
 MAX_HEADER = 64 * 2**20
 _LARGE = 4 * 2**20
-"""Bytes from which memory is allocated in huge pages: one page fault per 2 MiB instead of one per 4 KiB."""
+"""Bytes from which memory is allocated in huge pages: one page fault per 2 MiB instead of one per 4
+KiB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,8 @@ class TensorFileWriter:
         """Write one tensor.
 
         Raises:
-            PackageError: the tensor is not one of the specs, occurs twice, or has another dtype or shape.
+            PackageError: the tensor is not one of the specs, occurs twice, or has another dtype or
+                shape.
             OSError: the disk is full.
         """
         if name not in self._missing:
@@ -207,7 +211,9 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
 
 
 def _whole_numbers(value: object) -> bool:
-    """Return True for a list of integers. 8.0 and true do not count, although they equal 8 and 1 in Python."""
+    """Return True for a list of integers. 8.0 and true do not count, although they equal 8 and 1 in
+    Python.
+    """
     return isinstance(value, list) and all(type(each) is int for each in value)
 
 

@@ -1,7 +1,7 @@
 """weights/: shards that any Hugging Face tool can read, digests of their chunks, and a lazy reader.
 
-weights/chunks.json lists the sha256 of every chunk of every file. The reader reads only the requested
-bytes, and checks each chunk that it touches, each time.
+weights/chunks.json lists the sha256 of every chunk of every file. The reader reads only the
+requested bytes, and checks each chunk that it touches, each time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ MAX_SHARD = 2 * 2**30
 
 
 def stored_tensors(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Return the tensors in weights/: (parameters that are not aliases and persistent buffers, other buffers)."""
+    """Return the tensors in weights/: (parameters that are not aliases and persistent buffers,
+    other buffers).
+    """
     state = [TensorSpec(p.name, p.dtype, p.shape) for p in manifest.parameters if p.alias_of is None]
     state += [TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if b.persistent]
     return tuple(state), tuple(TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if not b.persistent)
 
 
 def trained_tensors(manifest: Manifest, parameters: Collection[str] | None = None) -> frozenset[str]:
-    """Return the names of tensors that training may change: `parameters` (None: those that the package trains), and all buffers."""
+    """Return the names of tensors that training may change: `parameters` (None: those that the
+    package trains), and all buffers.
+    """
     if parameters is None:
         parameters = [entry.name for entry in manifest.parameters if entry.trainable]
     return frozenset(parameters) | {entry.name for entry in manifest.buffers}
@@ -52,9 +56,11 @@ def trained_tensors(manifest: Manifest, parameters: Collection[str] | None = Non
 def shard_layout(
     specs: Sequence[TensorSpec], max_shard: int = MAX_SHARD, changing: Collection[str] | None = None
 ) -> dict[str, tuple[TensorSpec, ...]]:
-    """Return file -> its tensors: those of `changing` first, then the others in separate files, each in the order of `specs`.
+    """Return file -> its tensors: those of `changing` first, then the others in separate files,
+    each in the order of `specs`.
 
-    So files of tensors that training does not change are byte for byte the same before and after it, and a store keeps them once.
+    So files of tensors that training does not change are byte for byte the same before and after
+    it, and a store keeps them once.
 
     Args:
         specs: the tensors.
@@ -121,12 +127,14 @@ def write_weights(
 
 
 def add_weights(package: Path, manifest: Manifest, root: Path, added: Mapping[str, torch.Tensor]) -> list[str]:
-    """Write a weight file of new parameters under `root`, and the lists of weights/ for it and the files of another package.
+    """Write a weight file of new parameters under `root`, and the lists of weights/ for it and the
+    files of another package.
 
     Args:
         package: the other package's folder.
         manifest: its manifest.
-        root: folder of a package that is being written. The caller puts the other package's weight files there, unchanged.
+        root: folder of a package that is being written. The caller puts the other package's weight
+            files there, unchanged.
         added: name -> parameter that the other package lacks; at least one.
 
     Returns:
@@ -164,9 +172,12 @@ def _digests(path: Path) -> list[str]:
 
 
 class WeightReader:
-    """Lazy reader of a package's parameters and buffers. Opening it reads two small JSON files; only the last chunk is cached.
+    """Lazy reader of a package's parameters and buffers.
 
-    Laws: a byte is returned only after the digest of its chunk was checked; a returned tensor has its own memory.
+    Opening it reads two small JSON files; only the last chunk is cached.
+
+    Laws: a byte is returned only after the digest of its chunk was checked; a returned tensor has
+    its own memory.
     """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
@@ -219,7 +230,9 @@ class WeightReader:
         return tensor
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of the flattened tensor, of shape (stop - start,). Only their chunks are read.
+        """Return elements [start, stop) of the flattened tensor, of shape (stop - start,).
+
+        Only their chunks are read.
 
         Raises:
             KeyError: the name is unknown.
@@ -236,7 +249,9 @@ class WeightReader:
         return tensor
 
     def check_headers(self) -> None:
-        """Check, by the headers, that every weight file contains the tensors of the manifest. No tensor is read.
+        """Check, by the headers, that every weight file contains the tensors of the manifest.
+
+        No tensor is read.
 
         Raises:
             IntegrityError: a file does not, or its header is damaged.
@@ -245,13 +260,18 @@ class WeightReader:
             self._place(path, name)
 
     def file(self, name: str) -> str:
-        """Return the file that contains a parameter or buffer. Raises KeyError if the name is unknown."""
+        """Return the file that contains a parameter or buffer.
+
+        Raises KeyError if the name is unknown.
+        """
         return self._find(name)[0]
 
     def digests(self, name: str) -> tuple[int, tuple[str, ...]]:
-        """Identify a tensor's bytes without reading them: return its offset in its first chunk, and the digests of its chunks.
+        """Identify a tensor's bytes without reading them: return its offset in its first chunk, and
+        the digests of its chunks.
 
-        Law: if these are equal for two tensors of the same dtype and shape, so are the tensors. They may differ for equal tensors.
+        Law: if these are equal for two tensors of the same dtype and shape, so are the tensors.
+        They may differ for equal tensors.
 
         Raises:
             KeyError: the name is unknown.

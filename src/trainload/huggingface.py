@@ -5,8 +5,9 @@
     job = job_of(model, collator(rows), TrainingArguments(max_steps=1000, learning_rate=3e-4, warmup_steps=100))
     package = trainload.freeze(job, "gpt2.tl")
 
-The training step is that of `transformers.Trainer` with these settings: docs/transformers.md lists the supported and the
-rejected ones. transformers itself is imported only when a schedule or Adafactor is created.
+The training step is that of `transformers.Trainer` with these settings: docs/transformers.md lists
+the supported and the rejected ones. transformers itself is imported only when a schedule or
+Adafactor is created.
 """
 
 from __future__ import annotations
@@ -53,18 +54,22 @@ _UNTABLED = ("reduce_lr_on_plateau", "greedy")
 def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenizer: Any = None, **options: Any) -> Job:
     """Return the job that `transformers.Trainer(model, args)` would train.
 
-    The loss is the model's own. Its weight is the number of labels that are not -100 (without the first of each
-    row if the model shifts its labels), so that microbatches and workers with different padding are combined as
-    in Trainer. The weight is the number of rows if labels are not integers, if there are none, and for a CTC loss.
-    Weight decay excludes biases and norms. predict returns the model's logits; an encoder-decoder has no predict,
-    since it predicts token by token. The assets are those of `assets_of` and of `options`.
+    The loss is the model's own. Its weight is the number of labels that are not -100 (without the
+    first of each row if the model shifts its labels), so that microbatches and workers with
+    different padding are combined as in Trainer. The weight is the number of rows if labels are not
+    integers, if there are none, and for a CTC loss. Weight decay excludes biases and norms. predict
+    returns the model's logits; an encoder-decoder has no predict, since it predicts token by token.
+    The assets are those of `assets_of` and of `options`.
 
     Args:
         model: a transformers model that computes its loss.
         batch: a collator's batch: name -> (rows, ...), of 2 rows or more, with labels.
-        args: `transformers.TrainingArguments`, or an object with such attributes; missing ones have Trainer's defaults.
-        tokenizer: the model's tokenizer or processor, or any object with `save_pretrained`; it becomes part of the assets.
-        options: further fields of `trainload.Job` (dynamic, assets, predict, ...), which override those above.
+        args: `transformers.TrainingArguments`, or an object with such attributes; missing ones have
+            Trainer's defaults.
+        tokenizer: the model's tokenizer or processor, or any object with `save_pretrained`; it
+            becomes part of the assets.
+        options: further fields of `trainload.Job` (dynamic, assets, predict, ...), which override
+            those above.
 
     Raises:
         JobError: a setting is not supported (the message names it), or the batch is invalid.
@@ -120,10 +125,11 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
 
 
 def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | None = None) -> dict[str, AssetLike]:
-    """Return the files that `from_pretrained` needs besides the weights, as entries of `Job.assets`.
+    """Return the files that `from_pretrained` needs besides the weights, as entries of
+    `Job.assets`.
 
-    With them, `trainload export --to huggingface` writes a folder that `from_pretrained` opens. `job_of` adds
-    them to its job; use this function for jobs that are made in another way.
+    With them, `trainload export --to huggingface` writes a folder that `from_pretrained` opens.
+    `job_of` adds them to its job; use this function for jobs that are made in another way.
 
     Args:
         model: a transformers model.
@@ -131,8 +137,9 @@ def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | No
         within: the job's model, if it is another one that contains `model`.
 
     Returns:
-        config.json, generation_config.json if the model generates, the tokenizer's files below tokenizer/, and
-        huggingface.json, which names the module of the job's model that is the transformers model.
+        config.json, generation_config.json if the model generates, the tokenizer's files below
+        tokenizer/, and huggingface.json, which names the module of the job's model that is the
+        transformers model.
 
     Raises:
         JobError: the model has no configuration, or is not part of `within`.
@@ -248,7 +255,8 @@ def _adafactor() -> Any:
 
 
 def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: with weight decay, and without (biases, norms, everything in a LayerNorm).
+    """Return two parameter groups: with weight decay, and without (biases, norms, everything in a
+    LayerNorm).
 
     Tied parameters are in only one of them.
     """
@@ -261,7 +269,9 @@ def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 
 def _weight_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor | None]:
-    """Return a function from a batch to the number of labels over which the model's loss is a mean, or to None for rows."""
+    """Return a function from a batch to the number of labels over which the model's loss is a mean,
+    or to None for rows.
+    """
     labels = batch.get("labels")
     if type(model).__name__.endswith("ForCTC"):
         reduction = getattr(getattr(model, "config", None), "ctc_loss_reduction", "mean")
@@ -277,7 +287,9 @@ def _weight_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[Mappi
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Return True if the loss compares outputs with the labels of the next position, as in a decoder-only language model."""
+    """Return True if the loss compares outputs with the labels of the next position, as in a
+    decoder-only language model.
+    """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
@@ -295,7 +307,9 @@ def _called(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | 
 
 
 def _unheld(model: nn.Module) -> dict[str, str]:
-    """Return part of the configuration ("": its top) -> experts' implementation to set, for those that a package cannot contain."""
+    """Return part of the configuration ("": its top) -> experts' implementation to set, for those
+    that a package cannot contain.
+    """
     known: Any = getattr(model, "get_experts_implementation", None)
     matrices = [p for p in model.parameters() if p.ndim == 3]
     if known is None or not matrices or all(p.dtype is torch.bfloat16 for p in matrices):
@@ -320,7 +334,9 @@ def _held_experts(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_cache(config: Any) -> Iterator[None]:
-    """Set `use_cache` of the configuration to False within the block: some models read the setting only there."""
+    """Set `use_cache` of the configuration to False within the block: some models read the setting
+    only there.
+    """
     if not getattr(config, "use_cache", False):
         yield
         return

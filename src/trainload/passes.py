@@ -2,9 +2,10 @@
 
     trainload transform gpt.tl --pass trainload.passes:eliminate_dead_code -o new.tl
 
-A pass works on the training IR, before autograd: the graph that torch.export traced, with no_grad and
-autocast regions and the bodies of control flow as submodules. Every node has `meta["val"]` (a fake tensor
-with the node's shape, dtype and device), and nodes of modules have `meta["nn_module_stack"]`. See docs/passes.md.
+A pass works on the training IR, before autograd: the graph that torch.export traced, with no_grad
+and autocast regions and the bodies of control flow as submodules. Every node has `meta["val"]` (a
+fake tensor with the node's shape, dtype and device), and nodes of modules have
+`meta["nn_module_stack"]`. See docs/passes.md.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ GRAPH = "trainload_graph"
 class Pass(Protocol):
     """A function that `trainload.transform` applies to graphs.
 
-    It is called once for each captured graph of a package, with a copy that it may change and return; it may
-    also return another graph. The inputs (placeholders, by name and order) and the number of outputs must
-    stay the same. A new node without `meta["val"]` gets one.
+    It is called once for each captured graph of a package, with a copy that it may change and
+    return; it may also return another graph. The inputs (placeholders, by name and order) and the
+    number of outputs must stay the same. A new node without `meta["val"]` gets one.
 
     Args:
         graph: the graph; `graph.meta[GRAPH]` is its name.
@@ -48,7 +49,10 @@ class Pass(Protocol):
 
 
 def eliminate_dead_code(graph: GraphModule, program: Program) -> GraphModule:
-    """Remove nodes on which no output and no buffer depends. Random operators stay, since later draws would change otherwise."""
+    """Remove nodes on which no output and no buffer depends.
+
+    Random operators stay, since later draws would change otherwise.
+    """
     for part in graphs_in(graph):
         part.graph.eliminate_dead_code(is_impure_node=_has_effect)
     return graph
@@ -57,8 +61,8 @@ def eliminate_dead_code(graph: GraphModule, program: Program) -> GraphModule:
 def eliminate_common_subexpressions(graph: GraphModule, program: Program) -> GraphModule:
     """Replace repeated computations of the same values by one.
 
-    Random operators, regions and control flow are left unchanged, and so are nodes that return or read a tensor to which the
-    graph writes in place.
+    Random operators, regions and control flow are left unchanged, and so are nodes that return or
+    read a tensor to which the graph writes in place.
     """
     for part in graphs_in(graph):
         written = _written(part)
@@ -77,7 +81,10 @@ def eliminate_common_subexpressions(graph: GraphModule, program: Program) -> Gra
 
 
 def gelu_tanh(graph: GraphModule, program: Program) -> GraphModule:
-    """Compute GELU by its tanh approximation, as in some published models. It changes values, so it must be allowed."""
+    """Compute GELU by its tanh approximation, as in some published models.
+
+    It changes values, so it must be allowed.
+    """
     for node in calls_in(graph):
         if node.target is aten.gelu.default:
             node.kwargs = {**node.kwargs, "approximate": "tanh"}
@@ -90,7 +97,8 @@ def decompose(graph: GraphModule, program: Program, *, operators: str | Sequence
     Args:
         graph: see `Pass`.
         program: see `Pass`.
-        operators: names of operators to decompose ("aten.linear.default"), or "core": every operator outside core ATen.
+        operators: names of operators to decompose ("aten.linear.default"), or "core": every
+            operator outside core ATen.
     """
     if operators == "core":
         return operator_set.decompose(graph, lambda target: not operator_set.is_core(target))
@@ -101,8 +109,8 @@ def decompose(graph: GraphModule, program: Program, *, operators: str | Sequence
 def load_pass(spec: str) -> tuple[Pass, dict[str, Any]]:
     """Load the pass of a command line spec, with its options.
 
-    A spec is `module:function` or `path/to/file.py:function`, followed by `,name=value` for each option. A value is parsed as
-    JSON if possible (`3`, `0.5`, `true`), otherwise it is a string.
+    A spec is `module:function` or `path/to/file.py:function`, followed by `,name=value` for each
+    option. A value is parsed as JSON if possible (`3`, `0.5`, `true`), otherwise it is a string.
 
     Raises:
         PassError: the spec is malformed, its module does not import, or it is not a function.
@@ -129,7 +137,9 @@ def _option(text: str) -> Any:
 
 
 def _has_effect(node: Node) -> bool:
-    """Return True if a call, or the body of its region or control flow, has effects: writes, random draws or assertions."""
+    """Return True if a call, or the body of its region or control flow, has effects: writes, random
+    draws or assertions.
+    """
     if node.op in ("placeholder", "output"):
         return True
     if is_overload(node.target):
@@ -143,7 +153,9 @@ def _has_effect(node: Node) -> bool:
 
 
 def _written(part: GraphModule) -> set[Node]:
-    """Return the nodes to whose memory the graph may write: arguments of operators that write, and the bases of views among them."""
+    """Return the nodes to whose memory the graph may write: arguments of operators that write, and
+    the bases of views among them.
+    """
     found: set[Node] = set()
     stack: list[Node] = []
     for node in part.graph.nodes:

@@ -1,4 +1,6 @@
-"""Validation of arguments and dataclass fields against their annotations by pydantic, with trainload's errors."""
+"""Validation of arguments and dataclass fields against their annotations by pydantic, with
+trainload's errors.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def shown(value: object) -> str:
 
 
 def check_arguments(kind: type[RequestError]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that an argument that does not match its annotation raises `kind`, with the argument's name."""
+    """Decorate a function so that an argument that does not match its annotation raises `kind`,
+    with the argument's name.
+    """
 
     def checked(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -106,7 +110,9 @@ def _check(values: Mapping[str, Any], adapters: Mapping[str, TypeAdapter[Any]], 
 
 
 def _inside(value: Any, place: Sequence[int | str]) -> list[str]:
-    """Return the keys and indices in the location of a pydantic error, without the names of union members in between."""
+    """Return the keys and indices in the location of a pydantic error, without the names of union
+    members in between.
+    """
     found = []
     for part in place:
         if isinstance(value, Mapping | Sequence) and not isinstance(value, str) and _holds(value, part):

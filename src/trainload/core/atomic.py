@@ -5,10 +5,11 @@
     if not create_file(path, data): ...         # if several processes do so concurrently, exactly one succeeds
     with new_folder(path) as temporary: ...
 
-Temporary files and folders are hidden siblings of their path with random names: process ids repeat between containers that
-share a file system.
+Temporary files and folders are hidden siblings of their path with random names: process ids repeat
+between containers that share a file system.
 
-This module imports only the standard library, since the actor that keeps a run's messages imports it at its start.
+This module imports only the standard library, since the actor that keeps a run's messages imports
+it at its start.
 """
 
 from __future__ import annotations
@@ -32,14 +33,19 @@ def temporary_beside(path: Path) -> Path:
 
 
 def remove_temporaries(path: Path) -> None:
-    """Remove the temporary folders of `path` that killed processes left. Hold the lock of all writers of `path` when calling it."""
+    """Remove the temporary folders of `path` that killed processes left.
+
+    Hold the lock of all writers of `path` when calling it.
+    """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
 def temporary_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> Iterator[Path]:
-    """Yield a temporary file next to `path`. It is removed when the block ends, unless the block renames it.
+    """Yield a temporary file next to `path`.
+
+    It is removed when the block ends, unless the block renames it.
 
     Args:
         path: path at which the file is to appear.
@@ -63,14 +69,18 @@ def temporary_file(path: Path, data: bytes, *, durable: bool = True, mode: int =
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a file, replacing the one at `path`, if any. Arguments and errors are those of `temporary_file`."""
+    """Write a file, replacing the one at `path`, if any.
+
+    Arguments and errors are those of `temporary_file`.
+    """
     with temporary_file(path, data, durable=durable) as temporary:
         temporary.replace(path)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file for the block to write; it replaces `path` unless the block raises.
+    """Yield the path of a temporary file for the block to write; it replaces `path` unless the
+    block raises.
 
     Raises:
         OSError: the file cannot be synced to disk or renamed.
@@ -92,7 +102,8 @@ def publish(temporary: Path, path: Path) -> None:
 def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Write a new file. If several processes do so concurrently, exactly one succeeds.
 
-    On a file system without hard links several processes may succeed concurrently; the file is still complete.
+    On a file system without hard links several processes may succeed concurrently; the file is
+    still complete.
 
     Args:
         path: path at which the file is to appear.
@@ -100,8 +111,9 @@ def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
         mode: permissions of the file, before the umask.
 
     Returns:
-        True if the file at `path` is now this one. A network file system repeats a link request whose reply was
-        lost, and then finds its own link: so a file with the same content counts as this one.
+        True if the file at `path` is now this one. A network file system repeats a link request
+        whose reply was lost, and then finds its own link: so a file with the same content counts as
+        this one.
 
     Raises:
         OSError: it cannot be written.
@@ -121,7 +133,10 @@ def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
 
 
 def _holds(path: Path, data: bytes) -> bool:
-    """Return True if the file at `path` has this content. Links are not followed, since others may be able to write to the folder."""
+    """Return True if the file at `path` has this content.
+
+    Links are not followed, since others may be able to write to the folder.
+    """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         return file.read(len(data) + 1) == data
 
@@ -138,7 +153,10 @@ def replace_link(path: Path, target: str) -> None:
 
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder next to `path`. It is removed when the block ends, unless the block renames it. Raises OSError."""
+    """Yield a new folder next to `path`.
+
+    It is removed when the block ends, unless the block renames it. Raises OSError.
+    """
     temporary = temporary_beside(path)
     temporary.mkdir(0o700)
     try:

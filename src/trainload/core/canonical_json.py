@@ -1,8 +1,8 @@
 """Canonical JSON, a parser for untrusted input, and file digests.
 
-Canonical form: keys of objects sorted by code point, no spaces, no NaN or infinities, integers in full,
-floats as the shortest decimal that reads back as the same double (Python's `repr`), strings in UTF-8 with
-only the escapes that JSON requires, no newline at the end.
+Canonical form: keys of objects sorted by code point, no spaces, no NaN or infinities, integers in
+full, floats as the shortest decimal that reads back as the same double (Python's `repr`), strings
+in UTF-8 with only the escapes that JSON requires, no newline at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def canonical_json(value: object) -> bytes:
     Law: canonical_json(parse_canonical(b, "")) == b for every b that this function returns.
 
     Raises:
-        PackageError: the value contains a NaN, an infinity, a lone surrogate or something that is not JSON.
+        PackageError: the value contains a NaN, an infinity, a lone surrogate or something that is
+            not JSON.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode("utf-8")

@@ -1,7 +1,7 @@
 """Secrets by reference: ${env:NAME} and ${file:/PATH} in URLs and storage options.
 
-URLs are recorded and printed with their references. `resolve` is called only by the process that opens the
-storage, on its node.
+URLs are recorded and printed with their references. `resolve` is called only by the process that
+opens the storage, on its node.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ def check_no_credentials(url: str, where: str = "") -> None:
 
 
 def resolve(text: str) -> str:
-    """Replace references in a URL or option by their values on this node. From now on this process redacts these values.
+    """Replace references in a URL or option by their values on this node.
+
+    From now on this process redacts these values.
 
     Args:
-        text: may contain ${env:NAME}, an environment variable, and ${file:/PATH}, a file's text without the
-            final line break.
+        text: may contain ${env:NAME}, an environment variable, and ${file:/PATH}, a file's text
+            without the final line break.
 
     Raises:
-        StorageError: there is no such variable or file here, or `text` contains a secret itself or another
-            kind of reference.
+        StorageError: there is no such variable or file here, or `text` contains a secret itself or
+            another kind of reference.
     """
     check_no_credentials(text)
     for match in _ANY.finditer(text):
@@ -56,7 +58,10 @@ def resolve(text: str) -> str:
 
 
 def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return storage options with all strings resolved, nested ones included. Raises StorageError as `resolve`."""
+    """Return storage options with all strings resolved, nested ones included.
+
+    Raises StorageError as `resolve`.
+    """
     found: dict[str, Any] = {}
     for name, value in options.items():
         found[name] = resolve(value) if isinstance(value, str) else resolve_options(value) if isinstance(value, Mapping) else value

@@ -26,8 +26,9 @@
         ├── CheckpointError             no checkpoint could be written or read
         └── RunInterrupted              the run was asked to stop
 
-A message says where, what was expected, what was found, and how to fix it. It contains no credentials
-(`redaction.py`). All exceptions can be pickled, since they travel from workers to the driver.
+A message says where, what was expected, what was found, and how to fix it. It contains no
+credentials (`redaction.py`). All exceptions can be pickled, since they travel from workers to the
+driver.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class TrainloadError(Exception):
         cure: a hint that says how to fix it.
 
     Attributes:
-        work_began: True if a run had made steps before this error ended it, so that the command line
-            exits with 1, whatever the class.
+        work_began: True if a run had made steps before this error ended it, so that the command
+            line exits with 1, whatever the class.
     """
 
     work_began = False
@@ -100,8 +101,8 @@ class CaptureError(RequestError):
 
     Args:
         problem, where, expected, got, cure: as for every error.
-        findings: causes in the user's source, the first one first. With them the message is a multi-line
-            report: see `trainload.core.finding`.
+        findings: causes in the user's source, the first one first. With them the message is a
+            multi-line report: see `trainload.core.finding`.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ class CaptureError(RequestError):
 class PackageError(RequestError):
     """A package cannot be used.
 
-    The message is one line, with unprintable characters escaped, since names in a package may be hostile.
+    The message is one line, with unprintable characters escaped, since names in a package may be
+    hostile.
     """
 
     def __str__(self) -> str:
@@ -212,11 +214,15 @@ class RunInterrupted(WorkError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an exception's text, or its class name; at most 200 characters."""
+    """Return the first non-empty line of an exception's text, or its class name; at most 200
+    characters.
+    """
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def raised(error: BaseException) -> str:
-    """Describe an exception as "ValueError: the first line of its text", or "AssertionError" if it has no text."""
+    """Describe an exception as "ValueError: the first line of its text", or "AssertionError" if it
+    has no text.
+    """
     name = type(error).__name__
     return f"{name}: {first_line(error)}" if str(error).strip() else name

@@ -1,4 +1,7 @@
-"""Reports for models that cannot be captured: each cause with its place and a fix, on one screen. Does not import torch."""
+"""Reports for models that cannot be captured: each cause with its place and a fix, on one screen.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ WIDTH = 140
 LONGEST = 1000
 """Maximum number of characters of a sentence in it.
 
-A sentence is one line, which the terminal wraps. If it were wrapped here, the length of a path would decide
-the line breaks, and a phrase could not be searched for.
+A sentence is one line, which the terminal wraps. If it were wrapped here, the length of a path
+would decide the line breaks, and a phrase could not be searched for.
 """
 SHOWN = 5
 """Maximum number of causes that are shown."""
@@ -33,7 +36,8 @@ class Place:
         source: text of the line without indentation; empty if there is no source.
         start, end: columns of the expression in `source`; `end` is the line's end if the expression
             continues on the next line. Equal if unknown.
-        span: (line, column, last line, last column) as in `ast`, in order to find the expression again.
+        span: (line, column, last line, last column) as in `ast`, in order to find the expression
+            again.
     """
 
     file: str
@@ -53,7 +57,9 @@ class Place:
         return self.source[self.start : self.end] or self.source
 
     def marked(self, width: int) -> list[str]:
-        """Return the source line and a line of carets under the expression, both at most `width` long; [] without source."""
+        """Return the source line and a line of carets under the expression, both at most `width`
+        long; [] without source.
+        """
         if not self.source:
             return []
         first = max(0, min(self.start - 20, self.end - width)) if self.end > width else 0

@@ -14,15 +14,18 @@ from trainload.core.arguments import shown
 from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
 
 LONGEST_NAME = 235
-"""Maximum bytes of a file name. Most file systems allow 255, and the name of the temporary file is longer."""
+"""Maximum bytes of a file name.
+
+Most file systems allow 255, and the name of the temporary file is longer.
+"""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def open_inside(root: Path, path: str) -> BinaryIO:
     """Open a package's file for reading.
 
-    Links are not followed, neither at the file nor at a folder between `root` and it, even if they were created
-    after the package was opened.
+    Links are not followed, neither at the file nor at a folder between `root` and it, even if they
+    were created after the package was opened.
 
     Raises:
         UnsafePackageError: there is a link, or the file is not a plain file.
@@ -85,7 +88,8 @@ def write_copy(source: Path, target: Path) -> None:
 
 
 def check_name(path: Path) -> None:
-    """Check that the last part of a path is a valid file name, even with the suffix of a temporary file.
+    """Check that the last part of a path is a valid file name, even with the suffix of a temporary
+    file.
 
     Raises:
         StorageError: it is too long or contains NUL.

@@ -24,7 +24,9 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool | None:
-    """Return True if the process with this id of `this_process` has ended; None if that cannot be determined from here."""
+    """Return True if the process with this id of `this_process` has ended; None if that cannot be
+    determined from here.
+    """
     parts = process.split(" ")
     own = this_process().split(" ")
     if len(parts) != len(own) or len(parts) != 4 or parts[:2] != own[:2]:
@@ -44,12 +46,14 @@ def in_main_thread() -> bool:
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[Callable[[], None]]:
-    """Make SIGTERM and SIGHUP raise KeyboardInterrupt within the block, like Ctrl-C, and restore the handlers afterwards.
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt within the block, like Ctrl-C, and restore
+    the handlers afterwards.
 
     Handlers that the caller has set stay. Outside of the main thread nothing is changed.
 
     Yields:
-        A function that sets the handlers again, for use after code that replaces them, as `ray.init` does.
+        A function that sets the handlers again, for use after code that replaces them, as
+        `ray.init` does.
     """
     if not in_main_thread():
         yield lambda: None
@@ -78,7 +82,9 @@ def heeded(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
 
 
 def is_nobodys(handler: Any) -> bool:
-    """Return True if a signal's handler is Python's or Ray's own, so that the caller has not set one."""
+    """Return True if a signal's handler is Python's or Ray's own, so that the caller has not set
+    one.
+    """
     own = handler in (signal.SIG_DFL, signal.default_int_handler, None)
     return own or str(getattr(handler, "__module__", "")).partition(".")[0] == "ray"
 

@@ -1,4 +1,6 @@
-"""Redaction of texts: credentials in URLs, and secrets that this process has resolved from references."""
+"""Redaction of texts: credentials in URLs, and secrets that this process has resolved from
+references.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from typing import Any
 from urllib.parse import quote, quote_plus
 
 REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
-"""${env:NAME} or ${file:/PATH}: a reference to a secret. It is not secret itself, and is shown as it is."""
+"""${env:NAME} or ${file:/PATH}: a reference to a secret.
+
+It is not secret itself, and is shown as it is.
+"""
 HIDDEN = "***"
 
 _LEAST = 4
@@ -33,7 +38,8 @@ _known: dict[str, str] = {}  # secret that this process has resolved -> its refe
 def is_secret_name(name: str) -> bool:
     """Return True if the name of a variable or URL field suggests a secret.
 
-    Its last word decides, such as the KEY of API_KEY, or PASSWORD or SECRET anywhere, unless it names a file or a path.
+    Its last word decides, such as the KEY of API_KEY, or PASSWORD or SECRET anywhere, unless it
+    names a file or a path.
     """
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
     if not words or words[-1] in ("file", "path", "dir"):
@@ -42,14 +48,18 @@ def is_secret_name(name: str) -> bool:
 
 
 def hide(secret: str, reference: str) -> None:
-    """Make this process show `reference` instead of `secret` from now on, in every form in which a URL, JSON or Python writes it."""
+    """Make this process show `reference` instead of `secret` from now on, in every form in which a
+    URL, JSON or Python writes it.
+    """
     if len(secret) >= _LEAST:
         forms = (secret, quote(secret, safe=""), quote(secret), quote_plus(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1])
         _known.update(dict.fromkeys(forms, reference))
 
 
 def redacted(text: str) -> str:
-    """Return the text without secrets: credentials in URLs become `HIDDEN`, and resolved secrets their references."""
+    """Return the text without secrets: credentials in URLs become `HIDDEN`, and resolved secrets
+    their references.
+    """
     for secret, reference in sorted(_known.items(), key=lambda item: -len(item[0])):
         text = text.replace(secret, reference)
     if ":/" not in text:
@@ -67,7 +77,10 @@ def redacted(text: str) -> str:
 
 
 def _without(match: re.Match[str], end: str) -> str:
-    """Return a match without its secret, if it has one. A field's name must suggest a secret; references are not secrets."""
+    """Return a match without its secret, if it has one.
+
+    A field's name must suggest a secret; references are not secrets.
+    """
     groups = match.groupdict()
     secret = "".join(c for c in groups["secret"] if ord(c) < _REFERENCES_AWAY)
     if not secret or ("name" in groups and not is_secret_name(groups["name"])):

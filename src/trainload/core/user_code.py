@@ -78,7 +78,9 @@ def describe(error: BaseException) -> str:
 
 
 def user_line(error: BaseException, module: ModuleType | str) -> str:
-    """Return `file:line` of the innermost frame in the job's folder, or else outside installed libraries, or else the module."""
+    """Return `file:line` of the innermost frame in the job's folder, or else outside installed
+    libraries, or else the module.
+    """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     file = getattr(module, "__file__", None)

@@ -15,7 +15,8 @@ BEYOND = (2, 16)
 
 
 def check_supported_torch() -> None:
-    """Check that the installed torch is supported, without importing it: an unsupported one could fail anywhere.
+    """Check that the installed torch is supported, without importing it: an unsupported one could
+    fail anywhere.
 
     Raises:
         VersionError: torch is missing, older than `OLDEST`, or `BEYOND` or newer.

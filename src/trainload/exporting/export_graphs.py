@@ -1,4 +1,6 @@
-"""Export of packages: `trainload.export` writes files for plain torch and Hugging Face's tools, and verifies them by opening them."""
+"""Export of packages: `trainload.export` writes files for plain torch and Hugging Face's tools, and
+verifies them by opening them.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ __all__ = ["Exported", "Kind", "export"]
 
 Kind = Literal["pt2", "aoti", "huggingface"]
 NOTE = "trainload.json"
-"""Name of the note among the extra files of a .pt2, and among the metadata of an AOTInductor package."""
+"""Name of the note among the extra files of a .pt2, and among the metadata of an AOTInductor
+package.
+"""
 _COMPILED = 10.0
-"""Factor on the graph's tolerance for compiled code, which fuses operators and sums in another order."""
+"""Factor on the graph's tolerance for compiled code, which fuses operators and sums in another
+order.
+"""
 _SUFFIX = ".pt2"
 _SEED = 20_240_229
 
@@ -55,13 +61,14 @@ class Exported:
         to: kind of the export.
         graph: name of the graph; "" if only weights were exported.
         device: device of the graph; "" if only weights were exported.
-        inputs: name -> dtype and shape of the entries of the dict that a .pt2 accepts, or of the keyword
-            arguments of an AOTInductor package.
+        inputs: name -> dtype and shape of the entries of the dict that a .pt2 accepts, or of the
+            keyword arguments of an AOTInductor package.
         outputs: names of the tensors in the tuple that the graph returns, in order.
         lowered: operators of trainload that plain torch lacks, which were replaced by torch's.
-        libraries: namespace of custom operators -> distribution that must be imported before the export is opened.
-        difference: largest relative L2 difference from the package's own graph, over its outputs and two
-            synthetic batches; None if not compared.
+        libraries: namespace of custom operators -> distribution that must be imported before the
+            export is opened.
+        difference: largest relative L2 difference from the package's own graph, over its outputs
+            and two synthetic batches; None if not compared.
         files: number of files.
         bytes: total size in bytes.
     """
@@ -92,14 +99,17 @@ def export(
     part: str | None = None,
     check: bool = True,
 ) -> Exported:
-    """Export a graph with the package's weights, or only the weights, for use without trainload. See docs/export.md.
+    """Export a graph with the package's weights, or only the weights, for use without trainload.
+
+    See docs/export.md.
 
     Args:
         package: the package; after training, the output of `launch`.
-        path: a path that does not exist: a file whose name ends in .pt2, or for "huggingface" a folder.
-        to: "pt2": torch.export's archive, for torch.export.load. "aoti": compiled by AOTInductor, for
-            torch._inductor.aoti_load_package. "huggingface": safetensors, with the configuration and tokenizer
-            from the package's assets.
+        path: a path that does not exist: a file whose name ends in .pt2, or for "huggingface" a
+            folder.
+        to: "pt2": torch.export's archive, for torch.export.load. "aoti": compiled by AOTInductor,
+            for torch._inductor.aoti_load_package. "huggingface": safetensors, with the
+            configuration and tokenizer from the package's assets.
         graph: name of a graph other than a training graph; None: "predict".
         variant: variant of the graph; None: the first.
         device: device of the exported graph; None: "cpu".
@@ -109,7 +119,8 @@ def export(
             batches of two sizes, weights bit for bit.
 
     Raises:
-        PackageError: the package has no such graph or module, is abstract, or the graph cannot be exported: the message says why.
+        PackageError: the package has no such graph or module, is abstract, or the graph cannot be
+            exported: the message says why.
         ClusterError: there is no GPU here.
         StorageError: the path is taken or cannot be written.
 
@@ -225,7 +236,9 @@ def _origin(package: Package) -> dict[str, Any]:
 
 
 def _batches(capture: GraphCapture, *, needed: bool) -> list[dict[str, Tensor]]:
-    """Return synthetic batches of two sizes; [] if the package does not describe its inputs and none are needed."""
+    """Return synthetic batches of two sizes; [] if the package does not describe its inputs and
+    none are needed.
+    """
     try:
         return [synthesise(capture, 0), synthesise(capture, 1, 1)]
     except DataError as error:
@@ -236,7 +249,9 @@ def _batches(capture: GraphCapture, *, needed: bool) -> list[dict[str, Tensor]]:
 
 
 def _plain(package: Package, capture: GraphCapture, device: torch.device) -> tuple[ExportedProgram, ExportedProgram]:
-    """Return the graph with its weights twice: as in the package, on the CPU, and with only torch's operators, on `device`."""
+    """Return the graph with its weights twice: as in the package, on the CPU, and with only torch's
+    operators, on `device`.
+    """
     whole = package.graph(capture.name)
     module = plain_graph(dataclasses.replace(capture, exported=whole), device)
     program = with_graph(whole, module, f"graph {capture.name}")
@@ -261,7 +276,8 @@ def _difference(
     device: torch.device,
     batches: Sequence[Mapping[str, Tensor]],
 ) -> float | None:
-    """Return the relative difference of the export from the package's own graph, in outputs and in buffers that it writes.
+    """Return the relative difference of the export from the package's own graph, in outputs and in
+    buffers that it writes.
 
     Raises:
         PackageError: the difference is too large, or torch cannot open the export.
@@ -306,7 +322,10 @@ def _difference(
 
 
 class _Own:
-    """The package's own graph, run unchanged with its own copies of buffers. A graph captured on a GPU is run in its lowered form."""
+    """The package's own graph, run unchanged with its own copies of buffers.
+
+    A graph captured on a GPU is run in its lowered form.
+    """
 
     def __init__(self, whole: ExportedProgram, program: ExportedProgram) -> None:
         self._program = program if other_devices(whole.graph_module, torch.device("cpu")) else whole

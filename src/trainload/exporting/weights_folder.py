@@ -1,7 +1,8 @@
-"""Export of weights as a folder for Hugging Face's tools: safetensors, and the assets that `from_pretrained` needs.
+"""Export of weights as a folder for Hugging Face's tools: safetensors, and the assets that
+`from_pretrained` needs.
 
-Names are those of the model's state dict. Of tied tensors only one is written, as is usual in safetensors
-and transformers.
+Names are those of the model's state dict. Of tied tensors only one is written, as is usual in
+safetensors and transformers.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
 
 
 def transformers_part(package: Package) -> str | None:
-    """Return the module of the job's model that is a transformers model, or None if the package does not name one.
+    """Return the module of the job's model that is a transformers model, or None if the package
+    does not name one.
 
     Raises:
         PackageError: the asset that names it is malformed.
@@ -177,7 +179,9 @@ def _shards(contents: Contents, max_shard: int) -> dict[str, Sequence[Stored]]:
 
 
 def _assets(package: Package, contents: Contents) -> dict[str, str]:
-    """Return path in the folder -> asset. A configuration is included only with the weights of its own model.
+    """Return path in the folder -> asset.
+
+    A configuration is included only with the weights of its own model.
 
     Raises:
         PackageError: two files have the same name.

@@ -1,4 +1,6 @@
-"""Freezing of a job without weights: a model too large for any machine here is checked against a smaller job of the same code."""
+"""Freezing of a job without weights: a model too large for any machine here is checked against a
+smaller job of the same code.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,13 @@ _CPU = torch.device("cpu")
 def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, libraries: Libraries) -> Package:
     """Write a package of a job whose model has no values.
 
-    The reduced job is captured and compared with eager mode like any other job, joint graph included. Then
-    the abstract job is captured; it must have the same structure up to sizes and repeated layers.
-    docs/abstract.md says what this proves and what it does not.
+    The reduced job is captured and compared with eager mode like any other job, joint graph
+    included. Then the abstract job is captured; it must have the same structure up to sizes and
+    repeated layers. docs/abstract.md says what this proves and what it does not.
 
     Args:
-        job: parameters and buffers of its model, and tensors of its batch, may be fake or on the meta device.
+        job: parameters and buffers of its model, and tensors of its batch, may be fake or on the
+            meta device.
         path: the package to write, a folder that does not exist.
         reduced: a job of the same code with smaller sizes, with values.
         check: check that compares the reduced job with eager mode.
@@ -46,7 +49,8 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, lib
 
     Raises:
         JobError: there is no reduced job; otherwise as `freeze`.
-        CaptureError: a job cannot be captured, or the two differ in more than sizes and repetition; the message says where.
+        CaptureError: a job cannot be captured, or the two differ in more than sizes and repetition;
+            the message says where.
     """
     if reduced is None:
         raise JobError(

@@ -1,4 +1,6 @@
-"""`freeze --bundle-ops`: wheels of a package's operator libraries, built from installed files or given, and tested in isolation."""
+"""`freeze --bundle-ops`: wheels of a package's operator libraries, built from installed files or
+given, and tested in isolation.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,12 @@ def given_wheel(path: Path) -> GivenWheel:
 
 @dataclass(frozen=True, slots=True)
 class Bundler:
-    """Writer of wheels of a package's operator libraries into the package: a `packaging.write.Bundle`.
+    """Writer of wheels of a package's operator libraries into the package: a
+    `packaging.write.Bundle`.
 
     Attributes:
-        given: wheels to use instead of built ones; a library may have several, for different kinds of machine.
+        given: wheels to use instead of built ones; a library may have several, for different kinds
+            of machine.
         named: libraries that register the operators according to the user.
     """
 
@@ -73,8 +77,9 @@ class Bundler:
         """Write the wheels into `folder`, and test them.
 
         Raises:
-            PackageError: the library of some operators is unknown, a wheel belongs to no library or has another version, or a
-                process that has only the wheels does not register the operators.
+            PackageError: the library of some operators is unknown, a wheel belongs to no library or
+                has another version, or a process that has only the wheels does not register the
+                operators.
         """
         folder.mkdir()
         made: dict[str, Path] = {}
@@ -96,7 +101,10 @@ class Bundler:
         return found
 
     def _make(self, namespace: str, manifest: Manifest, folder: Path, made: dict[str, Path]) -> Path:
-        """Return the wheel of an imported library. For a library with several namespaces it is built once."""
+        """Return the wheel of an imported library.
+
+        For a library with several namespaces it is built once.
+        """
         own = sorted(name for name in manifest.ops if name.startswith(f"torch.ops.{namespace}."))
         modules = modules_of(namespace, own, self.named.get(namespace))
         provider: Provider | None = one_provider(modules)
@@ -136,7 +144,9 @@ def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
 
 
 def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], folder: Path) -> None:
-    """Check that wheels for this kind of machine register their operators in a process without the user's folders."""
+    """Check that wheels for this kind of machine register their operators in a process without the
+    user's folders.
+    """
     with tempfile.TemporaryDirectory() as place:
         folders, modules, operators = [], list[str](), list[str]()
         for namespace, entry in libraries.items():

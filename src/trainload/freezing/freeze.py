@@ -48,34 +48,38 @@ def freeze(
 ) -> Package:
     """Capture a job, prove its graphs equal to eager mode, and write the package.
 
-    The joint forward and backward graph for the CPU is derived, proven and stored too; other devices derive
-    theirs when the package is first compiled there.
+    The joint forward and backward graph for the CPU is derived, proven and stored too; other
+    devices derive theirs when the package is first compiled there.
 
     Args:
         job: model, loss, optimizer, schedule and an example batch.
         path: the package to write, a folder that does not exist.
-        check: "usual" compares with eager mode on the example batch and on one with another number of rows;
-            "thorough" on six further batches, with sizes drawn from those that the graph accepts and other seeds.
-        strict: torch.export's mode. None: non-strict, or strict for a graph that the non-strict mode does
-            not support, if strict mode loses nothing; True: only strict, which rejects whatever it would lose;
-            False: only non-strict. debug/capture.json records the mode of each graph and the reason.
-        apply_suggested_fixes: if True and torch rejects the sizes that `Job.dynamic` declares, declare those
-            that it suggests instead. debug/batch.json records the changes.
+        check: "usual" compares with eager mode on the example batch and on one with another number
+            of rows; "thorough" on six further batches, with sizes drawn from those that the graph
+            accepts and other seeds.
+        strict: torch.export's mode. None: non-strict, or strict for a graph that the non-strict
+            mode does not support, if strict mode loses nothing; True: only strict, which rejects
+            whatever it would lose; False: only non-strict. debug/capture.json records the mode of
+            each graph and the reason.
+        apply_suggested_fixes: if True and torch rejects the sizes that `Job.dynamic` declares,
+            declare those that it suggests instead. debug/batch.json records the changes.
         on_fix: called with each change.
-        abstract: True if the model has no values (for example on the meta device): only shapes are frozen,
-            for planning. See docs/abstract.md.
-        reduced: for an abstract package, a job of the same code with smaller sizes, which is compared with
-            eager mode instead.
-        libraries: namespace of custom operators that the job calls -> module or Python file that registers
-            them, which is imported and recorded; the others are detected. See docs/operators.md.
-        bundle_ops: True bundles these libraries into the package, as wheels built from installed files; a
-            sequence of wheels bundles these instead. False or an empty sequence bundles nothing.
+        abstract: True if the model has no values (for example on the meta device): only shapes are
+            frozen, for planning. See docs/abstract.md.
+        reduced: for an abstract package, a job of the same code with smaller sizes, which is
+            compared with eager mode instead.
+        libraries: namespace of custom operators that the job calls -> module or Python file that
+            registers them, which is imported and recorded; the others are detected. See
+            docs/operators.md.
+        bundle_ops: True bundles these libraries into the package, as wheels built from installed
+            files; a sequence of wheels bundles these instead. False or an empty sequence bundles
+            nothing.
 
     Raises:
         JobError: the job's description is inconsistent.
         CaptureError: the model cannot be captured soundly.
-        PackageError: a library cannot be imported, or cannot be bundled so that it loads in isolation; an
-            asset's name or media type is invalid.
+        PackageError: a library cannot be imported, or cannot be bundled so that it loads in
+            isolation; an asset's name or media type is invalid.
         StorageError: the path is taken or cannot be written, or a wheel or an asset is missing.
 
     Example:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def load_job(spec: str) -> Job:
     """Load the job that `spec` names: a `Job`, or a function without arguments that returns one.
 
-    As when Python runs a script, the file's folder (for a module: the current folder) is put first on `sys.path`
-    and stays there, so that the job's own imports work, late ones included.
+    As when Python runs a script, the file's folder (for a module: the current folder) is put first
+    on `sys.path` and stays there, so that the job's own imports work, late ones included.
 
     Raises:
-        JobError: the spec is malformed, its file or module is missing or does not import, it has no such name, or
-            the name is not a job. The message names the line of the user's file.
+        JobError: the spec is malformed, its file or module is missing or does not import, it has no
+            such name, or the name is not a job. The message names the line of the user's file.
     """
     from trainload.capture.job.definition import Job
 

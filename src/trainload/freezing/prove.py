@@ -1,4 +1,6 @@
-"""Capture a job and prove its graphs before anything is written, and store derived graphs in the package."""
+"""Capture a job and prove its graphs before anything is written, and store derived graphs in the
+package.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """The proven parts of a package. `steps` has a step graph for the CPU for each graph that is not `is_plain`."""
+    """The proven parts of a package.
+
+    `steps` has a step graph for the CPU for each graph that is not `is_plain`.
+    """
 
     program: Program
     recipe: Recipe
@@ -53,8 +58,8 @@ class Proven:
 def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
     """Store step graphs for the CPU, by graph, in a package that was just written.
 
-    They only save time. If they cannot be stored (for example because the user's state folder is not writable),
-    the package is complete without them, and a warning is issued.
+    They only save time. If they cannot be stored (for example because the user's state folder is
+    not writable), the package is complete without them, and a warning is issued.
     """
     try:
         for name, step in steps.items():
@@ -64,7 +69,8 @@ def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
 
 
 def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
-    """Capture a job's graphs and updates, derive its step graphs, and compare graphs with eager mode and joint graphs with autograd.
+    """Capture a job's graphs and updates, derive its step graphs, and compare graphs with eager
+    mode and joint graphs with autograd.
 
     Args:
         job: the job.
@@ -108,7 +114,9 @@ def _with_coupled(proven: Proven, examples: Mapping[str, Mapping[str, Tensor]]) 
 
 @contextmanager
 def _answered_by_its_page(tracing: Tracing | None) -> Iterator[None]:
-    """Replace errors of a graph that was captured in strict mode as a fallback by the report of the non-strict mode."""
+    """Replace errors of a graph that was captured in strict mode as a fallback by the report of the
+    non-strict mode.
+    """
     try:
         yield
     except Exception as error:

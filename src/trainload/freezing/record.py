@@ -1,4 +1,6 @@
-"""Record the batches of a model at work, and make a job with a variant for each family of shapes and flags."""
+"""Record the batches of a model at work, and make a job with a variant for each family of shapes
+and flags.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,13 @@ def record(model: nn.Module, loss: LossFunction | None = None, *, most_kept: int
     """Record the batches on which a model is trained.
 
     Args:
-        model: the model. In the `with` block every call is recorded, with its arguments by the names of forward's parameters.
-        loss: as `Job.loss`, if the model does not return the loss itself. Then calls of the model are not
-            recorded, but `recording(batch)` returns loss(model, batch) and records the batch.
-        most_kept: maximum number of batches of one structure, each with different shapes, that are kept as
-            examples. For the others only the shapes are recorded.
+        model: the model. In the `with` block every call is recorded, with its arguments by the
+            names of forward's parameters.
+        loss: as `Job.loss`, if the model does not return the loss itself. Then calls of the model
+            are not recorded, but `recording(batch)` returns loss(model, batch) and records the
+            batch.
+        most_kept: maximum number of batches of one structure, each with different shapes, that are
+            kept as examples. For the others only the shapes are recorded.
 
     Example:
         with trainload.record(model) as recording:
@@ -58,8 +62,8 @@ class Recording:
     """The recorded batches of a model, returned by `record`.
 
     Attributes:
-        families: recorded families of batches, most frequent first. After `job`, each knows which variant
-            accepts which shapes.
+        families: recorded families of batches, most frequent first. After `job`, each knows which
+            variant accepts which shapes.
     """
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, most_kept: int) -> None:
@@ -79,7 +83,10 @@ class Recording:
             self._handle = None
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
-        """Record a batch and return loss(model, batch), or model(**batch) without a loss. Raises JobError as `leaves_of`."""
+        """Record a batch and return loss(model, batch), or model(**batch) without a loss.
+
+        Raises JobError as `leaves_of`.
+        """
         if self._loss is not None:
             self._seen.add(batch)
             return self._loss(self._model, dict(batch))
@@ -105,17 +112,19 @@ class Recording:
     def job(self, *, most_variants: int = MOST_VARIANTS, **fields: Any) -> Job:
         """Make a job whose variants accept every recorded batch.
 
-        Within a family, dims that had several sizes are `Dim.AUTO`. If torch makes a constant of such a dim, or puts
-        a condition on it that not all sizes meet, further variants are made from batches that no variant accepts
-        yet. The kept batches are the job's `replays`: the freeze compares each of them with eager mode.
+        Within a family, dims that had several sizes are `Dim.AUTO`. If torch makes a constant of
+        such a dim, or puts a condition on it that not all sizes meet, further variants are made
+        from batches that no variant accepts yet. The kept batches are the job's `replays`: the
+        freeze compares each of them with eager mode.
 
         Args:
             most_variants: maximum number of graphs of each kind.
-            fields: fields of the `Job` except model, batch, variants and replays. `dynamic` takes precedence
-                over the recorded sizes.
+            fields: fields of the `Job` except model, batch, variants and replays. `dynamic` takes
+                precedence over the recorded sizes.
 
         Raises:
-            JobError: nothing was recorded, or more than `most_variants` variants are needed; the message lists the families.
+            JobError: nothing was recorded, or more than `most_variants` variants are needed; the
+                message lists the families.
             CaptureError: a family cannot be captured.
         """
         taken = sorted({"model", "batch", "variants", "replays"} & set(fields))
@@ -163,13 +172,17 @@ class Recording:
         self._seen.add(self._completed(found))
 
     def _completed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch in normal form: with forward's default flags, and without None where that is the default."""
+        """Return the batch in normal form: with forward's default flags, and without None where
+        that is the default.
+        """
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}
         flags = {name: value for name, value in defaults.items() if isinstance(value, bool | int | float | str | enum.Enum)}
         return {n: v for n, v in {**flags, **batch}.items() if v is not None or defaults.get(n, inspect.Parameter.empty) is not None}
 
     def _variants(self, family: Family, fields: Mapping[str, Any]) -> Iterator[Shapes]:
-        """Yield the shapes of examples until every recorded shape is accepted; `family.variants` is marked before each."""
+        """Yield the shapes of examples until every recorded shape is accepted; `family.variants` is
+        marked before each.
+        """
         left = sorted(family.seen, key=lambda shapes: (not _usual(shapes), -family.seen[shapes]))
         while left:
             example = next((shapes for shapes in left if shapes in family.kept), None)
@@ -247,7 +260,9 @@ def _by_variant(family: Family) -> dict[str, list[Shapes]]:
 
 
 def _name(family: Family, families: tuple[Family, ...], shapes: Shapes, taken: Mapping[str, Any]) -> str:
-    """Return a name that says how a variant differs from the first one: "with_mask", "task_b", "image_32_32"."""
+    """Return a name that says how a variant differs from the first one: "with_mask", "task_b",
+    "image_32_32".
+    """
     first = families[0]
     words = [f"with_{name}" for name in family.inputs if name not in first.inputs]
     words += [f"without_{name}" for name in first.inputs if name not in family.inputs]

@@ -1,4 +1,7 @@
-"""Operations on stores: push, pull, releases, promote, gc. A store is a folder or fsspec URL; push and pull support OCI registries too."""
+"""Operations on stores: push, pull, releases, promote, gc.
+
+A store is a folder or fsspec URL; push and pull support OCI registries too.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,20 @@ def push(
     on_progress: OnProgress = unwatched,
     on_wait: Callable[[str], None] = lambda _text: None,
 ) -> PushReport | OciPushReport:
-    """Publish a package in a store or registry. Only missing files are sent, so a repeated push resumes.
+    """Publish a package in a store or registry.
+
+    Only missing files are sent, so a repeated push resumes.
 
     Args:
         package: the package's folder.
-        store: a folder or fsspec URL (a store is created if it is empty), STORE#LINE, or oci://HOST/NAME:TAG.
+        store: a folder or fsspec URL (a store is created if it is empty), STORE#LINE, or
+            oci://HOST/NAME:TAG.
         line: name of the line. None: the store's only line, or "main" in an empty store.
         promote: if True, the release becomes the line's current one.
-        only_if: promote only if this release is current now ("none": if none is); otherwise the release is
-            published but not promoted.
-        rejected: reason why the release must not be used; it is published as rejected, and not promoted.
+        only_if: promote only if this release is current now ("none": if none is); otherwise the
+            release is published but not promoted.
+        rejected: reason why the release must not be used; it is published as rejected, and not
+            promoted.
         message: message that the list of releases shows.
         facts: names and values that are stored with the release: metrics, the snapshot of the data.
         debug: if True, include debug/.
@@ -55,8 +62,8 @@ def push(
         on_wait: called with a text that says what the push waits for.
 
     Raises:
-        StorageError: there is no package, the storage cannot be reached or written, or options for lines
-            were given for a registry, which has none.
+        StorageError: there is no package, the storage cannot be reached or written, or options for
+            lines were given for a registry, which has none.
         PackageError: the package is damaged; nothing was published.
         ConflictError: another release than `only_if` is current; the release was published.
 
@@ -100,8 +107,8 @@ def pull(
 ) -> PullReport:
     """Pull a package from a store or registry.
 
-    Every byte is compared with its digest before the package appears. Files that sibling packages of `path` have
-    already are not fetched.
+    Every byte is compared with its digest before the package appears. Files that sibling packages
+    of `path` have already are not fetched.
 
     Args:
         store: a folder or fsspec URL, STORE#LINE, STORE#LINE/RELEASE, or oci://HOST/NAME:TAG.
@@ -114,7 +121,8 @@ def pull(
         on_progress: called with the numbers of finished and total bytes.
 
     Raises:
-        StorageError: there is no such store, line, release or artifact; `path` is taken; or the disk is too full.
+        StorageError: there is no such store, line, release or artifact; `path` is taken; or the
+            disk is too full.
         IntegrityError: stored data is damaged; nothing is left at `path`.
         UnsafePackageError: the store contains something that the format does not allow.
 
@@ -199,7 +207,8 @@ def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | 
 
 
 def _release_named(store: str | Path, line: str | None, release: str | int | None) -> tuple[str | Path, str | None, str | int | None]:
-    """Return the store, the line and the release of a reference STORE#LINE/RELEASE and the other arguments.
+    """Return the store, the line and the release of a reference STORE#LINE/RELEASE and the other
+    arguments.
 
     Raises:
         StorageError: they name different ones.

@@ -21,7 +21,9 @@ def sign(
     certificate: str | Path | None = None,
     chain: Sequence[str | Path] = (),
 ) -> SignatureFile:
-    """Sign a package: write signatures/NAME.sig into its folder. Requires the extra `signing`; see docs/trust.md.
+    """Sign a package: write signatures/NAME.sig into its folder.
+
+    Requires the extra `signing`; see docs/trust.md.
 
     Args:
         package: the package's folder.
@@ -50,7 +52,8 @@ def verify(package: str | Path, identities: Sequence[str | Path] = ()) -> Verify
 
     Args:
         package: the package's folder.
-        identities: PEM files of public keys or of issuers' certificates, each of which must have signed the package.
+        identities: PEM files of public keys or of issuers' certificates, each of which must have
+            signed the package.
 
     Raises:
         StorageError: there is no package, or a key cannot be read.

@@ -1,4 +1,7 @@
-"""Application of passes to a package. Each pass is recorded, and rejected unless it preserves the results or changes are allowed."""
+"""Application of passes to a package.
+
+Each pass is recorded, and rejected unless it preserves the results or changes are allowed.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +78,13 @@ class Applied:
 class Transformation:
     """A sequence of passes over a package's graphs.
 
-    Laws: `program` is the package's program after the kept passes. Each pass was compared with the program after
-    the last allowed change, or with the package's program.
+    Laws: `program` is the package's program after the kept passes. Each pass was compared with the
+    program after the last allowed change, or with the package's program.
 
     Args:
         package: the package.
-        data: rows for the comparison, as Parquet, npz or a mixture, as for a run. None, and for variants
-            without rows: synthetic batches from the example's quantiles.
+        data: rows for the comparison, as Parquet, npz or a mixture, as for a run. None, and for
+            variants without rows: synthetic batches from the example's quantiles.
 
     Raises:
         PackageError: the package is abstract, so nothing can be compared.
@@ -157,7 +160,8 @@ class Transformation:
             self._before = applied.program
 
     def write(self, path: str | Path) -> Package:
-        """Derive the step graphs, prove them equal to autograd, and write the package, whose parent is the original one.
+        """Derive the step graphs, prove them equal to autograd, and write the package, whose parent
+        is the original one.
 
         Raises:
             CaptureError: no sound step graph can be derived any more.
@@ -186,15 +190,18 @@ def transform(
 ) -> Package:
     """Apply passes to a package's captured graphs and write a new package.
 
-    After each pass, loss, metrics, buffers and every gradient are compared with those before it, on batches of
-    two sizes, each with its own seed. The updates, the weights and the recipe stay the same.
+    After each pass, loss, metrics, buffers and every gradient are compared with those before it, on
+    batches of two sizes, each with its own seed. The updates, the weights and the recipe stay the
+    same.
 
     Args:
         package: the package, which is not changed.
-        passes: the passes in order; each is a function, or a pair of a function and its keyword arguments.
+        passes: the passes in order; each is a function, or a pair of a function and its keyword
+            arguments.
         path: the package to write.
         allow_change: if True, keep a pass that changes what is computed, and record that it does.
-        data: rows for the comparison; None: synthetic batches from the example's quantiles in the package.
+        data: rows for the comparison; None: synthetic batches from the example's quantiles in the
+            package.
         on_pass: called with the result of each pass.
 
     Raises:
@@ -238,7 +245,9 @@ def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tens
 
 
 def _check_sizes(capture: GraphCapture, where: str) -> None:
-    """Check that dynamic sizes still are: torch specialises a symbol to the example's size when Python compares them."""
+    """Check that dynamic sizes still are: torch specialises a symbol to the example's size when
+    Python compares them.
+    """
     placeholders = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
     for spec, node in zip(capture.inputs, placeholders[len(placeholders) - len(capture.inputs) :], strict=True):
         for declared, size in zip(spec.shape, node.meta["val"].shape, strict=True):

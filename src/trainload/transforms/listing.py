@@ -18,7 +18,11 @@ from trainload.packaging.package import Package
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A node. `node` is its name in debug/; `file` and `line` are set if the source exists unchanged; `source` is its text."""
+    """A node.
+
+    `node` is its name in debug/; `file` and `line` are set if the source exists unchanged; `source`
+    is its text.
+    """
 
     node: str
     text: str

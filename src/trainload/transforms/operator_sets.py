@@ -32,12 +32,14 @@ class OperatorUse:
 
     Attributes:
         name: "aten.linear.default"; for a higher-order operator, "cond".
-        schema: schema in the manifest; for an operator that only step graphs call, the running torch's; ""
-            for an operator without a schema.
-        counts: graph -> number of calls, bodies of control flow included. The keys are captured graphs, UPDATE and STEP.
+        schema: schema in the manifest; for an operator that only step graphs call, the running
+            torch's; "" for an operator without a schema.
+        counts: graph -> number of calls, bodies of control flow included. The keys are captured
+            graphs, UPDATE and STEP.
         core: True if torch counts it as core ATen; None if it is not a dispatcher operator.
         device_specific: True if its name names a device.
-        becomes: operators into which its calls in captured graphs decompose, in one step; () if it has no decomposition.
+        becomes: operators into which its calls in captured graphs decompose, in one step; () if it
+            has no decomposition.
     """
 
     name: str
@@ -49,7 +51,8 @@ class OperatorUse:
 
 
 def operator_uses(package: Package) -> tuple[OperatorUse, ...]:
-    """Return every operator of a package's graphs, sorted by name, without functions of sizes (`mul` of two lengths).
+    """Return every operator of a package's graphs, sorted by name, without functions of sizes
+    (`mul` of two lengths).
 
     Raises:
         PackageError: as `Package.program`.

@@ -1,4 +1,6 @@
-"""fsspec's file systems, opened with resolved secrets, and the exceptions of the libraries behind them."""
+"""fsspec's file systems, opened with resolved secrets, and the exceptions of the libraries behind
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the file system of a URL. It does not cache listings, since other processes may write to it.
+    """Return the file system of a URL.
+
+    It does not cache listings, since other processes may write to it.
 
     Args:
         url: an fsspec URL, with references for secrets.
@@ -40,7 +44,9 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def failures() -> tuple[type[BaseException], ...]:
-    """Return the exception types of fsspec's libraries for an unreachable storage, of the libraries that are imported."""
+    """Return the exception types of fsspec's libraries for an unreachable storage, of the libraries
+    that are imported.
+    """
     named = (
         ("botocore.exceptions", "BotoCoreError"),
         ("botocore.exceptions", "ClientError"),

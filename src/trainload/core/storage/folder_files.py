@@ -16,7 +16,10 @@ from trainload.core.storage.interface import BLOCK, Expected, OnBytes, StoredFil
 
 
 class FolderFiles:
-    """`StoreFiles` of a folder. Links in it are not followed. `shown` is its name in messages; None: its path."""
+    """`StoreFiles` of a folder.
+
+    Links in it are not followed. `shown` is its name in messages; None: its path.
+    """
 
     def __init__(self, root: Path, shown: str | None = None) -> None:
         self._root = root.absolute()
@@ -29,7 +32,9 @@ class FolderFiles:
 
     @cached_property
     def exclusive(self) -> bool:
-        """True if the file system has hard links: creating a link is atomic, and fails if the file exists."""
+        """True if the file system has hard links: creating a link is atomic, and fails if the file
+        exists.
+        """
         with self._writing("."), temporary_file(self._prepared("probe"), b"") as draft:
             other = temporary_beside(self._root / "probe")
             try:
@@ -97,7 +102,10 @@ class FolderFiles:
             (self._root / path).unlink(missing_ok=True)
 
     def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
-        """Write a file from a local one; see `StoreFiles.send`. It is read only once, so that exactly the checked bytes are written."""
+        """Write a file from a local one; see `StoreFiles.send`.
+
+        It is read only once, so that exactly the checked bytes are written.
+        """
         digest, size = hashlib.sha256(), 0
         with self._writing(path), replacing(target := self._prepared(path)) as draft, open_inside(source.parent, source.name) as read:
             with draft.open("xb") as write:

@@ -13,12 +13,16 @@ BLOCK = 8 * 2**20
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 OnBytes = Callable[[int], None]
-"""Callback with the number of further bytes that were transferred; it is negative if a transfer begins again."""
+"""Callback with the number of further bytes that were transferred; it is negative if a transfer
+begins again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a store: its path, its size in bytes, and its modification time (seconds since 1970), if known."""
+    """A file of a store: its path, its size in bytes, and its modification time (seconds since
+    1970), if known.
+    """
 
     path: str
     size: int
@@ -43,9 +47,9 @@ class Sink(Protocol):
 class StoreFiles(Protocol):
     """The files of a store. Paths are relative to it, with parts joined by `/`.
 
-    Laws: a file exists completely or not at all, even if its writer is killed; after `create`, `replace` or
-    `send` has returned, every reader that begins later sees the file. Names that begin with `.` are temporary
-    files, perhaps of a killed writer.
+    Laws: a file exists completely or not at all, even if its writer is killed; after `create`,
+    `replace` or `send` has returned, every reader that begins later sees the file. Names that begin
+    with `.` are temporary files, perhaps of a killed writer.
 
     All methods raise StorageError if the storage cannot be reached or denies access.
     """
@@ -56,22 +60,33 @@ class StoreFiles(Protocol):
 
     @property
     def exclusive(self) -> bool:
-        """True if `create` detects that another writer was first. This is tested, not assumed from the protocol."""
+        """True if `create` detects that another writer was first.
+
+        This is tested, not assumed from the protocol.
+        """
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """Return a file's bytes, or None if it does not exist. Raises UnsafePackageError if it has more than `limit` bytes."""
+        """Return a file's bytes, or None if it does not exist.
+
+        Raises UnsafePackageError if it has more than `limit` bytes.
+        """
 
     def size(self, path: str) -> int | None:
         """Return a file's size in bytes, or None if it does not exist."""
 
     def names(self, folder: str) -> list[str]:
-        """Return the names directly in a folder, sorted, without those that begin with `.`; [] if there is no such folder."""
+        """Return the names directly in a folder, sorted, without those that begin with `.`; [] if
+        there is no such folder.
+        """
 
     def walk(self, folder: str) -> Iterator[StoredFile]:
         """Yield all files below a folder, including those that begin with `.`."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a file unless it exists. Return True if the file is this one. `data` must differ from that of every other writer."""
+        """Write a file unless it exists.
+
+        Return True if the file is this one. `data` must differ from that of every other writer.
+        """
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a file, replacing an existing one. Readers see either the old or the new file."""
@@ -82,8 +97,12 @@ class StoreFiles(Protocol):
     def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
         """Write a file from a local one.
 
-        Raises IntegrityError, with nothing written, if the local file does not have the expected size and digest.
+        Raises IntegrityError, with nothing written, if the local file does not have the expected
+        size and digest.
         """
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
-        """Yield a file's bytes in blocks, at most `size` in total. Raises IntegrityError if there is no such file."""
+        """Yield a file's bytes in blocks, at most `size` in total.
+
+        Raises IntegrityError if there is no such file.
+        """

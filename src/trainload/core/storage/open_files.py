@@ -17,13 +17,14 @@ def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> Stor
     """Return the files at a path or fsspec URL.
 
     Args:
-        url: a folder, or a URL that fsspec and the installed libraries support: s3://BUCKET/FOLDER, gs://..., memory://...
-        options: options for the fsspec file system, such as `endpoint_url` for S3. Here and in the URL,
-            ${env:NAME} and ${file:/PATH} are references to secrets.
+        url: a folder, or a URL that fsspec and the installed libraries support: s3://BUCKET/FOLDER,
+            gs://..., memory://...
+        options: options for the fsspec file system, such as `endpoint_url` for S3. Here and in the
+            URL, ${env:NAME} and ${file:/PATH} are references to secrets.
 
     Raises:
-        StorageError: the protocol is unknown, or the library for it is not installed; the URL contains
-            credentials, or a reference that cannot be resolved.
+        StorageError: the protocol is unknown, or the library for it is not installed; the URL
+            contains credentials, or a reference that cannot be resolved.
     """
     text = str(url)
     check_no_credentials(text)

@@ -1,7 +1,7 @@
 """A store at an fsspec URL.
 
-If a put is atomic (object stores), files are written under their final names. Otherwise they are written under a
-hidden name and moved.
+If a put is atomic (object stores), files are written under their final names. Otherwise they are
+written under a hidden name and moved.
 """
 
 from __future__ import annotations
@@ -33,12 +33,20 @@ _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memor
 """Protocols whose put is atomic, and whose put with mode "create" may be conditional."""
 _S3 = frozenset({"s3", "s3a"})
 _PART = 8 * 2**20
-"""Bytes of a part of an upload to S3, of which a few are in memory at once; the default of s3fs is ten parts of 50 MiB."""
+"""Bytes of a part of an upload to S3, of which a few are in memory at once; the default of s3fs is
+ten parts of 50 MiB.
+"""
 _STREAM_PART = 16 * 2**20
-"""Bytes of a part of a streamed upload. Such parts are sent one after another, so they are larger."""
+"""Bytes of a part of a streamed upload.
+
+Such parts are sent one after another, so they are larger.
+"""
 _MAX_PARTS = 10_000
 _MEMORY = threading.Lock()
-"""Lock for fsspec's memory file system, whose exclusive create is not atomic. Only threads of this process share it."""
+"""Lock for fsspec's memory file system, whose exclusive create is not atomic.
+
+Only threads of this process share it.
+"""
 _TRIES = 20
 _AHEAD = 4
 """Number of blocks that are fetched concurrently."""
@@ -62,7 +70,10 @@ class RemoteFiles:
 
     @cached_property
     def exclusive(self) -> bool:
-        """True if a second `create` of the same file fails. Some servers ignore the condition, so it is tested once."""
+        """True if a second `create` of the same file fails.
+
+        Some servers ignore the condition, so it is tested once.
+        """
         if not self._atomic:
             return False
         probe = f"probes/{secrets.token_hex(16)}"
@@ -74,7 +85,10 @@ class RemoteFiles:
             self.delete(probe)
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """Return a file's bytes; see `StoreFiles.read`. One request, so that a concurrent `replace` yields the old or the new file."""
+        """Return a file's bytes; see `StoreFiles.read`.
+
+        One request, so that a concurrent `replace` yields the old or the new file.
+        """
         try:
             data = self.part(path, 0, limit + 1)
         except IntegrityError:
@@ -150,7 +164,10 @@ class RemoteFiles:
                 return
 
     def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
-        """Write a file from a local one; see `StoreFiles.send`. It is read twice: once for its digest, and once to send it."""
+        """Write a file from a local one; see `StoreFiles.send`.
+
+        It is read twice: once for its digest, and once to send it.
+        """
         before = _stamp(source)
         digest = sha256_file(source)
         if before[0] != expected.size or digest != expected.sha256:
@@ -169,7 +186,10 @@ class RemoteFiles:
             raise IntegrityError("a file was changed while it was sent", where=str(source), cure="Write packages once; then push them.")
 
     def upload(self, path: str, size: int) -> Upload:
-        """Start a streamed write of a file of `size` bytes. Raises StorageError as `StoreFiles`; so do the methods of `Upload`."""
+        """Start a streamed write of a file of `size` bytes.
+
+        Raises StorageError as `StoreFiles`; so do the methods of `Upload`.
+        """
         with self._reaching(path):
             name = self._first_name(path)
             part = max(_STREAM_PART, -(-size // _MAX_PARTS))
@@ -178,7 +198,10 @@ class RemoteFiles:
             return Upload(self, path, name, self._fs.open(name, "wb", block_size=part, autocommit=not self._atomic))
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
-        """Yield a file's bytes; see `StoreFiles.receive`. A few blocks are requested concurrently, since each request mostly waits."""
+        """Yield a file's bytes; see `StoreFiles.receive`.
+
+        A few blocks are requested concurrently, since each request mostly waits.
+        """
         starts = iter(range(0, size, BLOCK))
         with ThreadPoolExecutor(_AHEAD) as pool:
             coming = deque(pool.submit(self.part, path, start, min(size, start + BLOCK)) for start in islice(starts, _AHEAD))
@@ -193,7 +216,10 @@ class RemoteFiles:
                 block_to_come.cancel()
 
     def part(self, path: str, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop) of a file, fewer if it ends before. Raises IntegrityError if there is no such file."""
+        """Return bytes [start, stop) of a file, fewer if it ends before.
+
+        Raises IntegrityError if there is no such file.
+        """
         with self._reaching(path):
             try:
                 return bytes(self._fs.cat_file(self._full(path), start=start, end=stop))
@@ -242,7 +268,9 @@ class RemoteFiles:
 
 
 class Upload:
-    """A streamed write of a file. The file exists, complete, when `finish` returns, and never after `abandon`.
+    """A streamed write of a file.
+
+    The file exists, complete, when `finish` returns, and never after `abandon`.
 
     About three parts are in memory, or all of a file that is smaller than one part.
     """
