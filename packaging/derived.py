@@ -1,5 +1,4 @@
-"""derived/: cached step graphs, so that a second start on the same device need not derive them
-again.
+"""derived/: cached step graphs, which a second start on the same device need not derive again.
 
 A derived graph could be replaced by one that trains something else, and the manifest would not show
 it. Therefore a cached graph is used only if this user derived it: its seal carries an HMAC with a
@@ -58,9 +57,7 @@ class Seal(BaseModel):
         return canonical_json(self.model_dump(exclude={"mac"}))
 
     def to_bytes(self) -> bytes:
-        """Return the file: canonical JSON of the fields and of `checksum`, the sha256 of the same
-        JSON without `checksum`.
-        """
+        """Return the file: canonical JSON of the fields, and their sha256 as `checksum`."""
         fields = self.model_dump()
         return canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
 

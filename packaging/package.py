@@ -167,8 +167,7 @@ class Package:
         return frozenset(name for guard in guards for name in (*(i.name for i in guard.inputs), *guard.constants, *guard.absent))
 
     def dispatch(self, batch: Mapping[str, Any], graph: str = MAIN) -> str:
-        """Return the name of the graph that accepts a batch: the first variant of `graph` whose
-        guard holds.
+        """Return the name of the first variant of `graph` whose guard accepts a batch.
 
         Args:
             batch: name -> tensor or constant, flat with dotted names or nested as in the job.
@@ -269,8 +268,7 @@ class Package:
         return state
 
     def check_contents(self) -> None:
-        """Check that all graphs are safe and match the manifest, and that the headers of tensor
-        files do.
+        """Check that all graphs are safe, and that graphs and tensor headers match the manifest.
 
         Nothing is passed to torch, and the bytes of tensors are not read. Graphs and headers are
         checked in this way whenever they are read; this method finds at once what would otherwise
@@ -307,8 +305,7 @@ def check_weights(package: Package) -> None:
 
 
 def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
-    """Open a package and check all of it except file contents, which are checked when they are
-    read.
+    """Open a package and check everything except file contents, which are checked when read.
 
     Args:
         path: folder of the package.
@@ -330,8 +327,9 @@ def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
 
 
 def open_to_look(path: Path) -> Package:
-    """Open a package to read files without loading graphs: the running torch need not have its
-    operators.
+    """Open a package without checking that the running torch has its operators.
+
+    Use it to read files without loading graphs.
 
     Raises:
         StorageError, IntegrityError, UnsafePackageError, PackageError: as `open_package`, except
@@ -396,8 +394,7 @@ def check_tree(path: Path, manifest: Manifest) -> None:
 
 
 def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
-    """Check that operators of other libraries are trusted, and that the running torch has every
-    operator unchanged.
+    """Check that custom operators are trusted, and that the running torch has all operators unchanged.
 
     Raises:
         UnsafePackageError: a namespace is not in `namespaces`.
@@ -467,8 +464,6 @@ def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[st
 
 
 def check_graphs(manifest: Manifest, documents: Mapping[str, Any]) -> None:
-    """Apply `check_graph` to graphs that are being written (name without folder and suffix ->
-    document).
-    """
+    """Apply `check_graph` to graphs that are being written, given as name -> document."""
     for name, document in documents.items():
         check_graph(manifest, document, f"graphs/{name}.json", frozenset(manifest.op_libraries))

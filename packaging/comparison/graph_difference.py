@@ -11,8 +11,7 @@ from trainload.packaging.comparison.graph_lines import GraphLines, Line
 from trainload.packaging.comparison.json_change import Change
 
 MOST_PAIRS = 50_000
-"""Maximum number of pairs of equal lines in a module for a sequence diff, which takes about a
-second.
+"""Maximum number of pairs of equal lines in a module for a sequence diff (about a second).
 
 For modules with more, only the number of times that each line occurs is compared.
 """

@@ -21,9 +21,7 @@ _SYMBOL = re.compile(r"Symbol\('([a-z]+\d+)'[^)]*\)")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One node, or one output: `text` is the call, `values` has the dtypes and sizes of its
-    results.
-    """
+    """One node, or one output: `text` is the call, `values` has its results' dtypes and sizes."""
 
     module: str
     text: str

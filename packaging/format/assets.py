@@ -1,5 +1,4 @@
-"""assets/: extra files of a package, described by their names and media types; trainload itself
-does not interpret them.
+"""assets/: extra files of a package, which trainload itself does not interpret.
 
 docs/assets.md lists the conventional names. Media types come from a table in this module: the
 system's table differs between machines, and media types are part of a package's identity.

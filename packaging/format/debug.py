@@ -38,9 +38,7 @@ def write_debug(root: Path, documents: Mapping[str, object]) -> None:
 
 
 def read_debug(root: Path, name: str) -> Any:
-    """Return the JSON value of debug/NAME.json, or None if it is absent or damaged: nothing depends
-    on it.
-    """
+    """Return the JSON value of debug/NAME.json, or None if it is absent or damaged."""
     path = f"debug/{name}.json"
     try:
         index = _read_index(root)

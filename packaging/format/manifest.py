@@ -249,8 +249,7 @@ class KernelEntry(Record):
 
 
 class OpLibraryEntry(Record):
-    """The library that registers the operators of a namespace, as it was where the package was
-    written.
+    """The library that registered the operators of a namespace where the package was written.
 
     Attributes:
         distribution: name of the distribution, with its `version`; None if unknown, or if modules
@@ -336,9 +335,7 @@ class Manifest(Record):
     recipe: Recipe
     updates: tuple[UpdateEntry, ...]
     ops: dict[str, Annotated[str, Field(max_length=8192)]]
-    """Every operator that a graph calls ("torch.ops.aten.add.Tensor") -> its schema where the
-    package was written.
-    """
+    """Operator of a graph ("torch.ops.aten.add.Tensor") -> schema where the package was written."""
     higher_order_ops: tuple[Identifier, ...]
     op_libraries: dict[Identifier, OpLibraryEntry]
     """Namespace that is not built in -> library that registers its operators."""
@@ -352,9 +349,7 @@ class Manifest(Record):
     """The training run, if the weights were trained from the parent's."""
 
     def to_bytes(self) -> bytes:
-        """Return the file: canonical JSON of the fields and of `checksum`, the sha256 of the same
-        JSON without `checksum`.
-        """
+        """Return the file: canonical JSON of the fields, and their sha256 as `checksum`."""
         fields = self.model_dump(mode="json")
         return canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
 
@@ -398,9 +393,7 @@ class Manifest(Record):
 
     @property
     def weights_digest(self) -> str:
-        """Digest of the weights: the sha256 of the entries of `files` under weights/, as canonical
-        JSON.
-        """
+        """Digest of the weights: the sha256 of the canonical JSON of `files` under weights/."""
         return sha256_bytes(canonical_json({p: e.model_dump() for p, e in self.files.items() if p.startswith("weights/")}))
 
     def modes(self) -> dict[str, Mode]:
@@ -598,9 +591,7 @@ def _check_abstract(manifest: Manifest, where: str) -> None:
 
 
 def _check_extensions(manifest: Manifest, where: str) -> None:
-    """Check that operator libraries name exactly the wheels in extensions/, and that the feature is
-    set if there are any.
-    """
+    """Check that operator libraries name exactly the wheels in extensions/, and check the feature."""
     named = {wheel for entry in manifest.op_libraries.values() for wheel in entry.wheels}
     there = {path for path in manifest.files if path.split("/")[0] == EXTENSIONS}
     if named != there:

@@ -74,9 +74,7 @@ def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def check_outside_packages(path: Path) -> None:
-    """Raise StorageError if `path` is inside a package, which could not be opened any more with an
-    unlisted file in it.
-    """
+    """Raise StorageError if `path` is inside a package, which an unlisted file would make invalid."""
     whole = path.absolute()
     for parent in whole.parents:
         if (parent / MANIFEST).is_file() and (parent / "graphs").is_dir() and whole.relative_to(parent).parts[0] not in OUTSIDE:
@@ -90,8 +88,7 @@ def check_outside_packages(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Create a folder atomically: it appears at `path`, complete, when the block ends without an
-    error.
+    """Create a folder atomically: it appears, complete, when the block ends without an error.
 
     Yields:
         A hidden sibling to write into.
@@ -110,8 +107,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Create a file atomically: it appears at `path`, complete, when the block ends without an
-    error.
+    """Create a file atomically: it appears, complete, when the block ends without an error.
 
     Yields:
         A path of the same name in a hidden sibling folder. Anything else that the block leaves in

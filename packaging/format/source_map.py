@@ -1,5 +1,4 @@
-"""debug/source-map.json: the origin of each node of a graph: module, file, line, and the line's
-text.
+"""debug/source-map.json: the origin of each node of a graph: module, file, line and its text.
 
     {"files": [[PATH, SHA256 or null], ...], "graphs": {GRAPH: {NODE: [MODULE, FILE or null, LINE, TEXT]}}}
 
@@ -54,9 +53,7 @@ def module_path(stack: str) -> str:
 
 
 def users_path(path: str) -> str:
-    """Return a module path as the user knows it: the captured module holds the user's model as
-    `model`.
-    """
+    """Return a module path relative to the user's model, which is `model` in the captured module."""
     return "" if path == "model" else path.removeprefix("model.")
 
 
@@ -141,9 +138,7 @@ def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]
 
 
 def users_line(trace: str) -> str:
-    """Return the user's line of a stack trace as "model.py:12: y = x.amin(1)", or "" if there is
-    none.
-    """
+    """Return the user's line of a stack trace, as "model.py:12: y = x.amin(1)", or ""."""
     frame = _users_frame(trace)
     return "" if frame is None else f"{_printable(frame[0])}:{frame[1]}: {_printable(frame[2])}"
 

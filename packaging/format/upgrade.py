@@ -21,9 +21,7 @@ _UNKNOWN: Mapping[str, object] = {"distribution": None, "version": None, "digest
 
 
 def _from_1(fields: Fields, where: str) -> Fields:
-    """Upgrade version 1, which recorded only the distribution's name of an operator library, or
-    null.
-    """
+    """Upgrade version 1, which recorded only the distribution (or null) of an operator library."""
     libraries = fields.get("op_libraries")
     if not isinstance(libraries, dict) or not all(name is None or isinstance(name, str) for name in libraries.values()):
         raise PackageError("the manifest's field op_libraries is wrong", where=where, expected="names of distributions, or null")

@@ -1,5 +1,4 @@
-"""Grammar of symbolic sizes, checked before torch passes them to sympy, which would evaluate
-anything.
+"""Grammar of symbolic sizes, checked first because torch lets sympy evaluate any expression.
 
     expression := integer | "-" integer | float | "true" | "false" | symbol | call
     symbol     := "Symbol('" name "'" {", " assumption "=" ("True" | "False")} ")"
@@ -52,9 +51,7 @@ def check_expression(text: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Facts about an expression: its value if it is an integer literal, and whether it contains a
-    symbol or a power.
-    """
+    """Facts about an expression: its literal integer, and whether it has a symbol or a power."""
 
     literal: int | None = None
     symbolic: bool = False

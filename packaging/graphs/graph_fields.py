@@ -29,9 +29,7 @@ _GRAPH_FIELDS = (
 
 
 def strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: str) -> None:
-    """Keep the format's own fields, and only module paths and calls of the metadata; move the rest
-    to `notes`.
-    """
+    """Keep the format's own fields, with module paths and calls; move other metadata to `notes`."""
     _keep(graph, _GRAPH_FIELDS, where)
     for meta in graph["tensor_values"].values():
         meta["storage_offset"] = {"as_int": 0}  # torch's reader drops offsets; a graph that is read back must be written as it was

@@ -1,5 +1,4 @@
-"""Conversion of graphs to JSON and back: the only module of packaging/ that uses torch's private
-names.
+"""Conversion of graphs to JSON and back. No other module of packaging/ uses torch's private names.
 
 Run on torch 2.13.0. The private names are those of `torch._export.serde` (torch.export's own
 schema, major version 8), `torch._ops`, `torch._C.parse_schema`, `torch._C._dispatch_dump`, the
@@ -76,9 +75,7 @@ _REFUSALS = (
 
 
 class GraphJson(NamedTuple):
-    """A graph as JSON: the document, and separately everything that names the machine, the folder
-    and the source.
-    """
+    """A graph as JSON, and separately everything that names the machine, the folder and the source."""
 
     document: dict[str, Any]
     debug: dict[str, Any]
@@ -148,8 +145,7 @@ def graph_from_json(
 
 
 def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: str = "graph") -> ExportedProgram:
-    """Return the program with another graph, which has the same inputs and the same number of
-    outputs.
+    """Return the program with another graph of the same inputs and the same number of outputs.
 
     Raises:
         PackageError: the inputs differ, or torch rejects the graph.
@@ -240,9 +236,7 @@ def flat_from_json(document: Mapping[str, Any], where: str = "graph") -> torch.f
 
 
 def running_schema(name: str) -> str | None:
-    """Return the running torch's schema of an operator ("torch.ops.aten.add.Tensor"), or None if it
-    has no such operator.
-    """
+    """Return the running torch's schema of an operator ("torch.ops.aten.add.Tensor"), or None."""
     overload = _overload(name)
     return None if overload is None else str(overload._schema)
 
@@ -253,9 +247,7 @@ def has_higher_order(name: str) -> bool:
 
 
 def schema_still_fits(name: str, recorded: str) -> bool:
-    """Return True if the running torch's operator accepts every call that the recorded schema
-    allowed.
-    """
+    """Return True if the running torch's operator accepts every call of the recorded schema."""
     overload = _overload(name)
     if overload is None:
         return False
@@ -296,9 +288,7 @@ def registered_by(name: str) -> tuple[str, ...]:
 
 
 def triton_kernels(name: str) -> tuple[Any, ...]:
-    """Return the Triton kernel functions that torch found in an operator's source; () if it is not
-    a `triton_op`.
-    """
+    """Return the Triton kernels that torch found in the source of a `triton_op`, otherwise ()."""
     overload = _overload(name)
     found = [] if overload is None else get_triton_kernels_for_op(name_of(overload).partition(".")[0])
     functions = []
@@ -493,8 +483,7 @@ def _from_json(
 
 
 def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
-    """Check that torch has read all arguments of all nodes, by name and as passed, and all examples
-    of sizes.
+    """Check that torch has read all arguments of all nodes, and all examples of sizes.
 
     torch's reader ignores names that an operator does not have, and uses the first example of a
     symbol.

@@ -1,5 +1,4 @@
-"""Schema of a graph file, as a table: the subset of torch.export's schema that a package may
-contain.
+"""Schema of a graph file, as a table: a subset of torch.export's schema.
 
 A leaf is the name of the validator's method that checks it (`packaging/graphs/validate.py`).
 """

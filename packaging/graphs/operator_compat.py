@@ -1,6 +1,4 @@
-"""Comparison of a package's operators with those of the running torch, by their recorded and
-current schemas.
-"""
+"""Comparison of a package's operators with those of the running torch, by their schemas."""
 
 from __future__ import annotations
 

@@ -400,9 +400,7 @@ def _argument(spec: Mapping[str, Any]) -> Any:
 
 
 def _names(result: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values that an entry of a node's outputs, or of a graph's inputs,
-    defines.
-    """
+    """Return the names of the values that an entry of a node's outputs or a graph's inputs defines."""
     ((_, entry),) = result.items()
     entries = entry if isinstance(entry, list) else [entry]
     return [name for each in entries if isinstance(each, dict) for name in (each.get("name"), each.get("as_name")) if isinstance(name, str)]

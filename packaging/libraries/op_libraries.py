@@ -22,8 +22,7 @@ registered already.
 
 
 def describe_libraries(operators: Iterable[str], namespaces: Iterable[str], named: Libraries) -> dict[str, OpLibraryEntry]:
-    """Return manifest entries, without wheels, of the libraries that register the operators of some
-    namespaces here.
+    """Return manifest entries, without wheels, of the libraries that register operators here.
 
     Args:
         operators: names of operators that graphs call; those of other namespaces are ignored.

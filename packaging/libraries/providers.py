@@ -1,5 +1,4 @@
-"""Providers of modules: the distribution from which a module was installed, or the files next to
-it.
+"""Providers of modules: the distribution from which a module was installed, or its files.
 
 A provider's digest is the sha256 of the canonical JSON of path -> sha256 over the files that its
 wheel installs, without metadata (`.dist-info/`). So it is the same for a wheel, for its
@@ -63,9 +62,7 @@ def digest_of(files: Iterable[tuple[str, str]]) -> str:
 
 
 def counts(path: str) -> bool:
-    """Return True if a file comes from a distribution's wheel, and was not written by an installer
-    or by Python.
-    """
+    """Return True if a file comes from a wheel, and was not written by an installer or by Python."""
     parts = PurePosixPath(path).parts
     if ".." in parts or "__pycache__" in parts or path.startswith("/") or path.endswith(".pyc"):
         return False

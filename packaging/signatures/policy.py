@@ -1,5 +1,4 @@
-"""Policies: rules of a cluster's owner for packages, and the check that enforces them before a
-package is run.
+"""Policies: rules of a cluster's owner that a package must meet before it is run.
 
 All policies that are found apply: the machine's, the one named by the environment, the one named by
 the user, and, on a worker, those that its driver found. So a user can tighten a policy but not

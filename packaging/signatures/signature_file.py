@@ -70,8 +70,7 @@ class SignatureFile:
         return f"a {self.kind} {'certificate ' if self.kind == 'keyless' else ''}{self.signer}"
 
     def difference(self, manifest: Manifest, digest: str) -> str | None:
-        """Describe how the signed files differ from the package; None if they are exactly the
-        package.
+        """Describe how the signed files differ from the package, or return None if they do not.
 
         Args:
             manifest: the package's manifest.

@@ -67,8 +67,7 @@ class VerifyReport:
 
 
 def verify_package(path: Path, identities: Sequence[Identity] = ()) -> VerifyReport:
-    """Read every byte of a package, including weights, debug and derived files, and report all
-    problems.
+    """Read every byte of a package, debug/ and derived/ included, and report all problems.
 
     Nothing of the package is run, and no trust is needed: neither the operators of other libraries
     nor those of the running torch matter. A signature that is malformed or covers other bytes is a

@@ -23,9 +23,7 @@ from trainload.packaging.signatures.signature_file import FOLDER, SignatureFile,
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """An identity that has signed a package: `file` in signatures/, and the sha256 of the signing
-    key as PEM.
-    """
+    """An identity that has signed a package, with the `file` and the sha256 of the key as PEM."""
 
     identity: Identity
     file: str

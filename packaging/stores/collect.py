@@ -164,7 +164,5 @@ def _retire(store: Store, guard: GcGuard | None, rule: _Rule) -> tuple[str, ...]
 
 
 def _is_draft(path: str) -> bool:
-    """Return True if a file of this name is temporary, so that it remains only if its writer is
-    killed.
-    """
+    """Return True if a file of this name is temporary: it remains only if its writer is killed."""
     return path.rpartition("/")[2].startswith(".") or path.startswith("probes/")

@@ -1,6 +1,4 @@
-"""Pull a release from a store: fetch files that this machine lacks, and write the package
-atomically.
-"""
+"""Pull a release from a store: fetch missing files, and write the package atomically."""
 
 from __future__ import annotations
 

@@ -177,9 +177,7 @@ def _promote(store: Store, release: Release, only_if: str | int | None, reason: 
 
 
 def _check_whole(store: Store, release: Release, lease: Lease) -> None:
-    """Withdraw the release and raise if gc declared this push dead just before the release
-    appeared.
-    """
+    """Withdraw the release and raise if gc declared this push dead before the release appeared."""
     try:
         lease.check()
     except StorageError:

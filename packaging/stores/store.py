@@ -1,5 +1,4 @@
-"""A store of releases: blobs by digest, releases by line and number, and which release of a line is
-current.
+"""A store of releases: blobs by digest, releases by line and number, and each line's current one.
 
     store.json                              marks the folder as a store
     blobs/sha256/ab/abcd...                 files, by the sha256 of their bytes

@@ -1,5 +1,4 @@
-"""The safetensors format: validated headers, and files whose bytes do not depend on the order of
-writing.
+"""The safetensors format: validated headers, and bytes that do not depend on the order of writing.
 
 Specification: https://huggingface.co/docs/safetensors. A file consists of the header's length (8
 bytes, little endian), the header (JSON), and the tensors' bytes without holes.
@@ -45,9 +44,7 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in CODE
 _NAMES = {code: name for name, code in CODES.items()}
 MAX_HEADER = 64 * 2**20
 _LARGE = 4 * 2**20
-"""Bytes from which memory is allocated in huge pages: one page fault per 2 MiB instead of one per 4
-KiB.
-"""
+"""Bytes from which memory uses huge pages: one page fault per 2 MiB instead of one per 4 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +208,9 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
 
 
 def _whole_numbers(value: object) -> bool:
-    """Return True for a list of integers. 8.0 and true do not count, although they equal 8 and 1 in
-    Python.
+    """Return True for a list of integers.
+
+    8.0 and True do not count, although they equal 8 and 1 in Python.
     """
     return isinstance(value, list) and all(type(each) is int for each in value)
 

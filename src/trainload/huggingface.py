@@ -125,8 +125,7 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
 
 
 def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | None = None) -> dict[str, AssetLike]:
-    """Return the files that `from_pretrained` needs besides the weights, as entries of
-    `Job.assets`.
+    """Return the files that `from_pretrained` needs besides weights, as entries of `Job.assets`.
 
     With them, `trainload export --to huggingface` writes a folder that `from_pretrained` opens.
     `job_of` adds them to its job; use this function for jobs that are made in another way.

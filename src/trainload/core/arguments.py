@@ -1,6 +1,4 @@
-"""Validation of arguments and dataclass fields against their annotations by pydantic, with
-trainload's errors.
-"""
+"""Validation of arguments and dataclass fields by pydantic, with trainload's errors."""
 
 from __future__ import annotations
 

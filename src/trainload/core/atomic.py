@@ -79,8 +79,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file for the block to write; it replaces `path` unless the
-    block raises.
+    """Yield a temporary path for the block to write; it replaces `path` unless the block raises.
 
     Raises:
         OSError: the file cannot be synced to disk or renamed.

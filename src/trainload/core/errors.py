@@ -214,9 +214,7 @@ class RunInterrupted(WorkError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an exception's text, or its class name; at most 200
-    characters.
-    """
+    """Return the first non-empty line of an exception's text, or its class, up to 200 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 

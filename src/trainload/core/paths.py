@@ -88,8 +88,7 @@ def write_copy(source: Path, target: Path) -> None:
 
 
 def check_name(path: Path) -> None:
-    """Check that the last part of a path is a valid file name, even with the suffix of a temporary
-    file.
+    """Check that the last part of a path is a valid file name, even with a temporary file's suffix.
 
     Raises:
         StorageError: it is too long or contains NUL.

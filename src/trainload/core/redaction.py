@@ -1,6 +1,4 @@
-"""Redaction of texts: credentials in URLs, and secrets that this process has resolved from
-references.
-"""
+"""Redaction of credentials in URLs, and of secrets that this process has resolved."""
 
 from __future__ import annotations
 

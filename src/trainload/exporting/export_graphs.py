@@ -39,13 +39,9 @@ __all__ = ["Exported", "Kind", "export"]
 
 Kind = Literal["pt2", "aoti", "huggingface"]
 NOTE = "trainload.json"
-"""Name of the note among the extra files of a .pt2, and among the metadata of an AOTInductor
-package.
-"""
+"""Name of the note: an extra file of a .pt2, or metadata of an AOTInductor package."""
 _COMPILED = 10.0
-"""Factor on the graph's tolerance for compiled code, which fuses operators and sums in another
-order.
-"""
+"""Factor on the graph's tolerance for compiled code, which sums in another order."""
 _SUFFIX = ".pt2"
 _SEED = 20_240_229
 

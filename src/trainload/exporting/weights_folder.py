@@ -1,5 +1,4 @@
-"""Export of weights as a folder for Hugging Face's tools: safetensors, and the assets that
-`from_pretrained` needs.
+"""Export of weights as a folder for Hugging Face's tools, which `from_pretrained` opens.
 
 Names are those of the model's state dict. Of tied tensors only one is written, as is usual in
 safetensors and transformers.

@@ -83,7 +83,8 @@ def freeze(
         StorageError: the path is taken or cannot be written, or a wheel or an asset is missing.
 
     Example:
-        job = trainload.Job(model=model, batch=batch, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4))
+        optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)
+        job = trainload.Job(model=model, batch=batch, optimizer=optimizer)
         package = trainload.freeze(job, "gpt.tl")
     """
     path, check = Path(path), Check(check)

@@ -1,6 +1,4 @@
-"""Capture a job and prove its graphs before anything is written, and store derived graphs in the
-package.
-"""
+"""Capture a job and prove its graphs before anything is written; store derived graphs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Record the batches of a model at work, and make a job with a variant for each family of shapes
-and flags.
-"""
+"""Record a model's batches, and make a job with a variant for each family of shapes and flags."""
 
 from __future__ import annotations
 

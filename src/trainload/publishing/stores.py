@@ -68,8 +68,9 @@ def push(
         ConflictError: another release than `only_if` is current; the release was published.
 
     Example:
-        trainload.push("gpt.tl", "s3://models/gpt", message="first version")
-        trainload.push("gpt.tl", "s3://models/gpt", line="nightly", promote=False, facts={"loss": 2.31})
+        report = trainload.push("gpt.tl", "s3://models/gpt", message="first version")
+        print(report.sent_bytes)
+        trainload.push("gpt.tl", "s3://models/gpt", line="nightly", promote=False)
     """
     if is_oci(store):
         if line is not None or not promote or only_if is not None or rejected is not None or facts:
@@ -207,8 +208,7 @@ def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | 
 
 
 def _release_named(store: str | Path, line: str | None, release: str | int | None) -> tuple[str | Path, str | None, str | int | None]:
-    """Return the store, the line and the release of a reference STORE#LINE/RELEASE and the other
-    arguments.
+    """Return the store, the line and the release of a reference and the other arguments.
 
     Raises:
         StorageError: they name different ones.

@@ -211,7 +211,8 @@ def transform(
     Example:
         from trainload.passes import decompose, eliminate_dead_code
 
-        trainload.transform(package, [eliminate_dead_code, (decompose, {"operators": "core"})], "new.tl")
+        chosen = [eliminate_dead_code, (decompose, {"operators": "core"})]
+        new = trainload.transform(package, chosen, "new.tl")
     """
     check_path(Path(path))
     work = Transformation(package, data)

@@ -1,6 +1,4 @@
-"""fsspec's file systems, opened with resolved secrets, and the exceptions of the libraries behind
-them.
-"""
+"""fsspec's file systems, opened with resolved secrets, and their libraries' exceptions."""
 
 from __future__ import annotations
 

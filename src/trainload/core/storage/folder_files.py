@@ -32,9 +32,7 @@ class FolderFiles:
 
     @cached_property
     def exclusive(self) -> bool:
-        """True if the file system has hard links: creating a link is atomic, and fails if the file
-        exists.
-        """
+        """True if the file system has hard links, whose creation is atomic and exclusive."""
         with self._writing("."), temporary_file(self._prepared("probe"), b"") as draft:
             other = temporary_beside(self._root / "probe")
             try:
