@@ -1,4 +1,4 @@
-"""What autograd_trace produces: step graphs, update graphs and the recipe."""
+"""Results of autograd_trace: step graphs, update graphs and the recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainload.core.records import LeanRecord
 
 
 class Role(StrEnum):
-    """What an input or output of a step graph is."""
+    """Role of an input or output of a step graph."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -25,24 +25,30 @@ class Role(StrEnum):
     SEED = "seed"
     """0-dim int64: the run's seed."""
     STEP = "step"
-    """0-dim int64: the optimizer update's number, from 0."""
+    """0-dim int64: number of the optimizer update, from 0."""
     ROW = "row"
     """0-dim int64: the number, within the global batch, of this call's first row."""
     SCALE = "scale"
-    """0-dim float32: what the loss's gradient is multiplied by, beside the loss weight: 1 / rows of the global batch."""
+    """0-dim float32: factor of the loss's gradient, beside the loss weight: 1 / rows of the global
+    batch.
+    """
     LOSS = "loss"
     WEIGHT = "weight"
     METRIC = "metric"
     PREDICTION = "prediction"
     GRADIENT = "gradient"
     BUCKET = "bucket"
-    """1-D: this rank's part of a bucket's parameters. Only in graphs that a plan has rewritten, as are the next two."""
+    """1-D: this rank's part of a bucket's parameters. Only in graphs that a plan has rewritten, as
+    are the next two.
+    """
     BUCKET_GRADIENT = "bucket_gradient"
-    """1-D: the gradients of a bucket; as an input, what was accumulated so far."""
+    """1-D: the gradients of a bucket; as an input, the gradients accumulated so far."""
     TOTALS = "totals"
     """1-D float32: weight * loss, weight * each metric, and the weight, summed over the ranks."""
     TENSOR_RANK = "tensor_rank"
-    """0-dim int64: this rank's number on the tensor axis. Only in graphs that were partitioned over one."""
+    """0-dim int64: this rank's number on the tensor axis. Only in graphs that were partitioned over
+    one.
+    """
     ACTIVATION = "activation"
     """A value that forward sends to later stages of a pipeline. Only in the graphs of its stages, as are the next two."""
     COTANGENT = "cotangent"
@@ -57,8 +63,10 @@ TANGENT = "tangent"
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A named input or output. For a gradient, `name` is its parameter's; for a buffer output, the buffer's; for a constant, its name in
-    `Program.constants`.
+    """A named input or output.
+
+    For a gradient, `name` is its parameter's; for a buffer output, the buffer's; for a constant,
+    its name in `Program.constants`.
     """
 
     role: Role
@@ -83,7 +91,11 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One entry of an optimizer's state. `like_parameter`: it has the parameter's shape; otherwise `shape`, () in an elementwise update."""
+    """One entry of an optimizer's state.
+
+    If `like_parameter`, it has the parameter's shape; otherwise it has `shape`, which is () in an
+    elementwise update.
+    """
 
     name: str
     dtype: str
@@ -96,12 +108,16 @@ class UpdateGraph:
     """An optimizer's update of one parameter group, as a function of one tensor.
 
     `first`: (param, grad, lr) -> (param, *state), for a parameter that was never updated.
-    `following`: (param, grad, lr, *state) -> (param, *state).
-    param, grad: of `shape`, or (n,) for any n where it is None; lr: 0-dim float32; state as `state` says, in its order.
 
-    Laws: both are functional, and their constants are 0-dim. Where `shape` is None the update is elementwise: every element of the result
-    depends on the same element of the inputs (and on 0-dim ones) only, so that it may run on any slice. Otherwise it runs on whole
-    parameters, all of this shape.
+    `following`: (param, grad, lr, *state) -> (param, *state).
+
+    param and grad have the shape `shape`, or (n,) for any n if it is None; lr is 0-dim float32;
+    state is as in `state`, in its order.
+
+    Laws: both are functional, and their constants are 0-dim. If `shape` is None, the update is
+    elementwise: every element of the result depends only on the same element of the inputs (and on
+    0-dim ones), so it may run on any slice. Otherwise it runs on whole parameters, all of this
+    shape.
     """
 
     group: str
@@ -112,14 +128,16 @@ class UpdateGraph:
 
     @property
     def elementwise(self) -> bool:
-        """Whether it may run on any slice."""
+        """True if it may run on any slice."""
         return self.shape is None
 
 
 class GroupRecipe(LeanRecord):
-    """A parameter group: its parameters, and the learning rate of each of its optimizer's updates (the last one holds from there on).
+    """A parameter group: its parameters, and the learning rate of each update of its optimizer (the
+    last one is kept from then on).
 
-    Law: where `schedule` is a number there is one learning rate, which the entries of that table of the recipe's `schedules` multiply.
+    Law: if `schedule` is a number, there is one learning rate, which is multiplied by the entries
+    of that table in the recipe's `schedules`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -130,15 +148,17 @@ class GroupRecipe(LeanRecord):
     learning_rates: tuple[float, ...] = Field(min_length=1)
     schedule: int | None = Field(default=None, ge=0)
     clock: tuple[str, ...] = ()
-    """The graphs whose turns are its optimizer's updates; (): the main one."""
+    """The graphs whose turns count as its optimizer's updates; () for the main one."""
 
 
 MOST = 2**53 - 1
-"""The greatest count of a recipe: graphs take it as int64, and every reader of JSON has it exactly."""
+"""Greatest count in a recipe: graphs receive it as int64, and every JSON parser represents it
+exactly.
+"""
 
 
 class TurnRecipe(BaseModel):
-    """When a graph runs within a round: see `trainload.capture.job.definition.Turn`."""
+    """Turns of a graph within a round: see `trainload.capture.job.definition.Turn`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -150,9 +170,10 @@ class TurnRecipe(BaseModel):
 
 
 class GraphRecipe(BaseModel):
-    """How one training graph of several updates parameters: those of `groups`, with its own gradient, clipped; `ema_decay` of their mean.
+    """Update of parameters by one of several training graphs: those of `groups`, with its own
+    clipped gradient; `ema_decay` of their mean.
 
-    Law: it gives every parameter of these groups a gradient.
+    Law: it computes a gradient for every parameter of these groups.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -170,7 +191,7 @@ class GraphRecipe(BaseModel):
 
 
 class LossScale(BaseModel):
-    """How the scale of the loss moves: see `trainload.capture.job.definition.LossScaling`."""
+    """Dynamic loss scaling: see `trainload.capture.job.definition.LossScaling`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -181,10 +202,11 @@ class LossScale(BaseModel):
 
 
 class Recipe(LeanRecord):
-    """How the graphs are driven, as data.
+    """Settings that drive the graphs, as data.
 
-    Laws: no parameter is in two groups of one graph; one that is in none keeps its value; `global_batch` rows make one optimizer update;
-    the gradient is clipped by its norm or by the values of its elements; `main` runs in every round of the loop.
+    Laws: no parameter is in two groups of one graph; a parameter in no group keeps its value; one
+    optimizer update uses `global_batch` rows; the gradient is clipped by its norm or by the values
+    of its elements; `main` runs in every round of the loop.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -204,11 +226,15 @@ class Recipe(LeanRecord):
     main: str = MAIN
     """The graph whose loss is the run's."""
     loop: tuple[TurnRecipe, ...] = ()
-    """What happens in a round, in order; (): one turn of the main graph."""
+    """Turns of a round, in order; () for one turn of the main graph."""
     graphs: dict[str, GraphRecipe] = Field(default_factory=dict)
-    """By the name of a training graph, of each variant; {}: the main one, of whatever variant, updates all groups."""
+    """Name of a training graph, of each variant -> its recipe; {} if the main graph, of whatever
+    variant, updates all groups.
+    """
     feeds: dict[str, dict[str, str]] = Field(default_factory=dict)
-    """Graph -> input that no data has -> "graph.output" of another, which runs before it in a round, on the same batch."""
+    """Graph -> input that is not in the data -> "graph.output" of another graph, which runs before
+    it in a round, on the same batch.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -221,11 +247,11 @@ class Recipe(LeanRecord):
 
     @property
     def turns(self) -> tuple[TurnRecipe, ...]:
-        """What happens in a round."""
+        """Turns of a round, in order."""
         return self.loop or (TurnRecipe(graph=self.main),)
 
     def graph(self, name: str) -> GraphRecipe:
-        """How the training graph of this name updates parameters."""
+        """Return how the training graph of this name updates parameters."""
         if self.graphs:
             return self.graphs[name]
         groups = tuple(group.name for group in self.groups)
@@ -233,14 +259,14 @@ class Recipe(LeanRecord):
 
     @property
     def keeps_mean(self) -> bool:
-        """Whether a running mean of parameters is kept."""
+        """True if a running mean of parameters is kept."""
         return self.ema_decay is not None or any(graph.ema_decay is not None for graph in self.graphs.values())
 
     def rates(self, updates: int | Mapping[str, int]) -> list[float]:
-        """The learning rate of every group.
+        """Return the learning rate of every group.
 
         Args:
-            updates: how many turns each graph has had before, or the main one.
+            updates: number of turns that each graph has had before, or the main graph.
         """
         counts = {self.main: updates} if isinstance(updates, int) else updates
         found = []

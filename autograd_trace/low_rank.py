@@ -1,10 +1,13 @@
-"""Low-rank adapters in a captured graph (Hu et al. 2021, "LoRA"): beside each linear layer's weight W (out, in) stand A (rank, in) and
-B (out, rank), and the layer computes x W^T + scale (x A^T) B^T.
+"""Low-rank adapters in a captured graph (Hu et al. 2021, "LoRA").
 
-W + scale B A is never made: it would be as large as W, be kept for backward, and have a gradient as large again, which costs as much
-as the one of W that adapters are to save. By x, which is what is done, a row costs 2 rank (in + out) more multiplications forward and twice
-that backward; made whole, W's own gradient costs 2 in out. So it pays up to a rank of about in out / (3 (in + out)), a sixth of a
-square layer's width, and takes less memory at any rank.
+Beside each linear layer's weight W (out, in) there are A (rank, in) and B (out, rank), and the
+layer computes x W^T + scale (x A^T) B^T.
+
+W + scale B A is never computed: it would be as large as W, be kept for backward, and have a
+gradient of the same size, which costs as much as the gradient of W that adapters are meant to save.
+Computed by x, as here, a row costs 2 rank (in + out) more multiplications in forward and twice that
+in backward; W's own gradient would cost 2 in out. So it pays up to a rank of about in out / (3 (in
++ out)), a sixth of a square layer's width, and uses less memory at any rank.
 """
 
 from __future__ import annotations
@@ -23,13 +26,23 @@ from trainload.capture.watching.higher_order import CHECKPOINT, SELECTIVE
 aten = torch.ops.aten
 _HOP: Any = torch.ops.higher_order
 _OPERANDS = {_HOP.wrap_with_autocast: 5, _HOP.wrap_with_set_grad_enabled: 2, CHECKPOINT: 1, SELECTIVE: 2}
-"""Regions, which run their body once on what they are given: where that begins among their arguments."""
+"""Regions, which run their body once on their operands -> the index of the first operand among
+their arguments.
+"""
 _TOLD = ("stack_trace", "nn_module_stack", "torch_fn")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter of a parameter. weight: the parameter's name; down, up: those of A and B; scale: what B A is multiplied by."""
+    """An adapter of a parameter.
+
+    Attributes:
+        weight: the parameter's name.
+        down: name of A.
+        up: name of B.
+        rank: the adapter's rank.
+        scale: factor of B A.
+    """
 
     weight: str
     down: str
@@ -40,7 +53,13 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What an operator does with a parameter. `linear`: it is a linear layer's weight. `place`: the user's file and line, where known."""
+    """A use of a parameter by an operator.
+
+    Attributes:
+        operator: name of the operator.
+        linear: True if the parameter is a linear layer's weight.
+        place: the user's file and line, if known.
+    """
 
     operator: str
     linear: bool
@@ -48,11 +67,11 @@ class Use:
 
 
 def uses_of(module: GraphModule, weight: Node) -> list[Use]:
-    """What a graph does with a parameter, in regions too.
+    """Return a graph's uses of a parameter, including those in regions.
 
     Args:
         module: the graph, or a body of it.
-        weight: the placeholder that stands for the parameter.
+        weight: the placeholder of the parameter.
     """
     found: list[Use] = []
     for node in weight.users:
@@ -68,13 +87,13 @@ def uses_of(module: GraphModule, weight: Node) -> list[Use]:
 
 
 def adapt(module: GraphModule, weight: Node, adapter: LowRank, after: Node | None = None) -> tuple[Node, Node]:
-    """Adds an adapter to a graph: two inputs, and what is computed with them.
+    """Add an adapter to a graph: two inputs, and the computation with them.
 
     Args:
-        module: it is changed.
+        module: the graph; changed in place.
         weight: the placeholder of a parameter; all its uses are linear (`uses_of`).
-        adapter: what is added.
-        after: the placeholder that the new ones follow; None: the last one.
+        adapter: the adapter.
+        after: the placeholder that the new ones follow; None for the last one.
 
     Returns:
         The placeholders of A and B.
@@ -99,7 +118,7 @@ def adapt(module: GraphModule, weight: Node, adapter: LowRank, after: Node | Non
 
 
 def _beside(graph: Graph, node: Node, down: Node, up: Node, adapter: LowRank) -> None:
-    """Has what uses a linear layer's result use it with the adapter's."""
+    """Make the users of a linear layer's result use its sum with the adapter's."""
     value = node.meta["val"]
     told = {key: node.meta[key] for key in _TOLD if key in node.meta}
     narrow = (*value.shape[:-1], adapter.rank)
@@ -114,7 +133,7 @@ def _beside(graph: Graph, node: Node, down: Node, up: Node, adapter: LowRank) ->
         return at
 
     inner = call(aten.linear.default, node.args[0], down, shape=narrow)
-    if adapter.scale != 1.0:  # here, and not of the result: the inner value is the smallest
+    if adapter.scale != 1.0:  # scale here and not the result, because the inner value is the smallest
         inner = call(aten.mul.Tensor, inner, adapter.scale, shape=narrow)
     outer = call(aten.linear.default, inner, up, shape=value.shape)
     total = call(aten.add.Tensor, node, outer, shape=value.shape)
@@ -122,7 +141,9 @@ def _beside(graph: Graph, node: Node, down: Node, up: Node, adapter: LowRank) ->
 
 
 def _regions(module: GraphModule, node: Node, weight: Node) -> list[tuple[GraphModule, int]] | None:
-    """The bodies that a node gives a parameter to, and the number of the input that it is in each; None where the node is no region."""
+    """Return the bodies that a node passes a parameter to, with its input number in each; None if
+    the node is not a region.
+    """
     start = _OPERANDS.get(node.target)
     if start is None or weight not in node.args[start:]:
         return None

@@ -1,8 +1,9 @@
-"""The precision that a captured graph computes in, changed as torch.autocast would have it: the operators that torch lists for low
-precision are run in it, those that it lists for float32 in float32, and no table of ours says which.
+"""Change the precision that a captured graph computes in, as torch.autocast would.
 
-A graph is put whole into a region of autocast, as if the job's loss had been taken under one, or its regions are switched off. Then it is
-run once without values, to see which dtypes come of it.
+Operators that torch lists for low precision run in it, those that it lists for float32 run in
+float32; there is no list of our own. The whole graph is put into an autocast region, as if the
+job's loss had been computed under one, or its regions are disabled. Then it is run once on fake
+tensors to find the resulting dtypes.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ _REFREEZE = "Freeze the job again in this precision."
 
 
 def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | None:
-    """A captured graph in another precision. Its nodes have the dtypes of their new values.
+    """Return a captured graph in another precision. Its nodes have the dtypes of their new values.
 
     Args:
-        capture: the graph. It is changed, and not to be used any more.
-        dtype: bfloat16: all of it under autocast to that, and so what was under autocast to another dtype; what stood in a region that
-            switches autocast off stays there. float32: without autocast.
+        capture: the graph. It is changed, and must not be used any more.
+        dtype: bfloat16 or float16 to run the whole graph under autocast to that dtype, including
+            regions under autocast to another dtype; regions that disable autocast stay as they are.
+            float32 to run without autocast.
 
     Returns:
-        None where every value would have the dtype that it has.
+        The graph, or None if no value would change its dtype.
 
     Raises:
         JobError: the graph does not allow it.
@@ -73,7 +75,7 @@ def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | Non
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
-    """Of a node's value, where it is one tensor."""
+    """Return the dtype of a node's value if it is one tensor, else None."""
     value = node.meta.get("val")
     return value.dtype if isinstance(value, Tensor) else None
 
@@ -83,7 +85,7 @@ def _is_region(node: Node) -> bool:
 
 
 def _forget_dtypes(module: GraphModule) -> None:
-    """Takes out what demands the dtypes of the capture."""
+    """Remove assertions on the dtypes of the capture."""
     for part in graphs_in(module):
         for node in list(part.graph.nodes):
             if node.target is aten._assert_tensor_metadata.default:
@@ -92,14 +94,18 @@ def _forget_dtypes(module: GraphModule) -> None:
 
 
 class _Retyped(Interpreter):
-    """Runs a graph on fake tensors, and gives its nodes the dtypes of what comes of them. Shapes stay as they are spelled."""
+    """Interpreter that runs a graph on fake tensors and updates the dtypes of its nodes. Shapes
+    keep their spelling.
+    """
 
     def __init__(self, module: GraphModule, where: str) -> None:
         super().__init__(module, garbage_collect_values=True)
         self._where = where
 
     def run_under(self, dtype: torch.dtype | None) -> None:
-        """Runs it on what its own inputs are. dtype: of autocast around it; None: without."""
+        """Run the graph on the values of its own placeholders, under autocast to `dtype`, or
+        without autocast if None.
+        """
         values = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
         mode: Any = next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
         with mode, torch.no_grad(), _autocast(dtype or torch.bfloat16, enabled=dtype is not None):
@@ -110,7 +116,7 @@ class _Retyped(Interpreter):
             value = super().run_node(n)
         except JobError:
             raise
-        except Exception as error:  # torch's operators may raise anything on dtypes that they do not take
+        except Exception as error:  # torch's operators may raise anything for unsupported dtypes
             raise JobError(
                 f"an operator does not take what it would be given: {first_line(error)}",
                 where=self._where,
@@ -139,7 +145,7 @@ class _Retyped(Interpreter):
 
 
 def _retyped(before: Any, now: Any) -> Any:
-    """What a node's value was, in the dtype that it is now."""
+    """Return a node's earlier value with its present dtype."""
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return before if before.dtype is now.dtype else torch.empty_like(before, dtype=now.dtype)
     if isinstance(before, list | tuple) and isinstance(now, list | tuple):
@@ -148,17 +154,19 @@ def _retyped(before: Any, now: Any) -> Any:
 
 
 def _autocast(dtype: torch.dtype, *, enabled: bool) -> torch.autocast:
-    """As the capture's regions of autocast are run: on whatever device that is, and without a cache."""
+    """Return an autocast region as captured graphs run them: on any device, without a cache."""
     return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 def _results(module: GraphModule) -> list[Node]:
-    """What a graph returns."""
+    """Return the nodes that a graph returns."""
     return list(next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0])
 
 
 def _in_region(body: GraphModule, capture: GraphCapture, declared: Sequence[torch.dtype | None], dtype: torch.dtype) -> GraphModule:
-    """A graph of the same inputs and outputs that calls `body` under autocast. What it gives to other graphs has the dtype that it had."""
+    """Return a graph with the same inputs and outputs that calls `body` under autocast. Outputs for
+    other graphs keep their dtypes.
+    """
     outer = GraphModule(torch.nn.Module(), Graph())
     outer.add_module(_BODY, body)
     graph = outer.graph

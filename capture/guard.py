@@ -1,4 +1,4 @@
-"""What a captured graph takes: the guard by which a batch is given to a variant of a graph, as data."""
+"""Guards of captured graphs: data that decides which variant of a graph accepts a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Kind = Literal["none", "bool", "int", "float", "str", "enum"]
 
 @dataclass(frozen=True, slots=True)
 class FixedValue:
-    """A constant of a batch: its kind, and its value as text. An enum's member is its name; a StrEnum's or IntEnum's is its value."""
+    """A constant of a batch: its kind, and its value as text.
+
+    An Enum member is stored by its name, a StrEnum or IntEnum member by its value.
+    """
 
     kind: Kind
     text: str
@@ -22,7 +25,7 @@ class FixedValue:
 
 
 def fixed_value(value: object) -> FixedValue:
-    """The constant that a batch holds. `value`: None, a bool, number, string or member of an Enum."""
+    """Return the constant for None, a bool, a number, a string or an Enum member of a batch."""
     if value is None:
         return FixedValue("none", "")
     if isinstance(value, bool):
@@ -39,7 +42,13 @@ def fixed_value(value: object) -> FixedValue:
 
 @dataclass(frozen=True, slots=True)
 class InputGuard:
-    """One input: its dtype as torch spells it ("int64"), and its sizes: ints, symbols, or expressions of them ("2*tokens_1")."""
+    """Requirements on one input.
+
+    Attributes:
+        name: dotted name of the input.
+        dtype: dtype as torch spells it ("int64").
+        sizes: ints, symbols, or expressions of symbols ("2*tokens_1").
+    """
 
     name: str
     dtype: str
@@ -48,18 +57,23 @@ class InputGuard:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Which batches a captured graph takes.
+    """The batches that a captured graph accepts.
 
-    Laws: a batch is taken if it has every input, of its dtype and with sizes to which one value of each symbol leads, within `ranges` and
-    such that all `conditions` hold; has the constants wherever it says anything of them; and has none of `absent`, or None there. Every
-    symbol stands alone, or as factor*symbol + offset, among the sizes, so that the sizes determine it. The graph's example is taken.
+    Laws: a batch is accepted if it has every input, with its dtype and with sizes that follow from
+    one value of each symbol, within `ranges` and such that all `conditions` hold; if all constants
+    that it specifies have the values in `constants`; and if the names in `absent` are missing or
+    None in it. Every symbol appears alone, or as factor*symbol + offset, among the sizes, so that
+    the sizes determine it. The graph's example batch is accepted.
 
     Attributes:
-        inputs: in the graph's order.
-        ranges: symbol -> its least and greatest value; None: there is no greatest.
-        conditions: further conditions over the symbols ("x_1 % 2 == 0"), in the grammar of capture/guards/size_expressions.py.
-        constants: what the variant's batch holds beside tensors, by dotted name. It is fixed in the graph.
-        absent: inputs and constants of other variants that this one has not, sorted; what it has as None is among the constants.
+        inputs: inputs in the graph's order.
+        ranges: symbol -> its least and greatest value; None: no upper bound.
+        conditions: further conditions on the symbols ("x_1 % 2 == 0"), in the grammar of
+            capture/guards/size_expressions.py.
+        constants: non-tensor values of the variant's batch, by dotted name; the graph has them
+            fixed.
+        absent: inputs and constants of other variants that this one lacks, sorted; entries that are
+            None in its batch are among the constants.
     """
 
     inputs: tuple[InputGuard, ...]
@@ -69,7 +83,7 @@ class Guard:
     absent: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """In one line: inputs with their sizes, what must be absent, constants, and what is asked of the sizes."""
+        """Return one line: inputs with sizes, absent names, constants, and size conditions."""
         parts = [", ".join(f"{entry.name} {entry.dtype}[{', '.join(map(str, entry.sizes))}]" for entry in self.inputs)]
         nothing = sorted({*self.absent, *(name for name, value in self.constants.items() if value.kind == "none")})
         if nothing:
@@ -80,7 +94,7 @@ class Guard:
 
 
 def limits_text(least: int, most: int | None) -> str:
-    """A range in words: "2 to 8", "2 or more", "8"."""
+    """Return a range in words: "2 to 8", "2 or more", "8"."""
     if most is None:
         return f"{least} or more"
     return str(least) if least == most else f"{least} to {most}"

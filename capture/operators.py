@@ -1,4 +1,4 @@
-"""What torch's operators are, by public names alone."""
+"""Properties of torch's operators, found through public names only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HIGHER_ORDER_OPERATOR: type[Any] = next(c for c in type(torch.ops.higher_order.c
 
 
 class Overload:
-    """What `is_overload` promises of an operator: a schema, and torch's tags."""
+    """Attributes of an operator for which `is_overload` is true: a schema, and torch's tags."""
 
     namespace: str
     _schema: Any
@@ -25,22 +25,25 @@ class Overload:
 
 
 def is_overload(target: object) -> TypeGuard[Overload]:
-    """Whether a node's target is an operator of the dispatcher, such as `aten.add.Tensor`."""
+    """Return True if a node's target is a dispatcher operator, such as `aten.add.Tensor`."""
     return isinstance(target, _OVERLOAD)
 
 
 def is_higher_order(target: object) -> bool:
-    """Whether a node's target takes graphs as arguments, as cond and scan do."""
+    """Return True if a node's target takes graphs as arguments, as cond and scan do."""
     return isinstance(target, HIGHER_ORDER_OPERATOR)
 
 
 def is_seeded(target: object) -> bool:
-    """Whether torch tags an operator as one that reads a random generator."""
+    """Return True if torch tags an operator as one that reads a random generator."""
     return is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def draws_nothing(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of an operator that is tagged as random draws nothing, by its arguments (attention without dropout)."""
+    """Return True if its arguments make a random operator draw nothing.
+
+    Attention without dropout, for example.
+    """
     names = [a.name for a in target._schema.arguments]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     for name in ("dropout_p", "dropout", "p"):
@@ -53,7 +56,7 @@ def draws_nothing(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def written_by(node: Node) -> list[Node]:
-    """The values that a node's operator writes to, by its schema; `out=` among them."""
+    """Return the values that a node's operator writes to by its schema, including `out=`."""
     found: list[Node] = []
     if is_overload(node.target):
         arguments = node.target._schema.arguments
@@ -65,9 +68,12 @@ def written_by(node: Node) -> list[Node]:
 
 
 def base_of(node: Node) -> Node:
-    """The value that a value is a view of, through any number of views; the node itself where it is no view."""
+    """Return the value that a value is a view of, through any number of views.
+
+    It is the node itself if that is not a view.
+    """
     while node.op == "call_function":
-        view: Any = node.args[0] if node.target is operator.getitem else node  # one of several that an operator such as split returns
+        view: Any = node.args[0] if node.target is operator.getitem else node  # an operator such as split returns several views
         if not (is_overload(view.target) and view.target.is_view):
             break
         node = view.args[0]
@@ -75,31 +81,31 @@ def base_of(node: Node) -> Node:
 
 
 def body_at(module: GraphModule, node: Node) -> GraphModule | None:
-    """The graph that a node of `module` names for an operator to take; None where it names none."""
+    """Return the graph that a get_attr node of `module` refers to, or None."""
     found = getattr(module, str(node.target), None) if node.op == "get_attr" else None
     return found if isinstance(found, GraphModule) else None
 
 
 def bodies_of(module: GraphModule, node: Node) -> dict[Node, GraphModule]:
-    """The graphs that an operator of `module` takes, by the nodes that name them."""
+    """Return the graphs that an operator of `module` takes, by the nodes that refer to them."""
     return {source: body for source in node.all_input_nodes if (body := body_at(module, source)) is not None}
 
 
 def graphs_in(module: GraphModule) -> Iterator[GraphModule]:
-    """The graph and the bodies of its higher-order operators, at any depth."""
+    """Yield the graph and the bodies of its higher-order operators, at any depth."""
     return (part for part in module.modules() if isinstance(part, GraphModule))
 
 
 def nodes_in(module: GraphModule) -> Iterator[Node]:
-    """Every node, bodies included."""
+    """Yield every node, including nodes of bodies."""
     return (node for part in graphs_in(module) for node in part.graph.nodes)
 
 
 def is_collective(node: Node) -> bool:
-    """Return whether a node calls a functional collective, or waits for one."""
+    """Return True if a node calls a functional collective, or waits for one."""
     return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
 def calls_in(module: GraphModule) -> Iterator[Node]:
-    """Every call of an operator, bodies included."""
+    """Yield every call of an operator, including calls in bodies."""
     return (node for node in nodes_in(module) if node.op == "call_function")

@@ -1,4 +1,4 @@
-"""What capture produces: the program, pre-dispatch and portable."""
+"""The result of a capture: a program of portable, pre-dispatch graphs."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ from torch.export import ExportedProgram
 from trainload.capture.guard import Guard
 
 SizeLike = int | str
-"""A size: an int, or the name of a symbol (`"batch"`, or an expression such as `"2*s1"`) that changes from call to call."""
+"""A size: an int, or a symbol (`"batch"`) or expression (`"2*s1"`) of a dynamic size."""
 
 
 class OutputRole(StrEnum):
-    """What an output of a captured graph is for."""
+    """Purpose of an output of a captured graph."""
 
     LOSS = "loss"
     WEIGHT = "weight"
     METRIC = "metric"
     PREDICTION = "prediction"
     OUTPUT = "output"
-    """A tensor for other graphs of the job."""
+    """A tensor that other graphs of the job read."""
 
 
 class Mode(StrEnum):
-    """What a captured graph is for, and so how it is run."""
+    """Purpose of a captured graph, which decides how it runs."""
 
     TRAIN = "train"
     """A loss, in train mode, with gradients."""
     EVAL = "eval"
     """The same function in eval mode, without gradients."""
     PREDICT = "predict"
-    """What a trained model is for: eval mode, without gradients."""
+    """Predictions of the trained model: eval mode, without gradients."""
     COMPUTE = "compute"
     """Tensors for other graphs of the job (a teacher's logits): eval mode, without gradients."""
 
 
 MAIN = "train"
-"""The graph of a job that has one."""
+"""Name of the only graph of a job without `graphs`."""
 RESERVED = frozenset({"eval", "predict", "update"})
-"""What no graph of a job, and no variant, may be called."""
+"""Names that no graph of a job and no variant may have."""
 
 
 def graph_name(graph: str, mode: Mode, variant: str = "") -> str:
-    """The name under which a graph is captured and stored: "train", "eval", "predict", "critic", "critic-eval", "train-masked"."""
+    """Return the name of a captured graph.
+
+    Examples: "train", "eval", "predict", "critic", "critic-eval", "train-masked".
+    """
     if mode is Mode.PREDICT:
         name = "predict"
     elif mode is Mode.EVAL:
@@ -57,18 +60,18 @@ def graph_name(graph: str, mode: Mode, variant: str = "") -> str:
 
 
 def graph_of(name: str) -> str:
-    """The job's graph that a captured one is of, by `graph_name`."""
+    """Return the job's graph that a captured graph belongs to; inverse of `graph_name`."""
     base = name.split("-")[0]
     return MAIN if base in ("eval", "predict") else base
 
 
 def variant_of(name: str) -> str:
-    """The variant that a captured graph is, by `graph_name`; "" for the first."""
+    """Return the variant of a captured graph by its name; "" for the first variant."""
     return next((part for part in name.split("-")[1:] if part != "eval"), "")
 
 
 def mode_of(name: str, has_loss: bool) -> Mode:
-    """What a captured graph is for, by `graph_name` and by whether a loss is among its outputs."""
+    """Return the mode of a captured graph by its name and the presence of a loss output."""
     base, *rest = name.split("-")
     if base == "predict":
         return Mode.PREDICT
@@ -79,9 +82,14 @@ def mode_of(name: str, has_loss: bool) -> Mode:
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One entry of a batch: `dtype` as torch spells it ("int64"), `shape` with symbols for dynamic sizes.
+    """One entry of a batch.
 
-    `quantiles`: values of the example batch, ascending, from which a batch like it can be made; see capture/job/synthesise.py.
+    Attributes:
+        name: dotted name.
+        dtype: dtype as torch spells it ("int64").
+        shape: sizes, with symbols for dynamic ones.
+        quantiles: values of the example batch, ascending, from which a similar batch can be
+            generated; see capture/job/synthesise.py.
     """
 
     name: str
@@ -100,9 +108,10 @@ class OutputSpec:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One entry of the model's state.
+    """One parameter of the model.
 
-    `alias_of` names the parameter whose storage this one shares (tied weights); an alias has no tensor of its own.
+    `alias_of` names the parameter whose storage this one shares (tied weights); an alias has no
+    tensor of its own.
     """
 
     name: str
@@ -114,7 +123,10 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """A buffer of the model. `persistent` ones are in `state_dict()`; all of them travel in the package."""
+    """A buffer of the model.
+
+    Persistent buffers are in `state_dict()`; the package contains all of them.
+    """
 
     name: str
     dtype: str
@@ -124,9 +136,13 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """How a graph was captured: by torch.export's strict mode or its non-strict one, and `why`, in a sentence.
+    """The torch.export mode that captured a graph, and the reason for it.
 
-    `refused`: the page that the non-strict mode gave, where the strict one stepped in for it.
+    Attributes:
+        strict: True for torch.export's strict mode.
+        why: the reason for the mode, in a sentence.
+        refused: the error that the non-strict mode raised, if the strict mode was tried because of
+            it.
     """
 
     strict: bool
@@ -135,17 +151,17 @@ class Tracing:
 
     @property
     def mode(self) -> str:
-        """As it is written down."""
+        """Name of the mode as it is written to files."""
         return "strict" if self.strict else "non-strict"
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCapture:
-    """One captured graph: of one of the job's graphs, in one mode, of one variant.
+    """One captured graph: one of the job's graphs, in one mode, for one variant.
 
-    Laws: `name` is `graph_name(graph, mode, variant)`; `exported` is torch.export's training IR with no weights of its own that
-    `Program.state` lacks; its user inputs are `inputs`, as one dict, in this (sorted) order; its user outputs are `outputs`, one flat
-    tuple, in this order.
+    Laws: `name` is `graph_name(graph, mode, variant)`; `exported` is torch.export's training IR and
+    has no weights that `Program.state` lacks; its user inputs are `inputs`, as one dict, in this
+    (sorted) order; its user outputs are `outputs`, one flat tuple, in this order.
     """
 
     name: str
@@ -153,43 +169,53 @@ class GraphCapture:
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
     reached: tuple[str, ...] | None = None
-    """The trained parameters that get a gradient from its loss, by their owners' names, sorted; None: all of the program's."""
+    """Trained parameters that receive a gradient from its loss.
+
+    Sorted names of their owners; None: all of the program's.
+    """
     guard: Guard | None = None
-    """Which batches it takes; None where that was not asked, or the package is from before guards."""
+    """Batches that it accepts; None if not requested, or if the package predates guards."""
     coupled: bool = False
-    """Whether a row's results depend on the other rows of the call, as measured by a freeze; False until then."""
+    """True if a row's results depend on the other rows of the call.
+
+    A freeze measures it; False until then.
+    """
     tracing: Tracing | None = field(default=None, compare=False)
-    """How it was captured; None where it was read from a package, whose debug/capture.json says it."""
+    """Mode and reason of the capture.
+
+    None if the graph was read from a package, whose debug/capture.json has them.
+    """
 
     @property
     def mode(self) -> Mode:
-        """What it is for."""
+        """Purpose of the graph."""
         return mode_of(self.name, any(o.role is OutputRole.LOSS for o in self.outputs))
 
     @property
     def graph(self) -> str:
-        """Which of the job's graphs it is of."""
+        """Name of the job's graph that it belongs to."""
         return graph_of(self.name)
 
     @property
     def variant(self) -> str:
-        """Which variant it is; "" for the first."""
+        """Name of its variant; "" for the first."""
         return variant_of(self.name)
 
     @property
     def training(self) -> bool:
-        """Whether it is run with gradients."""
+        """True if it runs with gradients."""
         return self.mode is Mode.TRAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A captured model and loss: the only source of truth of what is computed.
+    """A captured model and loss: the only source of truth for what is computed.
 
-    Laws: `graphs` holds, by name, one training graph or more, an evaluation graph for each, and what else was asked for; every graph's
-    parameters and buffers are names of `parameters` and `buffers`; `state` holds a tensor for every parameter that is not an alias and
-    for every buffer, and `constants` one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU. An abstract program has
-    no state at all.
+    Laws: `graphs` holds, by name, one or more training graphs, an evaluation graph for each, and
+    the other requested graphs; every graph's parameters and buffers are names of `parameters` and
+    `buffers`; `state` holds a tensor for every parameter that is not an alias and for every buffer,
+    and `constants` one for every tensor constant of a graph (`"train/lifted_tensor_0"`), on CPU. An
+    abstract program has no state at all.
     """
 
     graphs: Mapping[str, GraphCapture]
@@ -198,7 +224,7 @@ class Program:
     state: Mapping[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
     variants: tuple[str, ...] = ()
-    """The job's variants but for the first, in the order in which a batch is tried on them."""
+    """The job's variants except the first, in the order in which they are tried on a batch."""
 
     @property
     def aliases(self) -> dict[str, str]:

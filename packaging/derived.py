@@ -1,8 +1,9 @@
-"""derived/: step graphs, kept beside the program so that a second start on the same device need not derive them again.
+"""derived/: cached step graphs, which a second start on the same device need not derive again.
 
-A derived graph could be replaced by one that trains something else, and nothing in the manifest would tell. So it is used only where
-its maker is known: its seal carries an HMAC with a key that the user's state directory holds and no package can. Anything else is
-treated as absent, and derived again.
+A derived graph could be replaced by one that trains something else, and the manifest would not show
+it. Therefore a cached graph is used only if this user derived it: its seal carries an HMAC with a
+key from the user's state directory, which is in no package. Any other graph is treated as absent
+and derived again.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ from trainload.packaging.package import Package
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _TAGS = ("partitioner_tag",)
-"""Node metadata that a step graph keeps, beside what begins with "trainload": strings, numbers and booleans."""
+"""Node metadata that a step graph keeps, besides keys that begin with "trainload"; strings, numbers
+and booleans only.
+"""
 
 
 class Seal(BaseModel):
-    """seal.json: which program and which file it vouches for. `mac` is the HMAC-SHA256 of the other fields as canonical JSON."""
+    """seal.json: the program and the file that it vouches for.
+
+    `mac` is the HMAC-SHA256 of the other fields as canonical JSON.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -47,25 +53,28 @@ class Seal(BaseModel):
     mac: str
 
     def message(self) -> bytes:
-        """What the HMAC is taken over."""
+        """Return the bytes that the HMAC covers."""
         return canonical_json(self.model_dump(exclude={"mac"}))
 
     def to_bytes(self) -> bytes:
-        """The file: canonical JSON of the fields, and of `checksum`, the sha256 of the same without it."""
+        """Return the file: canonical JSON of the fields, and their sha256 as `checksum`."""
         fields = self.model_dump()
         return canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
 
 
 def write_derived(package: Package, key: str, step: StepGraph) -> None:
-    """Keep a step graph in the package, sealed as made here. One that is there already under this key is replaced.
+    """Store a step graph in the package, sealed with the user's key.
+
+    A graph that has this key already is replaced.
 
     Args:
-        package: the package that it was derived from.
-        key: what it depends on beside the program: device kind and torch version, say "cuda-torch2.13.0".
+        package: the package from which the graph was derived.
+        key: what the graph depends on besides the program: device type and torch version, for
+            example "cuda-torch2.13.0".
         step: the graph. All nodes have `meta["val"]`.
 
     Raises:
-        PackageError: the graph cannot be serialised, or the key is no plain name.
+        PackageError: the graph cannot be serialised, or the key is not a plain name.
         StorageError: the package's folder or the state directory cannot be written.
     """
     _check_key(key)
@@ -93,10 +102,12 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
 
 
 def read_derived(package: Package, key: str) -> StepGraph | None:
-    """The step graph kept under `key`; None: there is none, or it was not made here for this program.
+    """Return the step graph stored under `key`, or None if there is none or its seal is not this
+    user's for this program.
 
     Raises:
-        PackageError: the key is no plain name, or what was made here cannot be read by the running torch.
+        PackageError: the key is not a plain name, or the running torch cannot read a graph with a
+            valid seal.
     """
     _check_key(key)
     folder = package.path / "derived" / key
@@ -118,22 +129,24 @@ def read_derived(package: Package, key: str) -> StepGraph | None:
 
 
 def share_derived(package: Path, program: str, others: Iterable[Path]) -> tuple[str, ...]:
-    """Puts step graphs into a package that other packages of the same program have. Whoever reads one asks who made it.
+    """Copy step graphs of the same program from other packages into a package.
+
+    Seals are verified when a graph is read.
 
     Args:
-        package: its folder, which no other process writes yet.
+        package: folder of the package, to which no other process writes yet.
         program: its manifest's `program_digest`.
         others: folders of other packages.
 
     Returns:
-        The keys of the graphs that it has now.
+        The keys of the graphs that were copied.
     """
     found: dict[str, None] = {}
     for other in others:
         for folder in (other / "derived").glob("[!.]*"):
             if folder.name in found:
                 continue
-            with suppress(OSError, PackageError):  # it is damaged, or being removed: the graph is derived again
+            with suppress(OSError, PackageError):  # damaged or being removed: the graph is derived again
                 if _read_seal(other, folder.name).program == program:
                     for file in ("step.json", "seal.json"):
                         link_or_copy(folder / file, package / "derived" / folder.name / file)
@@ -142,16 +155,18 @@ def share_derived(package: Path, program: str, others: Iterable[Path]) -> tuple[
 
 
 def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:
-    """(file, what is wrong with it) for every damaged, unsafe or unknown file of derived/. It does not ask who made them.
+    """Return (file, problem) for every damaged, unsafe or unknown file of derived/.
+
+    Seals' HMACs are not verified.
 
     Args:
         root: the package's folder.
-        namespaces: of other libraries' operators that graphs may name.
+        namespaces: namespaces of operators of other libraries that graphs may name.
     """
     if not (root / "derived").is_dir():
         return []
     problems: list[tuple[str, str]] = []
-    present = {f"derived/{path}" for path, _ in walk(root / "derived") if not path.startswith(".")}  # "." is being written, or was left
+    present = {f"derived/{path}" for path, _ in walk(root / "derived") if not path.startswith(".")}  # "." marks temporary folders
     keys = sorted({path.split("/")[1] for path in present if path.count("/") == 2})
     known = {f"derived/{key}/{name}" for key in keys for name in ("seal.json", "step.json")}
     problems += [(path, "no part of a derived graph") for path in sorted(present - known)]
@@ -179,7 +194,7 @@ def _put(made: Path, target: Path) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         shutil.rmtree(target, ignore_errors=True)
-    # Another process keeps writing the same graph: its copy will do.
+    # Another process keeps writing the same graph: its copy is as good.
 
 
 def _read_seal(root: Path, key: str) -> Seal:
@@ -208,7 +223,10 @@ def _read_step(root: Path, key: str, seal: Seal) -> bytes:
 
 
 def _check_document(document: Any, where: str, namespaces: Set[str]) -> tuple[GraphFacts, tuple[Port, ...], tuple[Port, ...]]:
-    """Check that a parsed step.json is safe. Return what its graph calls, its inputs and its outputs."""
+    """Check that a parsed step.json is safe.
+
+    Return what its graph calls, its inputs and its outputs.
+    """
     if not isinstance(document, dict) or set(document) != {"graph", "inputs", "outputs", "tags"}:
         raise UnsafePackageError("a derived graph has graph, inputs, outputs and tags", where=where)
     facts = validate_graph(document["graph"], where, namespaces)

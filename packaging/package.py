@@ -1,4 +1,4 @@
-"""Opening packages: checked before anything is parsed, and lazy about weights."""
+"""Open packages. Everything is checked before it is parsed; weights are read lazily."""
 
 from __future__ import annotations
 
@@ -43,15 +43,17 @@ from trainload.packaging.tensors.weight_shards import LazyState, WeightReader
 class Package:
     """An open package.
 
-    Laws: the files at `path` were those that `manifest` lists when it was opened, by name and size; what is read from them later is
-    returned only if its digest is the manifest's.
+    Laws: when the package was opened, the files at `path` were those that `manifest` lists, by name
+    and size; bytes that are read from them later are returned only if their digest is the
+    manifest's.
 
     Attributes:
-        path: its folder.
-        digest: its identity: the sha256 of manifest.json, in hex.
-        manifest: manifest.json.
-        namespaces: of other libraries' operators, which its reader trusts.
-        source: what names it in a store or registry, if it was fetched from one: for those who must fetch it too.
+        path: folder of the package.
+        digest: identity of the package: the sha256 of manifest.json, in hex.
+        manifest: parsed manifest.json.
+        namespaces: trusted namespaces of operators of other libraries.
+        source: reference in the store or registry from which the package was fetched, if any, so
+            that other machines can fetch it too.
     """
 
     path: Path
@@ -62,12 +64,12 @@ class Package:
 
     @property
     def recipe(self) -> Recipe:
-        """How the graphs are driven."""
+        """The recipe that drives the graphs."""
         return self.manifest.recipe
 
     @cached_property
     def weights(self) -> WeightReader:
-        """Reads parameters and buffers lazily.
+        """Lazy reader of parameters and buffers.
 
         Raises:
             IntegrityError: the index or the list of chunks is damaged.
@@ -77,14 +79,16 @@ class Package:
         return WeightReader(self.path, self.manifest)
 
     def program(self) -> Program:
-        """Load the captured graphs. Their own state is on the meta device; `Program.state` reads from disk on access.
+        """Load the captured graphs.
 
-        Parameters that are tied are one tensor object in the graphs' state.
+        Their state is on the meta device; `Program.state` reads from disk on access.
+
+        Tied parameters are one tensor object in the graphs' state.
 
         Raises:
             IntegrityError: a graph file or the constants are damaged.
-            UnsafePackageError: a graph holds something that is not allowed.
-            PackageError: the running torch refuses a graph.
+            UnsafePackageError: a graph contains something that is not allowed.
+            PackageError: the running torch rejects a graph.
         """
         state = self._state(meta=True)
         constants = self.all_constants()
@@ -100,12 +104,12 @@ class Package:
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """What `Program.parameters` is."""
+        """Parameters, as in `Program.parameters`."""
         return tuple(parameter_spec(entry) for entry in self.manifest.parameters)
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """What `Program.constants` is.
+        """Constants of the captured graphs, as in `Program.constants`.
 
         Raises:
             IntegrityError: the file is damaged.
@@ -113,7 +117,7 @@ class Package:
         return self._of_graphs(self.all_constants())
 
     def all_constants(self) -> dict[str, torch.Tensor]:
-        """The constants of updates as well, by the manifest's names.
+        """Read all constants, those of update graphs included, by the manifest's names.
 
         Raises:
             IntegrityError: the file is damaged.
@@ -124,26 +128,29 @@ class Package:
         """Load one graph of `program`, without the others.
 
         Raises:
-            PackageError: there is none of this name; otherwise as `program`.
+            PackageError: there is no graph of this name; otherwise as `program`.
         """
         return self._captured(name, self._state(meta=True), self.all_constants())
 
     def graph(self, name: str) -> ExportedProgram:
-        """Load one captured graph with its weights, ready to run: `.module(check_guards=False)(batch)`.
+        """Load one captured graph with its weights, ready to run:
+        `.module(check_guards=False)(batch)`.
 
         Raises:
-            PackageError: there is none of this name, or the package is abstract; otherwise as `program`.
+            PackageError: there is no graph of this name, or the package is abstract; otherwise as
+                `program`.
         """
         return self._captured(name, self._state(meta=False), self.all_constants()).exported
 
     def dispatcher(self, graph: str = MAIN) -> Dispatcher:
-        """What picks the variant of a graph for a batch.
+        """Return the dispatcher that picks the variant of a graph for a batch.
 
         Args:
-            graph: its name in the first variant: "train", "eval", "predict", "critic", "critic-eval".
+            graph: name of the graph in the first variant: "train", "eval", "predict", "critic",
+                "critic-eval".
 
         Raises:
-            PackageError: there is none of this name.
+            PackageError: there is no graph of this name.
         """
         entries = self.manifest.graphs
         if graph not in entries or variant_of(graph):
@@ -155,20 +162,21 @@ class Package:
 
     @property
     def batch_names(self) -> frozenset[str]:
-        """The inputs and constants of all graphs, by dotted name."""
+        """Dotted names of the inputs and constants of all graphs."""
         guards = [graph_guard(entry) for entry in self.manifest.graphs.values()]
         return frozenset(name for guard in guards for name in (*(i.name for i in guard.inputs), *guard.constants, *guard.absent))
 
     def dispatch(self, batch: Mapping[str, Any], graph: str = MAIN) -> str:
-        """The name of the graph that takes a batch: the first variant of `graph` whose guard holds.
+        """Return the name of the first variant of `graph` whose guard accepts a batch.
 
         Args:
-            batch: name -> tensor or constant, flat with dotted names or nested as the job's was.
-            graph: as `dispatcher`, which is what to keep where many batches are dispatched.
+            batch: name -> tensor or constant, flat with dotted names or nested as in the job.
+            graph: as for `dispatcher`. To dispatch many batches, keep a dispatcher instead.
 
         Raises:
             PackageError: there is no such graph.
-            DataError: the batch fits no variant; the message says of each what does not fit, the nearest first.
+            DataError: the batch fits no variant; the message says what does not fit for each
+                variant, the nearest first.
         """
         variant = self.dispatcher(graph).pick(batch)
         return f"{graph}-{variant}" if variant else graph
@@ -193,15 +201,15 @@ class Package:
 
     @property
     def assets(self) -> tuple[AssetFile, ...]:
-        """What travels along, in order of names."""
+        """Assets of the package, sorted by name."""
         return assets_of(self.manifest)
 
     def asset(self, name: str) -> bytes:
-        """The bytes of assets/NAME.
+        """Return the bytes of assets/NAME.
 
         Raises:
-            StorageError: there is none.
-            IntegrityError: it is damaged.
+            StorageError: there is no such asset.
+            IntegrityError: the asset is damaged.
         """
         path = f"{ASSETS}{name}"
         if path not in self.manifest.files:
@@ -209,18 +217,19 @@ class Package:
         return read_checked(self.path, path, self.manifest.files[path])
 
     def save_asset(self, name: str, target: str | Path) -> tuple[AssetFile, ...]:
-        """Writes an asset, or all assets of a folder, to a path that does not exist; it appears there whole, or not at all.
+        """Write an asset, or all assets of a folder, atomically to a path that does not exist.
 
         Args:
-            name: an asset's, which becomes a file; a folder's ("tokenizer"), which becomes a folder; "": all of them, in a folder.
-            target: what it becomes.
+            name: name of an asset, which becomes a file; of a folder ("tokenizer"), which becomes a
+                folder; or "" for all assets, in one folder.
+            target: path of the new file or folder.
 
         Returns:
-            What was written.
+            The assets that were written.
 
         Raises:
-            StorageError: there is none of this name, the path is taken or cannot be written.
-            IntegrityError: it is damaged.
+            StorageError: there is no asset of this name, the path is taken or cannot be written.
+            IntegrityError: an asset is damaged.
         """
         return save_assets(self.path, self.manifest, name, Path(target))
 
@@ -244,7 +253,7 @@ class Package:
         return graph_from_json(document, state, own, file)
 
     def _state(self, *, meta: bool) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer by name, aliases being the same object as their owner."""
+        """Return every parameter and buffer by name; an alias is the same object as its owner."""
 
         def tensor(entry: ParameterEntry | BufferEntry) -> torch.Tensor:
             return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta") if meta else self.weights.tensor(entry.name)
@@ -259,14 +268,15 @@ class Package:
         return state
 
     def check_contents(self) -> None:
-        """Check that all graphs are safe and in the manifest, and that files of tensors hold what it says. Nothing is passed to torch.
+        """Check that all graphs are safe, and that graphs and tensor headers match the manifest.
 
-        Nothing that a graph file or a header says is believed before it was checked in this way; so this is for knowing at once what
-        would be refused later, by a worker or at a tensor's first use. The bytes of tensors are not read.
+        Nothing is passed to torch, and the bytes of tensors are not read. Graphs and headers are
+        checked in this way whenever they are read; this method finds at once what would otherwise
+        be rejected later, by a worker or at a tensor's first use.
 
         Raises:
             IntegrityError: a file is damaged, or is not what the manifest says.
-            UnsafePackageError: a graph holds something that is not allowed.
+            UnsafePackageError: a graph contains something that is not allowed.
         """
         for file in self.manifest.graph_files():
             check_graph(self.manifest, read_graph(self.path, self.manifest, file), file, self.namespaces)
@@ -281,10 +291,10 @@ class Package:
 
 
 def check_weights(package: Package) -> None:
-    """Check that a package can be trained.
+    """Check that a package has weights.
 
     Raises:
-        PackageError: it is abstract.
+        PackageError: the package is abstract.
     """
     if package.manifest.abstract is not None:
         raise PackageError(
@@ -295,17 +305,21 @@ def check_weights(package: Package) -> None:
 
 
 def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
-    """Open a package and check all of it but the contents of its files, which are checked when they are read.
+    """Open a package and check everything except file contents, which are checked when read.
 
     Args:
-        path: its folder.
-        namespaces: of operators of other libraries that the package may call. They run as its graphs run: name only what you trust.
+        path: folder of the package.
+        namespaces: namespaces of operators of other libraries that the package may call. Their code
+            runs when the graphs run: name only what you trust.
 
     Raises:
         StorageError: there is no package.
-        IntegrityError: the manifest is damaged, a file is missing, of another size, or not listed.
-        UnsafePackageError: a link, a path that leaves the folder, paths that differ in case only, operators that are not trusted.
-        PackageError: a newer format, an unknown feature, or an operator that the running torch has no longer in this form.
+        IntegrityError: the manifest is damaged, or a file is missing, of another size, or not
+            listed.
+        UnsafePackageError: a link, a path that leaves the folder, paths that differ in case only,
+            or operators that are not trusted.
+        PackageError: a newer format, an unknown feature, or an operator that the running torch no
+            longer has in this form.
     """
     package = open_to_look(path)
     check_operators(package.manifest, namespaces)
@@ -313,10 +327,13 @@ def open_package(path: Path, *, namespaces: Set[str] = frozenset()) -> Package:
 
 
 def open_to_look(path: Path) -> Package:
-    """`open_package` for who reads files and loads no graph: the running torch need not have the package's operators.
+    """Open a package without checking that the running torch has its operators.
+
+    Use it to read files without loading graphs.
 
     Raises:
-        StorageError, IntegrityError, UnsafePackageError, PackageError: as `open_package`, but for operators.
+        StorageError, IntegrityError, UnsafePackageError, PackageError: as `open_package`, except
+            that operators are not checked.
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
@@ -328,7 +345,7 @@ def open_to_look(path: Path) -> Package:
 
 
 def read_manifest(path: Path) -> bytes:
-    """The bytes of manifest.json.
+    """Return the bytes of manifest.json.
 
     Raises:
         UnsafePackageError: it is a link, or too large.
@@ -341,21 +358,21 @@ def read_manifest(path: Path) -> bytes:
 
 
 def read_graph(path: Path, manifest: Manifest, file: str) -> Any:
-    """The JSON value of a graph file, to be given to `check_graph`.
+    """Return the JSON value of a graph file, for `check_graph`.
 
     Raises:
-        IntegrityError: it is not the file that the manifest lists, or no canonical JSON.
+        IntegrityError: it is not the file that the manifest lists, or not canonical JSON.
         UnsafePackageError: it is too large or too deep, or has too many nodes.
     """
     return parse_graph(read_checked(path, file, manifest.files[file]), file)
 
 
 def check_tree(path: Path, manifest: Manifest) -> None:
-    """Check that the folder holds the manifest's files and no others.
+    """Check that the folder contains the manifest's files and no others.
 
     Raises:
         IntegrityError: a file is missing, of another size, or not listed.
-        UnsafePackageError: links or special files.
+        UnsafePackageError: the folder contains links or special files.
     """
     left = dict(manifest.files)
     for file, status in walk(path):
@@ -377,11 +394,12 @@ def check_tree(path: Path, manifest: Manifest) -> None:
 
 
 def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
-    """Check that operators of other libraries are trusted, and that the running torch has every operator unchanged.
+    """Check that custom operators are trusted, and that the running torch has all operators unchanged.
 
     Raises:
-        UnsafePackageError: a namespace that `namespaces` lacks.
-        PackageError: an operator is missing or takes other arguments; the message names the worst, what it was and what it is.
+        UnsafePackageError: a namespace is not in `namespaces`.
+        PackageError: an operator is missing or its schema changed incompatibly; the message names
+            the worst one with its old and new schema.
     """
     for namespace, entry in manifest.op_libraries.items():
         if namespace not in namespaces:
@@ -408,12 +426,12 @@ def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
 
 
 def told_library(entry: OpLibraryEntry) -> str:
-    """An operator library as a refusal names it, with its digest."""
+    """Return the name of an operator library for an error message, with its digest."""
     return spelled_library(entry) + (f" (sha256 {entry.digest})" if entry.digest is not None else "")
 
 
 def ways_to_allow(namespace: str, entry: OpLibraryEntry) -> str:
-    """What a user may do to let a package call the operators of a namespace."""
+    """Return a hint that says how a user can let a package call the operators of a namespace."""
     module = entry.modules[0] if entry.modules else "MODULE"
     pinned = entry.distribution and (f"{entry.distribution}=={entry.version}" if entry.version else entry.distribution)
     install = f"pip install {pinned}" if pinned else f"put {', '.join(entry.modules) or 'what provides it'} where Python finds it"
@@ -427,8 +445,9 @@ def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[st
     """Check that a parsed graph file is safe, and is the graph that the manifest describes.
 
     Raises:
-        UnsafePackageError: it is not safe, or calls operators that the manifest does not list.
-        PackageError: other inputs, outputs or state than the manifest's.
+        UnsafePackageError: the graph is not safe, or calls operators that the manifest does not
+            list.
+        PackageError: the graph's inputs, outputs or state are not those of the manifest.
     """
     facts = validate_graph(document, file, namespaces)
     unlisted = sorted(facts.operators - set(manifest.ops)) + sorted(facts.higher_order - set(manifest.higher_order_ops))
@@ -445,6 +464,6 @@ def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[st
 
 
 def check_graphs(manifest: Manifest, documents: Mapping[str, Any]) -> None:
-    """`check_graph` for graphs that are being written: name without folder and suffix -> document."""
+    """Apply `check_graph` to graphs that are being written, given as name -> document."""
     for name, document in documents.items():
         check_graph(manifest, document, f"graphs/{name}.json", frozenset(manifest.op_libraries))

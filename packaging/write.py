@@ -1,4 +1,4 @@
-"""Writing packages: the whole of one, or new weights beside the graphs of another."""
+"""Write packages: a complete one, or one that shares the weights or the graphs of another."""
 
 from __future__ import annotations
 
@@ -46,12 +46,15 @@ from trainload.packaging.tensors.safetensors_file import write_tensors
 from trainload.packaging.tensors.weight_shards import MAX_SHARD, add_weights, stored_tensors, trained_tensors, write_weights
 
 Bundle = Callable[[Manifest, Path], Mapping[str, OpLibraryEntry]]
-"""Given the manifest but for its files, and a folder to make, writes wheels into it; returns the operator libraries with their wheels."""
+"""Writes wheels into a new folder, from the manifest without its list of files.
+
+Returns the operator libraries with their wheels.
+"""
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _NO_LIBRARIES: Mapping[str, str | None] = MappingProxyType({})
 _OF_THE_FREEZE = ("batch", "capture")
-"""Documents of debug/ that passes leave as they are."""
+"""Documents of debug/ that passes copy unchanged."""
 
 
 def write_package(
@@ -68,26 +71,29 @@ def write_package(
     libraries: Libraries = _NO_LIBRARIES,
     bundle: Bundle | None = None,
 ) -> Package:
-    """Write a package; it appears at `path` whole, or not at all.
+    """Write a package atomically: it appears at `path` complete, or not at all.
 
     Args:
         path: a folder that does not exist; its parent does.
-        program: what was captured. Its state is read one tensor at a time.
-        updates: one for each group of `recipe`.
-        recipe: how the graphs are driven.
-        assets: what goes into assets/, as `Job.assets` says.
+        program: the captured program. Its state is read one tensor at a time.
+        updates: one update for each group of `recipe`.
+        recipe: the recipe that drives the graphs.
+        assets: contents of assets/, as in `Job.assets`.
         parent: digest of the package that this one was made from.
         debug: name -> JSON value of further files in debug/, outside the digest.
-        max_shard: bytes of tensors in one file of weights.
-        abstract: of a program without state: what was proven of it. No weights are written.
-        libraries: what the user said registers the operators of other libraries; what is not said is found out.
-        bundle: puts the wheels of these libraries into the package. None: it has none.
+        max_shard: bytes of tensors in one weight file.
+        abstract: for a program without state: what was proven about it. No weights are written.
+        libraries: modules that, according to the user, register the operators of other libraries;
+            the others are detected.
+        bundle: writes the wheels of these libraries into the package. None: no wheels.
 
-    Law: the same arguments (`debug` aside) give the same digest, whatever the machine, folder and process.
+    Law: equal arguments (`debug` aside) yield the same digest on every machine, in every folder and
+    process.
 
     Raises:
         PackageError: a graph cannot be serialised, or the parts do not fit each other.
-        StorageError: the path is taken, an asset cannot be read, or the disk is full; nothing is left behind.
+        StorageError: the path is taken, an asset cannot be read, or the disk is full; nothing is
+            left behind.
     """
     path = Path(path)
     graphs = _Graphs(program, updates)
@@ -112,13 +118,13 @@ def write_package(
 
 
 class _Graphs:
-    """All graphs of a package that is being written, as JSON, validated."""
+    """All graphs of a package that is being written, as validated JSON."""
 
     def __init__(self, program: Program, updates: Sequence[UpdateGraph]) -> None:
         exported = _exported(program, updates)
         self._written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
         self._bytes = {name: canonical_json(graph.document) for name, graph in self._written.items()}
-        # Read back from its bytes: what is validated here is what will be read.
+        # Parsed from the bytes that are written, so that readers get exactly what is validated here.
         self._documents = {name: parse_graph(data, name) for name, data in self._bytes.items()}
         used = frozenset[str]().union(*(operator_namespaces(graph.graph_module) for graph in exported.values()))
         self.namespaces = used - BUILT_IN_NAMESPACES
@@ -129,23 +135,29 @@ class _Graphs:
             write_bytes(root / f"graphs/{name}.json", data)
 
     def check(self, root: Path) -> None:
-        """Check that the graphs are those of the manifest that was written."""
+        """Check that the graphs match the manifest that was written."""
         check_graphs(Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST), self._documents)
 
     def debug(self, known: Mapping[str, str | None]) -> dict[str, object]:
-        """debug/'s documents of the graphs; `known`: source files whose digests are known from the capture."""
+        """Return the graphs' documents for debug/.
+
+        `known` maps source files to digests that were recorded at capture.
+        """
         notes = {name: graph.debug for name, graph in self._written.items()}
         return {**notes, SOURCE_MAP: make_source_map({name: note["nodes"] for name, note in notes.items()}, known)}
 
 
 def with_graphs(package: Package, path: Path, program: Program, passes: Sequence[PassEntry]) -> Package:
-    """Write a package with the weights, updates, recipe and assets of another and the graphs of a program; its parent is the other.
+    """Write a child of `package` with the graphs of a program, and the weights, updates, recipe and
+    assets of `package`.
 
     Args:
-        package: the one whose weights and assets are shared (hard links where the file system can).
+        package: the parent. Its weights and assets are shared (hard links where the file system has
+            them).
         path: a folder that does not exist.
-        program: the other's, with other graphs. Its parameters and buffers are the same.
-        passes: what was done to the graphs, in order; they are recorded after those that the other has.
+        program: the parent's program with other graphs. Parameters and buffers are the same.
+        passes: the passes that changed the graphs, in order; they are recorded after those of the
+            parent.
 
     Raises:
         PackageError: a graph cannot be serialised, or does not fit the package.
@@ -164,16 +176,18 @@ def with_program(
     passes: Sequence[PassEntry],
     added: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Package:
-    """Write a package with the weights and assets of another, a program, updates and a recipe; its parent is the other.
+    """Write a child of `package` with a program, updates and a recipe, and the weights and assets
+    of `package`.
 
     Args:
         package: as for `with_graphs`.
         path: a folder that does not exist.
-        program: its parameters and buffers are the other's, of which others may be trained, then those of `added`.
-        updates: some of the other's.
-        recipe: of these updates.
+        program: its parameters and buffers are the parent's (other ones may be trainable), followed
+            by `added`.
+        updates: a subset of the parent's updates.
+        recipe: recipe for these updates.
         passes: as for `with_graphs`.
-        added: parameters that the other lacks.
+        added: parameters that the parent lacks.
 
     Raises:
         PackageError: a graph cannot be serialised, or the parts do not fit each other.
@@ -190,7 +204,7 @@ def with_program(
             write_tensors(root / CONSTANTS, constants)
         done = (*package.manifest.passes, *passes)
         bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, done, package.digest, _NO_LIBRARIES)
-        # What a library was when its operators were captured says more than what it is here.
+        # A library's description from the time of capture says more than the one of this machine.
         known = {name: entry for name, entry in package.manifest.op_libraries.items() if entry.digest is not None}
         bare = _with_libraries(bare, {name: known.get(name, entry) for name, entry in bare.op_libraries.items()})
         new = add_weights(package.path, package.manifest, root, added) if added else []
@@ -222,21 +236,23 @@ def with_weights(
     trained: Collection[str] | None = None,
     max_shard: int = MAX_SHARD,
 ) -> Package:
-    """Write a package with the graphs of another and new weights; its parent is the other.
+    """Write a child of `package` with its graphs and new weights.
 
     Args:
-        package: the one whose graphs, recipe and assets are shared (hard links where the file system can).
+        package: the parent. Its graphs, recipe and assets are shared (hard links where the file
+            system has them).
         path: a folder that does not exist.
-        tensors: (name, tensor) for every parameter that is no alias and every buffer, in any order; buffers that are left out
-            keep their values.
-        training: how they came of the other's.
-        trained: the parameters that were trained, which lie in files of their own; None: those that the package trains.
-        max_shard: bytes of tensors in one file of weights.
+        tensors: (name, tensor) for every parameter that is not an alias and every buffer, in any
+            order; omitted buffers keep their values.
+        training: how the weights were trained from the parent's.
+        trained: the parameters that were trained, which are stored in separate files; None: those
+            that the package trains.
+        max_shard: bytes of tensors in one weight file.
 
-    Law: the new package's `program_digest` is the old one's.
+    Law: the new package's `program_digest` is the parent's.
 
     Raises:
-        PackageError: a tensor is missing, unknown, comes twice or does not fit.
+        PackageError: a tensor is missing, unknown, occurs twice or does not fit.
         StorageError: the path is taken, or the disk is full; nothing is left behind.
     """
     old = package.manifest
@@ -301,10 +317,10 @@ def _bare_manifest(
     parent: str | None,
     named: Libraries,
 ) -> Manifest:
-    """The manifest but for its files.
+    """Return the manifest without its list of files.
 
     Raises:
-        PackageError: it cannot be described: a name, say, is not one that the format allows.
+        PackageError: the format cannot describe the package, for example because of a name.
     """
     operators = frozenset[str]().union(*(fact.operators for fact in facts))
     libraries = frozenset[str]().union(*(fact.namespaces for fact in facts)) - BUILT_IN_NAMESPACES
@@ -375,12 +391,15 @@ def _state_names(manifest: Manifest) -> list[str]:
 
 
 def _media_types(manifest: Manifest) -> dict[str, str]:
-    """Those of the assets, which need not be what their names say."""
+    """Return the media types of the assets, which need not follow from their names."""
     return {file: entry.media_type for file, entry in manifest.files.items() if file.startswith(ASSETS)}
 
 
 def _finish(root: Path, bare: Manifest, media_types: Mapping[str, str]) -> None:
-    """Write the manifest, with every file that is part of the identity. `media_types`: of files whose names do not say it."""
+    """Write the manifest, with every file that is part of the identity.
+
+    `media_types` maps files to their media types where these do not follow from the names.
+    """
     files = {
         file: FileEntry(media_type=media_types.get(file) or media_type_of(file), sha256=sha256_file(root / file), size=status.st_size)
         for file, status in walk(root)

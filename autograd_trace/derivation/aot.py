@@ -1,6 +1,7 @@
-"""Derives step graphs and compiles them: the one module of this stage that touches torch's private names.
+"""Derive step graphs and compile them.
 
-Run on torch 2.13.0. Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
+This is the only module of this stage that uses private names of torch. It runs on torch 2.13.0. Private names used:
+`torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
 `torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
 `torch._inductor.standalone_compile`, `torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
 `torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`,
@@ -80,16 +81,22 @@ def _fake_mode(capture: GraphCapture) -> FakeTensorMode:
 
 
 def size_conditions(exported: ExportedProgram) -> list[str]:
-    """What torch asks of the sizes of a program's inputs beside their ranges: "L['batch']['x'].size()[1] % 2 == 0"."""
+    """Return torch's conditions on a program's input sizes beyond their ranges.
+
+    Each is a Python expression such as "L['batch']['x'].size()[1] % 2 == 0".
+    """
+    # Guards such as `image_3 != 8` or `s0 < s1` are only in this private attribute, neither in the
+    # graph nor in `range_constraints`. `module(check_guards=True)` checks the same.
     return [str(code) for code in exported._guards_code]
 
 
 def add_size_conditions(exported: ExportedProgram, conditions: Sequence[str]) -> None:
-    """Has torch check conditions of the sizes of a program's inputs before it runs, wherever the program is saved and loaded.
+    """Make torch check conditions on a program's input sizes whenever it runs, also once reloaded.
 
     Args:
-        exported: it is changed.
-        conditions: Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of the first input.
+        exported: the program; changed in place.
+        conditions: Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of
+            input 0.
     """
     exported._guards_code = list(conditions)
 
@@ -97,18 +104,21 @@ def add_size_conditions(exported: ExportedProgram, conditions: Sequence[str]) ->
 @one_at_a_time
 @neutrally
 def derive(program: Program, graph: str, device: torch.device, *, sources: bool = False) -> StepGraph:
-    """Derive the flat step graph of one captured graph for a device. Backward computes again what lies in the model's checkpoints.
+    """Derive the flat step graph of one captured graph for a device.
 
-    What surrounds the call (`torch.no_grad()`, autocast, ...) does not reach it: a run derives in the middle of a step.
+    The backward part recomputes the values inside the model's checkpoints. The caller's context
+    (`torch.no_grad()`, autocast, ...) has no effect: a run derives in the middle of a step.
 
     Args:
-        program: the captured program; no weights are read, only shapes.
-        graph: its name. A training graph yields forward and backward in one graph, others forward only.
-        device: where the graph will run. For "cuda" the machine must have a GPU (torch aborts otherwise).
-        sources: whether nodes get the stack traces of those of the captured graph that they come from. It takes longer.
+        program: the captured program; only shapes are read, no weights.
+        graph: its name. A training graph yields forward and backward in one graph, others forward.
+        device: where the graph will run. "cuda" needs a GPU on this machine (torch aborts
+            otherwise).
+        sources: True to copy the captured nodes' stack traces to their nodes, which takes longer.
 
     Raises:
-        CaptureError: the graph draws random numbers that have no stateless form, or writes to what is no buffer.
+        CaptureError: the graph draws random numbers without a stateless form, or writes to a tensor
+            that is not a buffer.
     """
     capture = program.graphs[graph]
     mode = _fake_mode(capture)
@@ -120,7 +130,8 @@ def derive(program: Program, graph: str, device: torch.device, *, sources: bool 
         inputs: list[Tensor] = []
         for node, spec in zip(placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
             value = node.meta["val"]
-            # Contiguous, whatever the example's strides were: so it comes from files and out of buckets.
+            # Contiguous, whatever the example's strides were, because the real tensors come from
+            # files and buckets.
             fake = torch.empty(value.shape, dtype=value.dtype, device=device)
             if spec.kind is InputKind.USER_INPUT:
                 inputs.append(fake)
@@ -141,23 +152,28 @@ def derive(program: Program, graph: str, device: torch.device, *, sources: bool 
 
 
 def _whole_triton_operators() -> contextlib.AbstractContextManager[None]:
-    """Operators that are made of Triton kernels (`torch.library.triton_op`) stay calls by name, as all other custom operators do."""
+    """Return a context in which operators of `torch.library.triton_op` stay calls by name.
+
+    Otherwise AOT autograd decomposes them into their Triton kernels, which cannot run on a CPU.
+    """
     whole: contextlib.AbstractContextManager[None] = torch._functorch.config.patch(decompose_custom_triton_ops=False)
     return whole
 
 
 def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule | None:
-    """AOT autograd's joint graph of a functional graph, in half of its time: nothing in it needs to be made functional, and no first run is
-    needed to see what it writes to.
+    """Trace the joint graph of a functional graph, as AOT autograd would, in about half the time.
+
+    AOT autograd first runs the graph to see what it writes to, then functionalizes it with a tensor
+    subclass around every value. A functional graph needs neither.
 
     Args:
-        module: of a graph that `is_functional`; its state is fake.
-        mode: of its state and of the inputs.
-        inputs: fake tensors, as `StepModule.input_ports` says.
+        module: module of a graph for which `is_functional` holds; its state is fake.
+        mode: fake mode of the state and the inputs.
+        inputs: fake tensors, in the order of `StepModule.input_ports`.
 
     Returns:
-        The graph with AOT autograd's descriptions of inputs and outputs. None: an operator's own decomposition writes to a tensor, or
-        has another effect beside its result.
+        The graph with AOT autograd's descriptions of inputs and outputs, or None if an operator's
+        own decomposition writes to a tensor or has another side effect.
     """
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     state = {**parameters, **buffers}
@@ -178,12 +194,12 @@ def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence
                     outputs.append(GradAOTOutput(grad_of=ParamAOTInput(target=name)))
         return results
 
-    lazily = _use_lazy_graph_module(True)  # the traced graph is read, never run: no source is written for it
+    lazily = _use_lazy_graph_module(True)  # the traced graph is only read, never run, so no source is generated for it
     with mode, enable_python_dispatcher(), torch.autograd.set_multithreading_enabled(False), lazily:
         tangent = torch.empty((), dtype=module.loss_dtype(), device=inputs[0].device)
         traced: GraphModule = make_fx(step, tracing_mode="real")(*state.values(), *inputs, tangent)
     overloads = [node for node in traced.graph.nodes if node.op == "call_function" and is_overload(node.target)]
-    # Attention without dropout counts as seeded, and so as impure.
+    # Attention without dropout counts as seeded, and therefore as impure.
     if any(node.target._schema.is_mutable or (node.is_impure() and not is_seeded(node.target)) for node in overloads):
         return None
     _multiply_sizes(traced.graph)
@@ -197,7 +213,10 @@ def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence
 
 
 def _multiply_sizes(graph: Graph) -> None:
-    """Products of sizes for counts of a tensor's entries: a count keeps a tensor of forward alive until backward."""
+    """Replace each count of a tensor's elements by a product of sizes.
+
+    make_fx traces `numel()` as an operator on the tensor, so a mean's backward would keep it alive.
+    """
     count = torch.ops.aten.sym_numel.default
     sizes: dict[str, Node] = {}
     for node in list(graph.nodes):
@@ -229,7 +248,7 @@ def _product(graph: Graph, size: Node, factor: Node | int) -> Node:
 
 
 def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
-    """Turns AOT autograd's joint graph, (primals, tangents) -> (outputs, gradients), into a step graph."""
+    """Turn AOT autograd's (primals, tangents) -> (outputs, gradients) graph into a step graph."""
     graph = Graph()
     batch_ports, output_ports = module.input_ports(), module.output_ports()
     inputs: list[Port] = []
@@ -249,7 +268,8 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
                     port = batch_ports[index]
                 case _:
                     raise AssertionError(f"unforeseen input of a joint graph: {description}")
-            # The name is made unique and an identifier; the target, which is an argument's name in code, must be both by itself.
+            # fx makes the name unique and a valid identifier. The target, which is an argument name
+            # in generated code, must be both by itself.
             placeholder = graph.create_node("placeholder", f"input_{len(inputs)}", name=f"{port.role}_{port.name}")
             placeholder.meta["val"] = node.meta["val"]
             mapping[node] = placeholder
@@ -271,7 +291,7 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
             _forget_check(node, name)
             continue
         if node.target is operator.getitem and node.args[0].target is torch.ops.higher_order.with_effects:
-            continue  # a token
+            continue  # an effect token
         if is_random(node):
             raise CaptureError(f"the derived graph draws from a generator with {node.target}", where=f"graph {name}")
         if tangent is not None and tangent in node.all_input_nodes and tangent not in mapping:
@@ -298,11 +318,13 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
 
 
 def _forget_check(node: Node, graph: str) -> None:
-    """Tokens order operators with side effects. Those that check a matrix (is it singular?) are left out: a solution that there is not
-    comes out infinite or NaN.
+    """Check that an operator with a side effect may be left out of the step graph.
+
+    torch orders operators with side effects by tokens. Those that only check a matrix (for
+    singularity, say) are left out: an unsolvable system then yields infinities or NaN.
 
     Raises:
-        CaptureError: the operator does anything else.
+        CaptureError: the operator has any other side effect.
     """
     effect = node.args[1]
     if effect is not torch.ops.aten._linalg_check_errors.default:
@@ -341,12 +363,12 @@ def _outputs(node: Node, module: StepModule, ports: Sequence[Port]) -> tuple[tup
 
 
 def fake_mode() -> FakeTensorMode:
-    """A context in which tensors have shapes and no data."""
+    """Return a context in which tensors have shapes but no data."""
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def trace_flat(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> GraphModule:
-    """Traces a function of fake tensors (made under `fake_mode`) to a flat graph of ATen operators."""
+    """Trace a function of fake tensors (made under `fake_mode`) to a flat graph of ATen operators."""
     mode = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
     with mode:
         traced: GraphModule = make_fx(function, tracing_mode="real")(*inputs)
@@ -354,19 +376,21 @@ def trace_flat(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tenso
 
 
 class NotCompiled(Exception):
-    """Inductor cannot compile a graph. The message is the first line of what it says."""
+    """Inductor cannot compile a graph. The message is the first line of Inductor's error."""
 
 
 def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
-    """Compiles a flat graph with Inductor and saves the artifact as one file.
+    """Compile a flat graph with Inductor and save the artifact as one file.
+
+    Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache
+    (`TORCHINDUCTOR_CACHE_DIR`): keep both. It contains native code and pickles: never load one from
+    an untrusted source.
 
     Args:
-        module: the graph; it is changed.
-        path: where the artifact goes.
-        groups: logical name -> size of the process groups that the graph's collectives name. They need not exist yet.
-
-    Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache (`TORCHINDUCTOR_CACHE_DIR`): keep both.
-    It is native code and pickles: never load one from somewhere that is not trusted.
+        module: the graph; changed in place.
+        path: path of the artifact.
+        groups: logical name -> size of the process groups that the graph's collectives use. They
+            need not exist yet.
 
     Raises:
         NotCompiled: Inductor or the C++ compiler fails.
@@ -378,7 +402,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     output = next(n for n in module.graph.nodes if n.op == "output")
     for node in output.args[0]:
         node.meta["example_value"] = node.meta["val"]
-    module = GraphModule(module, module.graph)  # of torch's own class, which Inductor's cache knows
+    module = GraphModule(module, module.graph)  # torch's own class, which Inductor's cache accepts
     marked = dict.fromkeys(_CACHEABLE, True)
     whole = _whole_triton_operators() if all(value.device.type == "cpu" for value in inputs) else contextlib.nullcontext()
     try:
@@ -393,13 +417,14 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
 
 @contextlib.contextmanager
 def _in_order() -> Iterator[None]:
-    """Keep kernels behind the operators that write in place to what they read, such as the wait for a collective.
+    """Keep kernels after operators that write in place to their inputs, such as `wait_tensor`.
 
-    Inductor gives a buffer a new name for each operator that writes to it. To fuse CPU kernels with different loops, it recomputes the
-    loops of one kernel and its reads, and there uses the buffer's old name. A kernel could then run before the wait for the collective
-    whose result it reads.
+    Inductor gives a buffer a new name for each operator that writes to it. To fuse CPU kernels with
+    different loops, it recomputes the loops and reads of one kernel, and there uses the buffer's
+    old name. Without this context a kernel (a dropout, for example) could run before the wait for
+    the collective whose result it reads.
     """
-    from torch._inductor.scheduler import SchedulerNode  # which takes a second to import
+    from torch._inductor.scheduler import SchedulerNode  # imported here because it takes a second
 
     computing = SchedulerNode.recompute_size_and_body
 
@@ -417,7 +442,10 @@ def _in_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
-    """Process groups without members, under the names that have none: Inductor asks for a group's size, and calls nothing."""
+    """Register process groups without members under names that have none yet.
+
+    Inductor asks for a group's size while it compiles, before groups exist, and calls nothing else.
+    """
     made: dict[str, ProcessGroup] = {}  # the registry itself holds weak references
     for name, size in groups.items():
         try:
@@ -433,23 +461,27 @@ def _stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
 
 
 def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
-    """Compiles a program with AOTInductor into one file that torch's own loader runs, `torch._inductor.aoti_load_package(path)(**batch)`.
+    """Compile a program with AOTInductor into one file for torch's own loader.
+
+    Call it with `torch._inductor.aoti_load_package(path)(**batch)`.
 
     Args:
-        exported: of one dict, with its state and example inputs, all on the device that it is for.
-        path: the file, whose name ends in .pt2. Its folder gets what is built meanwhile, too.
-        metadata: what the loaded program's `get_metadata()` gives.
+        exported: program of one dict, with its state and example inputs on the target device.
+        path: path of the file, which ends in .pt2. Its folder receives the build files too.
+        metadata: result of the loaded program's `get_metadata()`.
     """
     (batch,), _ = exported.example_inputs
     module = exported.module(check_guards=False)
-    # The loader takes the tensors of a dict in the order that they come in, and looks at no name; keywords it puts into theirs.
+    # The loader uses the tensors of a dict in the order in which they arrive and ignores their
+    # names, so two inputs of one shape could be swapped silently. Keyword arguments it does sort.
     codegen: Any = module.graph._codegen
     codegen.pytree_info = codegen.pytree_info._replace(in_spec=tree_structure(((), batch)))
     options = {
         "aot_inductor.package": True,
         "aot_inductor.output_path": str(path.parent / "built"),
         "aot_inductor.metadata": dict(metadata),
-        # torch's folding takes tensors of one element for constants, also a buffer that the graph writes to: it would never change.
+        # Inductor's constant folding treats a one-element tensor as a constant, even a buffer that
+        # the graph writes to, which would then never change.
         "joint_graph_constant_folding": not any(buffer.numel() == 1 for buffer in _buffers(exported)),
     }
     with torch.no_grad():
@@ -458,7 +490,7 @@ def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, 
 
 
 def _buffers(exported: ExportedProgram) -> Iterator[Tensor]:
-    """Those that the graph uses."""
+    """Yield the fake values of the buffers that the graph uses."""
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.BUFFER and node.users:
@@ -466,26 +498,30 @@ def _buffers(exported: ExportedProgram) -> Iterator[Tensor]:
 
 
 def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
-    """Loads what `compile_ahead` wrote. It is native code: never load one from somewhere that is not trusted."""
+    """Load a file that `compile_ahead` wrote. It is native code: load trusted files only."""
     loaded: Callable[..., Sequence[Tensor]] = torch._inductor.aoti_load_package(str(path))
     return loaded
 
 
 def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
-    """Loads what `compile_graph` saved, with the same torch build and Inductor cache."""
+    """Load an artifact that `compile_graph` saved, with the same torch build and Inductor cache."""
     artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(path=str(path), format="binary")
     return artifact
 
 
 def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Makes process groups under the logical names that rewritten graphs use. Every rank must call it, with the same groups.
+    """Make process groups under the logical names that rewritten graphs use.
 
     With gloo all of them carry out one collective after another: on gloo's usual two threads functional all-gathers beside other
     collectives in flight corrupt the heap.
 
     Args:
-        groups: name -> the ranks of its groups; a rank is in one of each name, or in none.
+        groups: name -> the ranks of its groups. A rank is in at most one group of each name.
     """
+    # gloo corrupts the heap if functional all-gathers are in flight beside other collectives on its
+    # usual two threads: a ZeRO-3 rank died within a thousand steps, and so did forty lines of plain
+    # torch. With one thread it does not. Nor does `all_gather_into_tensor_out` crash, but Inductor
+    # then moves a step's gathers to its beginning, and ZeRO-3 no longer saves memory.
     serial = dist.get_backend() == dist.Backend.GLOO
     if serial and not hasattr(dist.Backend, _SERIAL_GLOO.upper()):
         dist.Backend.register_backend(_SERIAL_GLOO, _serial_gloo, devices=["cpu"])
@@ -502,8 +538,9 @@ def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
 
 @contextlib.contextmanager
 def alone_of(rank: int, world: int) -> Iterator[None]:
-    """Within it this process is a rank of a default process group whose other ranks do not exist: collectives return at once, with values
-    that mean nothing. For trying out what a rank calls.
+    """Make this process a rank of a default process group whose other ranks do not exist.
+
+    Collectives then return at once, with meaningless values. Use it to try out a rank's calls.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -515,19 +552,20 @@ def alone_of(rank: int, world: int) -> Iterator[None]:
 
 
 def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:
-    """Counts the collectives that this rank has begun in the groups of these names, as of those that it is in. The counting may be done by
-    any thread, also while another one waits for a collective.
+    """Return a function that counts the collectives that this rank has begun, by group name.
+
+    Names of groups without this rank are left out. Any thread may call it at any time.
     """
     backends: dict[str, Any] = {}
     for name in names:
-        with contextlib.suppress(RuntimeError):  # this rank is in none of that name
+        with contextlib.suppress(RuntimeError):  # this rank is in no group of that name
             group: Any = _C10D._resolve_process_group(name)
-            backends[name] = group._get_backend(group._device_types[0])  # a group of our own gloo does not count, its backend does
+            backends[name] = group._get_backend(group._device_types[0])  # a group with our own gloo does not count, its backend does
     return lambda: {name: int(backend._get_sequence_number_for_group()) for name, backend in backends.items()}
 
 
 def group_named(name: str) -> ProcessGroup:
-    """The process group of this rank that was bound to a logical name."""
+    """Return this rank's process group that is bound to a logical name."""
     found: ProcessGroup = _C10D._resolve_process_group(name)
     return found
 
@@ -536,7 +574,7 @@ _SERIAL_GLOO = "trainload_gloo"
 
 
 def _serial_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
-    """Gloo with one thread; its network interfaces are chosen as torch does."""
+    """Return a gloo backend with one thread, on the network interfaces that torch would choose."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -552,7 +590,7 @@ _CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in _CONTROL_FLOW)
 
 
 def has_cpp_compiler() -> bool:
-    """Whether Inductor finds a C++ compiler on this machine."""
+    """Return True if Inductor finds a C++ compiler on this machine."""
     try:
         torch._inductor.cpp_builder.get_cpp_compiler()
     except torch._inductor.exc.InvalidCxxCompiler:

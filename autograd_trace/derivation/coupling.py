@@ -1,4 +1,6 @@
-"""Finds out whether what a training graph computes of a row depends on the other rows of the same call, as under batch norm."""
+"""Detect whether the results of a training graph for a row depend on the other rows of the same
+call, as under batch norm.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,21 @@ from trainload.capture.program import GraphCapture, Program
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _MARGIN = 30.0
-"""Sums in another order differ by less than so many tolerances, and rows that depend on one another by more."""
+"""Number of tolerances that separates rounding (sums in another order) from a dependence between
+rows.
+"""
 
 
 def are_rows_coupled(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]) -> bool:
-    """Return whether two calls, each on a half of a batch, come to another loss or gradient than one call on all of it.
+    """Return True if two calls, each on a half of a batch, yield another loss or gradient than one
+    call on all of it.
 
-    Then the result of training depends on the number of microbatches and ranks. Where the batch cannot be divided (one row, a fixed size, a
-    half without weight, sizes that follow from the rows) nothing is found. What the first call writes to buffers the second one reads.
+    Then the result of training depends on the number of microbatches and ranks. If the batch cannot
+    be divided (one row, a fixed size, a half without weight, sizes that follow from the rows), the
+    result is False. The second call reads what the first one wrote to buffers.
 
     Args:
-        program: what `step` was derived from; its weights are read.
+        program: the program that `step` was derived from; its weights are read.
         capture: the training graph.
         step: its step graph, for the CPU.
         batch: an example, (rows, ...) tensors on the CPU.
@@ -40,8 +46,10 @@ def are_rows_coupled(program: Program, capture: GraphCapture, step: StepGraph, b
 
 
 def _beside(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield batches beside the example, on which rows may depend on one another that do not on the example, of zeros and ones say. A model
-    need not take them.
+    """Yield variations of the example, which may show a dependence between rows that the example
+    (of zeros and ones, say) does not show.
+
+    The model need not accept them.
     """
     generator = torch.Generator().manual_seed(0)
     floats = {n: _shaken(t, generator) if t.dtype in _FLOATS else t for n, t in batch.items()}
@@ -56,7 +64,9 @@ def _shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return entries of the tensor in other places; of one whose entries are all alike some become the number beside it."""
+    """Return entries of the tensor in other places; if all entries are equal, change some to the
+    adjacent number.
+    """
     if not tensor.numel():
         return tensor
     flat = tensor.flatten()
@@ -67,7 +77,10 @@ def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _differs(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]) -> bool:
-    """Return whether two calls come to something else than one; False where a batch or its halves cannot be computed, or to no numbers."""
+    """Return True if two calls yield another result than one.
+
+    The result is False if a batch or its halves cannot be computed or do not yield finite numbers.
+    """
     rows = next(iter(batch.values())).shape[0]
     middle = rows // 2
     try:
@@ -80,7 +93,7 @@ def _differs(program: Program, capture: GraphCapture, step: StepGraph, batch: Ma
         together = _together(first, second, weights)
         del first, second
         whole = _of_part(program, step, batch, 0, rows)
-    except (RuntimeError, IndexError):  # a half is not of a size that the graph takes, or a value is none that it takes
+    except (RuntimeError, IndexError):  # the graph does not accept a half's size, or one of its values
         return False
     if not all(bool(value.isfinite().all()) for port, value in whole.items() if port in together):
         return False
@@ -98,7 +111,9 @@ def _of_part(program: Program, step: StepGraph, batch: Mapping[str, Tensor], sta
 
 
 def _together(first: dict[Port, Tensor], second: dict[Port, Tensor], weights: list[float]) -> dict[Port, Tensor]:
-    """Loss and gradients of two calls as a run takes them together. The gradients of the first are written to."""
+    """Return loss and gradients of two calls, combined as a run combines them. The first call's
+    gradients are written to.
+    """
     found: dict[Port, Tensor] = {}
     for port, value in first.items():
         if port.role is Role.GRADIENT:

@@ -1,7 +1,8 @@
-"""Operator sets: what a captured graph's operators become when they are decomposed, and graphs in which chosen ones are.
+"""Decompose operators of captured graphs, and list what they decompose into.
 
-A graph is taken apart before autograd sees it, operator by operator, in place: no_grad and autocast regions and the bodies of control flow
-stay what they are. `ExportedProgram.run_decompositions` would not do: it makes inference graphs, in which those regions are dissolved.
+A graph is decomposed before autograd sees it, operator by operator, in place: no_grad and autocast
+regions and the bodies of control flow stay as they are. `ExportedProgram.run_decompositions` is not
+suitable: it makes inference graphs, in which those regions are dissolved.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from trainload.core.errors import CaptureError
 
 _DEVICE = re.compile(r"(^|_)(cpu|cuda|cudnn|miopen|mkldnn|onednn|mps|xpu|xnnpack|flash|efficient)(_|$)")
 _ROUNDS = 16
-"""Decompositions of decompositions; torch's tables go three deep."""
+"""Maximum depth of nested decompositions; torch's tables go three deep."""
 
 
 @cache
 def _table() -> Mapping[Any, Callable[..., Any]]:
-    table: Any = torch.export.default_decompositions()  # a dict whose get() does not see what its items() hold; and without types
+    table: Any = torch.export.default_decompositions()  # an untyped dict subclass whose get() does not see the entries of items()
     return dict(table.items())
 
 
 def _decomposition(target: Any) -> Callable[..., Any]:
-    """Torch's own: from its table, else what the operator is composed of."""
+    """Return torch's decomposition: from its table, or else the operator's composite
+    implementation.
+    """
 
     def composite(*args: Any, **kwargs: Any) -> Any:
         result = target.decompose(*args, **kwargs)
@@ -46,34 +49,40 @@ def _decomposition(target: Any) -> Callable[..., Any]:
 
 
 def is_core(target: object) -> bool:
-    """Whether torch counts an operator as core ATen, the set that backends are asked to support."""
+    """Return True if torch tags an operator as core ATen, the set that backends are expected to
+    support.
+    """
     return is_overload(target) and torch.Tag.core in target.tags
 
 
 def is_device_specific(target: object) -> bool:
-    """Whether an operator's name names a device, or a library of one."""
+    """Return True if an operator's name contains a device or a library of one."""
     return is_overload(target) and _DEVICE.search(target.overloadpacket.__name__) is not None
 
 
 def spelled(target: Any) -> str:
-    """`aten.linear.default`, `higher_order.cond`, `getitem`."""
+    """Return an operator's name, such as `aten.linear.default`, `higher_order.cond` or `getitem`."""
     return str(target) if is_overload(target) else str(getattr(target, "__name__", target))
 
 
 def becomes(node: Node) -> tuple[str, ...]:
-    """The operators that a call decomposes into, one step, sorted; () where it stays as it is."""
+    """Return the operators that a call decomposes into in one step, sorted; () if it stays as it
+    is.
+    """
     traced = _trace(node)
     return () if traced is None else tuple(sorted({spelled(n.target) for n in traced.graph.nodes if is_overload(n.target)}))
 
 
 def decompose(module: GraphModule, chosen: Callable[[Any], bool]) -> GraphModule:
-    """A copy of a captured graph in which every call of a chosen operator is replaced by what torch's decomposition of it calls.
+    """Return a copy of a captured graph in which every call of a chosen operator is replaced by its
+    decomposition.
 
-    A call stays as it is if it draws random numbers, or if its decomposition names a device, needs a tensor constant or is not there: the
-    graph remains portable, and a mask remains the same. Names, values (`meta["val"]`), module paths and stack traces are kept.
+    A call stays as it is if it draws random numbers, or if its decomposition names a device, needs
+    a tensor constant or does not exist: so the graph remains portable, and random masks do not
+    change. Names, values (`meta["val"]`), module paths and stack traces are kept.
 
     Raises:
-        CaptureError: decompositions go round in circles.
+        CaptureError: the decompositions do not terminate.
     """
     made = copy.deepcopy(module)
     for part in graphs_in(made):
@@ -97,7 +106,9 @@ def decompose(module: GraphModule, chosen: Callable[[Any], bool]) -> GraphModule
 
 
 def _trace(node: Node) -> GraphModule | None:
-    """A flat graph, from the call's tensors and symbols to its value, one step taken apart; None if the call is to stay as it is."""
+    """Return the graph of one decomposition step, from the call's tensors and symbols to its value;
+    None if the call must stay as it is.
+    """
     inputs = node.all_input_nodes
     if not is_overload(node.target) or is_random(node) or any(source.op == "get_attr" for source in inputs):
         return None
@@ -117,7 +128,7 @@ def _trace(node: Node) -> GraphModule | None:
         with mode, torch.enable_grad():
             traced: GraphModule = make_fx(call, decomposition_table=table, tracing_mode="real", pre_dispatch=True)(*values)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
-        return None  # a decomposition that does not take these arguments, or wants to know a size
+        return None  # the decomposition does not accept these arguments, or needs a concrete size
     calls = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
     if any(n.op == "get_attr" or is_device_specific(n.target) or is_random(n) for n in calls):
         return None

@@ -1,4 +1,6 @@
-"""Operators whose derivatives torch cannot trace for sizes that change, or traces without their errors, in terms of others."""
+"""Replacements for operators whose derivatives torch cannot trace for dynamic sizes, or traces
+without their error checks.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,25 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def _masked_select(values: Tensor, mask: Tensor) -> Tensor:
-    """Its own derivative has the number of rows of the example in it."""
+    """Select by indexing. The derivative of `masked_select` itself has the example's number of rows
+    baked in.
+    """
     values, mask = torch.broadcast_tensors(values, mask)  # type: ignore[no-untyped-call]  # torch's own
     return values[mask]
 
 
 def _affine_grid(theta: Tensor, size: Sequence[Size], align_corners: bool) -> Tensor:
-    """Theta (rows, dims, dims + 1), size (rows, channels, *spatial) -> (rows, *spatial, dims). Its own derivative takes plain numbers.
+    """Compute theta (rows, dims, dims + 1), size (rows, channels, *spatial) -> (rows, *spatial,
+    dims).
 
-    Coordinates run from -1 to 1, through the centres of the outermost cells (`align_corners`) or along their outer edges; x is the last.
+    The derivative of `affine_grid_generator` accepts only plain integers. Coordinates run from -1
+    to 1, through the centres of the outermost cells (`align_corners`) or along their outer edges; x
+    is the last.
     """
     spatial = list(size[2:])
     axes = []
     for count in spatial:
-        steps: Any = torch.arange(count, dtype=theta.dtype, device=theta.device) * 2  # type: ignore[arg-type]  # takes SymInts
+        steps: Any = torch.arange(count, dtype=theta.dtype, device=theta.device) * 2  # type: ignore[arg-type]  # accepts SymInts
         axes.append((steps - (count - 1)) / (_largest(count - 1, 1) if align_corners else count))
     coordinates = [*reversed(torch.meshgrid(*axes, indexing="ij"))]
     base = torch.stack([*coordinates, torch.ones_like(coordinates[0])], -1).flatten(0, -2)
@@ -38,17 +45,19 @@ def _affine_grid(theta: Tensor, size: Sequence[Size], align_corners: bool) -> Te
 def _checked(operator: Any, name: str, what: str) -> Callable[..., Any]:
     """Return a substitute for an operator of torch.linalg that fails on some matrices.
 
-    torch differentiates its `_ex` form, which returns wrong numbers where the operator raises; the substitute checks `info`.
+    torch differentiates its `_ex` form, which returns wrong numbers where the operator raises; the
+    substitute checks `info`.
 
     Args:
-        operator: of torch.linalg, which gives results and then `info`, not 0 where it failed.
-        name: as the user knows it.
-        what: the matrices that it fails on.
+        operator: operator of torch.linalg that returns results and then `info`, which is not 0
+            where it failed.
+        name: the operator's public name.
+        what: description of the matrices that it fails on.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         device = args[0].device.type
-        if device == "cpu" and torch.is_autocast_enabled(device):  # which computes in float32 what the substitute stands for
+        if device == "cpu" and torch.is_autocast_enabled(device):  # autocast computes the original operator in float32
             args = tuple(value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value for value in args)
         result, info = operator(*args, **kwargs)
         aten._assert_async.msg((info == 0).all(), f"{name}: a matrix is {what}")
@@ -65,4 +74,6 @@ DERIVABLE: dict[Any, Callable[..., Any]] = {
     aten.inverse.default: _checked(torch.linalg.inv_ex, "inverse", "singular"),
     aten.linalg_solve.default: _checked(torch.linalg.solve_ex, "linalg.solve", "singular"),
 }
-"""Operator -> what stands for it while a graph is differentiated, called with the operator's own arguments."""
+"""Operator -> its replacement while a graph is differentiated, called with the operator's own
+arguments.
+"""

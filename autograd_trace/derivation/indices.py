@@ -1,8 +1,9 @@
-"""Makes compiled operators reject the indices that the interpreted ones reject.
+"""Make compiled operators reject the indices that the interpreted ones reject.
 
-Inductor lets a negative index count from the end in every operator. Some operators reject it in eager mode; compiled, they would use
-another row. So before compilation a negative index of theirs is replaced by one that is out of range for any size, for which the code that
-Inductor generates raises.
+Inductor lets a negative index count from the end in every operator. Some operators reject it in
+eager mode; compiled, they would use another row. So before compilation, a negative index of these
+operators is replaced by one that is out of range for any size, for which the code that Inductor
+generates raises.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ aten = torch.ops.aten
 _BEYOND = 2**31 - 1
 """An index that is out of range for any dim, as int32 or int64."""
 _INDEX = 2
-"""The position of the index in the arguments of these operators."""
+"""Position of the index among the arguments of these operators."""
 _FROM_ZERO = frozenset({aten.index_add.default, aten.index_copy.default, aten.index_select.default})
-"""Operators that reject a negative index, which Inductor does not check in them."""
+"""Operators that reject a negative index in eager mode but not when Inductor compiles them."""
 
 
 def forbid_negative_indices(module: GraphModule) -> None:
-    """Replace negative indices of operators that reject them by an index that raises. In place; results of valid indices do not change.
+    """Replace negative indices of operators that reject them by an index that raises. In place;
+    results of valid indices do not change.
 
     Args:
         module: a flat graph that is about to be compiled. Every node has `meta["val"]`.

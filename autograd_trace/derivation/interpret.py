@@ -1,7 +1,7 @@
-"""Runs a captured graph with stateless random numbers, on any device.
+"""Run a captured graph with stateless random numbers, on any device.
 
-The same interpreter serves twice: under AOT autograd's tracer it yields the step graph, and on real tensors it is the reference
-that the step graph is compared with.
+The interpreter has two uses: under AOT autograd's tracer it yields the step graph, and on real
+tensors it is the reference that the step graph is compared with.
 """
 
 from __future__ import annotations
@@ -32,28 +32,31 @@ _HOP = torch.ops.higher_order
 
 @dataclass(slots=True)
 class _Counts:
-    """What a graph and those nested in it count together: random operators, and checkpoints."""
+    """Counters that a graph and its nested graphs share: random operators and checkpoints."""
 
     sites: int = 0
     checkpoints: int = 0
 
 
 class GraphInterpreter(Interpreter):
-    """Interprets a pre-dispatch graph.
+    """Interpreter of a pre-dispatch graph.
 
-    - Random operators become functions of `key`; one that has no stateless form raises CaptureError.
+    - Random operators become functions of `key`; one that has no stateless form raises
+      CaptureError.
     - Autocast and grad-mode regions become the real context managers, on `device`.
-    - Factory calls and `.to` go to `device` where they named the device of the capture; a view is a `reshape` on another device.
-    - Nodes that are traced inside a checkpoint are marked for `remat.recompute`.
+    - Factory calls and `.to` use `device` where they named the device of the capture; a view
+      becomes a `reshape` on another device.
+    - Nodes that are traced inside a checkpoint are marked for `rematerialisation.recompute`.
 
     Args:
-        module: the graph, parameters lifted to inputs.
-        key: where random numbers come from; None: the graph must not need any.
+        module: the graph, with parameters lifted to inputs.
+        key: source of random numbers; None if the graph must not need any.
         device: where the graph runs.
-        batch_symbol: the batch size as `node.meta["val"]` spells it: a SymInt, or an int where it is static.
-        counts: shared by nested graphs; leave it out.
-        regions: the checkpoints that the graph lies in; leave it out.
-        layout: of the outermost graph; leave it out.
+        batch_symbol: the batch size as `node.meta["val"]` spells it: a SymInt, or an int if it is
+            static.
+        counts: counters shared by nested graphs; omit it.
+        regions: checkpoints around the graph; omit it.
+        layout: layout of the outermost graph; omit it.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class GraphInterpreter(Interpreter):
         return type(self)(body, self._key, self._device, self._batch, self._counts, regions, self._layout)
 
     def _inside(self, checkpoint: Region) -> Call:
-        """Runs a graph inside one more checkpoint."""
+        """Return a function that runs a graph inside one more checkpoint."""
 
         def call(body: GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
             results: tuple[Any, ...] = self._of_body(body, (*self._regions, checkpoint)).run(*operands)
@@ -150,8 +153,9 @@ class GraphInterpreter(Interpreter):
         return self._device if isinstance(value, torch.device) and value.type != "meta" else value
 
     def _retargeted_view(self, target: Any, node: Node | None) -> Any:
-        """Return `reshape` for a `view` on another device than the capture's: attention kernels give other strides there, which may need a
-        copy.
+        """Return `reshape` for a `view` on a device other than the capture's.
+
+        Attention kernels return other strides there, so a copy may be needed.
         """
         if target is not aten.view.default or node is None or not isinstance(value := node.meta.get("val"), Tensor):
             return target
@@ -174,17 +178,17 @@ class GraphInterpreter(Interpreter):
         return retargeted if changed else body
 
     def where(self) -> str:
-        """The user's file and line of the present node."""
+        """Return the user's file and line of the current node."""
         return place_of_node(self._node)
 
     def site(self, count: int = 1) -> int:
-        """The number of this random operator; `count` numbers are taken."""
+        """Return the number of this random operator, and reserve `count` numbers."""
         first = self._counts.sites
         self._counts.sites += count
         return first
 
     def key(self) -> RandomKey:
-        """Where the present node's random numbers come from."""
+        """Return the key for the current node's random numbers."""
         return self._key_over(self._rows())
 
     def key_of_call(self) -> RandomKey:
@@ -208,7 +212,7 @@ class GraphInterpreter(Interpreter):
         return run
 
     def batch_dim(self) -> int | None:
-        """Which dim of the present node's value runs over the rows of the batch."""
+        """Return the dim of the current node's value that runs over the rows of the batch, or None."""
         rows = self._rows()
         return None if rows is None else rows.dim
 

@@ -1,4 +1,7 @@
-"""Copies operands of control-flow operators that share memory, which torch does not compile. Parameters of one bucket are views of it."""
+"""Copy operands of control-flow operators that share memory, which torch does not compile.
+
+Parameters of one bucket share memory: they are views of it.
+"""
 
 from __future__ import annotations
 

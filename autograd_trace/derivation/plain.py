@@ -1,4 +1,6 @@
-"""Captured graphs by torch's own operators alone, for one device, so that plain torch runs them where this project is not installed."""
+"""Captured graphs in torch's own operators only, for one device, so that plain torch runs them
+without this project installed.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,20 @@ _OURS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.trainload.dirichlet_at.default: lambda _, x: x.clone(),
     torch.ops.trainload.gamma_at.default: lambda _, x: x.clone(),
 }
-"""Operators of the dispatcher of this project's own -> what they compute, where no gradient is asked for."""
+"""Operators that this project registers -> an equivalent for graphs that take no gradient of them."""
 _CAUSE = "it calls operators that plain torch does not have"
 
 
 def own_operators(module: GraphModule) -> tuple[str, ...]:
-    """The operators that a graph calls and torch does not have without this project, sorted."""
+    """Return the operators that a graph calls and that torch lacks without this project, sorted."""
     targets = (node.target for node in nodes_in(module) if node.op == "call_function")
     return tuple(sorted({spelled(t) for t in targets if is_ours(t) or (is_overload(t) and t.namespace == _NAMESPACE)}))
 
 
 def other_devices(module: GraphModule, device: torch.device) -> bool:
-    """Whether a graph names, or was captured on, a device other than this one (and the meta device)."""
+    """Return True if a graph names, or was captured on, a device other than this one (and the meta
+    device).
+    """
     return any(found != device.type for node in nodes_in(module) for found in _devices_of(node) if found != "meta")
 
 
@@ -54,14 +58,16 @@ def _devices_of(node: Node) -> set[str]:
 
 
 def plain_graph(capture: GraphCapture, device: torch.device) -> GraphModule:
-    """A captured graph for evaluation or prediction, with placeholders of the same names, by torch's own operators, on a device.
+    """Return a captured graph for evaluation or prediction in torch's own operators, on a device,
+    with the same placeholder names.
 
-    Regions of a grad mode are taken apart, since nobody differentiates it. A graph that has none but torch's operators, and is of that
-    device, stays what it is otherwise. Any other one is traced again below autograd: regions of autocast become conversions, gradients
-    that it takes the operators that compute them, and attention the kernels of the device.
+    Grad-mode regions are inlined, since nobody differentiates the result. A graph that has only
+    torch's operators and was captured for that device stays as it is otherwise. Any other graph is
+    traced again below autograd: autocast regions become conversions, gradients become the operators
+    that compute them, and attention becomes the device's kernels.
 
     Raises:
-        PackageError: an operator of this project stays; the message names it and the graph.
+        PackageError: an operator of this project remains; the message names it and the graph.
     """
     module = capture.exported.graph_module
     own = own_operators(module)
@@ -80,13 +86,19 @@ def plain_graph(capture: GraphCapture, device: torch.device) -> GraphModule:
 
 
 def _writes_in_autocast(module: GraphModule) -> bool:
-    """Whether a region of autocast gives nothing and only writes to buffers: torch saves such a one, and cannot load it."""
+    """Return True if an autocast region returns nothing and only writes to buffers.
+
+    torch.export saves such a region but cannot load it.
+    """
     values = [node.meta.get("val") for node in calls_in(module) if node.target is _HOP.wrap_with_autocast]
     return any(value is None or (isinstance(value, list | tuple) and not value) for value in values)
 
 
 def _without_grad_modes(module: GraphModule) -> GraphModule:
-    """A copy with the bodies of grad-mode regions where they are called."""
+    """Return a copy with the bodies of grad-mode regions inlined.
+
+    torch.export saves a grad-mode region that returns nothing, but cannot load it.
+    """
     made = copy.deepcopy(module)
     for part in list(graphs_in(made)):
         while calls := [node for node in part.graph.nodes if node.target is _HOP.wrap_with_set_grad_enabled]:
@@ -98,7 +110,7 @@ def _without_grad_modes(module: GraphModule) -> GraphModule:
 
 
 def _inline(part: GraphModule, node: Node) -> None:
-    """Puts the body of a grad-mode region in its place."""
+    """Replace a grad-mode region by its body."""
     _, attribute, *operands = node.args
     assert isinstance(attribute, Node)
     body = part.get_submodule(str(attribute.target))
@@ -144,13 +156,15 @@ def _traced(capture: GraphCapture, device: torch.device) -> GraphModule:
     with mode, gradients:
         given = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device=device) for n in nodes]
         for value, spec in zip(given, capture.exported.graph_signature.input_specs, strict=True):
-            value.requires_grad_(spec.target in trained)  # a graph that takes gradients may take them through parameters
+            value.requires_grad_(spec.target in trained)  # a graph that computes gradients may do so through parameters
         traced: GraphModule = make_fx(run, tracing_mode="real")(*given)
     return _with_names(traced, nodes)
 
 
 def _with_names(traced: GraphModule, names: list[Node]) -> GraphModule:
-    """The traced graph with the placeholders of the old one, and its results as a tuple without gradients."""
+    """Return the traced graph with the placeholder names of the old one, and its results as a tuple
+    without gradients.
+    """
     graph = Graph()
     mapping: dict[Node, Node] = {}
     old = iter(names)
@@ -172,7 +186,7 @@ def _with_names(traced: GraphModule, names: list[Node]) -> GraphModule:
 
 
 class _PlainInterpreter(GraphInterpreter):
-    """Runs a captured graph on a device, its random operators being torch's own."""
+    """Interpreter that runs a captured graph on a device with torch's own random operators."""
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _OURS:
@@ -184,11 +198,12 @@ class _PlainInterpreter(GraphInterpreter):
 
 
 def custom_libraries(module: GraphModule, libraries: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Namespaces of other libraries' operators that a graph calls -> the distribution that provides them, None where that is not known.
+    """Return the namespaces of other libraries' operators that a graph calls -> the distribution
+    that provides them.
 
     Args:
         module: the graph.
-        libraries: namespace -> the distribution that provides it, where it is known.
+        libraries: namespace -> the distribution that provides it, or None if unknown.
     """
     used = {node.target.namespace for part in graphs_in(module) for node in part.graph.nodes if is_overload(node.target)}
     return {name: libraries[name] for name in sorted(used & set(libraries))}

@@ -1,4 +1,4 @@
-"""Compares a job's graphs with eager on the batches that it has for that."""
+"""Compare a job's graphs with eager mode on the batches in `Job.replays`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from trainload.core.errors import DataError, JobError
 
 
 def check_replays(job: Job, program: Program) -> None:
-    """Replays each of `Job.replays` through eager and through every graph of the variant that takes it.
+    """Replay each of `Job.replays` through eager mode and through every graph of the variant that
+    accepts it.
 
     Args:
-        job: whose.
-        program: its graphs, with guards.
+        job: the job.
+        program: its captured graphs, with guards.
 
     Raises:
-        JobError: no variant takes one of them.
-        CaptureError: a graph differs from eager.
+        JobError: no variant accepts one of the batches.
+        CaptureError: a graph differs from eager mode.
     """
     eager_gradients = any(differentiates(graph.exported.graph_module) for graph in program.graphs.values())
     model = job.model
@@ -33,7 +34,7 @@ def check_replays(job: Job, program: Program) -> None:
     for number, batch in enumerate(job.replays):
         twin = replace(
             job, batch=batch, variants={**job.variants, first_variant: job.batch}, replays=()
-        )  # the others say what may be absent
+        )  # the other variants determine which inputs may be absent
         with modes_kept(model) as set_training:
             for target in [target for target in targets_of(twin) if not target.variant]:
                 first = graph_name(target.graph, target.mode)

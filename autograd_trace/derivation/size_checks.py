@@ -1,4 +1,6 @@
-"""What a guard asks of sizes, as the checks that torch makes before it runs an exported program. The inverse of guards.py."""
+"""Translate a guard on sizes into the checks that torch makes before it runs an exported program.
+The inverse of torch_guards.py.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ _WORDS = frozenset({"and", "or", "not", "max", "min"})
 
 
 def size_checks(guard: Guard) -> list[str]:
-    """Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of the first input, for `aot.add_size_conditions`.
+    """Return Python expressions over "L['flat_args'][0].size()[1]", the size of dim 1 of the first
+    input, for `aot.add_size_conditions`.
 
-    Law: with torch's own checks, of sizes that are fixed and of ranges of those that are one symbol, they hold where the guard's sizes,
-    ranges and conditions do; but torch lets 0 and 1 pass where a range begins at 2.
+    Law: together with torch's own checks (of fixed sizes, and of ranges of sizes that are one
+    symbol), they hold if and only if the guard's sizes, ranges and conditions hold, except that
+    torch accepts 0 and 1 where a range begins at 2.
     """
     places = [
         (f"L['flat_args'][{place}].size()[{dim}]", size)

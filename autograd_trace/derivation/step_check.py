@@ -1,4 +1,4 @@
-"""Proves a step graph equal to autograd on the program that it was derived from."""
+"""Check that a step graph equals autograd on the program that it was derived from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _STEP = 3
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """What a step must give: outputs and buffers by role and name, and `factor` (0-dim) times each gradient."""
+    """Expected results of a step: outputs and buffers by role and name, and gradients, each still
+    to be multiplied by `factor` (0-dim).
+    """
 
     values: dict[tuple[Role, str], Tensor]
     gradients: dict[str, Tensor]
@@ -31,15 +33,19 @@ class _Reference:
 
 
 def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str, Tensor], known: Sequence[Replayed] = ()) -> None:
-    """Runs a batch through the step graph, and through eager autograd with the same stateless random numbers; compares loss, metrics,
-    buffers and every gradient. Where the number of rows is dynamic, another number is tried too: a derivative may have baked it in.
+    """Run a batch through the step graph and through eager autograd with the same stateless random
+    numbers, and compare the results.
+
+    Loss, metrics, buffers and every gradient are compared. If the number of rows is dynamic,
+    another number is tried too, because a derivative may have baked it in.
 
     Args:
-        program: what `step` was derived from; its weights are read.
-        name: of the training graph.
+        program: the program that `step` was derived from; its weights are read.
+        name: name of the training graph.
         step: its step graph, for the CPU.
-        batch: an example, (rows, ...) tensors on the CPU; inputs of other graphs are left alone.
-        known: what autograd gave on the same graph and state before, when it was compared with eager; it is not computed again.
+        batch: an example, (rows, ...) tensors on the CPU; inputs of other graphs are ignored.
+        known: results of autograd on the same graph and state from the comparison with eager mode,
+            which are not computed again.
 
     Raises:
         CaptureError: something differs.
@@ -50,14 +56,14 @@ def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str,
 
 
 def arguments_of(program: Program, step: StepGraph, batch: Mapping[str, Tensor], row: int, rows: int) -> list[Tensor]:
-    """Return what a step graph is called with to be compared.
+    """Return the arguments with which a step graph is called for a comparison.
 
     Args:
-        program: what the graph was derived from; its state is read.
+        program: the program that the graph was derived from; its state is read.
         step: the graph.
         batch: (rows, ...) tensors on the CPU.
-        row: the number of the batch's first row, for what is drawn.
-        rows: that the loss's gradient is divided by.
+        row: number of the batch's first row, for random numbers.
+        rows: divisor of the loss's gradient.
     """
     arguments, scalars = list[Tensor](), _scalars(row, rows)
     for port in step.inputs:
@@ -88,7 +94,7 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
     with torch.no_grad():
         try:
             results = step.module(*arguments)
-        except RuntimeError as error:  # torch's kernels
+        except RuntimeError as error:  # raised by torch's kernels
             raise CaptureError(
                 f"the joint graph fails on {rows} rows: {first_line(error)}",
                 where=f"graph {capture.name}",
@@ -123,9 +129,12 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
         elif key in found:
             reference = wanted.values[key].detach()
         else:
-            continue  # a buffer that forward does not write
+            continue  # a buffer that forward does not write to
         distance = relative_distance(reference, found.get(key), floor)
         allowed = tolerance_for(reference, tolerance) if key[0] is Role.GRADIENT else tolerance
+        # A bias before a softmax, for example, has a gradient that is only rounding error, and the
+        # joint graph rounds differently from autograd. So a gradient that differs is measured
+        # against how far it moves when the weights change in their last bit.
         if not distance <= allowed and key[0] is Role.GRADIENT and key in found:
             moved = moved or _by_autograd(program, capture, batch, scalars, nudged(state))
             other = moved.gradients[key[1]] * wanted.factor.to(reference.dtype)
@@ -143,7 +152,9 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
 def _by_autograd(
     program: Program, capture: GraphCapture, batch: Mapping[str, Tensor], scalars: Mapping[Role, Tensor], state: Mapping[str, Tensor]
 ) -> _Reference:
-    """Return what the captured graph gives, interpreted with stateless random numbers, and its gradients by backward()."""
+    """Return the results of the captured graph, interpreted with stateless random numbers, and its
+    gradients by backward().
+    """
     own = {**state, **{buffer.name: state[buffer.name].clone() for buffer in program.buffers}}
     module = StepModule(capture, own, trainable_parameters(program, capture), program.aliases, torch.device("cpu"))
     *expected, objective = module(*(batch[i.name] for i in capture.inputs), *scalars.values())
@@ -155,7 +166,10 @@ def _by_autograd(
 
 
 def _from_replay(program: Program, capture: GraphCapture, known: Replayed, scale: Tensor) -> _Reference:
-    """The same of what autograd gave before: it drew nothing and left the buffers alone; its gradients are the plain loss's."""
+    """Return the same from results that autograd computed before.
+
+    They drew no random numbers and wrote no buffers; their gradients are those of the plain loss.
+    """
     outputs, ports = list(known.outputs), output_ports(capture)
     if len(ports) > len(outputs):
         outputs.append(torch.tensor(float(next(iter(known.batch.values())).shape[0])))

@@ -1,4 +1,6 @@
-"""One captured graph as a module, in the terms of a step: what goes in and comes out, with stateless random numbers and an objective."""
+"""One captured graph as a module with the inputs and outputs of a step, stateless random numbers
+and an objective.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,18 @@ _ROLE_OF_OUTPUT = {
 
 
 class StepModule(nn.Module):
-    """One captured graph as a function of (batch..., seed, step, row, scale) over its parameters and buffers.
+    """One captured graph as a function of (batch..., seed, step, row, scale) over its parameters
+    and buffers.
 
-    Only a training graph takes `scale`; one for evaluation takes seed, step and row if it draws random numbers.
-    Entries: 0-dim float32 `scale` multiplies the gradient; see `StepGraph`. The result is one flat tuple: the captured outputs with
-    their gradients cut (a weight is added if the job gave none), and, for a training graph, the objective.
+    Only a training graph accepts `scale`; an evaluation graph accepts seed, step and row only if it
+    draws random numbers. `scale` (0-dim float32) multiplies the gradient; see `StepGraph`. The
+    result is one flat tuple: the captured outputs, detached (with a weight added if the job has
+    none), and, for a training graph, the objective.
 
     Args:
         capture: the graph.
-        state: a tensor for every parameter that is not an alias, every buffer and every constant of the graph.
+        state: a tensor for every parameter that is not an alias, every buffer and every constant of
+            the graph.
         trainable: names of the parameters that get a gradient.
         aliases: alias -> owner.
         device: where it runs.
@@ -73,7 +78,7 @@ class StepModule(nn.Module):
             self._slots.append(("attribute", attribute))
 
     def port_of(self, attribute: str) -> Port:
-        """The port that an attribute of this module stands for."""
+        """Return the port that an attribute of this module stands for."""
         role = {"p": Role.PARAMETER, "b": Role.BUFFER, "c": Role.CONSTANT}[attribute[0]]
         name = self._names[attribute]
         return Port(role, f"{self._capture.name}/{name}" if role is Role.CONSTANT else name)
@@ -86,17 +91,19 @@ class StepModule(nn.Module):
         return output_ports(self._capture)
 
     def loss_dtype(self) -> torch.dtype:
-        """Of the loss, and so of the objective; float32 in a graph without one."""
+        """Return the dtype of the loss, and so of the objective; float32 for a graph without a
+        loss.
+        """
         output = next(node for node in reversed(self._capture.exported.graph.nodes) if node.op == "output")
         values = zip(self._capture.outputs, output.args[0], strict=True)
         return next((value.meta["val"].dtype for spec, value in values if spec.role is OutputRole.LOSS), torch.float32)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Owner's name -> parameter."""
+        """Return the parameters by their owners' names."""
         return {self._names[a]: p for a, p in self.named_parameters()}
 
     def buffers_by_name(self) -> dict[str, Tensor]:
-        """Name -> buffer."""
+        """Return the buffers by name."""
         return {self._names[a]: b for a, b in self.named_buffers() if a[0] == "b"}
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
@@ -128,7 +135,9 @@ class StepModule(nn.Module):
 
 
 def output_ports(capture: GraphCapture) -> tuple[Port, ...]:
-    """What a step gives of a captured graph's outputs, in their order; a weight is added if the job gave none."""
+    """Return the ports of a step's outputs, in the order of the captured outputs. A weight is added
+    if the job has none.
+    """
     ports = [Port(_ROLE_OF_OUTPUT[o.role], o.name) for o in capture.outputs]
     if any(p.role is Role.LOSS for p in ports) and not any(p.role is Role.WEIGHT for p in ports):
         ports.append(Port(Role.WEIGHT, "weight"))
@@ -136,12 +145,12 @@ def output_ports(capture: GraphCapture) -> tuple[Port, ...]:
 
 
 def draws(capture: GraphCapture) -> bool:
-    """Whether a captured graph draws random numbers."""
+    """Return True if a captured graph draws random numbers."""
     return any(is_random(node) for node in nodes_in(capture.exported.graph_module))
 
 
 def batch_symbol(capture: GraphCapture) -> int | torch.SymInt:
-    """The number of rows of a captured graph's batch, as its placeholders spell it."""
+    """Return the number of rows of a captured graph's batch, as its placeholders spell it."""
     for node, spec in zip(placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT and isinstance(node.meta.get("val"), Tensor) and node.meta["val"].ndim:
             size: int | torch.SymInt = node.meta["val"].shape[0]
@@ -150,18 +159,22 @@ def batch_symbol(capture: GraphCapture) -> int | torch.SymInt:
 
 
 def placeholders(capture: GraphCapture) -> list[Node]:
-    """A captured graph's inputs, its state among them."""
+    """Return a captured graph's placeholders, including its state."""
     return [n for n in capture.exported.graph.nodes if n.op == "placeholder"]
 
 
 def trainable_parameters(program: Program, capture: GraphCapture) -> set[str]:
-    """Names of the parameters that own storage, are trained, and get a gradient from this graph."""
+    """Return the names of the parameters that own storage, are trained, and get a gradient from
+    this graph.
+    """
     found = {p.name for p in program.parameters if p.trainable and p.alias_of is None}
     return found if capture.reached is None else found & set(capture.reached)
 
 
 def is_functional(module: GraphModule) -> bool:
-    """Whether a captured graph writes to nothing and calls operators that take graphs for autocast and grad mode alone."""
+    """Return True if a captured graph writes to nothing, and its only higher-order operators are
+    those for autocast and grad mode.
+    """
     return all(
         node.target in (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
         or (not node.target._schema.is_mutable if is_overload(node.target) else not is_higher_order(node.target))
@@ -170,5 +183,7 @@ def is_functional(module: GraphModule) -> bool:
 
 
 def is_plain(capture: GraphCapture) -> bool:
-    """Whether a graph without gradients has a step graph without a question: it writes nothing, draws nothing and branches nowhere."""
+    """Return True if a graph without gradients certainly has a step graph: it writes nothing, draws
+    nothing and has no branches.
+    """
     return not capture.training and is_functional(capture.exported.graph_module) and not draws(capture)

@@ -1,4 +1,9 @@
-"""Reads the guards of captured graphs off torch's: which sizes each graph takes."""
+"""Derive the guards of captured graphs, that is, the sizes that each graph accepts, from torch's
+guards.
+
+Without guards a captured graph would compute on any size, right or wrong: a model that branches on
+`x.shape[1] > 20` would run its one captured branch on all of them.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +27,23 @@ from trainload.core.errors import JobError
 
 _SIZE = re.compile(r"L\['batch'\]\['([\w.]+)'\]\.size\(\)\[(\d+)\]")
 _EXTREME = re.compile(r"torch\.sym_(max|min)\(")
-"""How torch writes the greater of two sizes from 2.14 on; before, as Python's own."""
+"""torch's spelling of the greater of two sizes from 2.14 on; earlier versions use Python's own."""
 _FLAT = re.compile(r"L\['flat_args'\]\[(\d+)\]")
-"""How the strict mode writes `L['batch'][NAME]`."""
+"""Spelling of `L['batch'][NAME]` in strict mode."""
 _RANGE = re.compile(r"(?P<symbol>[A-Za-z_][\w.]*) (?P<sign><=|<|>=|>) (?P<limit>\d+)", re.ASCII)
 _SAME = re.compile(r"\(?(?P<left>[^<=>()]+)\)? [=<>]= \(?(?P<right>[^<=>()]+)\)?")
 
 
 def with_guards(program: Program, targets: Iterable[Target], examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
-    """The program, its graphs knowing which batches they take.
+    """Return the program with a guard for each graph.
 
     Args:
-        program: what was captured of `targets`.
-        targets: of the job, in order.
-        examples: by graph, its inputs' example.
+        program: the program that was captured from `targets`.
+        targets: targets of the job, in order.
+        examples: graph -> example of its inputs.
 
     Raises:
-        JobError: a variant would never be picked, since another takes its example.
+        JobError: a variant would never be picked, since an earlier one accepts its example.
     """
     targets = tuple(targets)
     graphs = dict(program.graphs)
@@ -57,12 +62,12 @@ def with_guards(program: Program, targets: Iterable[Target], examples: Mapping[s
 
 
 def dispatcher_of(graphs: Mapping[str, GraphCapture], variants: Sequence[str], name: str) -> Dispatcher:
-    """What picks the variant of one of the job's graphs in one mode.
+    """Return the dispatcher that picks the variant of one of the job's graphs in one mode.
 
     Args:
-        graphs: with guards.
-        variants: but for the first, in order.
-        name: of the graph in its first variant.
+        graphs: captured graphs with guards.
+        variants: names of all variants except the first, in order.
+        name: name of the graph in its first variant.
     """
     found: dict[str, tuple[Guard, ...]] = {}
     for variant in ("", *variants):
@@ -94,18 +99,20 @@ def _check_order(graphs: Mapping[str, GraphCapture], targets: Sequence[Target]) 
 
 
 def size_guard(exported: ExportedProgram, captured: GraphCapture, example: Mapping[str, Tensor]) -> Guard:
-    """What a graph's sizes must be, without constants and absent inputs.
+    """Return the guard on a graph's sizes, without constants and absent inputs.
 
     Args:
-        exported: its training IR, as torch.export gave it.
-        captured: says its inputs, in order, and the names of their sizes.
-        example: its inputs' example.
+        exported: the graph's training IR, as torch.export returned it.
+        captured: the captured graph, for its inputs, in order, and the names of their sizes.
+        example: example of its inputs.
     """
     return _Reader(exported, captured, example).guard()
 
 
 class _Reader:
-    """Puts torch's symbols, ranges and conditions into the names and the grammar of a guard."""
+    """Translator of torch's symbols, ranges and conditions into the names and the grammar of a
+    guard.
+    """
 
     def __init__(self, exported: ExportedProgram, captured: GraphCapture, example: Mapping[str, Tensor]) -> None:
         self._exported, self._example = exported, example
@@ -143,6 +150,9 @@ class _Reader:
 
     def _text(self, place: tuple[str, int]) -> SizeLike:
         expression = self._sizes[place]
+        # Dim.AUTO turns `s0 == 8` into a constant and `s1 == 2 * s0` into a size that is an
+        # expression; `s0 % 2 == 0` becomes a condition. Its ranges begin at 2.
+        # A dim that became a constant may still be a SymInt, with a constant expression.
         if isinstance(expression, int) or expression.is_Integer:
             return int(expression)
         if expression.is_Symbol:
@@ -155,13 +165,13 @@ class _Reader:
         text = re.sub(r"[a-z]+\d+", lambda m: self._names.get(m[0], m[0]), str(expression))
         try:
             parse(text)
-        except GrammarError:  # narrower than it could be, and right
+        except GrammarError:  # pinning the size is narrower than necessary, but correct
             self._pinned.update(self._names[str(symbol)] for symbol in symbols)
             return self._example[place[0]].shape[place[1]]
         return text
 
     def _pin_what_no_size_tells(self, texts: dict[tuple[str, int], SizeLike]) -> None:
-        """Sizes of symbols that no size determines are the example's."""
+        """Pin sizes to the example's where they use symbols that no size determines."""
         told = {s.symbols[0] for t in texts.values() if isinstance(t, str) and (s := parse(t)).affine() is not None}
         for place, text in texts.items():
             if isinstance(text, str) and set(parse(text).symbols) - told:
@@ -175,7 +185,7 @@ class _Reader:
         return (int(least) if least.isdigit() else 0), (int(most) if most.isdigit() else None)
 
     def _values(self, texts: Mapping[tuple[str, int], SizeLike]) -> dict[str, int]:
-        """The example's value of each symbol."""
+        """Return the example's value of each symbol."""
         found: dict[str, int] = {}
         for (name, dim), text in texts.items():
             if isinstance(text, str) and (line := parse(text).affine()) is not None:
@@ -183,7 +193,9 @@ class _Reader:
         return found
 
     def _condition(self, code: str, texts: Mapping[tuple[str, int], SizeLike], ranges: Mapping[str, tuple[int, int | None]]) -> str | None:
-        """A condition of torch's in the guard's grammar; None where the sizes and ranges say it."""
+        """Return one of torch's conditions in the guard's grammar, or None if the sizes and ranges
+        imply it.
+        """
         places: Sequence[tuple[str, int]] = [(m[1], int(m[2])) for m in _SIZE.finditer(code)]
 
         def size(match: re.Match[str]) -> str:
@@ -194,8 +206,8 @@ class _Reader:
         try:
             parsed = parse(text)
         except GrammarError:
-            # Sizes that torch asks something of that cannot be said here are the example's. The batch dim is declared, so that torch
-            # would have refused a condition on it alone.
+            # A condition that the grammar cannot express pins its sizes to the example's. The batch
+            # dim is declared dynamic, so torch would have rejected a condition on it alone.
             dynamic = {symbol for place in places if isinstance(found := texts[place], str) for symbol in parse(found).symbols}
             self._pinned |= dynamic - {"batch"}
             return None
@@ -211,7 +223,7 @@ def _says_nothing(text: str) -> bool:
 
 
 def _within(text: str, ranges: Mapping[str, tuple[int, int | None]]) -> bool:
-    """Whether a condition says no more than the ranges."""
+    """Return True if a condition says no more than the ranges."""
     found = _RANGE.fullmatch(text)
     if found is None or found["symbol"] not in ranges:
         return False

@@ -1,4 +1,4 @@
-"""An optimizer over tensors of our own choice."""
+"""Bind an optimizer to other tensors than the model's parameters."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from trainload.autograd_trace.optimizer.state_leaves import copied, rebuilt
 from trainload.core.errors import CaptureError, JobError
 
 _LEAST_RATE = 1e-30
-"""Stands for a learning rate of 0: no parameter moves by it."""
+"""Replacement for a learning rate of 0: no parameter moves by it."""
 
 
 def bound(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[Tensor], lr: Tensor | float
 ) -> torch.optim.Optimizer:
-    """The same optimizer over other tensors, before its first step, on its plain path (no foreach, no fused kernels).
+    """Return the same optimizer over other tensors, before its first step, on its plain path (no
+    foreach or fused kernels).
 
     Args:
-        optimizer: the job's.
+        optimizer: the job's optimizer.
         group: the options of one of its groups.
-        params: any tensors.
-        lr: a tensor where the update is captured.
+        params: the tensors.
+        lr: learning rate; a tensor if the update is captured.
 
     Raises:
-        JobError: the optimizer has done steps already.
+        JobError: the optimizer has taken steps already.
     """
     options = {k: copied(v) for k, v in group.items() if k != "params"}
     options |= {"params": list(params), "lr": lr}
@@ -39,14 +40,16 @@ def bound(
         if name in options:
             options[name] = False
     if "capturable" in options and isinstance(lr, Tensor) and is_torchs(optimizer):
-        options["capturable"] = True  # others' classes may ask for a device with it; their numbers stay tensors as they are
-        # That path divides by the learning rate: at 0 (the first step of a warmup) a gradient of 0 would give NaN.
+        options["capturable"] = True  # a third-party class may demand a device with it; its numbers stay tensors anyway
+        # torch's capturable path divides by the learning rate: at 0 (the first step of a warmup), a
+        # gradient of 0 would yield NaN.
         options["lr"] = torch.where(lr == 0, _LEAST_RATE, lr)
     if not optimizer.state:
         return _copied(optimizer, {id(optimizer.param_groups): [options]})
     try:
         taken = inspect.signature(type(optimizer)).parameters
-        # The group has every option. A constructor asks a tensor's value, which is none while an update is traced.
+        # The group has every option. A constructor may check the value of a tensor, which has none
+        # while an update is traced.
         defaults = {
             n: v
             for n, v in optimizer.defaults.items()
@@ -71,21 +74,30 @@ def bound(
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class is one of torch's own."""
+    """Return True if the optimizer's class is one of torch's own."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers that it steps in its own step, by their attributes, as Lookahead does."""
+    """Return the optimizers that this one steps in its own step, by attribute name, as in
+    Lookahead.
+
+    They must be copied together with their wrapper: left with the model's own parameters, a wrapped
+    optimizer would step nothing, and a comparison of two such wrappers would not notice.
+    """
     return {name: value for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)}
 
 
 def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.optim.Optimizer:
-    """A copy with other groups and no state. copy.copy leaves out what a class of its own adds to torch's attributes.
+    """Return a copy with other groups and no state.
+
+    `copy.copy` is not used: it leaves out what a subclass adds to the attributes of torch's
+    Optimizer.
 
     Args:
-        optimizer: one without state.
-        made_of: id of what it or its wrapper holds -> what the copy holds: groups, state and wrapped optimizers stay the same for both.
+        optimizer: an optimizer without state.
+        made_of: id of an object that it or its wrapper holds -> the object of the copy. So groups,
+            state and wrapped optimizers stay shared within the copy.
     """
     made_of.setdefault(id(optimizer.state), defaultdict(dict))
     for name, inner in wrapped(optimizer).items():
@@ -107,7 +119,7 @@ def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.
 
 
 def step(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> None:
-    """One step of an optimizer on parameters of a shape. Raises: CaptureError if that fails."""
+    """Take one step of an optimizer on parameters of a shape. Raise CaptureError if that fails."""
     try:
         optimizer.step()
     except Exception as error:  # an optimizer's own code may raise anything; all of it becomes one line

@@ -1,8 +1,12 @@
-"""Captures an optimizer: its update as graphs, its hyperparameters and schedule as data.
+"""Capture an optimizer: its update as graphs, its hyperparameters and schedule as data.
 
-An update that works element by element is captured once for each parameter group, over a flat tensor of any length, and runs on whatever
-slice a rank holds. One that needs a whole parameter (a norm, a factored moment, a matrix product) is captured once for each shape in the
-group, which for this becomes a group of its own in the recipe.
+An elementwise update is captured once for each parameter group, over a flat tensor of any length,
+and runs on whatever slice a rank holds. An update that needs a whole parameter (a norm, a factored
+moment, a matrix product) is captured once for each shape in the group; each of these becomes a
+group of its own in the recipe.
+
+A captured Adam computes 1 - beta2 ** t in float32, as torch's `capturable=True` does. Its first
+updates differ from the default path by about 1e-5.
 """
 
 from __future__ import annotations
@@ -28,16 +32,20 @@ from trainload.capture.program import Program
 from trainload.core.errors import CaptureError, JobError
 
 _FLAT_SHAPES = ((EXAMPLE + 1,), (), (5, 13), (2, 3, 3, 4))
-"""Of parameters on which an update over flat tensors must be the optimizer's own; for a class that is not torch's, the group's beside."""
+"""Shapes of parameters on which an update over flat tensors must equal the optimizer's own.
+
+For a class that is not torch's, the group's own shapes are added: whether it works on slices may
+depend on a parameter's size (newer Adafactors factor from 16 rows on).
+"""
 
 
 def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
     """Capture the job's optimizers and schedules.
 
     Args:
-        job: its schedules and numbers are taken.
-        program: captured after `optimizers` were made.
-        optimizers: what `make_optimizers(job)` returned.
+        job: the job with the schedules and settings.
+        program: program that was captured after `optimizers` were made.
+        optimizers: result of `make_optimizers(job)`.
 
     Raises:
         JobError: the optimizer does not fit the model or the schedule fails.
@@ -97,7 +105,7 @@ def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tup
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Raise for kinds of optimizers that no graph can express."""
+    """Raise CaptureError for kinds of optimizers that no graph can express."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CaptureError(
@@ -131,7 +139,9 @@ def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
 def _capture_group(
     name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[UpdateGraph]:
-    """One update over flat tensors, or one for each shape where it needs whole parameters."""
+    """Return one update over flat tensors, or one for each shape if the update needs whole
+    parameters.
+    """
     try:
         update, steps = capture_update(name, optimizer, group, dtype, None)
         elementwise = is_elementwise(update) and all(is_elementwise(u) for u in _with_dims(name, optimizer, group, dtype))
@@ -140,7 +150,7 @@ def _capture_group(
             for shape in (*_FLAT_SHAPES, *own):
                 check_update(update, optimizer, group, dtype, shape, steps)
             check_separate(optimizer, group, dtype, (5, 13))
-    except CaptureError:  # perhaps it can do with whole parameters; if not, that attempt says why
+    except CaptureError:  # it may work on whole parameters; if not, that attempt reports why
         elementwise = False
     return [update] if elementwise else [_capture_whole(name, optimizer, group, dtype, s) for s in sorted(set(shapes.values()))]
 
@@ -152,7 +162,7 @@ def _capture_whole(
     try:
         update, steps = capture_update(f"{name}-{'x'.join(map(str, shape)) or 'scalar'}", optimizer, group, dtype, shape)
     except CaptureError:
-        check_separate(optimizer, group, dtype, smaller)  # what depends on other parameters is refused for that
+        check_separate(optimizer, group, dtype, smaller)  # a dependence on other parameters is reported as such
         raise
     checked = update if smaller == shape else capture_update(name, optimizer, group, dtype, smaller)[0]
     check_update(checked, optimizer, group, dtype, smaller, steps)
@@ -161,6 +171,8 @@ def _capture_whole(
 
 
 def _with_dims(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Iterator[UpdateGraph]:
-    """The update of parameters with several dims, which a class out there may treat otherwise than a vector, and on some values only."""
+    """Yield the updates of parameters with several dims, which a third-party class may treat
+    differently from a vector.
+    """
     if not is_torchs(optimizer):
         yield from (capture_update(name, optimizer, group, dtype, shape)[0] for shape in _FLAT_SHAPES if len(shape) > 1)

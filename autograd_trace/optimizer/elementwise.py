@@ -1,4 +1,6 @@
-"""Whether an update works element by element, so that it may run on whatever slice of a parameter a rank holds."""
+"""Decide whether an update works element by element, so that it may run on any slice of a parameter
+that a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,13 @@ _COPIES: set[Any] = {
 }
 """Operators that do not mix elements and that torch does not tag as pointwise."""
 _OF_0_DIM: set[Any] = {_ATEN.reshape.default, _ATEN.view.default, _ATEN.expand.default, _ATEN.squeeze.default}
-"""Operators that do not mix elements where they are given a 0-dim tensor."""
+"""Operators that do not mix elements if their input is a 0-dim tensor."""
 
 
 def is_elementwise(update: UpdateGraph) -> bool:
-    """Whether every operator of its graphs works element by element, as torch's tags say."""
+    """Return True if every operator of the update's graphs works element by element, according to
+    torch's tags.
+    """
     return _works_by_element(update.first) and _works_by_element(update.following)
 
 
@@ -67,7 +71,9 @@ def _works_by_element(exported: ExportedProgram) -> bool:
 
 
 def _functional_form(target: Overload) -> Overload:
-    """`aten.add_.Tensor` -> `aten.add.Tensor`, where there is one."""
+    """Return the functional form of an in-place overload, such as `aten.add.Tensor` of
+    `aten.add_.Tensor`, or the overload itself.
+    """
     packet_name = target.overloadpacket.__name__.removesuffix("_")
     packet = getattr(torch.ops.aten, packet_name, target.overloadpacket)
     overload = target._overloadname

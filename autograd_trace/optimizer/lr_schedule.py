@@ -1,4 +1,9 @@
-"""Turns schedules into tables: the learning rate of every parameter group at every step."""
+"""Tabulate schedules: the learning rate of every parameter group at every step.
+
+Groups share a table where their factors are equal: a table of 100,000 learning rates is 2 MB of
+JSON, and five groups with a table each made a manifest of 10 MB that took 3.8 s to open on a busy
+machine.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +24,25 @@ Schedule = ScheduleFunction | SchedulerFactory
 
 @dataclass(frozen=True, slots=True)
 class GroupRates:
-    """A group's learning rate at step s is `base` * `factors`[s]; `base` where there are none."""
+    """Learning rates of a group: `base` * `factors`[s] at step s, or `base` if there are no
+    factors.
+    """
 
     base: float
     factors: tuple[float, ...] | None = None
 
 
 def learning_rates(schedule: Schedule | None, updates: int, optimizer: torch.optim.Optimizer) -> list[GroupRates]:
-    """The learning rates of every group of the optimizer.
+    """Return the learning rates of every group of the optimizer.
 
     Args:
-        schedule: as `Job.schedule`.
-        updates: how many learning rates to tabulate.
-        optimizer: whose.
+        schedule: as in `Job.schedule`.
+        updates: number of learning rates to tabulate.
+        optimizer: the optimizer.
 
     Raises:
-        JobError: the schedule fails, gives no finite rate, needs what only a run knows, or drives more than learning rates.
+        JobError: the schedule fails, returns a rate that is not finite, depends on a run's metrics,
+            or changes other options than learning rates.
     """
     base = [float(g["lr"]) for g in optimizer.param_groups]
     if schedule is None:
@@ -43,7 +51,8 @@ def learning_rates(schedule: Schedule | None, updates: int, optimizer: torch.opt
     if first is not None:
         factors = tuple(_call_schedule(schedule, s) for s in range(updates))
         return [GroupRates(b, factors) for b in base]
-    # A stand-in with the same options, so that schedulers which drive momentum or betas find them and are found out.
+    # A stand-in with the same options, so that a scheduler that changes momentum or betas finds
+    # them and is detected.
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     shadow = torch.optim.SGD([{**o, "params": [nn.Parameter(torch.zeros(1))]} for o in options], lr=0.1)
     shadow.defaults = dict(optimizer.defaults)
@@ -56,7 +65,7 @@ def learning_rates(schedule: Schedule | None, updates: int, optimizer: torch.opt
 
 
 def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    scheduler = schedule(shadow)  # type: ignore[arg-type]  # called so after it was found to want an optimizer
+    scheduler = schedule(shadow)  # type: ignore[arg-type]  # called with an optimizer after `_wants_optimizer`
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise JobError(
             "returns neither a factor nor a scheduler",
@@ -98,16 +107,16 @@ def _finite(rate: float, step: int) -> float:
 
 
 def _wants_optimizer(schedule: Schedule) -> bool:
-    """Whether the schedule is a scheduler's factory: it fails on a step's number."""
+    """Return True if the schedule is a scheduler factory, that is, if it fails on a step number."""
     try:
-        return isinstance(schedule(0), torch.optim.lr_scheduler.LRScheduler)  # type: ignore[arg-type]  # tried as a step's
-    except Exception:  # noqa: BLE001 - what a factory raises for a number is anything; the second try tells
+        return isinstance(schedule(0), torch.optim.lr_scheduler.LRScheduler)  # type: ignore[arg-type]  # tried with a step number
+    except Exception:  # noqa: BLE001 - a factory may raise anything for a number; a call with an optimizer follows
         return True
 
 
 def _call_schedule(schedule: Schedule, step: int) -> float:
     try:
-        value = schedule(step)  # type: ignore[arg-type]  # called so after it was found to take a step
+        value = schedule(step)  # type: ignore[arg-type]  # called with a step after `_wants_optimizer`
     except Exception as error:  # a user's schedule may raise anything; all of it becomes one line
         raise JobError(f"fails: {type(error).__name__}: {error}", where=f"Job.schedule at step {step}") from error
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer trains, and in which of its groups."""
+"""Find the parameters that an optimizer trains, and the group of each."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from trainload.core.errors import JobError
 
 
 def group_parameters(model: nn.Module, trainable: Set[str], param_groups: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:
-    """The names of each group's trained parameters, sorted; a parameter that is shared has its owner's name.
+    """Return the names of each group's trained parameters, sorted; a shared parameter has its
+    owner's name.
 
     Args:
-        model: the job's.
+        model: the job's model.
         trainable: names of the parameters that get a gradient.
-        param_groups: of the optimizers that follow from one gradient.
+        param_groups: groups of the optimizers that follow one gradient.
         where: their place in the job, for errors.
 
     Raises:
-        JobError: a group holds what is no parameter of the model, or of another group, or nothing is trained.
+        JobError: a group holds a tensor that is not a parameter of the model or is in another
+            group, or nothing is trained.
     """
     names = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     groups: list[list[str]] = []
@@ -52,9 +54,10 @@ def group_parameters(model: nn.Module, trainable: Set[str], param_groups: Sequen
 
 
 def with_trained(program: Program, groups: Sequence[GroupRecipe]) -> Program:
-    """Return the program with those parameters alone marked as trainable that are in an optimizer.
+    """Return the program with only those parameters marked as trainable that are in an optimizer.
 
-    So no step graph computes a gradient for the others, and no plan keeps one. Warns of those that would have had a gradient.
+    So no step graph computes a gradient for the others, and no plan stores one. Warns about
+    parameters that would have had a gradient.
     """
     trained = {name for group in groups for name in group.parameters}
     left_out = sorted({p.name for p in program.parameters if p.trainable and p.alias_of is None} - trained)

@@ -1,4 +1,6 @@
-"""What an optimizer keeps of a parameter from step to step, and which of it an update takes and gives."""
+"""State that an optimizer keeps of a parameter from step to step, and which of it an update reads
+and writes.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,23 @@ from trainload.autograd_trace.optimizer.state_leaves import copied, leaves, rebu
 from trainload.core.errors import CaptureError
 
 _RATES = (1.0, 0.5, 2.0)
-"""Of the group's own, at the steps that show what changes: what follows the learning rate changes too."""
+"""Factors of the group's learning rate in the steps that detect changing state; state that follows
+the learning rate changes too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StateNames:
-    """What an optimizer keeps of a parameter from step to step.
+    """Names of the state that an optimizer keeps of a parameter from step to step.
 
-    changing: names of its state's leaves that are tensors, or numbers that change. like: that state; its other leaves never change.
-    shared: names of what it keeps for all parameters and that changes, among a group's options ("group-k") or in its state ("optimizer-k");
-    since every step updates all of a group, each parameter can have them for itself. fixed: of these, what the first step alone changes.
-    numbers: which entries are Python's numbers.
+    Attributes:
+        changing: names of the state's leaves that are tensors, or numbers that change.
+        like: that state; its other leaves never change.
+        shared: names of changing values that it keeps for all parameters, among a group's options
+            ("group-k") or in its state ("optimizer-k"). Since every step updates the whole group,
+            each parameter can have its own copy.
+        fixed: values of this kind that only the first step changes.
+        numbers: names of the entries that are Python numbers.
     """
 
     changing: tuple[str, ...]
@@ -35,16 +43,16 @@ class StateNames:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """The names of what an update takes and gives as state."""
+        """Names of the state entries that an update reads and writes."""
         return (*self.changing, *self.shared)
 
     def of(self, optimizer: torch.optim.Optimizer, param: Tensor) -> list[Any]:
-        """The values of `entries` after a step."""
+        """Return the values of `entries` after a step."""
         found = kept(optimizer, param)
         return [found[name] for name in self.entries]
 
     def give(self, optimizer: torch.optim.Optimizer, param: Tensor, values: Sequence[Any]) -> None:
-        """Has the optimizer keep these values of `entries`."""
+        """Set the values of `entries` in the optimizer."""
         count = len(self.changing)
         _put(optimizer, param, rebuilt(self.like, dict(zip(self.changing, values[:count], strict=True))))
         for name, value in {**self.fixed, **dict(zip(self.shared, values[count:], strict=True))}.items():
@@ -54,10 +62,11 @@ class StateNames:
 
 
 def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> StateNames:
-    """Steps the optimizer on a parameter of a shape and looks at its state.
+    """Step the optimizer on a parameter of a shape and inspect its state.
 
     Raises:
-        CaptureError: it cannot update such a parameter, or what it keeps is more than tensors and numbers.
+        CaptureError: it cannot update such a parameter, or it keeps other values than tensors and
+            numbers.
     """
     kind = f"Job.optimizer: {type(optimizer).__name__}"
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +107,7 @@ def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtyp
 
 
 def kept(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
-    """Everything that it keeps of a parameter, by the names of `StateNames`."""
+    """Return everything that an optimizer keeps of a parameter, by the names of `StateNames`."""
     return {**_own(optimizer, param), **_shared(optimizer)}
 
 
@@ -107,7 +116,9 @@ def _own(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
 
 
 def _state(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
-    """Its state of a parameter, and under their attributes that of the optimizers that it wraps, where it is not the same."""
+    """Return the state of a parameter, with the separate states of wrapped optimizers under their
+    attribute names.
+    """
     inner = {name: _state(each, param) for name, each in wrapped(optimizer).items() if each.state is not optimizer.state}
     return {**optimizer.state[param], **inner}
 
@@ -120,7 +131,9 @@ def _put(optimizer: torch.optim.Optimizer, param: Tensor, state: dict[str, Any])
 
 
 def _shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What it keeps for all parameters: the group's options, and its state under other names than parameters."""
+    """Return what an optimizer keeps for all parameters: the group's options, and state under
+    string keys.
+    """
     (group,) = optimizer.param_groups
     found = {f"group-{k}": v for k, v in group.items() if k not in ("params", "lr")}
     state: dict[Any, Any] = optimizer.state
@@ -139,12 +152,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _changes(where: str, values: Sequence[Any]) -> bool:
-    """Whether what an optimizer keeps, as it was after each step, is an input of its update. Otherwise it is a constant."""
+    """Return True if a value that an optimizer keeps is an input of its update; False if it is a
+    constant.
+
+    `values`: the value after each step.
+    """
     if all(isinstance(v, Tensor) for v in values):
         return True
     if all(v is None or isinstance(v, bool | int | float | str) for v in values) and all(v == values[0] for v in values):
         return False
-    if all(v.ndim == 0 if isinstance(v, Tensor) else _is_number(v) for v in values):  # by values one or the other
+    if all(v.ndim == 0 if isinstance(v, Tensor) else _is_number(v) for v in values):  # a number in some steps, a 0-dim tensor in others
         return True
     raise CaptureError(
         "what the optimizer keeps is neither a tensor in its state nor a number",

@@ -1,9 +1,12 @@
-"""Lets an optimizer's arithmetic on Python numbers be captured: what it reads out of tensors stays a 0-dim tensor.
+"""Capture an optimizer's arithmetic on Python numbers: a number that it reads out of a tensor stays
+a 0-dim tensor.
 
-Optimizers read numbers out of their state (`step.item()`), reckon with them in Python and hand them back (`alpha=-lr / correction`).
-A graph would freeze those numbers. Within `numbers_stay_tensors` they are 0-dim float64 tensors, which like Python's numbers have its
-precision and do not change the dtype of a tensor with dims. And like those they never change: `rate *= 0.5` gives the name another number,
-where it would change a tensor for all who hold it.
+Optimizers read numbers out of their state (`step.item()`), compute with them in Python and pass
+them to operators (`alpha=-lr / correction`). A graph would freeze those numbers. Within
+`numbers_stay_tensors` they are 0-dim float64 tensors, which like Python numbers have double
+precision and do not change the dtype of a tensor with dims. Like Python numbers they are also
+immutable: `rate *= 0.5` rebinds the name to another number, where it would otherwise change the
+tensor for everyone who holds it.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ _MATH: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 _TAKEN: Mapping[Any, str] = {Tensor.__int__: "int", Tensor.__float__: "float", Tensor.__index__: "index"}
-"""What makes a Python number of a tensor. Of a real one, such as an option of the group, it may."""
+"""Functions that convert a tensor to a Python number. They work on real tensors, such as an option
+of the group.
+"""
 _IN_PLACE: Mapping[Any, Callable[[Any, Any], Any]] = {
     Tensor.add_: operator.add,
     Tensor.sub_: operator.sub,
@@ -43,22 +48,25 @@ _IN_PLACE: Mapping[Any, Callable[[Any, Any], Any]] = {
     Tensor.remainder_: operator.mod,
     Tensor.pow_: operator.pow,
 }
-"""What `+=` and its like call."""
+"""In-place methods that `+=` and similar operators call."""
 _MARK = "trainload_number"
-"""An attribute of tensors that stand for a number of Python's."""
+"""Attribute of tensors that stand for a Python number."""
 _COMPARISONS = (torch.allclose, Tensor.allclose)
-"""What makes a bool of two tensors."""
+"""Functions that return a bool for two tensors."""
 _DATA: Any = Tensor.data
-"""`p.data`, which torch.export does not follow: it is the tensor itself, without gradient."""
+"""`p.data`, which torch.export does not trace: here it is the tensor itself, detached."""
 
 
 @contextmanager
 def numbers_stay_tensors(decide: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Within it `.item()` of a number, `min`, `max`, functions of `math` and the number arguments of tensor operators take and give 0-dim
-    tensors. `int` and `float` of a tensor stay what they are: a graph cannot depend on them.
+    """Make functions that handle Python numbers accept and return 0-dim tensors.
+
+    Within the context this holds for `.item()` of a number, `min`, `max`, functions of `math` and
+    the number arguments of tensor operators. `int` and `float` of a tensor keep their meaning: a
+    graph cannot depend on them.
 
     Args:
-        decide: answers what a tensor is as a bool, where Python branches on it.
+        decide: returns the bool value of a tensor where Python branches on it.
     """
     patches: list[Any] = [
         mock.patch.object(builtins, "min", _extreme(builtins.min, torch.minimum)),
@@ -77,12 +85,12 @@ def numbers_stay_tensors(decide: Callable[[Tensor], bool]) -> Iterator[None]:
 
 
 def as_number(value: float) -> Tensor:
-    """A Python number as the tensor that stands for it."""
+    """Return the tensor that stands for a Python number."""
     return standing_for_number(torch.full((), float(value), dtype=torch.float64))
 
 
 def standing_for_number(tensor: Tensor) -> Tensor:
-    """The same tensor, known as one that stands for a number of Python's and never changes."""
+    """Mark a tensor as one that stands for a Python number and never changes, and return it."""
     setattr(tensor, _MARK, True)
     return tensor
 
@@ -92,7 +100,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read(tensor: Tensor) -> Tensor:
-    """The number that a tensor of one element holds."""
+    """Return the number that a tensor of one element holds."""
     return standing_for_number(tensor.reshape(()).to(torch.float64))
 
 
@@ -127,7 +135,9 @@ class _NumbersStayTensors(TorchFunctionMode):
             return args[0].copy_(args[1])
         factor = given.get("alpha", given.get("value"))
         if isinstance(factor, Tensor) and len(args) > 1:
-            # `x.add(y, alpha=a)` scales y, `x.addcdiv(y, z, value=a)` too, in the dtype that torch would reckon in.
+            # `x.add(y, alpha=a)` scales y, and so does `x.addcdiv(y, z, value=a)`. The product is
+            # written out in the dtype of the sum: Muon adds a bfloat16 update to a float32
+            # parameter.
             given = {name: value for name, value in given.items() if name not in ("alpha", "value")}
             args = (args[0], _widened(args[1], args[0]) * factor, *args[2:])
         if func is torch.full_like:
@@ -141,12 +151,12 @@ class _NumbersStayTensors(TorchFunctionMode):
 
 
 def _filled(like: Tensor, fill_value: Any, **rest: Any) -> tuple[Any, dict[str, Any]]:
-    """What `torch.full_like` is to fill with, and its other options."""
+    """Return the fill value of a call of `torch.full_like` and its other options."""
     return fill_value, rest
 
 
 def _widened(value: Any, beside: Tensor) -> Any:
-    """`value` in the dtype of its sum with another tensor."""
+    """Return `value` in the dtype of its sum with another tensor."""
     if not isinstance(value, Tensor) or value.ndim == 0 or beside.ndim == 0 or value.dtype == beside.dtype:
         return value
     return value.to(torch.promote_types(value.dtype, beside.dtype))

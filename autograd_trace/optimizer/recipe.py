@@ -1,4 +1,4 @@
-"""The job's numbers, checked, as a recipe."""
+"""Build the recipe from the job's settings, and validate them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from trainload.core.arguments import out_of_range
 from trainload.core.errors import JobError
 
 _FIELDS = {"clip_norm": "clip_norm", "clip_value": "clip_value", "ema_decay": "ema", "loss_scale": "loss_scaling"}
-"""Field of a recipe -> of a job, where they differ or may be wrong."""
+"""Field of a recipe -> field of a job, for the fields whose name differs or whose value may be
+invalid.
+"""
 
 
 def make_recipe(
@@ -28,19 +30,20 @@ def make_recipe(
     groups_of: Mapping[str, Sequence[str]],
     loop: tuple[TurnRecipe, ...],
 ) -> Recipe:
-    """How a job's graphs are driven.
+    """Return the recipe that says how a job's graphs are driven.
 
     Args:
-        job: its numbers are taken.
+        job: the job with the settings.
         program: its graphs.
         trainers: its optimizers.
-        groups: all of them.
-        schedules: that they share.
-        groups_of: training graph, of each variant -> the groups whose parameters it gives a gradient.
-        loop: as `make_loop` gave it.
+        groups: all parameter groups.
+        schedules: tables of learning rate factors that the groups share.
+        groups_of: training graph, of each variant -> the groups whose parameters get a gradient
+            from it.
+        loop: result of `make_loop`.
 
     Raises:
-        JobError: a number is out of its range, or the gradient would be clipped twice.
+        JobError: a number is out of range, or the gradient would be clipped twice.
     """
     optimizers = [optimizer for trainer in trainers for optimizer in trainer.optimizers]
     names = [group.name for group in groups]
@@ -84,7 +87,7 @@ def _graph(job: Job, name: str, groups: Sequence[str]) -> GraphRecipe:
 
 
 def _rows(job: Job) -> int:
-    """Return the example's rows."""
+    """Return the number of rows of the example batch."""
     return next(iter(leaves_of(job.batch, values=False).values())).shape[0]
 
 

@@ -1,4 +1,6 @@
-"""What an optimizer keeps of a parameter, leaf by leaf: factors in lists (SOAP), moments in dicts, projections in objects (GaLore)."""
+"""Leaves of an optimizer's state of a parameter: factors in lists (SOAP), moments in dicts,
+projections in objects (GaLore).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each leaf of nested dicts, lists, tuples and plain objects with its name: "step", "GG-0", "projector-basis"."""
+    """Yield each leaf of nested dicts, lists, tuples and plain objects with its name: "step",
+    "GG-0", "projector-basis".
+    """
     if not _is_nested(value):
         yield name, value
         return
@@ -19,7 +23,9 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def rebuilt(value: Any, given: Mapping[str, Any], name: str = "") -> Any:
-    """The same nest, new all through, with the leaves of `given` by their names and the others as they are."""
+    """Return a copy of the same structure, new at every level, with the leaves in `given` replaced
+    by name and the others kept.
+    """
     if not _is_nested(value):
         return given.get(name, value)
     made = {key: rebuilt(inner, given, f"{name}-{key}" if name else str(key)) for key, inner in _entries(value).items()}
@@ -33,12 +39,14 @@ def rebuilt(value: Any, given: Mapping[str, Any], name: str = "") -> Any:
 
 
 def copied(value: Any) -> Any:
-    """The same value, as it is now: a tensor's copy, or the same nest, new all through, with the same leaves."""
+    """Return a snapshot of a value: a clone of a tensor, or a new structure with the same leaves."""
     return value.clone() if isinstance(value, Tensor) else rebuilt(value, {})
 
 
 def _is_nested(value: Any) -> bool:
-    """Whether it has leaves: a plain container, or an object of a class that is written in Python and holds tensors or numbers."""
+    """Return True if a value has leaves: a plain container, or an instance of a Python class with
+    attributes.
+    """
     if type(value) in (dict, list, tuple):
         return True
     return hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type) and not callable(value)

@@ -1,4 +1,4 @@
-"""Whose gradient trains what: a job's optimizers, the graphs that each of them follows, and the loop that runs them."""
+"""A job's optimizers, the graphs whose gradients each of them follows, and the loop that runs them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Trainer:
     Attributes:
         optimizers: each over some of the model's parameters.
         where: their place in the job, for errors.
-        prefix: of their groups' names.
-        schedule: of their learning rates.
-        updates: how many updates a run of `Job.steps` makes of them.
-        clock: the job's graphs whose gradients they follow; () for the main one alone.
-        gradients: training graph, of each variant -> the parameters that it gives a gradient, by their owners' names.
+        prefix: prefix of their groups' names.
+        schedule: schedule of their learning rates.
+        updates: number of their updates in a run of `Job.steps`.
+        clock: the job's graphs whose gradients they follow; () for the main graph only.
+        gradients: training graph, of each variant -> the parameters that get a gradient from it, by
+            their owners' names.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -42,13 +43,15 @@ class Trainer:
     gradients: dict[str, frozenset[str]]
 
     def reached(self) -> frozenset[str]:
-        """Parameters that get a gradient from one of the graphs."""
+        """Return the parameters that get a gradient from at least one of the graphs."""
         return frozenset[str]().union(*self.gradients.values())
 
     def parts(self, group: str, names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-        """A group cut into parts whose parameters get gradients from the same graphs: (name, parameters, training graphs).
+        """Yield the parts of a group whose parameters get gradients from the same graphs: (name,
+        parameters, training graphs).
 
-        An optimizer leaves alone what has no gradient, so the other graphs' updates must not touch it.
+        An optimizer skips parameters without a gradient, so the updates of other graphs must not
+        touch them.
         """
         found: dict[tuple[str, ...], list[str]] = {}
         for name in names:
@@ -58,10 +61,10 @@ class Trainer:
 
 
 def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
-    """The job's loop; () where it has one graph.
+    """Return the job's loop; () if it has one graph.
 
     Raises:
-        JobError: it does not hold together.
+        JobError: the loop is inconsistent.
     """
     graphs = graphs_of(job)
     if not job.graphs:
@@ -92,7 +95,9 @@ def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
 
 
 def _check_turn(job: Job, turns: Sequence[TurnRecipe], where: str) -> None:
-    """Check that what feeds the last turn's graph runs before it, on the same batch, whenever it runs."""
+    """Check that the graphs that feed the last turn's graph run before it, on the same batch,
+    whenever it runs.
+    """
     turn = turns[-1]
     for entry, source in job.graphs[turn.graph].feeds.items():
         other = source.partition(".")[0]
@@ -112,21 +117,24 @@ def _check_turn(job: Job, turns: Sequence[TurnRecipe], where: str) -> None:
 
 
 def main_of(job: Job) -> str:
-    """The graph whose loss is the run's: the first that trains."""
+    """Return the graph whose loss is the run's: the first that trains."""
     return next((name for name, graph in job.graphs.items() if graph.loss is not None), MAIN)
 
 
 Optimizers = Mapping[str, tuple[torch.optim.Optimizer, ...]]
-"""A job's optimizers by the graph that has them for itself; those that several graphs share by the first of these."""
+"""A job's optimizers by the graph that owns them; optimizers that several graphs share, by the
+first of these graphs.
+"""
 
 
 def make_optimizers(job: Job) -> Optimizers:
     """Call the job's optimizer factories, each once.
 
-    A factory may change the model (freeze layers, set modes, wrap parameters), so it is called before the model is captured.
+    A factory may change the model (freeze layers, set modes, wrap parameters), so it is called
+    before the model is captured.
 
     Raises:
-        JobError: the job's graphs do not hold together, or a factory does not return optimizers.
+        JobError: the job's graphs are inconsistent, or a factory does not return optimizers.
     """
     graphs, shared = _training(job)
     made = {}
@@ -140,7 +148,7 @@ def make_optimizers(job: Job) -> Optimizers:
 
 
 def trainers_of(job: Job, program: Program, loop: Sequence[TurnRecipe], optimizers: Optimizers) -> tuple[Trainer, ...]:
-    """The job's optimizers, with what they follow."""
+    """Return the job's optimizers with the graphs that they follow."""
     everything = frozenset(p.name for p in program.parameters if p.trainable and p.alias_of is None)
     graphs, shared = _training(job)
     found: list[Trainer] = []
@@ -171,7 +179,7 @@ def _training(job: Job) -> tuple[dict[str, Graph], list[str]]:
 
 
 def _place(name: str, graph: Graph) -> str:
-    """Return where in the job a graph's optimizer is given, for errors."""
+    """Return the place in the job of a graph's optimizer, for errors."""
     return "Job.optimizer" if graph.optimizer is None else f"Job.graphs[{name!r}].optimizer"
 
 
@@ -203,10 +211,11 @@ def _made(job: Job, factory: OptimizerFactory, where: str) -> tuple[torch.optim.
 
 
 def _check_own_methods(optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Check that an optimizer does what its class says: an update is captured from a copy of it.
+    """Check that an optimizer has the methods of its class, because an update is captured from a
+    copy of it.
 
     Raises:
-        JobError: a method was replaced on it, by a learning rate scheduler or otherwise.
+        JobError: a method was replaced on the instance, by a learning rate scheduler or otherwise.
     """
     for name, value in vars(optimizer).items():
         if not callable(getattr(type(optimizer), name, None)):

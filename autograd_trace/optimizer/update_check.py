@@ -1,4 +1,4 @@
-"""Compares a captured update with the optimizer's own steps, before it is believed."""
+"""Compare a captured update with the optimizer's own steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,27 @@ from trainload.capture.operators import calls_in
 from trainload.core.errors import CaptureError
 
 _RATES = (0.1, 0.05, 0.2)
-"""Learning rates that differ, so that one that was frozen into a graph shows, and are large enough for an error to show."""
+"""Different learning rates, so that a rate that was frozen into a graph is detected, and large
+enough for an error to be visible.
+"""
 
 _STEPS_TOGETHER = 12
-"""After which parameters that are trained together are compared with those trained alone: what they share may show late."""
+"""Number of steps after which parameters that are trained together are compared with those trained
+alone.
+
+Shared values may take a while to have an effect: D-Adaptation's distance is 1e-6 at first, and
+moves nothing for three steps. For the same reason state is compared too, on its own scale.
+"""
 
 
 def check_update(
     update: UpdateGraph, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...], steps: int
 ) -> None:
-    """Replays `steps` steps of a parameter of `shape` through the real optimizer and through the graphs: flat, whole and in two parts where
-    the update is elementwise, as it is otherwise.
+    """Replay `steps` steps of a parameter of `shape` through the real optimizer and through the
+    graphs, and compare.
+
+    An elementwise update runs on the flattened parameter, whole and in two parts; any other on the
+    parameter as it is.
 
     Raises:
         CaptureError: they differ.
@@ -99,20 +109,20 @@ def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], d
 
 
 def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Check that an optimizer moves a parameter as it moves any other tensor, whichever parameter it is: by its group, its values, its
-    gradient and its state.
+    """Check that an optimizer treats every parameter like any other tensor with the same group,
+    values, gradient and state.
 
     Args:
-        optimizer: the job's own. Its numbers, and its attributes, are those of later steps afterwards.
+        optimizer: the job's own. Afterwards its state and attributes are those of later steps.
         names: id of a parameter that gets a gradient -> its name.
 
     Raises:
-        CaptureError: it tells parameters apart.
+        CaptureError: it distinguishes between parameters.
     """
     generator = torch.Generator().manual_seed(3)
     real = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p.device.type == "meta" for p in real):
-        return  # a job without values is proven on a smaller one that has them
+        return  # a job without values is checked on a smaller one that has them
     alone: dict[tuple[int, tuple[int, ...]], tuple[Tensor, list[Tensor], Tensor]] = {}
     trained: list[Tensor] = []
     expected: list[tuple[Tensor, list[Tensor], Tensor]] = []
@@ -133,7 +143,7 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
     try:
         for param in real:
             param.grad = None
-            param.requires_grad = False  # an optimizer that is to be differentiated would write to a leaf
+            param.requires_grad = False  # an optimizer with differentiable=True would write to a leaf that requires a gradient
         for param, (start, _, _) in zip(trained, expected, strict=True):
             param.data = start.clone()
         _take_steps(optimizer, trained, list(zip(*(gradients for _, gradients, _ in expected), strict=True)))
@@ -157,16 +167,20 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
 
 
 def _rounding_within(update: UpdateGraph, dtype: torch.dtype) -> float:
-    """The relative rounding of the lowest dtype that an update reckons in, where that is lower than the parameter's: Muon's bfloat16."""
+    """Return the relative rounding error of the lowest dtype that an update computes in, if lower
+    than the parameter's: Muon's bfloat16.
+    """
     values = (node.meta.get("val") for node in calls_in(update.following.graph_module))
     kinds = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
     return max((torch.finfo(kind).eps for kind in kinds if kind.itemsize < dtype.itemsize), default=0.0)
 
 
 def _alike(first: Any, second: Any, tolerance: float) -> bool:
-    """Whether two values of an optimizer's state are the same but for rounding. What is small as a whole is compared on its own scale."""
+    """Return True if two values of an optimizer's state are equal up to rounding. Small values are
+    compared on their own scale.
+    """
     if not isinstance(first, Tensor | int | float) or isinstance(first, bool):
-        return True  # no value that an update reckons with
+        return True  # not a value that an update computes with
     if not isinstance(second, Tensor | int | float):
         return False
     one, other = (torch.as_tensor(value, dtype=torch.float64).flatten() for value in (first, second))
@@ -176,7 +190,7 @@ def _alike(first: Any, second: Any, tolerance: float) -> bool:
 def _stepped(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """The parameters after the real optimizer's steps, at `_RATES`, and that optimizer."""
+    """Return the parameters after the real optimizer's steps, at `_RATES`, and that optimizer."""
     params = [p.clone() for p in params]
     stepped = bound(optimizer, group, params, _RATES[0])
     _take_steps(stepped, params, gradients)
@@ -184,7 +198,9 @@ def _stepped(
 
 
 def _take_steps(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> None:
-    """Has an optimizer take a step at each of `_RATES` in turn. gradients: of each step, in the order of `params`."""
+    """Make an optimizer take a step for each entry of `gradients`, at `_RATES` in turn. Gradients
+    are in the order of `params`.
+    """
     for given, rate in zip(gradients, itertools.cycle(_RATES)):
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -198,7 +214,9 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _run(graphs: tuple[nn.Module, nn.Module], start: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The parameter and the state after the captured steps. `graphs`: of the first step, and of those that follow."""
+    """Return the parameter and the state after the captured steps. `graphs`: of the first step, and
+    of those that follow.
+    """
     first, following = graphs
     rates = [torch.tensor(_RATES[k % len(_RATES)]) for k in range(len(gradients))]
     param, *state = first(start, gradients[0], rates[0], ())

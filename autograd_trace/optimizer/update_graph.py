@@ -1,4 +1,6 @@
-"""One update of an optimizer as graphs: of a flat tensor of any length, or of a whole parameter of one shape."""
+"""Capture one update of an optimizer as graphs: of a flat tensor of any length, or of a whole
+parameter of one shape.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,27 @@ from trainload.capture.source.quiet import quiet_torch
 from trainload.core.errors import CaptureError, first_line
 
 EXAMPLE = 64
-"""Elements of the flat tensor that an update is traced on."""
+"""Number of elements of the flat tensor that an update is traced on."""
 _CHECKED_ELEMENTS = 2**16
-"""An update of a larger parameter is compared with the optimizer's own on one of the same proportions and about this many elements."""
+"""Approximate limit for comparisons: an update of a larger parameter is compared on one of the same
+proportions and about this size.
+"""
 _STEPS, _STEPS_OF_BRANCHES = 3, 12
 
 
 def capture_update(
     name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...] | None
 ) -> tuple[UpdateGraph, int]:
-    """The update as graphs over flat tensors of any length (`shape` None), or over whole parameters of one shape; and the number of steps
-    after which it is to be compared with the optimizer's own: one that branches may do so on the number of the step.
+    """Capture an update over flat tensors of any length (`shape` is None) or over whole parameters
+    of one shape.
+
+    Returns:
+        The update, and the number of steps after which to compare it with the optimizer's own. An
+        update that branches needs more steps, because it may branch on the step's number.
 
     Raises:
-        CaptureError: the step is not a function of (parameter, gradient, state, learning rate) that can be captured.
+        CaptureError: the step is not a function of (parameter, gradient, state, learning rate) that
+            can be captured.
     """
     names = state_names(optimizer, group, dtype, (EXAMPLE,) if shape is None else checked_shape(shape))
     param, grad = (torch.zeros((EXAMPLE,) if shape is None else shape, dtype=dtype) for _ in range(2))
@@ -52,14 +61,16 @@ def capture_update(
 
 
 def checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape on which an update of a parameter of `shape` is compared: of the same proportions, and not too large."""
+    """Return the shape on which an update of a parameter of `shape` is compared: the same
+    proportions, but not too large.
+    """
     elements = torch.Size(shape).numel()
     factor = (elements / _CHECKED_ELEMENTS) ** (1 / len(shape)) if elements > _CHECKED_ELEMENTS else 1
     return shape if factor == 1 else tuple(max(1, int(size / factor)) for size in shape)
 
 
 class _Update(nn.Module):
-    """One call of an optimizer's step on one tensor. `names`: of its state; None before the first step."""
+    """One call of an optimizer's step on one tensor. `names`: the names of its state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], names: StateNames, *, first: bool) -> None:
         super().__init__()
@@ -86,7 +97,9 @@ class _Update(nn.Module):
 
 
 def _state_specs(names: StateNames, param: Tensor, state: Sequence[Tensor], kind: str, *, flat: bool) -> tuple[StateSpec, ...]:
-    """What the update leaves of each entry. `param`, `state`: as they are traced, so that sizes are compared as text."""
+    """Return the spec of each state entry after the update. `param` and `state` are traced values,
+    so sizes are compared as text.
+    """
     specs = []
     of_parameter = tuple(map(str, param.shape))
     for entry, value in zip(names.entries, state, strict=True):
@@ -136,7 +149,9 @@ def _cure_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
-    """The line of the optimizer's own file at which an error was raised, "" where it was raised elsewhere."""
+    """Return the line of the optimizer's own file at which an error was raised, "" if it was raised
+    elsewhere.
+    """
     file = inspect.getfile(type(optimizer))
     while error is not None:
         lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]

@@ -1,7 +1,9 @@
-"""Lets an optimizer branch in Python on values: every way through its branches is traced, and the values choose among the results.
+"""Allow an optimizer to branch in Python on values: every path through its branches is traced, and
+the values choose among the results.
 
-`if state["step"] > 5:` asks a tensor for a bool, which a graph cannot give. An update has no effect but its results, so it can be run once
-for each answer; `torch.where` then takes the results of the way that the values would have gone.
+`if state["step"] > 5:` converts a tensor to a bool, which a graph cannot do. An update has no
+effect other than its results, so it can be run once for each answer; `torch.where` then selects the
+results of the path that the values would have taken.
 """
 
 from __future__ import annotations
@@ -17,34 +19,38 @@ Decide = Callable[[Tensor], bool]
 
 
 class TooManyWays(Exception):
-    """The branches of an update have more than `MOST_WAYS` ways through them."""
+    """The branches of an update have more than `MOST_WAYS` paths through them."""
 
 
 class Ways:
-    """Runs a function of tensors on every way through its branches.
+    """Runner of a function of tensors on every path through its branches.
 
     Attributes:
-        count: of the ways that the last call took.
+        count: number of paths that the last call ran.
     """
 
     def __init__(self) -> None:
         self.count = 0
 
     def results(self, run: Callable[[Decide], Results]) -> Results:
-        """The results of the way that the values choose: for each, the shape and dtype that all ways agree on.
+        """Return the results of the path that the values choose. All paths agree on the shape and
+        dtype of each result.
 
         Args:
-            run: given a function that answers what a 0-dim tensor is as a bool. It has no effect but its results.
+            run: called with a function that decides the bool value of a 0-dim tensor. It has no
+                effect other than its results.
 
         Raises:
-            TooManyWays: more than `MOST_WAYS`.
-            ValueError: the ways differ in the number, a shape or a dtype of their results.
+            TooManyWays: there are more than `MOST_WAYS` paths.
+            ValueError: the paths differ in the number, a shape or a dtype of their results.
         """
         self.count = 0
         return self._from(run, ())
 
     def _from(self, run: Callable[[Decide], Results], taken: tuple[bool, ...]) -> Results:
-        """The results where the first branches go as `taken`, and the values choose at the others."""
+        """Return the results if the first branches go as in `taken` and the values choose at the
+        others.
+        """
         self.count += 1
         if self.count > MOST_WAYS:
             raise TooManyWays(f"its Python branches have more than {MOST_WAYS} ways through them")
@@ -68,5 +74,9 @@ def _chosen(condition: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]
 
 
 def _kind(result: Tensor) -> object:
-    """What must agree between ways. Numbers need not: one way may leave a number of Python's, another the tensor that it reckoned with."""
+    """Return the properties in which paths must agree.
+
+    Numbers may differ in dtype: one path may leave a Python number, another the tensor that it
+    computed with.
+    """
     return (result.shape, result.dtype) if result.ndim else result.dtype.is_floating_point

@@ -1,4 +1,10 @@
-"""Finds how the rows of the batch lie in a random value, so that its numbers do not depend on how a batch was split."""
+"""Find how the rows of the batch are laid out in a random value, so that its numbers do not depend
+on how a batch was split.
+
+Rows of stacked views of a batch cannot be numbered by their places in the stack: two workers would
+draw other masks than one. So the layout is traced back, through regions too, to the operator that
+stacked or merged the rows, and the numbers follow the row.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from trainload.core.errors import CaptureError
 
 _HOP = torch.ops.higher_order
 _WITH_BODIES = (_HOP.wrap_with_autocast, _HOP.wrap_with_set_grad_enabled, CHECKPOINT, SELECTIVE, *KEYED)
-"""Operators whose bodies take the operator's last arguments, or one entry of them per iteration."""
+"""Operators whose bodies receive the operator's last arguments, or one entry of them per iteration."""
 _RESHAPES = frozenset({"view", "reshape", "flatten", "_unsafe_view", "unflatten", "view_copy"})
 _STACKS = frozenset({"cat", "concat", "concatenate", "vstack", "row_stack"})
 _REPEATS = frozenset({"repeat", "tile"})
@@ -29,12 +35,12 @@ _REPEATS = frozenset({"repeat", "tile"})
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How the rows of the batch lie in a value.
+    """Layout of the rows of the batch in a value.
 
     Attributes:
         dim: the dim that runs over them.
-        stacks: how many times all rows follow one another in it: 2 for two views of a batch that are stacked. Each row may own several
-            entries beside one another in each.
+        stacks: number of times that all rows follow one another in it: 2 for two stacked views of a
+            batch. Each row may own several adjacent entries in each.
     """
 
     dim: int
@@ -42,10 +48,10 @@ class Rows:
 
 
 def find_batch_dim(shape: Sequence[Size], batch: torch.SymInt, where: str) -> int | None:
-    """The first dim of `shape` that is a multiple of the batch size; None if there is none.
+    """Return the first dim of `shape` that is a multiple of the batch size; None if there is none.
 
     Raises:
-        CaptureError: a dim depends on the batch size and is no multiple of it.
+        CaptureError: a dim depends on the batch size but is not a multiple of it.
     """
     symbol = batch.node.expr
     for dim, size in enumerate(shape):
@@ -61,11 +67,13 @@ def find_batch_dim(shape: Sequence[Size], batch: torch.SymInt, where: str) -> in
 
 
 class Layout:
-    """How rows lie in the values of a captured graph and of the graphs in it. What it found of a node it remembers.
+    """Layout of rows in the values of a captured graph and its nested graphs. Results are cached by
+    node.
 
     Args:
         module: the graph.
-        batch: the number of rows as `node.meta["val"]` spells it: a SymInt, or an int where it is fixed.
+        batch: the number of rows as `node.meta["val"]` spells it: a SymInt, or an int if it is
+            fixed.
     """
 
     def __init__(self, module: GraphModule, batch: Size) -> None:
@@ -74,10 +82,12 @@ class Layout:
         self._known: dict[tuple[Node, str], set[int | None]] = {}
 
     def rows(self, node: Node, where: str) -> Rows | None:
-        """How the rows lie in a node's value; None if they do not, or their number is fixed (`RandomKey.of_call`).
+        """Return the layout of the rows in a node's value; None if it has no rows, or their number
+        is fixed (`RandomKey.of_call`).
 
         Raises:
-            CaptureError: the rows are mixed into a dim in a way that a split of the batch would change.
+            CaptureError: the rows are mixed into a dim in a way that a split of the batch would
+                change.
         """
         if isinstance(self._batch, int):
             return None
@@ -97,9 +107,11 @@ class Layout:
         return Rows(dim, stacks)
 
     def _stacks(self, node: Node, merged: str) -> int | None:
-        """`Rows.stacks` of a dim of size `merged`; None where the rows lie in it otherwise, or in several ways.
+        """Return `Rows.stacks` of a dim of size `merged`; None if the rows are laid out otherwise,
+        or in several ways.
 
-        Where no operator is known to have made the dim, each row's entries lie beside one another (an embedding's rows, say).
+        If no operator is known to have made the dim, each row's entries are assumed adjacent (an
+        embedding's rows, say).
         """
         if merged == str(self._batch):
             return 1
@@ -108,7 +120,9 @@ class Layout:
 
     @cached_property
     def _through_bodies(self) -> dict[Node, list[Node]]:
-        """Map inputs of bodies to the operator's arguments, and results of the operator to the values that its bodies return."""
+        """Inputs of bodies -> the operator's arguments, and results of the operator -> the values
+        that its bodies return.
+        """
         found: dict[Node, list[Node]] = {}
         for part in graphs_in(self._module):
             for node in part.graph.nodes:
@@ -140,7 +154,7 @@ class Layout:
         return self._known[key]
 
     def _made(self, node: Node, merged: str) -> set[int | None]:
-        """Of the node that made the dim."""
+        """Return the stacks of a dim that this node made, or an empty set."""
         name = node.target.overloadpacket.__name__  # type: ignore[union-attr]  # an overload
         made = [str(size) for size in node.meta["val"].shape]
         if merged not in made:
@@ -159,7 +173,9 @@ class Layout:
         return {self._merged(node, merged)} if name in _RESHAPES else set()
 
     def _merged(self, node: Node, merged: str) -> int | None:
-        """Of a reshape that merged dims: those before the one with the rows count, those behind it are a row's own."""
+        """Return the stacks of a dim that a reshape merged: dims before the one with the rows
+        count, later ones are a row's own.
+        """
         source: Any = node.args[0]
         before = [size for size in source.meta["val"].shape if str(size) != "1"]
         made = [size for size in node.meta["val"].shape if str(size) != "1"]

@@ -1,4 +1,6 @@
-"""The stateless form of every random operator that has one: what torch defines, with masks from a `RandomKey`."""
+"""Stateless forms of random operators: the same distributions as torch's, with random bits from a
+`RandomKey`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _NORMAL_SITES = 2
 
 
 class Run(Protocol):
-    """What a random operator asks of the interpreter that meets it."""
+    """Interface of the interpreter that a random operator's stateless form uses."""
 
     def key(self) -> RandomKey: ...
 
@@ -30,7 +32,7 @@ class Run(Protocol):
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws from a random generator."""
+    """Return True if a node draws from a random generator."""
     return (
         is_overload(node.target)
         and (node.target in RANDOM or is_seeded(node.target))
@@ -83,7 +85,9 @@ def _feature_alpha_dropout(run: Run, x: Tensor, p: float, train: bool) -> Tensor
 
 
 def _alpha(run: Run, x: Tensor, shape: Sequence[Any], p: float, train: bool) -> Tensor:
-    """Dropout that keeps mean and variance of what SELU gives ("Self-Normalizing Neural Networks", section 3)."""
+    """Apply dropout that keeps the mean and variance of SELU outputs ("Self-Normalizing Neural
+    Networks", section 3).
+    """
     if not train or p == 0:
         return x
     if p == 1:
@@ -128,9 +132,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention; with dropout it is written out, since its kernels draw from a generator.
+    """Compute scaled_dot_product_attention; with dropout it is written out, since torch's kernels
+    draw from a generator.
 
-    query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V), as torch's documentation defines it.
+    query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V), as torch's documentation
+    defines it.
     """
     if dropout_p == 0:
         plain: Tensor = aten.scaled_dot_product_attention.default(
@@ -145,7 +151,7 @@ def _attention(
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     with torch.autocast(query.device.type, enabled=False):
-        if query.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):  # as torch's kernel there computes
+        if query.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):  # as torch's CPU kernel computes
             query, key, value = query.float(), key.float(), value.float()
         factor = query.size(-1) ** -0.5 if scale is None else scale
         scores = (query @ key.transpose(-2, -1)) * factor
@@ -155,7 +161,7 @@ def _attention(
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
         probabilities = torch.softmax(scores, -1, dtype=torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else None)
-        # As the kernels do: a position that may look nowhere gives zeros, not NaN.
+        # As in torch's kernels, a position that may attend to nothing yields zeros, not NaN.
         probabilities = probabilities.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
         keep = run.key().keep(run.site(), probabilities.shape, run.batch_dim(), dropout_p)
         found = torch.where(keep, probabilities / (1.0 - dropout_p), torch.zeros_like(probabilities)).to(value.dtype) @ value
@@ -164,7 +170,9 @@ def _attention(
 
 @contextmanager
 def _without_mkldnn() -> Iterator[None]:
-    """As torch.backends.mkldnn.flags, which warns on every build without Intel's GPUs."""
+    """Disable mkldnn. torch.backends.mkldnn.flags does the same, but warns on every build without
+    Intel GPUs.
+    """
     enabled, *_ = torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # torch's
     try:
         yield
@@ -173,9 +181,11 @@ def _without_mkldnn() -> Iterator[None]:
 
 
 def _recurrent(operator: Any) -> Callable[..., Any]:
-    """A recurrent operator layer by layer, with stateless dropout between the layers.
+    """Return a recurrent operator that runs layer by layer, with stateless dropout between the
+    layers.
 
-    Without mkldnn: its layer returns a workspace that a traced backward lacks. On a GPU the setting means nothing.
+    It runs without mkldnn (oneDNN), whose layer returns a workspace that a traced backward lacks.
+    On a GPU the setting has no effect.
     """
 
     def call(
@@ -213,7 +223,8 @@ def _recurrent(operator: Any) -> Callable[..., Any]:
 def _in_place(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result = rule(run, x, *args, **kwargs)
-        # Dropout with p=0 or in eval mode writes nothing: autograd may have saved x for an operator before it.
+        # Dropout with p=0 or in eval mode writes nothing: autograd may have saved x for an earlier
+        # operator.
         return x if result is x else x.copy_(result)
 
     return call
@@ -258,7 +269,9 @@ def _randperm(run: Run, n: int, *, dtype: torch.dtype | None = None, **_: Any) -
 
 
 def _multinomial(run: Run, weights: Tensor, num_samples: int, replacement: bool = False, *, generator: None = None) -> Tensor:
-    """Weights (rows, n) or (n,) -> (..., num_samples): the winners of a race of exponential clocks that go as fast as their weights."""
+    """Sample weights (rows, n) or (n,) -> (..., num_samples): the winners of a race of exponential
+    clocks with the weights as rates.
+    """
     shape: list[Any] = [*weights.shape]
     if replacement:
         shape.insert(-1, num_samples)
@@ -269,13 +282,15 @@ def _multinomial(run: Run, weights: Tensor, num_samples: int, replacement: bool 
 
 
 _HALVINGS = 20
-"""Of an interval of at most a million counts: for rates up to 3e9."""
+"""Bisection steps of an interval of at most a million counts: sufficient for rates up to 3e9."""
 
 
 def _poisson(run: Run, rate: Tensor, generator: None = None) -> Tensor:
-    """The smallest count whose cumulative probability exceeds a uniform number; sought within eight standard deviations of the rate.
+    """Return the smallest count whose cumulative probability exceeds a uniform number, by bisection
+    within eight standard deviations.
 
-    P(count <= k) is the upper incomplete gamma function of k + 1 and the rate, regularised (Abramowitz and Stegun, 26.4.21).
+    P(count <= k) is the upper incomplete gamma function of k + 1 and the rate, regularised
+    (Abramowitz and Stegun, 26.4.21).
     """
     below = run.key().uniform(run.site(), rate.shape, run.batch_dim(), torch.float32).double()
     wide = rate.detach().double()
@@ -289,11 +304,15 @@ def _poisson(run: Run, rate: Tensor, generator: None = None) -> Tensor:
 
 
 _FINEST = 44
-"""Halvings of the logarithms that a double has: to a relative 1e-10."""
+"""Bisection steps over the logarithms that a double can represent: to a relative 1e-10."""
 
 
 def _gamma_quantile(run: Run, concentration: Tensor) -> Tensor:
-    """Standard gamma variates in float64: where the regularised lower incomplete gamma function reaches a uniform number."""
+    """Return standard gamma variates in float64: where the regularised lower incomplete gamma
+    function reaches a uniform number.
+
+    torch draws them by rejection, which has no stateless form. `gamma_at` provides the derivative.
+    """
     below = run.key().uniform(run.site(), concentration.shape, run.batch_dim(), torch.float32).double() + 2.0**-25
     wide = concentration.detach().double()
     low, high = torch.full_like(wide, -700.0), (wide + 40 * wide.sqrt() + 40).log()

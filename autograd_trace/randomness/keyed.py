@@ -1,8 +1,10 @@
-"""Stateless random numbers in the bodies of control flow: a body receives its random key as an extra operand.
+"""Stateless random numbers in the bodies of control flow: a body receives its random key as an
+extra operand.
 
-A body is traced once and may run many times or never, so its random operators cannot be numbered by their places in the graph. The
-operator takes one site, and draws a key from it: one per call of a `cond`, one per iteration of a loop. If a loop runs over the rows of the
-batch, the key belongs to the row.
+A body is traced once and may run many times or never, so its random operators cannot be numbered by
+their places in the graph. The operator takes one site and draws a key from it: one per call of a
+`cond`, one per iteration of a loop. If a loop runs over the rows of the batch, the key belongs to
+the row.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Operands = Sequence[Any]
 
 
 class Run(Protocol):
-    """The interface of the interpreter that the functions of `KEYED` use."""
+    """Interface of the interpreter that the functions of `KEYED` use."""
 
     def key_of_call(self) -> RandomKey:
         """Return the key for values that are drawn once per call."""
@@ -32,7 +34,7 @@ class Run(Protocol):
         ...
 
     def site(self, count: int = 1) -> int:
-        """Return the next site, and take `count` of them."""
+        """Return the next site, and reserve `count` sites."""
         ...
 
     def drawing(self, body: GraphModule, key: RandomKey) -> Callable[..., Any]:
@@ -41,12 +43,16 @@ class Run(Protocol):
 
 
 def _held(key: RandomKey) -> tuple[Any, ...]:
-    """The operands that complete a body's key: the first row of the call, and the number of rows if it is symbolic. They come last."""
+    """Return the operands that complete a body's key, which come last: the call's first row, and
+    the number of rows if it is symbolic.
+    """
     return (key.row,) if isinstance(key.rows, int) else (key.row, key.rows)
 
 
 def _keyed(key: RandomKey, before: int, call: Callable[[RandomKey, Operands], Any]) -> Callable[..., Any]:
-    """Return a body whose operand number `before` is its key. `call` receives the key, and the operands of the original body."""
+    """Return a body whose operand number `before` is its key. `call` receives the key and the
+    operands of the original body.
+    """
     behind = len(_held(key))
 
     def body(*operands: Any) -> Any:
@@ -89,7 +95,7 @@ def _of_entries(run: Run, nodes: Any, entries: Operands) -> tuple[RandomKey, Ten
 
 
 def _while_loop(run: Run, target: Any, _: Node, condition: GraphModule, body: GraphModule, carried: Operands, operands: Operands) -> Any:
-    """Carries the number of the iteration beside the loop's own values."""
+    """Call a while_loop that carries the iteration number beside the loop's own values."""
     key, count = run.key_of_call(), len(carried)
     own = key.bits(run.site(), [], None)
 

@@ -22,11 +22,11 @@ Size = int | torch.SymInt
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8}
-"""Bits of a significand: more would round up to 1."""
+"""Bits of a significand. More bits could round up to 1."""
 
 
 def mix(x: Tensor) -> Tensor:
-    """Hash int64 values in [0, 2**32) to int64 values in [0, 2**32), one to one. Any shape."""
+    """Hash int64 values in [0, 2**32) one to one to int64 values in [0, 2**32). Any shape."""
     x = x ^ (x >> 16)
     x = (x * 0x21F0AAAD) & _MASK
     x = x ^ (x >> 15)
@@ -36,10 +36,13 @@ def mix(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RandomKey:
-    """What the random numbers of one call depend on, beside the site and the element.
+    """Inputs of the random numbers of one call, apart from the site and the element.
 
-    key, row: 0-dim int64 tensors. `key` is made of the seed and the step; `row` is the number, within the global batch, of the call's
-    first row; `rows` is how many rows the call has; `stacks` is how many times all rows follow one another in the value's batch dim.
+    Attributes:
+        key: 0-dim int64, made of the seed and the step.
+        row: 0-dim int64; number, within the global batch, of the call's first row.
+        rows: number of rows of the call.
+        stacks: number of times that all rows follow one another in the value's batch dim.
     """
 
     key: Tensor
@@ -49,13 +52,17 @@ class RandomKey:
 
     @classmethod
     def of(cls, seed: Tensor, step: Tensor, row: Tensor, rows: Size) -> RandomKey:
-        """seed, step, row: 0-dim int64; all 64 bits of the seed count."""
+        """Return the key of a call. `seed`, `step`, `row`: 0-dim int64; all 64 bits of the seed
+        count.
+        """
         key = mix(seed & _MASK)
         key = mix((key + ((seed >> 32) & _MASK) + _GOLDEN) & _MASK)
         return cls(mix((key + (step & _MASK)) & _MASK), row, rows)
 
     def of_call(self) -> RandomKey:
-        """The key of a call whose number of rows never changes: the row becomes a part of it, and every value is drawn for the call."""
+        """Return the key of a call with a fixed number of rows: the row becomes part of it, and
+        every value is drawn once for the call.
+        """
         return RandomKey(mix((mix(self.key) + (self.row & _MASK)) & _MASK), torch.zeros_like(self.row), self.rows)
 
     def of_iteration(self, count: Tensor) -> RandomKey:
@@ -63,14 +70,16 @@ class RandomKey:
         return RandomKey(mix((self.key + (count & _MASK) * _GOLDEN) & _MASK), self.row, self.rows)
 
     def bits(self, site: int, shape: Sequence[Size], batch_dim: int | None) -> Tensor:
-        """32 random bits for each element: int64 (*shape), in [0, 2**32).
+        """Return 32 random bits for each element: int64 (*shape), in [0, 2**32).
+
+        An element's logical index has the row outermost, offset by `row`, then the stack that it is
+        in, so that it does not depend on how a global batch was split.
 
         Args:
-            site: which random operator of the graph this is.
-            shape: of the result.
-            batch_dim: the dim that runs over the rows of the batch (each row may own several entries of it); None if the value does not
-                belong to single rows. An element's logical index has the row outermost, offset by `row`, then the stack that it is in,
-                so that it does not depend on how a global batch was split.
+            site: number of this random operator in the graph.
+            shape: shape of the result.
+            batch_dim: the dim that runs over the rows of the batch (each row may own several
+                entries of it); None if the value does not belong to single rows.
         """
         index: Tensor = torch.zeros((), dtype=torch.int64, device=self.key.device)
         stride: Size = 1
@@ -79,7 +88,7 @@ class RandomKey:
             order.insert(0, batch_dim)
         for dim in reversed(order):
             size = shape[dim]
-            coordinate: Tensor = torch.arange(size, dtype=torch.int64, device=self.key.device)  # type: ignore[arg-type]  # takes SymInts
+            coordinate: Tensor = torch.arange(size, dtype=torch.int64, device=self.key.device)  # type: ignore[arg-type]  # accepts SymInts
             if dim == batch_dim:
                 entries: Any = size // self.rows
                 if self.stacks > 1:
@@ -96,16 +105,22 @@ class RandomKey:
         return mix((bits + second + (index >> 32)) & _MASK).expand(list(shape))
 
     def uniform(self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype) -> Tensor:
-        """Uniform in [0, 1), a multiple of 2**-24 (of 2**-11 for float16, 2**-8 for bfloat16, which hold no more), in `dtype`: (*shape)."""
+        """Return uniform numbers in [0, 1) in `dtype`: (*shape).
+
+        They are multiples of 2**-24 (2**-11 for float16 and 2**-8 for bfloat16, which hold no
+        more).
+        """
         digits = _DIGITS.get(dtype, 24)
         return ((self.bits(site, shape, batch_dim) >> (32 - digits)).to(torch.float32) * 2.0**-digits).to(dtype)
 
     def normal(self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype) -> Tensor:
-        """Standard normal by the Box-Muller transform, in `dtype`: (*shape). Uses sites `site` and `site + 1`."""
+        """Return standard normal numbers by the Box-Muller transform, in `dtype`: (*shape). Uses
+        sites `site` and `site + 1`.
+        """
         radius = 1.0 - self.uniform(site, shape, batch_dim, torch.float32)
         angle = self.uniform(site + 1, shape, batch_dim, torch.float32)
         return (torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(2.0 * math.pi * angle)).to(dtype)
 
     def keep(self, site: int, shape: Sequence[Size], batch_dim: int | None, p: float) -> Tensor:
-        """True with probability 1 - p, exact to 2**-32: bool (*shape)."""
+        """Return True with probability 1 - p, exact to 2**-32: bool (*shape)."""
         return self.bits(site, shape, batch_dim) >= round(p * 2**32)

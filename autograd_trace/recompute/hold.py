@@ -1,13 +1,17 @@
-"""Holds back what backward computes again until backward has come so far, in graphs that a compiler may reorder.
+"""Delay recomputation until backward needs it, in graphs that a compiler may reorder.
 
-A copy of a forward node reads only what forward has left. So nothing but its place in the graph says that it belongs to backward, and a
-compiler that orders and fuses kernels by their inputs may compute it beside the node that it is a copy of, and keep it: Inductor does so
-with the first operators of a checkpoint, matrix products too. Therefore the copies' inputs are made to depend on a gradient:
+A copy of a forward node reads only values that forward left. Only its place in the graph says that
+it belongs to backward, so a compiler that orders and fuses kernels by their inputs may compute it
+beside the original node and keep it. Inductor does so with the first operators of a checkpoint,
+matrix products too: it fuses copies of normalisations with the originals. Therefore the copies'
+inputs are made to depend on a gradient:
 
     where(isnan(one element of the gradient), input, input)
 
-whose value is the input, whatever the gradient is. It is fused into the kernel that reads the input, and costs a read of one element.
-jax.checkpoint has optimization_barrier for the same.
+Its value is the input, whatever the gradient is. It is fused into the kernel that reads the input,
+and costs a read of one element. jax.checkpoint uses optimization_barrier for the same purpose.
+`torch.ops.higher_order.control_deps` does not suffice: it orders only nodes that are kernels
+already when they are lowered, and would miss pointwise operators.
 """
 
 from __future__ import annotations
@@ -30,15 +34,18 @@ _CALLS = frozenset(
     | {"_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"}
     | {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"}
 )
-"""Operators that compilers call libraries for: their inputs must lie in memory as they are, so that holding one back costs a copy of it."""
+"""Operators that compilers implement by library calls. Their inputs must be in memory, so delaying
+one costs a copy of it.
+"""
 
 
 def hold_back(module: GraphModule) -> None:
-    """Makes the nodes that compute forward's values again depend on a gradient computed right before them. In place; no value changes.
+    """Make the nodes that recompute forward values depend on a gradient computed right before them.
+    In place; no value changes.
 
     Args:
-        module: a step graph after `remat.recompute`, as a plan has rewritten it, or one part of a pipeline stage. Every node has
-            `meta["val"]`.
+        module: a step graph after `rematerialisation.recompute`, as a plan has rewritten it, or one
+            part of a pipeline stage. Every node has `meta["val"]`.
     """
     graph = module.graph
     nodes = list(graph.nodes)
@@ -49,7 +56,9 @@ def hold_back(module: GraphModule) -> None:
         return  # the forward part of a pipeline stage
     begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), backward[0])
     late: set[Node] = set() if any(REPEATED in node.meta for node in nodes[:begin]) else {nodes[backward[0]]}
-    """Nodes that cannot be computed before forward is over, and, in the backward part, not before `last`."""
+    """Nodes that cannot be computed before forward is over and, in the backward part, not before
+    `last`.
+    """
     last: Node | None = None
     guards: dict[Node, Node] = {}
     copied: dict[Node, Node] = {}
@@ -82,12 +91,14 @@ def hold_back(module: GraphModule) -> None:
 
 
 def _is_of_backward(node: Node) -> bool:
-    """Whether a node is part of the backward pass and not a copy of a forward node."""
+    """Return True if a node is part of the backward pass and not a copy of a forward node."""
     return node.meta.get("partitioner_tag") == "is_backward" and RECOMPUTES not in node.meta
 
 
 def _has_an_element(node: Node) -> bool:
-    """Whether a node's value may be asked for its first element. The result of a collective may still be on its way."""
+    """Return True if the first element of a node's value can be read. The result of a collective
+    may still be in flight.
+    """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or is_collective(node):
         return False
@@ -95,17 +106,19 @@ def _has_an_element(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    """Whether an operator computes nothing."""
+    """Return True if an operator computes nothing."""
     return is_overload(node.target) and (node.target.is_view or node.target.overloadpacket.__name__ == "_unsafe_view")
 
 
 def _main(sources: list[Node]) -> Node:
-    """Of a library call's inputs the first that is no bias: it is copied, so one has to do."""
+    """Return the first input of a library call that is not a bias. It is copied, so only one input
+    is delayed.
+    """
     return next((s for s in sources if s.meta["val"].ndim > 1), sources[0])
 
 
 def _guard(graph: Graph, gradient: Node, before: Node) -> Node:
-    """A 0-dim bool that is there no sooner than a gradient."""
+    """Insert a 0-dim bool that is available no earlier than a gradient."""
     with graph.inserting_before(before):
         while gradient.meta["val"].ndim:
             gradient = _call(graph, aten.select.int, gradient, 0, 0)

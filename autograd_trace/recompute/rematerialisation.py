@@ -1,12 +1,15 @@
-"""Rematerialisation: what the model's checkpoints compute in forward is computed again in backward instead of being kept.
+"""Activation checkpointing: values that the model's checkpoints compute in forward are recomputed
+in backward instead of being kept.
 
-While a program is interpreted under AOT autograd's tracer, `marking` writes into each node that is made which checkpoints it lies in; torch
-hands that on from an operator's forward nodes to its backward nodes. `recompute` then copies forward nodes into the backward part of the
-flat graph, as late as they are needed there, and has backward use the copies.
+While a program is interpreted under AOT autograd's tracer, `marking` records in each new node which
+checkpoints it is in; torch copies this from an operator's forward nodes to its backward nodes.
+`recompute` then copies forward nodes into the backward part of the flat graph, as late as they are
+needed there, and makes backward use the copies.
 
-The copies follow eager's torch.utils.checkpoint. A checkpoint's inputs are kept, and so are its results where an operator outside of it has
-saved them, and what a policy wants kept. What lies in several checkpoints, one in the other, is computed again once for each: while the
-outer one is computed again the inner one keeps nothing, and is computed again by itself.
+The copies follow eager's torch.utils.checkpoint. A checkpoint's inputs are kept, and so are its
+results that an operator outside of it has saved, and values that a policy keeps. A node inside
+nested checkpoints is recomputed once for each: while the outer one is recomputed, the inner one
+keeps nothing, and is then recomputed itself.
 """
 
 from __future__ import annotations
@@ -25,29 +28,36 @@ from trainload.capture.watching.selective import kept_operators
 from trainload.core.errors import CaptureError
 
 RECOMPUTES = "trainload_recomputes"
-"""In the metadata of a node that computes a value of forward again: that forward node's name."""
+"""Metadata key of a node that recomputes a forward value: that forward node's name."""
 REPEATED = "trainload_repeated"
-"""In the metadata of a forward node that is computed again, and depends on the batch or on random numbers, not on weights alone."""
+"""Metadata key of a forward node that is recomputed and depends on the batch or on random numbers,
+not on weights alone.
+"""
 _REGIONS = "trainload_checkpoints"
 
 
 class Region(NamedTuple):
-    """A checkpoint of one graph: its number, and what it keeps, as `capture/watching/selective.py` says."""
+    """A checkpoint of one graph: its number, and its policy as text, in the format of
+    `capture/watching/selective.py`.
+    """
 
     number: int
     keeps: str = ""
 
 
 Regions = tuple[Region, ...]
-"""The checkpoints that a node lies in, outermost first."""
+"""The checkpoints that a node is in, outermost first."""
 
 
 @contextmanager
 def marking(regions: Regions) -> Iterator[None]:
-    """Nodes that are traced inside lie in these checkpoints. Needs torch.fx.traceback.preserve_node_meta around the whole trace."""
+    """Mark nodes that are traced inside as being in these checkpoints.
+
+    Requires torch.fx.traceback.preserve_node_meta around the whole trace.
+    """
     meta = get_current_meta()
     before = meta.get("custom")
-    meta["custom"] = {**(before or {}), _REGIONS: regions}  # a new one: torch's `annotate` writes into that of the interpreted node
+    meta["custom"] = {**(before or {}), _REGIONS: regions}  # a new dict: torch's `annotate` writes into that of the interpreted node
     try:
         yield
     finally:
@@ -58,20 +68,24 @@ def marking(regions: Regions) -> Iterator[None]:
 
 
 def regions_of(node: Node) -> Regions:
-    """The checkpoints that a traced node lies in; for a backward node, those of the operator that it is the derivative of."""
+    """Return the checkpoints that a traced node is in; for a backward node, those of the operator
+    that it differentiates.
+    """
     found: Regions = node.meta.get("custom", {}).get(_REGIONS, ())
     return found
 
 
 def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Collection[Node], graph: str) -> None:
-    """Has the backward part of a flat functional graph compute again what lies in checkpoints. In place; all values stay what they are.
+    """Make the backward part of a flat functional graph recompute values inside checkpoints. In
+    place; no value changes.
 
     Args:
-        module: a graph whose backward part begins at the node named TANGENT. Nothing in it draws from a generator, so that a node may be
-            computed twice.
-        regions: node -> the checkpoints that it lies in; what is missing lies in none.
-        varying: the placeholders that are other ones in every step: the batch, and what random numbers come from.
-        graph: its name.
+        module: a graph whose backward part begins at the node named TANGENT. Nothing in it draws
+            from a generator, so a node may be computed twice.
+        regions: node -> the checkpoints that it is in; missing nodes are in none.
+        varying: the placeholders that change in every step: the batch, and the inputs of random
+            numbers.
+        graph: name of the graph, for errors.
 
     Raises:
         CaptureError: a policy's answers do not fit the graph.
@@ -98,13 +112,13 @@ def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Col
 
 
 def _makes_tensors(node: Node) -> bool:
-    """Whether a node's value holds tensors. Sizes take no memory, and are kept."""
+    """Return True if a node's value holds tensors. Sizes need no memory, and are kept."""
     value = node.meta.get("val")
     return node.op == "call_function" and any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,)))
 
 
 def _kept(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]:
-    """Node -> the checkpoints that keep its value, by their policies."""
+    """Return node -> the checkpoints whose policies keep its value."""
     calls: dict[Region, dict[str, list[Node]]] = {}
     for node, regions in inside.items():
         for region in regions:
@@ -134,7 +148,9 @@ def _kept(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]
 
 
 class _Copies:
-    """Copies of forward nodes in the backward part: one of each node for each checkpoint around it that is computed again."""
+    """Copies of forward nodes in the backward part: one of each node for each recomputed checkpoint
+    around it.
+    """
 
     def __init__(self, graph: Graph, regions: Mapping[Node, Regions], kept: Mapping[Node, set[Region]]) -> None:
         self._graph = graph
@@ -144,9 +160,10 @@ class _Copies:
         self._made: dict[tuple[Node, int], Node] = {}
 
     def of(self, node: Node, inside: Regions, before: Node) -> Node:
-        """What stands for a forward node where the checkpoints `inside` are computed again: the node itself if it lies in none of them.
+        """Return the node that replaces a forward node while the checkpoints `inside` are
+        recomputed, or the node itself if it is in none of them.
 
-        Copies that are not there yet are made, before the node `before`, in the order of forward.
+        Missing copies are made, before the node `before`, in the order of forward.
         """
         depth = self._depth(node, inside)
         wanted = [(node, depth)] if depth else []
@@ -166,11 +183,13 @@ class _Copies:
         return self._found(node, depth)
 
     def originals(self) -> set[Node]:
-        """The nodes that there are copies of."""
+        """Return the nodes that have copies."""
         return {node for node, _ in self._made}
 
     def _depth(self, node: Node, inside: Regions) -> int:
-        """How many of the checkpoints `inside` a node lies in, up to the innermost that does not keep its value."""
+        """Return the number of the checkpoints `inside` that a node is in, up to the innermost that
+        does not keep its value.
+        """
         own = self._regions.get(node, ())
         depth = next((i for i, (a, b) in enumerate(zip(own, inside, strict=False)) if a != b), min(len(own), len(inside)))
         while depth and own[depth - 1] in self._kept.get(node, ()):

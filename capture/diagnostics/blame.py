@@ -1,4 +1,4 @@
-"""Turns what torch.export and a model's own code raise into a page that names the user's line, the cause and the rewrite."""
+"""Turns exceptions of a capture into reports with the user's line, the cause and a rewrite."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from trainload.core.errors import CaptureError, first_line, raised
 from trainload.core.finding import Finding, Place
 
 Attempt = Callable[[AbstractContextManager[object]], object]
-"""Captures once more, within a context."""
+"""Captures once more, inside a context."""
 
 _ATTEMPTS = 8
 _SECONDS = 30.0
-"""The search for further causes takes at most so many captures, and begins none after so many seconds."""
+"""Limits of the search for further causes: the number of captures, and when to start no more."""
 
 
 def capture_error(
@@ -69,20 +69,22 @@ def capture_error(
     training: bool,
     runs: bool = True,
 ) -> CaptureError:
-    """The page for an exception of torch.export or of the model's own code: its cause, and whatever else stands in the way.
+    """Return the report for an exception of torch.export or of the model's own code.
+
+    It names the cause and all other obstacles that were found.
 
     Args:
-        graph: which graph was being captured.
-        error: what was raised.
+        graph: name of the graph that was being captured.
+        error: the exception.
         attempt: captures again.
-        function: what was to be captured. Its model's buffers change.
-        batch: what it is given.
-        training: whether it is traced with gradients.
-        runs: whether the model can be run to find out more.
+        function: the function to capture. Its model's buffers change.
+        batch: its input.
+        training: True if it is traced with gradients.
+        runs: True if the model can be run to find out more.
     """
     watched = Watched()
     findings = list(_findings(error, watched))
-    # What follows runs the model's own code, which may raise anything: the first cause is told all the same.
+    # This runs the model's own code, which may raise anything; the first cause is reported in any case.
     with contextlib.suppress(Exception):
         if runs:
             with torch.set_grad_enabled(training):
@@ -101,7 +103,10 @@ def capture_error(
 
 
 def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -> CaptureError:
-    """The page for an exception of a replay: eager (`by` "the model") or captured (`by` "the captured graph")."""
+    """Return the report for an exception of a replay.
+
+    `by` is "the model" for a replay in eager mode, "the captured graph" for one of the graph.
+    """
     cause = cause_of(chain(error))
     place = place_of_error(error) if by == "the model" else None
     if by != "the model" and "functorch" in str(error):
@@ -117,7 +122,7 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
 
 
 def _nested_transforms(graph: str, error: Exception) -> CaptureError:
-    """The page for transforms of torch.func of which one, traced, cannot run inside the other."""
+    """Return the report for nested torch.func transforms that a graph cannot nest."""
     problem = "a transform of torch.func inside of another, which a graph cannot hold"
     advice = "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) in place of vmap over the jvp of a row."
     finding = Finding(BREAK.anchor, problem, advice, "y, tangent = torch.func.jvp(f, (x,), (v,))  # f of all rows", None)
@@ -125,7 +130,10 @@ def _nested_transforms(graph: str, error: Exception) -> CaptureError:
 
 
 def own_generator() -> CaptureError:
-    """The page for a random number that is drawn from a generator of the user's. To be called below the user's line."""
+    """Return the report for a random number drawn from the user's own generator.
+
+    Call it below the user's frame.
+    """
     place = place_here()
     problem = "forward draws from a generator of its own, whose state is no part of the model"
     advice = "Leave out `generator`: what a graph draws follows from the run's seed, the step and the row."
@@ -134,13 +142,13 @@ def own_generator() -> CaptureError:
 
 
 def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], compare: Callable[[], object]) -> CaptureError:
-    """An error of the comparison with eager, with the lines of the user's source that may be behind it.
+    """Return a difference from eager mode, with the user's lines that may have caused it.
 
     Args:
         error: the difference.
-        function: what was captured, in the mode of that graph. Its model's buffers change.
-        batch: what it is given.
-        compare: compares the graph with eager on `batch` alone.
+        function: the captured function, in the mode of that graph. Its model's buffers change.
+        batch: its input.
+        compare: compares the graph with eager mode on `batch` alone.
     """
     if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
         if error.findings[0].cause != OTHER_SIZE.anchor:
@@ -166,7 +174,10 @@ def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], c
 
 
 def _of_any_size(error: CaptureError, function: Traced, batch: dict[str, Tensor]) -> CaptureError | None:
-    """The page for a model that fails on the example batch too, so that its size is not the cause; None: it does not fail there."""
+    """Return the report for a model that fails on the example batch too; None if it does not.
+
+    The number of rows is not the cause then.
+    """
     watched = Watched()
     with contextlib.suppress(Exception), torch.set_grad_enabled(function.get_submodule("model").training):  # as above
         watched = watch(function, batch)
@@ -178,7 +189,10 @@ def _of_any_size(error: CaptureError, function: Traced, batch: dict[str, Tensor]
 
 
 def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
-    """The page for a graph that fails on the example batch too, where the model runs; None: it does not fail there."""
+    """Return the report for a graph that fails on the example batch too; None if it does not.
+
+    The model itself runs on it.
+    """
     try:
         compare()
     except CaptureError as error:
@@ -191,14 +205,17 @@ def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
 
 
 def _backward_error(function: Traced, batch: dict[str, Tensor]) -> Exception | None:
-    """Return what eager mode raises in backward on a batch; None where it raises nothing, or the model is not in train mode."""
+    """Return the exception of eager mode's backward on a batch, or None.
+
+    None also if the model is not in train mode.
+    """
     if not function.get_submodule("model").training:
         return None
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             loss = function(batch)[0]
             torch.autograd.grad(loss, [p for p in function.parameters() if p.requires_grad], allow_unused=True)
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is what the user would see
+    except Exception as error:  # noqa: BLE001  # any exception is what the user would see
         return error
     return None
 
@@ -208,7 +225,10 @@ def _of_eager(error: Exception) -> Finding:
 
 
 def unfollowed(problem: str, advice: str) -> CaptureError:
-    """Return the report for an operation in forward that a graph cannot represent. Call it below the user's frame."""
+    """Return the report for an operation in forward that a graph cannot represent.
+
+    Call it below the user's frame.
+    """
     place = place_here()
     return CaptureError(problem, where=_where(place), hint=advice, findings=[Finding(BREAK.anchor, problem, advice, "", place)])
 
@@ -219,14 +239,17 @@ def of_hook(problem: str, advice: str) -> CaptureError:
 
 
 def own_backward(problem: str, advice: str) -> CaptureError:
-    """The page for something in the model's backward that has no place in a graph. To be called below the user's line."""
+    """Return the report for something in a backward that a graph cannot represent.
+
+    Call it below the user's frame.
+    """
     place = place_here()
     finding = Finding(BACKWARD.anchor, problem, advice, rewrite.custom_operator(), place)
     return CaptureError(problem, where=_where(place), hint=advice, findings=[finding])
 
 
 def no_gradient(job: Job) -> CaptureError:
-    """The page for a loss that reaches no parameter; it names the function that computes it."""
+    """Return the report for a loss that reaches no parameter; it names the loss function."""
     function = job.loss if job.loss is not None else job.model.forward
     place = place_of_function(function)
     code = "loss = criterion(model(x), y)  # no .detach(), .item() or torch.no_grad() between the parameters and here"
@@ -238,7 +261,7 @@ def no_gradient(job: Job) -> CaptureError:
 
 
 def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
-    """What one exception means: a cause, in as many places as there are."""
+    """Yield the findings of one exception: one cause, in one or more places."""
     text = "\n".join(str(each) for each in chain(error))
     cause, place = cause_of(chain(error)), rewrite.sharpened(place_of_error(error))
     if cause in (BRANCH, NUMBER):
@@ -290,7 +313,7 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
         PARAMETER_WRITE.anchor: lambda: rewrite.parameter_write(spot),
     }
     code = ""
-    with contextlib.suppress(Exception):  # any source may stand there; a place without a rewrite is better than none
+    with contextlib.suppress(Exception):  # the source may be anything; a place without a rewrite is better than none
         code = rewrites[cause.anchor]() if cause.anchor in rewrites else ""
     return Finding(cause.anchor, cause.sentence, cause.advice, code, place)
 
@@ -308,7 +331,7 @@ def _of_deed(deed: Deed) -> Finding:
 
 
 def _unique(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """One for each cause and line."""
+    """Yield one finding for each cause and line."""
     seen: set[tuple[str, str]] = set()
     for finding in findings:
         if (finding.cause, str(finding.place)) not in seen:
@@ -320,7 +343,10 @@ def _unique(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def _all(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
-    """Everything that stands in the way: captures again, giving eager's numbers where one is known, until nothing new comes up."""
+    """Return all obstacles.
+
+    Captures again with eager mode's numbers where they are known, until nothing new is found.
+    """
     findings: list[Finding] = []
     passed: set[Place] = set()
     began = time.monotonic()
@@ -342,7 +368,10 @@ def _all(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
 
 
 def _passable(place: Place | None, watched: Watched) -> set[Place]:
-    """The conversions that a failure at `place` comes from: those at this very place, else all that give numbers."""
+    """Return the conversions that may have caused a failure at `place`.
+
+    Those at this very place, else all that return numbers.
+    """
     places = {at for at, _ in watched.answers}
     return {place} if place in places else {at for at, name in watched.answers if name not in ("__bool__", "numpy")}
 
@@ -351,30 +380,35 @@ def _raised(attempt: Attempt, inside: AbstractContextManager[object]) -> Excepti
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             attempt(inside)
-        except Exception as error:  # noqa: BLE001  # handed on
+        except Exception as error:  # noqa: BLE001  # returned to the caller
             return error
     return None
 
 
 def _of_sizes(cause: Cause, error: Exception, attempt: Attempt, answers: Answers, name: str) -> list[Finding]:
-    """A violated constraint has no place: torch raises it at the end. Captures again and listens to where sizes are compared."""
+    """Return the findings of a violated constraint.
+
+    torch raises it at the end of a trace, without a place.
+
+    Captures again and records where sizes are compared.
+    """
     guards = _Guards()
     _raised(attempt, guards.heard(answers))
     text = "\n".join(str(each) for each in chain(error))
-    key = place_of_error(error) if "unhashable" in text else None  # a size as a key is an error where it stands
+    key = place_of_error(error) if "unhashable" in text else None  # a size used as a key fails in place
     places = [key] if key is not None else guards.places
     return [_finding(cause, place, text, name) for place in places] or [_finding(cause, None, text, name)]
 
 
 class _Guards(logging.Handler):
-    """Where in the user's source torch decided something about a dynamic size, from its log."""
+    """Records the user's lines where torch decided something about a dynamic size, from its log."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.places: list[Place] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called in the middle of the user's code, which is therefore on the stack."""
+        """Record the place: torch logs while the user's code is on the stack."""
         if "[guard added]" in str(record.msg) and isinstance(record.args, tuple) and record.args[:1] == ("eval",):
             place = place_here()
             if place is not None and place not in self.places:
@@ -382,7 +416,7 @@ class _Guards(logging.Handler):
 
     @contextlib.contextmanager
     def heard(self, answers: Answers) -> Iterator[None]:
-        """Listens while `answers` are given."""
+        """Record inside the block, in which `answers` is active."""
         with listening(self), answers:
             yield
 
@@ -392,6 +426,6 @@ def _where(place: Place | None) -> str:
 
 
 def _gist(error: Exception) -> str:
-    """Return what torch said, in a line: of violated constraints the first one, not their number."""
+    """Return torch's message in a line; for violated constraints the first one."""
     constraint = re.search(r"^  - (.*)$", str(error), re.MULTILINE)
     return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else first_line(error)

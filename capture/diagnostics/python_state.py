@@ -1,4 +1,4 @@
-"""Detects Python state that a model changes between calls: numbers, and the state of random number generators.
+"""Detects Python state that a model changes between calls: numbers and generator states.
 
 A graph would freeze such state to its value during capture.
 """
@@ -30,7 +30,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Holder(NamedTuple):
-    """Location of a number: the module or function that it was reached from, and its name relative to that."""
+    """Location of a number: the module or function that leads to it, and its name there."""
 
     where: str
     name: str
@@ -42,7 +42,8 @@ class Kept:
 
     Attributes:
         values: holder -> number, string, or state of a generator.
-        attributes: holders that are attributes of a module. A new one counts as a change; a new entry of a container does not.
+        attributes: holders that are attributes of a module. A new one counts as a change; a new
+            entry of a container does not.
     """
 
     values: dict[Holder, object] = field(default_factory=dict)
@@ -150,7 +151,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def generators() -> dict[str, object]:
-    """Return the states of the global random number generators of Python and numpy by module name."""
+    """Return the states of Python's and numpy's global random generators by module name."""
     return {"random": random.getstate(), "numpy.random": _of_numpys(np.random)}
 
 

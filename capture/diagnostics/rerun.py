@@ -1,6 +1,9 @@
-"""Runs a model once in eager mode and writes down what no graph can hold: numbers taken out of tensors, `.data`, Python state, the clock.
+"""Runs a model once in eager mode and records what no graph can hold.
 
-Only a model that was refused already is watched: what is found here explains, and refuses nothing by itself.
+That is: numbers taken out of tensors, `.data`, Python state, clocks.
+
+The records explain a rejection, or decide whether strict mode may be used; they reject nothing by
+themselves.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ _CONVERSIONS = {
     "data_ptr": VALUES,
 }
 _SOURCES = frozenset({"random", "time", "datetime", "numpy.random.mtrand", "numpy.random._generator"})
-"""Modules whose builtin functions, and methods of whose objects, give another answer at every call."""
+"""Modules whose builtin functions or objects' methods return another value at every call."""
 _ASKING = frozenset(
     asks.__code__ for asks in (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting)
 )
@@ -70,13 +73,13 @@ _CHANGES = frozenset({"append", "extend", "insert", "pop", "clear", "update", "a
 
 @dataclass(frozen=True, slots=True)
 class Deed:
-    """Something that a graph cannot hold.
+    """An operation that a graph cannot hold.
 
     Attributes:
         cause: its kind.
-        place: where.
+        place: where it happened.
         detail: what was changed or called.
-        sure: whether no capture can be right with it, rather than perhaps.
+        sure: True if no capture can be right with it.
     """
 
     cause: Cause
@@ -87,14 +90,15 @@ class Deed:
 
 @dataclass(slots=True)
 class Watched:
-    """What came of the run.
+    """Result of the run.
 
     Attributes:
-        deeds: one for each place and cause, in their order.
-        answers: place and name of the conversion -> the numbers that tensors gave there, in their order.
-        operators: "library::operator" of the custom operators that were called -> where first.
-        error: what the model itself raised in eager mode.
-        input: the name of an input, to show how a size is declared.
+        deeds: one for each place and cause, in order.
+        answers: (place, name of the conversion) -> the numbers that tensors were converted to
+            there, in order.
+        operators: "library::operator" of the called custom operators -> place of the first call.
+        error: exception of the model itself in eager mode.
+        input: name of an input, to show how a size is declared.
     """
 
     deeds: list[Deed] = field(default_factory=list)
@@ -104,13 +108,13 @@ class Watched:
     input: str = "name"
 
     def add(self, deed: Deed) -> None:
-        """Writes a deed down, once for its place."""
+        """Record a deed, once for each place."""
         if all((d.cause, d.place, d.detail) != (deed.cause, deed.place, deed.detail) for d in self.deeds):
             self.deeds.append(deed)
 
 
 class _Conversions(TorchFunctionMode):
-    """Writes down every use of a tensor as something of Python's."""
+    """Mode that records every conversion of a tensor to a Python value."""
 
     def __init__(self, watched: Watched, inputs: list[Tensor]) -> None:
         super().__init__()
@@ -142,7 +146,10 @@ class _Conversions(TorchFunctionMode):
 
 
 class Answers(TorchFunctionMode):
-    """Lets a capture pass over chosen conversions: they give the numbers that eager mode gave, so that the next obstacle shows."""
+    """Mode in which chosen conversions return eager mode's numbers.
+
+    A capture passes them, so that the next obstacle shows.
+    """
 
     def __init__(self, watched: Watched, places: set[Place]) -> None:
         super().__init__()
@@ -159,7 +166,10 @@ class Answers(TorchFunctionMode):
 
 
 class _Calls:
-    """A profile function: the user's functions that ran, and their calls of clocks, generators and containers that outlive the call."""
+    """Profile function that records the user's functions and some of their calls.
+
+    The calls are those of clocks, random generators, and containers that outlive the call.
+    """
 
     def __init__(self, watched: Watched, held: dict[int, str]) -> None:
         self._watched = watched
@@ -199,7 +209,10 @@ class _Calls:
 
 @contextlib.contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Collects no garbage inside: what is called when that happens (`gc.callbacks`, finalizers) is called from the middle of forward."""
+    """Disable garbage collection inside the block.
+
+    `gc.callbacks` and finalizers would be called from the middle of forward.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -210,15 +223,21 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def _by_user(frame: FrameType) -> bool:
-    """Whether the function was called by the user's code, and not by torch's own (a checkpoint seeds, to draw again what it drew)."""
+    """Return True if the caller is the user's code.
+
+    torch's own checkpoint sets the seed, to draw the same numbers again.
+    """
     return frame.f_back is not None and is_users(frame.f_back.f_code.co_filename)
 
 
 def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
-    """Runs `function`, whose `model` is the user's, twice on copies of the batch; what it prints is lost.
+    """Run `function`, whose `model` is the user's, twice on copies of the batch.
+
+    Its printed output is discarded.
 
     Returns:
-        What no graph can hold, and the exception if there was one: the model's own code may raise anything.
+        What no graph can hold, and the exception if there was one: the model's own code may raise
+        anything.
     """
     model = function.get_submodule("model")
     watched = Watched(input=next(iter(batch)))
@@ -242,7 +261,7 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
                     sys.setprofile(profile)
             before = kept_by(function)
             function({name: value.clone() for name, value in batch.items()})
-        except Exception as error:  # noqa: BLE001  # handed on in the result
+        except Exception as error:  # noqa: BLE001  # returned in the result
             watched.error = error
             return watched
     after = kept_by(function)
@@ -270,7 +289,7 @@ def _stores(code: CodeType, operation: str) -> Iterator[tuple[str, Place]]:
 
 
 def _numpy_draws(code: CodeType, names: dict[str, Any]) -> Iterator[Place]:
-    """Uses of numpy.random, whose functions are no builtins to the profiler."""
+    """Yield uses of numpy.random, whose functions are not builtins to the profiler."""
     for first, second in itertools.pairwise(dis.get_instructions(code)):
         if first.opname == "LOAD_GLOBAL" and names.get(first.argval) is numpy and second.argval == "random":
             yield place_in(code, second.offset)

@@ -1,4 +1,8 @@
-"""Finds the variant of a graph that takes a batch, by the guards."""
+"""Finds the variant of a graph that accepts a batch, by the variants' guards.
+
+A captured graph does not check sizes itself: if a model branches on `x.shape[1] > 20`, its graph
+runs the captured branch on all sizes.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,23 @@ Facts = Mapping[str, "tuple[torch.dtype, Sequence[int]]"]
 """Input name -> its dtype and sizes."""
 
 Constants = Mapping[str, FixedValue]
-"""Constants by name; None is left out."""
+"""Constants by name; those that are None are left out."""
 
 _CONSTANTS = (str, int, float, enum.Enum)
 _REMEMBERED = 4096
-"""Outcomes of a variant's conditions that are kept: a run sees few lengths again and again."""
+"""Number of cached outcomes of a variant's conditions: a run sees few different lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Why a batch is not a variant's: where ("mask", "tokens[1]"), what its guard wants there, what the batch has. `coarse`: it is about
-    what the batch holds, not about a size.
+    """A reason why a variant does not accept a batch.
+
+    Attributes:
+        where: "mask", "tokens[1]".
+        expected: requirement of the guard.
+        got: what the batch has.
+        coarse: True if it concerns the presence, dtype, number of dims or value of an entry, not a
+            size.
     """
 
     where: str
@@ -42,16 +52,18 @@ class Misfit:
 
 
 class Dispatcher:
-    """Picks the variant of a graph, or of several that run on the same batch, for a batch.
+    """Selects the variant of a graph, or of several graphs that run on the same batch, for a batch.
 
     Args:
-        graph: what it picks for, as errors name it.
-        guards: variant ("" is the first) -> the guards of its graphs, all of which must hold. In the order in which they are tried.
-        ignored: inputs and constants that a batch may have although no guard names them: other graphs of the package do.
-        fed: inputs that no batch has, since another graph makes them.
+        graph: name of the graph in errors.
+        guards: variant ("" is the first) -> the guards of its graphs, all of which must hold; in
+            the order in which they are tried.
+        ignored: inputs and constants that a batch may have although no guard names them: those of
+            other graphs of the package.
+        fed: inputs that no batch has, since another graph computes them.
 
     Attributes:
-        names: of all that a batch may hold.
+        names: names of all entries that a batch may have.
     """
 
     def __init__(
@@ -70,13 +82,17 @@ class Dispatcher:
         self.names = frozenset((inputs | told | set(ignored)) - set(fed))
 
     def pick(self, batch: Mapping[str, Any]) -> str:
-        """The first variant that takes a batch. Constants that the batch leaves out are as the first variant has them.
+        """Return the first variant that accepts a batch.
+
+        Constants that the batch leaves out have the first variant's values.
 
         Args:
-            batch: name -> tensor or constant, flat with dotted names or nested as the job's was.
+            batch: name -> tensor or constant, flat with dotted names or nested like the job's
+                batch.
 
         Raises:
-            DataError: it fits none. The message says of each what does not fit, the nearest first.
+            DataError: if no variant accepts it. The message gives a reason for each, the nearest
+                first.
         """
         facts: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
         constants: dict[str, FixedValue] = {}
@@ -92,7 +108,7 @@ class Dispatcher:
         return self.pick_facts(facts, constants)
 
     def pick_facts(self, facts: Facts, constants: Constants) -> str:
-        """As `pick`, of a batch of which only the inputs' dtypes and sizes, and the constants, are known."""
+        """Like `pick`, for a batch given by its inputs' dtypes and sizes, and its constants."""
         for name, matchers in self._variants.items():
             for matcher in matchers:
                 if not matcher.takes(facts, constants):
@@ -102,7 +118,7 @@ class Dispatcher:
         raise self._error(facts, constants)
 
     def misfits(self, facts: Facts, constants: Constants) -> dict[str, Misfit]:
-        """What does not fit, by variant, the nearest first; of each the first thing. Variants that take the batch are left out."""
+        """Return the first reason of each variant that rejects a batch, nearest variant first."""
         found = {name: [m for matcher in matchers for m in matcher.misfits(facts, constants)] for name, matchers in self._variants.items()}
         ranked = sorted((sum(m.coarse for m in each), len(each), order, name) for order, (name, each) in enumerate(found.items()) if each)
         return {name: found[name][0] for *_, name in ranked}
@@ -137,9 +153,12 @@ class Dispatcher:
 
 
 class _Matcher:
-    """A guard, prepared: dims are compared, or bind a slot; then expressions and conditions are asked.
+    """A guard, prepared for fast checks.
 
-    `usual`: constants on which variants differ -> what they are where a batch leaves them out, None where it may not.
+    Dims are compared or bind a slot; then expressions and conditions are evaluated.
+
+    `usual`: constants on which variants differ -> the value if a batch leaves them out; None if it
+    must not.
     """
 
     def __init__(self, guard: Guard, usual: Mapping[str, FixedValue | None], fed: frozenset[str]) -> None:
@@ -175,7 +194,7 @@ class _Matcher:
             if line is not None and expression.symbols[0] not in plain and expression.symbols[0] not in {s[2] for s in self._solved}:
                 self._solved.append((name, dim, expression.symbols[0], *line))
         self._conditions = [parse(text) for text in guard.conditions]
-        if fed:  # what is asked of sizes that only fed inputs tell was asked of the graph that feeds them
+        if fed:  # conditions on sizes that only fed inputs have were checked for the graph that feeds them
             known = {*self._slots, *(symbol for _, _, symbol, _, _ in self._solved)}
             self._derived = [each for each in self._derived if set(each[2].symbols) <= known]
             self._conditions = [condition for condition in self._conditions if set(condition.symbols) <= known]
@@ -185,7 +204,10 @@ class _Matcher:
         return self._slots.setdefault(symbol, len(self._slots))
 
     def takes(self, facts: Facts, constants: Constants) -> bool:
-        """Whether the guard holds. This is what a run asks of every batch, so it stops at the first thing that does not fit."""
+        """Return True if the guard holds.
+
+        A run checks every batch, so this stops at the first entry that does not fit.
+        """
         for name in self._nothing:
             if name in facts or name in constants:
                 return False
@@ -225,7 +247,7 @@ class _Matcher:
         return outcome
 
     def misfits(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
-        """All that does not fit: what the batch holds, then sizes, then what is asked of several sizes together."""
+        """Yield all reasons: entries of the batch, then sizes, then conditions on several sizes."""
         before = True
         for misfit in self._differences(facts, constants):
             before = False
@@ -273,7 +295,10 @@ class _Matcher:
                     yield Misfit(where, limits_text(least, None if most == float("inf") else int(most)), str(size), coarse=False)
 
     def _unequal(self, facts: Facts, values: dict[str, int]) -> Iterator[Misfit]:
-        """What does not fit of derived sizes and of conditions. `values`: of the symbols that stand alone."""
+        """Yield the reasons from derived sizes and conditions.
+
+        values: values of the symbols that appear alone among the sizes.
+        """
         for name, dim, symbol, factor, offset in self._solved:
             value, rest = divmod(facts[name][1][dim] - offset, factor)
             least, most = self._guard.ranges[symbol]
@@ -295,7 +320,7 @@ class _Matcher:
 
 
 def _value(function: Callable[[Mapping[str, int]], int], values: Mapping[str, int]) -> int | None:
-    """None where it divides by zero, which no size fulfils."""
+    """Return the value; None for a division by zero, which no size satisfies."""
     try:
         return function(values)
     except ZeroDivisionError:
@@ -303,7 +328,7 @@ def _value(function: Callable[[Mapping[str, int]], int], values: Mapping[str, in
 
 
 def _named_member(given: FixedValue, value: FixedValue) -> bool:
-    """Whether a string names the member of an Enum: who opens a package has not its class."""
+    """Return True if a string names the Enum member: a package is used without the Enum's class."""
     return value.kind == "enum" and given.kind == "str" and given.text == value.text
 
 

@@ -1,7 +1,10 @@
-"""Which line of the user's code asked for what about the inputs' sizes, as torch decides it while it traces.
+"""Finds the lines of the user's code that put conditions on input sizes.
 
-torch writes a record to the logger of `torch.fx.experimental.symbolic_shapes` (TORCH_LOGS=dynamic shows them) at the moment in which a
-size is compared. The stack at that moment holds the user's line, and the sizes of the fake inputs are the record's symbols.
+torch logs a record to `torch.fx.experimental.symbolic_shapes` (TORCH_LOGS=dynamic shows them) at
+the moment when a size is compared. The stack at that moment contains the user's line, and the sizes
+of the fake inputs are the record's symbols. `torch.export.draft_export` does not help: its report
+is a private attribute with lines but no columns, it writes logs below /tmp, and it continues with
+numbers that the example does not have (`for i in range(x.max().item())` started 7e18 rounds).
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ _REPLACEMENT = re.compile(r"set_replacement (?P<symbol>\w+) = (?P<value>\S+) \("
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What the code needs to be so: `expression` over torch's symbols, `place` "file:line" of the user's code with its `line`.
+    """A condition of the code: `expression` over torch's symbols, and the user's line.
 
-    `place` and `line` are empty where no line of the user's asked for it.
+    `place` is "file:line"; `place` and `line` are empty if no line of the user caused it.
     """
 
     expression: str
@@ -34,12 +37,14 @@ class Guard:
 
 
 class Guards:
-    """What was seen in one trace.
+    """Guards recorded during one trace.
 
     Attributes:
-        symbols: (input, dim) -> the symbol that its size was traced with. Sizes that were constants from the start are not there.
-        found: the guards, in the order in which they came.
-        made: symbol -> (what it was found to be: a number or an expression, the guard that made it so).
+        symbols: (input, dim) -> the symbol of its size in the trace. Sizes that were constants from
+            the start are missing.
+        found: the guards, in order.
+        made: symbol -> (the number or expression that it was found to equal, the guard that decided
+            it).
     """
 
     def __init__(self) -> None:
@@ -49,14 +54,17 @@ class Guards:
 
     @contextmanager
     def noted(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, while torch.export traces a function of `batch`, what is asked of its sizes is noted."""
+        """Record the guards on the sizes of `batch` inside the block.
+
+        torch.export traces a function of the batch there.
+        """
         sizes = {(name, dim): str(size) for name, leaf in batch.items() for dim, size in enumerate(leaf.shape)}
         self.symbols.update({place: size for place, size in sizes.items() if not size.isdigit()})
         with listening(_Listener(self)):
             yield
 
     def alike(self, symbol: str) -> frozenset[str]:
-        """The symbols that were found to be equal to it, and itself."""
+        """Return the symbols that were found to be equal to it, and the symbol itself."""
         pairs = [(name, value) for name, (value, _) in self.made.items()]
         known = {symbol}
         while more := {other for pair in pairs if known & {*pair} for other in pair if other.isidentifier()} - known:
@@ -64,9 +72,11 @@ class Guards:
         return frozenset(known)
 
     def about(self, symbol: str) -> list[Guard]:
-        """The guards about a symbol or one alike: first what made it a constant, then what made it another's equal, then the rest.
+        """Return the guards about a symbol or its equals.
 
-        What made another symbol a constant is not among them: it says nothing of this one.
+        First those that made it a constant, then those that made it equal another, then the rest.
+
+        A guard that made another symbol a constant is left out, since it does not concern this one.
         """
         alike = self.alike(symbol)
         first = [(not value.isdigit(), guard) for name, (value, guard) in self.made.items() if name in alike]
@@ -90,7 +100,7 @@ class _Listener(logging.Handler):
 
 @contextmanager
 def listening(handler: logging.Handler) -> Iterator[None]:
-    """Gives the logger this handler alone, whatever it was set to."""
+    """Replace the logger's handlers by this one inside the block, whatever its settings were."""
     logger = logging.getLogger(_LOGGER)
     before = (logger.handlers, logger.level, logger.disabled, logger.propagate)
     logger.handlers, logger.disabled, logger.propagate = [handler], False, False
@@ -103,6 +113,6 @@ def listening(handler: logging.Handler) -> Iterator[None]:
 
 
 def _users_line() -> tuple[str, str]:
-    """Place ("file:line") and source of the innermost frame of the user's code in the present stack."""
+    """Return place ("file:line") and source of the innermost frame of the user's code."""
     place = place_here()
     return ("", "") if place is None else (str(place), place.source)

@@ -1,4 +1,6 @@
-"""Expressions and conditions over symbols of sizes, as a guard holds them: parsed by a grammar of their own and never evaluated as Python.
+"""Expressions and conditions over size symbols in guards.
+
+They are parsed by their own grammar and never evaluated as Python.
 
     condition  := both {"or" both}            both := negation {"and" negation}        negation := "not" negation | comparison
     comparison := sum [("==" | "!=" | "<" | "<=" | ">" | ">=") sum]
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 MAX_LENGTH = 4096
-"""Characters of a text; each of its levels takes one at least, of which there are MAX_DEPTH at most."""
+"""Maximum length of a text in characters."""
 MAX_DEPTH = 64
 
 Values = Mapping[str, int]
@@ -37,19 +39,25 @@ _PRODUCTS: Mapping[str, Callable[[int, int], int]] = {"*": operator.mul, "//": o
 
 
 class GrammarError(ValueError):
-    """A text that is no expression of sizes."""
+    """Raised for a text that is not a size expression."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed text. `symbols`: in order of their first appearance. `value(values)` needs one for each; it raises ZeroDivisionError."""
+    """A parsed text.
+
+    Attributes:
+        text: the text.
+        symbols: its symbols in order of first appearance.
+        value: evaluates it for values of all its symbols; raises ZeroDivisionError.
+    """
 
     text: str
     symbols: tuple[str, ...]
     value: Callable[[Values], int]
 
     def affine(self) -> tuple[int, int] | None:
-        """(factor, offset) where it is written as factor*symbol + offset, with factor > 0; None where it is not."""
+        """Return (factor, offset) if written as factor*symbol + offset, factor > 0, else None."""
         found = _AFFINE.fullmatch(self.text)
         if found is None or len(self.symbols) != 1 or int(found["factor"] or 1) == 0:
             return None
@@ -57,10 +65,10 @@ class Expression:
 
 
 def parse(text: str) -> Expression:
-    """Reads an expression or a condition.
+    """Parse an expression or a condition.
 
     Raises:
-        GrammarError: it is neither.
+        GrammarError: if it is neither.
     """
     if len(text) > MAX_LENGTH:
         raise GrammarError(f"longer than {MAX_LENGTH} characters")
@@ -82,7 +90,7 @@ class _Parser:
         return Expression(self.text, tuple(self.symbols), value)
 
     def take(self, *wanted: str) -> str | None:
-        """The next token, if it is one of these."""
+        """Consume and return the next token if it is one of these, else return None."""
         if self.at < len(self.tokens) and self.tokens[self.at] in wanted:
             self.at += 1
             return self.tokens[self.at - 1]

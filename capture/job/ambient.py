@@ -1,8 +1,12 @@
-"""Torch's ambient settings: those of a thread or a process that change what the same code computes.
+"""Ambient settings of torch, which change what the same code computes.
 
-A job is what its functions compute by themselves. What happens to be set where `freeze` or `launch` is called (autocast, `no_grad`, a
-default dtype or device, matmul precision, deterministic algorithms, attention backends, anomaly detection) is no part of it, and a worker
-on another machine would not have it. What cannot be taken away (modes, transforms) is refused.
+They belong to a thread or a process.
+
+A job consists of what its functions compute by themselves. Settings around a call of `freeze` or
+`launch` (autocast, `no_grad`, a default dtype or device, matmul precision, deterministic
+algorithms, attention backends, anomaly detection) are not part of it, and a worker on another
+machine would not have them, so they are reset. What cannot be reset (modes, transforms) is
+rejected.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _AUTOCAST = {"cpu": torch.bfloat16, "cuda": torch.float16}
-"""Device type -> torch's own default of the dtype that `torch.autocast(device_type)` computes in."""
+"""Device type -> torch's default dtype for `torch.autocast(device_type)`."""
 _ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 _TRACING = threading.RLock()
 """Held by the thread that traces."""
@@ -32,7 +36,10 @@ _outside: ContextVar[torch.dtype | None] = ContextVar("default dtype outside of 
 
 
 def one_at_a_time(verb: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that traces so that other threads' calls wait: torch's tracers, and what listens to them, patch the process."""
+    """Decorate a function that traces so that concurrent calls wait for each other.
+
+    torch's tracers, and the listeners to them, patch the whole process.
+    """
 
     @functools.wraps(verb)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -54,7 +61,7 @@ def neutrally(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 def warned_of_autocast(verb: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that a call under autocast, which `neutral()` takes away, warns."""
+    """Decorate a function so that a call under autocast, which `neutral()` disables, warns."""
 
     @functools.wraps(verb)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,10 +79,12 @@ def warned_of_autocast(verb: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def neutral() -> Iterator[None]:
-    """Set everything of this module's docstring to what a fresh process has, and restore it on exit.
+    """Reset all settings listed in the module docstring, and restore them on exit.
+
+    They become those of a fresh process.
 
     Raises:
-        RequestError: a mode of torch, or a transform of torch.func, surrounds the caller.
+        RequestError: if a mode of torch, or a transform of torch.func, is active around the call.
     """
     _check_no_torch_modes()
     with ExitStack() as stack:
@@ -112,13 +121,19 @@ def _check_no_torch_modes() -> None:
 
 
 def outside_dtype() -> AbstractContextManager[None]:
-    """Inside, the default dtype is that of the caller of the outermost `neutral()`: the user's own code is compared under it."""
+    """Set the default dtype of the caller of the outermost `neutral()`.
+
+    The user's own code is compared under it.
+    """
     dtype = _outside.get()
     return nullcontext() if dtype is None else _set(torch.get_default_dtype, torch.set_default_dtype, dtype)
 
 
 def default_dtype_hint() -> str:
-    """Return what to add to a message about a difference from eager: "" unless the caller of `neutral()` has set a default dtype."""
+    """Return a hint for messages about differences from eager mode.
+
+    "" unless the caller of `neutral()` set a default dtype.
+    """
     dtype = _outside.get()
     if dtype in (None, torch.float32):
         return ""
@@ -139,7 +154,8 @@ def _set(get: Callable[..., Any], put: Callable[..., Any], value: object, *key: 
 def _full_precision() -> Iterator[None]:
     """Multiply float32 matrices in float32.
 
-    Torch has an old and a new setting of this, and raises where the old one is asked for after the new one was used.
+    torch has an old and a new API for this setting, and raises if the old one is read after the new
+    one was used.
     """
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]  # made at run time
     before = [backend.fp32_precision for backend in backends]
@@ -160,7 +176,10 @@ def _full_precision() -> Iterator[None]:
 
 @contextmanager
 def deterministic_algorithms(mode: bool) -> Iterator[None]:
-    """Set whether torch's operators take their deterministic form; one that has none warns. Restored on exit."""
+    """Set whether torch's operators use deterministic algorithms, and restore the setting on exit.
+
+    An operator without a deterministic implementation warns.
+    """
     before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(mode, warn_only=mode)
     try:

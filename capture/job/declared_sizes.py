@@ -1,4 +1,4 @@
-"""What a job says of its inputs' sizes: checked, completed by the batch dim, and in torch.export's words."""
+"""A job's declarations of input sizes: checks, the batch dim, and torch.export's form of them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from torch.export import Dim
 from trainload.core.errors import JobError
 
 Shapes = dict[str, dict[int, Any]]
-"""Input name -> {dim: torch.export.Dim, or one of its hints}. A dim that is not named is fixed. This is torch.export's `dynamic_shapes`."""
+"""Input name -> {dim: torch.export.Dim, or one of its hints}, as in torch's `dynamic_shapes`.
+
+Dims that are not listed are fixed.
+"""
 
 _HINT: type = type(Dim.AUTO)
 _WORDS = "a torch.export.Dim, Dim.AUTO, Dim.DYNAMIC, Dim.STATIC, the size itself, or None"
 
 
 def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> Shapes:
-    """Checks what `Job.dynamic` says against the example batch, and completes it by the batch dim.
+    """Check `Job.dynamic` against the example batch, and add the batch dim.
 
     Args:
-        dynamic: as `Job.dynamic`.
+        dynamic: value of `Job.dynamic`.
         leaves: input name -> tensor of the example batch.
 
     Returns:
-        For every input what is said of its dims; dim 0 is always there, and the same for all. Sizes and None have become Dim.STATIC.
+        Declarations for every input; dim 0 is always there, and the same for all. Sizes and None
+        have become Dim.STATIC.
 
     Raises:
-        JobError: it names what the batch lacks, contradicts itself or the example, or makes rows depend on each other.
+        JobError: if it names inputs that the batch lacks, contradicts itself or the example, or
+            makes rows depend on each other.
     """
     unknown = sorted(set(dynamic) - set(leaves))
     if unknown:
@@ -59,7 +64,10 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
 
 
 def warn_of_special_lengths(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
-    """Warns of dims that are declared dynamic and have length 0 or 1 in the example, since torch takes these for constants."""
+    """Warn of dynamic dims that have length 0 or 1 in the example.
+
+    torch treats these lengths as constants.
+    """
     for name, dims in shapes.items():
         for dim, spec in sorted(dims.items()):
             length = leaves[name].shape[dim]
@@ -72,12 +80,12 @@ def warn_of_special_lengths(shapes: Shapes, leaves: Mapping[str, Tensor]) -> Non
 
 
 def is_hint(spec: Any) -> bool:
-    """Whether it is Dim.AUTO, Dim.DYNAMIC or Dim.STATIC, with or without a range."""
+    """Return True for Dim.AUTO, Dim.DYNAMIC or Dim.STATIC, with or without a range."""
     return isinstance(spec, _HINT)
 
 
 def spelled(spec: Any) -> str:
-    """What a person writes for it: "Dim('seq', max=64)", "2*half", "Dim.AUTO"."""
+    """Return a declaration as a user writes it: "Dim('seq', max=64)", "2*half", "Dim.AUTO"."""
     if is_hint(spec):
         limits = [f"{word}={limit}" for word, limit in (("min", spec.min), ("max", spec.max)) if limit is not None]
         return f"Dim.{spec.type.name}" + (f"({', '.join(limits)})" if limits else "")
@@ -88,14 +96,17 @@ def spelled(spec: Any) -> str:
 
 
 def limits_of(spec: Any) -> tuple[int | None, int | None]:
-    """The least and greatest size that it allows. None: no limit."""
+    """Return the least and greatest allowed size; None: no limit."""
     if is_hint(spec):
         return spec.min, spec.max
     return int(spec.min), int(spec.max) if str(spec.max).isdigit() else None
 
 
 def affine(spec: Any) -> tuple[int, int]:
-    """(factor, offset) of a derived dim: factor * root + offset. (1, 0) for a dim that is its own root."""
+    """Return (factor, offset) of a derived dim, which is factor * root + offset.
+
+    (1, 0) for a dim that is its own root.
+    """
     if not hasattr(spec, "root"):
         return 1, 0
     offset = int(spec.fn(0))
@@ -120,7 +131,10 @@ def _check_rows(leaves: Mapping[str, Tensor]) -> None:
 
 
 def _cure(leaves: Mapping[str, Tensor]) -> str:
-    """Return what to declare where leading sizes differ. The number of rows is taken to be a size that most inputs have somewhere."""
+    """Return a hint for inputs with different leading sizes.
+
+    The number of rows is assumed to be a size that most inputs have in some dim.
+    """
     leading = Counter(leaf.shape[0] for leaf in leaves.values())
     rows = max(leading, key=lambda size: (sum(size in leaf.shape for leaf in leaves.values()), leading[size]))
     advice = []
@@ -134,10 +148,12 @@ def _cure(leaves: Mapping[str, Tensor]) -> str:
 
 
 def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
-    """Return what `Job.dynamic` says of an input's dims, by their numbers from 0; sizes and None have become Dim.STATIC.
+    """Return the declarations of `Job.dynamic` for one input, by non-negative dim.
+
+    Sizes and None have become Dim.STATIC.
 
     Raises:
-        JobError: it contradicts itself or the example.
+        JobError: if it contradicts itself or the example.
     """
     if said is None:
         return {}
@@ -198,7 +214,7 @@ def _checked(spec: Any, size: int, where: str) -> Any:
 
 
 def _batch_dim(shapes: Shapes) -> Any:
-    """The one declaration of all inputs' leading dims: what the job says for any of them."""
+    """Return the common declaration of all leading dims: the one that the job has for any."""
     said = {f"Job.dynamic[{name!r}][0]": dims[0] for name, dims in shapes.items() if 0 in dims}
     if any(spec is Dim.STATIC for spec in said.values()):
         return Dim.STATIC
@@ -225,7 +241,10 @@ def _batch_dim(shapes: Shapes) -> Any:
 
 
 def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
-    """A name has one range, and one size in the example; the batch dim's name is no other dim's."""
+    """Check that each name has one range and one size in the example.
+
+    No other dim may have the batch dim's name.
+    """
     ranges: dict[str, tuple[str, Any]] = {}
     sizes: dict[str, tuple[str, int]] = {}
     rows = next(iter(shapes.values()))[0]

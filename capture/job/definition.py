@@ -1,4 +1,4 @@
-"""What a user hands to the freeze: the job."""
+"""The definition of a job, which the user passes to `freeze`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ Batch = Mapping[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a job's loss function may return when a plain scalar is not enough.
+    """Return value of a loss function that returns more than a scalar.
 
     Attributes:
         value: the mean loss of the batch, a 0-dim floating-point tensor.
-        weight: what the mean was taken over (tokens that are not padding, say), a 0-dim tensor. Batches are
-            combined as sum(weight * value) / sum(weight). None: the number of rows of the batch.
-        metrics: further 0-dim tensors to report, each combined like the loss. They get no gradient.
-        outputs: tensors for other graphs of the job, which read them by `Graph.feeds`; one row for each of the batch's. No gradient flows
-            through them.
+        weight: number of items that the mean was computed over (for example tokens that are not
+            padding), a 0-dim tensor. Batches are combined as sum(weight * value) / sum(weight).
+            None: the number of rows of the batch.
+        metrics: further 0-dim tensors to report, each combined like the loss. They receive no
+            gradient.
+        outputs: tensors for other graphs of the job, which read them through `Graph.feeds`; one row
+            for each row of the batch. No gradient flows through them.
     """
 
     value: torch.Tensor
@@ -44,12 +46,14 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LR
 
 @dataclass(frozen=True, slots=True)
 class Ema:
-    """A running mean of the trained parameters: after the first update a copy of them, after every later one
-    decay * mean + (1 - decay) * parameter. It is evaluated, and written as the trained package, in place of the last parameters, unless
-    the launch says otherwise. Buffers are not averaged.
+    """An exponential moving average of the trained parameters.
+
+    After the first update it is a copy of them, after every later one decay * mean + (1 - decay) *
+    parameter. It is evaluated, and written as the trained package, instead of the last parameters,
+    unless the launch says otherwise. Buffers are not averaged.
 
     Attributes:
-        decay: between 0 and 1; 0.999 averages over about the last thousand updates.
+        decay: between 0 and 1; 0.999 averages over roughly the last thousand updates.
     """
 
     decay: float
@@ -57,16 +61,17 @@ class Ema:
 
 @dataclass(frozen=True, slots=True)
 class LossScaling:
-    """Dynamic loss scaling, for a model that runs under autocast to float16, as `torch.amp.GradScaler` does it.
+    """Dynamic loss scaling as in `torch.amp.GradScaler`, for autocast to float16.
 
-    The loss is multiplied by a scale before its gradient is taken, and the gradient divided by it. An update whose gradient is not finite
-    is left out, and the scale shrinks; after `growth_interval` updates in a row it grows.
+    The loss is multiplied by a scale before its gradient is computed, and the gradient is divided
+    by it. An update whose gradient is not finite is skipped, and the scale shrinks; after
+    `growth_interval` consecutive updates it grows.
 
     Attributes:
-        init_scale: at the first step.
-        growth_factor: what the scale is multiplied by when it grows.
-        backoff_factor: what it is multiplied by when it shrinks.
-        growth_interval: updates in a row before it grows.
+        init_scale: the scale at the first step.
+        growth_factor: factor by which the scale grows.
+        backoff_factor: factor by which the scale shrinks.
+        growth_interval: number of consecutive updates before the scale grows.
     """
 
     init_scale: float = 2.0**16
@@ -77,21 +82,26 @@ class LossScaling:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One of several graphs of a job: a loss of its own with an optimizer of its own, or tensors for other graphs.
+    """One of several graphs of a job: a loss with its own optimizer, or tensors for other graphs.
 
     Exactly one of `loss` and `compute` is given.
 
     Attributes:
-        loss: as `Job.loss`; what it returns trains the parameters of this graph's optimizer, and no others.
-        compute: `compute(model, batch)` -> tensors by name, one row for each of the batch's; run in eval mode, without gradients.
-        inputs: the names of the batch's outermost entries that it reads. None: all of them.
-        feeds: entry of the batch that the function is given -> "graph.output" of an earlier graph, which has run on the same batch.
-        optimizer: `optimizer(model)`, over the parameters that this graph trains. None: `Job.optimizer`, one for all graphs that have none
-            of their own. Of its parameters those are updated that this loss reaches.
-        schedule: of this optimizer; its steps are this optimizer's updates. None: `Job.schedule`.
-        clip_norm: as `Job.clip_norm`, of this graph's gradient. None: the job's.
-        clip_value: as `Job.clip_value`. None: the job's.
-        ema: of the parameters that this graph trains, moved with its updates. None: the job's.
+        loss: like `Job.loss`; it trains the parameters of this graph's optimizer, and no others.
+        compute: `compute(model, batch)` -> tensors by name, one row for each row of the batch; runs
+            in eval mode, without gradients.
+        inputs: names of the batch's outermost entries that it reads. None: all of them.
+        feeds: entry of the batch passed to the function -> "graph.output" of an earlier graph,
+            which has run on the same batch.
+        optimizer: `optimizer(model)`, over the parameters that this graph trains; those that its
+            loss reaches are updated. None: `Job.optimizer`, which all graphs without their own
+            share.
+        schedule: schedule of this optimizer; its steps are this optimizer's updates. None:
+            `Job.schedule`.
+        clip_norm: like `Job.clip_norm`, for this graph's gradient. None: the job's.
+        clip_value: like `Job.clip_value`. None: the job's.
+        ema: moving average of the parameters that this graph trains, updated with them. None: the
+            job's.
     """
 
     loss: LossFunction | None = None
@@ -107,14 +117,15 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """When a graph runs within a round of the loop.
+    """A run of a graph within a round of the loop.
 
     Attributes:
-        graph: its name.
-        times: how often in a row, each time with an update.
-        every: in rounds start, start + every, start + 2 * every, ... only.
+        graph: name of the graph.
+        times: number of consecutive runs, each with an update.
+        every: run only in rounds start, start + every, start + 2 * every, ...
         start: the first such round, from 0.
-        fresh: each time on the next batch of the data. Otherwise on the round's own, which all turns share that are not fresh.
+        fresh: True: each run uses the next batch of the data. False: it uses the round's own batch,
+            which all turns share that are not fresh.
     """
 
     graph: str
@@ -126,11 +137,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file that travels in the package, where its path alone does not say everything.
+    """A file to include in the package, with options that its path alone does not express.
 
     Attributes:
-        source: its path, or its bytes. A folder's path stands for all files in it.
-        media_type: of the file, or of each in the folder: "text/markdown". None: by the file's name; docs/assets.md has the table.
+        source: its path, or its bytes. The path of a folder includes all files in it.
+        media_type: media type of the file, or of each file in the folder: "text/markdown". None:
+            derived from the file's name; docs/assets.md has the table.
     """
 
     source: str | os.PathLike[str] | bytes
@@ -146,36 +158,52 @@ class Job:
 
     Attributes:
         model: the module, with its weights, on any device.
-        batch: an example batch, input name -> tensor; or a dict, list, tuple, named tuple or dataclass of tensors, which are then
-            inputs with dotted names ("mask.left", "pair.0"). Every tensor's leading dim is the batch dim, of 2 rows or more, but for
-            what `shared` and `dynamic` say. None, numbers and strings in it are constants of the graphs.
-        loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`; `batch` is nested as above. None: `model(**batch)` returns it.
-        optimizer: `optimizer(model)` -> a new `torch.optim.Optimizer` over the model's parameters, or several, each over some of them.
-            None: every one of `graphs` has its own.
+        batch: an example batch, input name -> tensor; or nested dicts, lists, tuples, named tuples
+            or dataclasses of tensors, which become inputs with dotted names ("mask.left",
+            "pair.0"). Every tensor's leading dim is the batch dim, with 2 rows or more, except as
+            declared in `shared` and `dynamic`. None, numbers and strings in it are constants of the
+            graphs.
+        loss: `loss(model, batch)` -> a 0-dim mean loss, or `Loss`; `batch` is nested as above.
+            None: `model(**batch)` returns it.
+        optimizer: `optimizer(model)` -> a new `torch.optim.Optimizer` over the model's parameters,
+            or several, each over some of them. None: each of `graphs` has its own.
         schedule: `schedule(step)` -> factor on each group's learning rate, for step 0, 1, ...; or a
-            `torch.optim.lr_scheduler` factory that is given the optimizer. None: constant.
-        predict: `predict(model, batch)` -> the tensors that a trained model is for. None: no predict graph.
-        predict_inputs: the names of the batch's outermost entries that predict reads. None: all of them.
-        dynamic: (dotted) input name -> {dim: torch.export.Dim, one derived from it such as 2*dim, Dim.AUTO, Dim.DYNAMIC,
-            Dim.STATIC, the size, or None}, or one of these for each dim. Dims are fixed where nothing is said, but for the leading
-            dim of every input, which is dynamic (one dim, named "batch") unless this says `{0: Dim.STATIC}`. Of an input whose rows are
-            elsewhere it names that dim: `{"state": {1: Dim("batch")}}`. docs/shapes.md.
-        shared: (dotted) names of tensors of the batch that are the same for all rows of every batch: class weights, anchors, a mask. The
-            package keeps their values, and no data set holds them. A container's name stands for all tensors in it. docs/shapes.md.
-        steps: length of the run: optimizer updates, or rounds of the loop where there are `graphs`.
-        global_batch: rows of one optimizer update, over all workers and microbatches. None: the example's rows.
-        clip_norm: greatest global L2 norm of the gradient, which is of the parameters that an optimizer has. None: no clipping.
-        clip_value: greatest absolute value of each element of the gradient. None: no clipping. One of the two at most.
-        ema: a running mean of the parameters. None: none is kept.
-        loss_scaling: for float16 under autocast. None: the loss is not scaled.
-        seed: of dropout masks and of the order of the data.
-        assets: name -> what travels in the package under it (a tokenizer, a licence, a model card): a path, bytes, or an `Asset`. A name
-            may have folders ("tokenizer/vocab.json"); one that stands for a folder of files is the folder's. docs/assets.md.
-        graphs: several graphs by name, in place of `loss`. The first one that trains is the main one: its loss is the run's.
-        variants: further example batches by name, each of other entries, constants or shapes than `batch`; every graph is captured for
-            each. A run gives a batch to the first that takes it, `batch` being the first of all. docs/variants.md.
-        replays: further batches, each given to the variant that takes it, on which the freeze compares graphs with eager.
-        loop: what happens in a round, in order: turns, or names of graphs that run once. None: every graph once, in the order of `graphs`.
+            `torch.optim.lr_scheduler` factory that receives the optimizer. None: constant.
+        predict: `predict(model, batch)` -> the predictions of the trained model. None: no predict
+            graph.
+        predict_inputs: names of the batch's outermost entries that predict reads. None: all of
+            them.
+        dynamic: (dotted) input name -> {dim: torch.export.Dim, one derived from it such as 2*dim,
+            Dim.AUTO, Dim.DYNAMIC, Dim.STATIC, the size, or None}, or one of these for each dim.
+            Dims that are not declared are fixed, except for the leading dim of every input, which
+            is dynamic (one dim, named "batch") unless declared as `{0: Dim.STATIC}`. For an input
+            whose rows are in another dim, declare that dim: `{"state": {1: Dim("batch")}}`. See
+            docs/shapes.md.
+        shared: (dotted) names of tensors of the batch that are the same for all rows of every
+            batch: class weights, anchors, a mask. The package stores their values, and data sets do
+            not contain them. A container's name includes all tensors in it. See docs/shapes.md.
+        steps: length of the run: optimizer updates, or rounds of the loop if there are `graphs`.
+        global_batch: rows of one optimizer update, over all workers and microbatches. None: the
+            number of rows of the example.
+        clip_norm: maximum global L2 norm of the gradient of the optimized parameters. None: no
+            clipping.
+        clip_value: maximum absolute value of each element of the gradient. None: no clipping. At
+            most one of the two may be set.
+        ema: a moving average of the parameters. None: no average.
+        loss_scaling: loss scaling for float16 under autocast. None: the loss is not scaled.
+        seed: seed of dropout masks and of the order of the data.
+        assets: name -> file to include in the package (a tokenizer, a licence, a model card): a
+            path, bytes, or an `Asset`. A name may contain folders ("tokenizer/vocab.json"); for a
+            folder of files it is the folder's name. See docs/assets.md.
+        graphs: several graphs by name, instead of `loss`. The first one that trains is the main
+            one: its loss is the run's.
+        variants: further example batches by name, each with other entries, constants or shapes than
+            `batch`; every graph is captured for each. A run passes a batch to the first variant
+            that accepts it, starting with `batch`. See docs/variants.md.
+        replays: further batches, each run by the variant that accepts it, on which the freeze
+            compares the graphs with eager mode.
+        loop: the turns of a round, in order; the name of a graph stands for one run of it. None:
+            every graph once, in the order of `graphs`.
     """
 
     model: torch.nn.Module
@@ -202,10 +230,10 @@ class Job:
 
 
 def check_job(job: Job) -> None:
-    """Check the attributes of a job, its graphs and its turns against their annotations.
+    """Check the types of the attributes of a job, its graphs and its turns.
 
     Raises:
-        JobError: an attribute has a wrong type; the message names it.
+        JobError: if an attribute has a wrong type; the message names it.
     """
     check_fields(job, "Job", JobError)
     for name, graph in job.graphs.items():

@@ -1,6 +1,8 @@
-"""A job's loss and its predict function as modules that torch.export takes: a flat batch in, one flat tuple of tensors out.
+"""A job's loss and predict functions as modules for torch.export.
 
-The user's functions are given the batch nested as `Job.batch` is, with its constants.
+They take a flat batch and return one flat tuple of tensors.
+
+The user's functions receive the batch nested like `Job.batch`, with its constants.
 """
 
 from __future__ import annotations
@@ -21,18 +23,21 @@ from trainload.core.errors import JobError
 
 
 class Signature:
-    """What a traced function returned last. Not an attribute of the module itself: torch.export puts those back after tracing."""
+    """The outputs of the last call of a traced function.
+
+    It is not an attribute of the module itself, since torch.export restores those after tracing.
+    """
 
     def __init__(self) -> None:
         self.outputs: tuple[OutputSpec, ...] = ()
 
 
 Around = Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
-"""What a function is traced in, given the leaves of its batch."""
+"""Returns the context in which a function is traced, for the leaves of its batch."""
 
 
 def nothing_around(_: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-    """No context."""
+    """Return a context that does nothing."""
     return nullcontext()
 
 
@@ -40,11 +45,12 @@ class Traced(nn.Module):
     """A function of a job's model as a module: {leaf name: tensor} -> flat tuple of tensors.
 
     Attributes:
-        inputs: the names of its leaves, sorted.
-        signature: what it returned last.
-        watched: what its forward runs in, given the leaves; a trace sets it.
-        differentiates: whether it takes gradients itself, so that evaluation needs them too.
-        runs: whether it can be run in eager mode; not without values.
+        inputs: names of its leaves, sorted.
+        signature: outputs of its last call.
+        watched: returns the context in which forward runs, for the leaves; set by a trace.
+        differentiates: True if it computes gradients itself, so that evaluation needs grad mode
+            too.
+        runs: True if it can run in eager mode, which needs values.
     """
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -63,7 +69,7 @@ class Traced(nn.Module):
             return self.run(rebuild(example, batch))
 
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-        """What is traced; `batch` is nested as the example is."""
+        """Run the traced function; `batch` is nested like the example."""
         raise NotImplementedError
 
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -71,7 +77,10 @@ class Traced(nn.Module):
         raise NotImplementedError
 
     def _note(self, outputs: tuple[OutputSpec, ...]) -> None:
-        """Writes the signature down; not while the strict mode reads this line, to which it would be a side effect of the model's."""
+        """Record the signature.
+
+        Strict mode must not see the assignment, which it would treat as a side effect of the model.
+        """
         if not torch.compiler.is_dynamo_compiling():
             self.signature.outputs = outputs
 
@@ -80,15 +89,15 @@ class StepFunction(Traced):
     """A loss as a module; `signature` describes its outputs after a call.
 
     Args:
-        model: the job's.
-        batch: an example, nested.
-        loss: as `Job.loss`.
+        model: the job's model.
+        batch: an example batch, nested.
+        loss: like `Job.loss`.
         where: its place in the job, for errors.
     """
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], loss: LossFunction | None, where: str = "Job.loss") -> None:
         super().__init__(model, batch)
-        # In a tuple, so that a loss that is a module is not registered as one.
+        # In a tuple, so that a loss that is a module is not registered as a submodule.
         self._loss = (None if loss is None else _traced_as_forward(loss),)
         self._where = where
         _check_stateless(loss, where)
@@ -97,7 +106,7 @@ class StepFunction(Traced):
         (function,) = self._loss
         result = self.model(**batch) if function is None else function(self.model, batch)
         loss = result if isinstance(result, Loss) else Loss(result)
-        value: Any = loss.value  # what a user's function returns may be anything
+        value: Any = loss.value  # a user's function may return anything
         if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
             raise JobError(
                 "the loss is not a scalar",
@@ -135,13 +144,15 @@ class StepFunction(Traced):
 
 
 class TensorsFunction(Traced):
-    """A function that returns tensors by name (`Job.predict`, `Graph.compute`) as a module; `signature` names its outputs after a call.
+    """A function that returns tensors by name (`Job.predict`, `Graph.compute`) as a module.
+
+    `signature` names its outputs after a call.
 
     Args:
-        model: the job's.
-        batch: what it reads of an example, nested.
-        function: as `Job.predict`.
-        role: of its outputs.
+        model: the job's model.
+        batch: the entries of an example that it reads, nested.
+        function: like `Job.predict`.
+        role: role of its outputs.
         where: its place in the job, for errors.
     """
 
@@ -174,7 +185,11 @@ class TensorsFunction(Traced):
 
 
 def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under the name forward: torch.export keeps only frames of that name, and a node would not know its line in the loss."""
+    """Return the function renamed to forward.
+
+    torch.export keeps only stack frames of that name, and nodes would have no line in the loss
+    otherwise.
+    """
     if not isinstance(function, types.FunctionType):
         return function
     renamed = types.FunctionType(

@@ -1,7 +1,8 @@
-"""Models without values, stood in for by tensors that look like any other on a CPU and take no memory.
+"""Replaces a model's tensors without values by ordinary CPU tensors that take no memory.
 
-Each is mapped from one sparse file whose pages nobody touches: a trace asks for shapes, strides and dtypes. So what is traced is what a
-model with values gives, device and all, and a model of any size fits.
+Each is mapped from one sparse file that is never read: a trace needs only shapes, strides and
+dtypes. So the graphs equal those of a model with values, and a model of any size fits. A model on
+the meta device, in contrast, would put "meta" into its graphs (factory calls, autocast).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from trainload.core.errors import StorageError
 
 @contextmanager
 def hollow(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's parameters and buffers without values are such tensors; ties are kept. Afterwards they are what they were.
+    """Replace the model's parameters and buffers without values inside the block; ties are kept.
 
     Raises:
-        StorageError: the folder for temporary files cannot hold a sparse file.
+        StorageError: if the folder for temporary files cannot hold a sparse file.
     """
     registries: list[dict[str, Any]] = [found for module in model.modules() for found in (module._parameters, module._buffers)]
     replaced = [
@@ -58,7 +59,10 @@ def _mapped(value: Tensor, path: str) -> Tensor:
 
 @contextmanager
 def _sparse_file(size: int) -> Iterator[str]:
-    """The path of a file of this many bytes that takes no room; what is mapped from it stays when it is removed."""
+    """Yield the path of a sparse file of this many bytes.
+
+    Mappings of it remain valid after it is removed.
+    """
     try:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             os.truncate(file.fileno(), size)

@@ -1,4 +1,4 @@
-"""The example batch, nested as the user's code takes it, as leaf tensors with dotted names; and back."""
+"""Converts a nested example batch to leaf tensors with dotted names, and back."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from trainload.capture.job.tensor_classes import check_tensors, has_values
 from trainload.core.errors import JobError
 
 Constant = int | float | str | bool | enum.Enum | None
-"""What a batch may hold beside tensors. It is fixed at the freeze, like a number in the source."""
+"""Non-tensor values of a batch. They are fixed at the freeze, like numbers in the source."""
 
 LONGEST_NAME = 256
-"""Characters of an input's name, dots included."""
+"""Maximum length of an input's name in characters, including dots."""
 
 
 class Placed:
-    """A tensor of an example batch whose leading dim is not that of the rows.
+    """A tensor of an example batch whose rows are not in its leading dim.
 
     Not a dataclass: a dataclass in a batch is a container.
 
     Args:
-        tensor: as the user's functions take it.
-        dim: of its rows; None: it has none, and is the same for every batch.
+        tensor: the tensor as the user's functions take it.
+        dim: dim of its rows; None: it has none, and is the same for every batch.
     """
 
     __slots__ = ("dim", "tensor")
@@ -41,17 +41,23 @@ class Placed:
 
 
 def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Tensor]:
-    """Return the inputs of a batch by dotted name ("mask.left", "pair.0"), in sorted order of names: (rows, ...) tensors.
+    """Return the inputs of a batch by dotted name, sorted by name: (rows, ...) tensors.
 
-    A tensor that is `Placed` has its rows moved to the front; one that is the same for every batch is no input.
+    Names are "mask.left", "pair.0", for example.
+
+    The rows of a `Placed` tensor are moved to the front; one that is the same for every batch is
+    not an input.
 
     Args:
-        batch: input name -> tensor, constant, or a dict, list, tuple, named tuple or dataclass of these, to any depth.
-        values: whether the tensors must have values.
+        batch: input name -> tensor, constant, or a dict, list, tuple, named tuple or dataclass of
+            these, to any depth.
+        values: True if the tensors must have values.
 
     Raises:
-        JobError: a name cannot be one of an input, an entry is of another type, or there is no tensor.
-        CaptureError: a tensor is of a class with behaviour of its own, not dense, or without values.
+        JobError: if a name is not usable for an input, an entry has another type, or there is no
+            tensor.
+        CaptureError: if a tensor has a class with behaviour of its own, is not dense, or has no
+            values.
     """
     if not batch:
         raise JobError("the example batch is empty", where="Job.batch", hint="Give one real batch, input name -> tensor.")
@@ -81,12 +87,12 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
 
 
 def constants_of(batch: Mapping[str, Any]) -> dict[str, Constant]:
-    """What a batch holds beside tensors, by dotted name, sorted."""
+    """Return the non-tensor values of a batch by dotted name, sorted."""
     return dict(sorted((name, value) for name, value in _entries("", batch) if not isinstance(value, Tensor | Placed)))
 
 
 def with_tensors(batch: Mapping[str, Any], replaced: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """Return a batch nested as `batch` is, with what `replaced` gives for the name and the value of each of its tensors."""
+    """Return a batch nested like `batch`, with each tensor replaced by `replaced(name, tensor)`."""
 
     def each(name: str, value: Any) -> Any:
         return replaced(name, value) if isinstance(value, Tensor) else value
@@ -95,7 +101,10 @@ def with_tensors(batch: Mapping[str, Any], replaced: Callable[[str, Tensor], Any
 
 
 def structure_of(value: Any) -> str:
-    """The containers of a batch, without what is in them: batches of one structure differ in tensors and constants only."""
+    """Return a description of a batch's containers without their contents.
+
+    Batches with the same structure differ only in tensors and constants.
+    """
     parts = _parts(value)
     if parts is None:
         return "tensor" if isinstance(value, Tensor | Placed) else "constant"
@@ -104,13 +113,16 @@ def structure_of(value: Any) -> str:
 
 
 def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a batch as the user's functions take it: nested as `batch` is, with its constants, and `leaves` in the places of its tensors.
+    """Return a batch as the user's functions take it.
+
+    It is nested like `batch`, with its constants, and `leaves` as its tensors.
 
     Dataclasses are copied field by field: neither `__init__` nor `__post_init__` runs.
 
     Args:
         batch: the example.
-        leaves: (rows, ...) tensors by dotted name; rows of a tensor that is `Placed` are moved to where it has them.
+        leaves: (rows, ...) tensors by dotted name; the rows of a `Placed` tensor are moved back to
+            its dim.
     """
 
     def made(name: str, value: Any) -> Any:
@@ -122,7 +134,7 @@ def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str,
 
 
 def _mapped(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
-    """Return a value with every entry that is no container replaced; `function` is given its dotted name and itself."""
+    """Return a value with each non-container entry replaced by `function(name, entry)`."""
     parts = _parts(value)
     if parts is None:
         return function(name, value)
@@ -138,7 +150,7 @@ def _mapped(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
 
 
 def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted name, tensor or whatever else is no container), depth first."""
+    """Yield (dotted name, entry) for every entry that is not a container, depth first."""
     for key, value in parts.items():
         name = f"{prefix}{key}"
         if not isinstance(key, int | str) or isinstance(key, bool) or not is_part(str(key)):
@@ -155,7 +167,7 @@ def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:
-    """The entries of a container that can be rebuilt from them, by the key that names them; None for anything else."""
+    """Return a container's entries by key if it can be rebuilt from them, else None."""
     if type(value) in (dict, OrderedDict):
         if len({str(key) for key in value}) < len(value):
             raise JobError("a dict with two keys of one spelling", where="Job.batch", expected="different names", got=repr(list(value)[:8]))

@@ -1,4 +1,4 @@
-"""Gives every input of a job its rows in the leading dim, where all that follows expects them."""
+"""Moves the rows of every input of a job to the leading dim, where all later stages expect them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from trainload.capture.job.inputs import Placed, leaves_of, with_tensors
 from trainload.core.errors import JobError
 
 _USUAL = "batch"
-"""The batch dim's name where no leading dim has another."""
+"""Name of the batch dim if no leading dim has another name."""
 
 
 def arranged(job: Job) -> Job:
-    """Return the job with the rows of every input in its leading dim. A job that is arranged already is returned as it is.
+    """Return the job with the rows of every input in its leading dim.
 
-    Tensors that have them elsewhere, or that all rows share, are `Placed` in its batches, so that its functions get them as they were.
+    If they already are, it is the job itself.
+
+    Tensors with rows in another dim, or that all rows share, become `Placed` in its batches, so
+    that its functions receive them in their original form.
 
     Raises:
-        JobError: `Job.shared` or `Job.dynamic` name what the batches lack, contradict one another, or leave no input with rows.
+        JobError: if `Job.shared` or `Job.dynamic` name inputs that the batches lack, contradict one
+            another, or leave no input with rows.
     """
     check_job(job)
     tensors = [leaves_of(batch, values=False) for batch in (job.batch, *job.variants.values(), *job.replays)]
     examples: dict[str, Tensor] = {}
-    for leaves in tensors:  # `Job.dynamic` speaks of the dims of the variant that has most
+    for leaves in tensors:  # `Job.dynamic` refers to the dims of the variant with the most dims
         examples |= {name: leaf for name, leaf in leaves.items() if name not in examples or leaf.ndim > examples[name].ndim}
     shared = _shared(job, examples)
     said = {name: dims_said(name, job.dynamic[name], leaf) for name, leaf in examples.items() if name in job.dynamic}
@@ -52,7 +56,7 @@ def arranged(job: Job) -> Job:
 
 
 def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the tensors that `Job.shared` names, itself or by a container."""
+    """Return the names of the tensors that `Job.shared` lists, directly or through a container."""
     if isinstance(job.shared, str):
         raise JobError("a name in place of names", where="Job.shared", expected="a list of names", got=repr(job.shared))
     found: set[str] = set()
@@ -75,7 +79,7 @@ def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
 
 
 def _places(said: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[str, int]]:
-    """Yield (input, the dim of its rows) where that is not the leading one: the dim that is declared to be the batch dim."""
+    """Yield (input, dim of its rows) for inputs whose batch dim is not the leading one."""
     named = {name: {dim: spec.__name__ for dim, spec in dims.items() if _is_plain(spec)} for name, dims in said.items()}
     leading = {dims[0] for dims in named.values() if 0 in dims}
     rows = next(iter(leading)) if len(leading) == 1 and not any(_USUAL in dims.values() for dims in named.values()) else _USUAL
@@ -86,18 +90,18 @@ def _places(said: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[str, int]]:
 
 
 def _is_plain(spec: Any) -> bool:
-    """Return whether it is a dim with a name of its own."""
+    """Return True if it is a dim with a name of its own."""
     return isinstance(spec, Dim) and not is_hint(spec) and not hasattr(spec, "root")
 
 
 def _moved(dims: Mapping[int, Any], place: int) -> dict[int, Any]:
-    """Return what is said of an input's dims, by the numbers that they have when one has been moved to the front."""
+    """Return declarations of an input's dims, renumbered after moving one dim to the front."""
     return {0 if dim == place else dim + (dim < place): spec for dim, spec in dims.items()}
 
 
 def _placed(name: str, leaf: Tensor, place: int | None) -> Tensor | Placed:
     if place is None:
-        return Placed(leaf.detach(), None)  # not a copy: whether it shares memory with a parameter is still to be seen
+        return Placed(leaf.detach(), None)  # not a copy: a later check finds memory shared with a parameter
     if place == 0:
         return leaf
     if place >= leaf.ndim:

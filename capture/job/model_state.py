@@ -1,4 +1,4 @@
-"""A model's parameters and buffers: what they are, whether they can be stored, and putting them back after a replay."""
+"""A model's parameters and buffers: specs, checks, and restoring them after a replay."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from trainload.core.errors import CaptureError, JobError, raised
 
 
 def check_model(model: object) -> nn.Module:
-    """The model, if its parameters and buffers can be stored: ordinary tensors with values, no two of which share memory.
+    """Return the model if its parameters and buffers can be stored.
+
+    They must be ordinary tensors with values, no two of which share memory.
 
     Raises:
-        JobError: it is no module.
-        CaptureError: it is scripted, or holds tensors without values (meta, fake, lazy) or of a class with behaviour; or two parameters
-            are different objects on one memory.
+        JobError: if it is not a module, has a name that a package cannot hold, or was made in
+            inference mode.
+        CaptureError: if it is scripted or wrapped for distribution, holds tensors without values
+            (meta, fake, lazy), of a class with behaviour of its own or parameters that are not
+            floating point, or if two parameters are different objects on one memory.
     """
     if not isinstance(model, nn.Module):
         raise JobError("not a module", where="Job.model", expected="a torch.nn.Module", got=type(model).__name__)
@@ -61,14 +65,20 @@ def _check_no_modules(model: nn.Module, kinds: tuple[type, ...], problem: str, e
 
 
 def _wrappers() -> tuple[type, ...]:
-    """Return the classes that spread a module over ranks. FSDP's is looked up only if it was imported, since that takes 0.8 s."""
+    """Return the classes that distribute a module over ranks.
+
+    FSDP's is looked up only if it has been imported, since the import takes 0.8 s.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     own = () if fsdp is None else (fsdp.FullyShardedDataParallel,)
     return (nn.parallel.DistributedDataParallel, nn.DataParallel, *own)
 
 
 def _check_not_inference(model: nn.Module) -> None:
-    """Check that no parameter or buffer was made in inference mode: outside of it nothing can write to such a tensor."""
+    """Check that no parameter or buffer was made in inference mode.
+
+    Such a tensor cannot be written to outside of it.
+    """
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if tensor.is_inference():
@@ -81,7 +91,10 @@ def _check_not_inference(model: nn.Module) -> None:
 
 
 def _check_floating(model: nn.Module) -> None:
-    """Check that parameters are of floating point: ranks store them, frozen ones too, in buckets of such."""
+    """Check that all parameters are floating point.
+
+    Ranks store them, frozen ones too, in floating-point buckets.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             owner, _, own = name.rpartition(".")
@@ -95,7 +108,10 @@ def _check_floating(model: nn.Module) -> None:
 
 
 def parameter_specs(model: nn.Module, without_gradient: set[str]) -> tuple[ParameterSpec, ...]:
-    """The model's parameters; the first name of a tied one owns it. `without_gradient`: owners that the loss does not reach."""
+    """Return the specs of the model's parameters; the first name of a tied parameter owns it.
+
+    without_gradient: owners that the loss does not reach.
+    """
     owners: dict[int, str] = {}
     specs = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -113,7 +129,7 @@ def parameter_specs(model: nn.Module, without_gradient: set[str]) -> tuple[Param
 
 
 def buffer_specs(model: nn.Module) -> tuple[BufferSpec, ...]:
-    """The model's buffers, persistent or not."""
+    """Return the specs of the model's buffers, persistent or not."""
     persistent = model.state_dict().keys()
     return tuple(
         BufferSpec(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), name in persistent)
@@ -122,7 +138,10 @@ def buffer_specs(model: nn.Module) -> tuple[BufferSpec, ...]:
 
 
 def state_of(model: nn.Module, parameters: tuple[ParameterSpec, ...], buffers: tuple[BufferSpec, ...]) -> dict[str, Tensor]:
-    """The tensors of `Program.state`, contiguous. On a CPU they are the model's own memory where that is contiguous, not copies."""
+    """Return the tensors of `Program.state`, contiguous.
+
+    Tensors that are contiguous and on a CPU share the model's memory and are not copied.
+    """
     by_name: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     names = [p.name for p in parameters if p.alias_of is None] + [b.name for b in buffers]
     return {name: by_name[name].detach().as_subclass(Tensor).cpu().contiguous() for name in names}
@@ -130,14 +149,16 @@ def state_of(model: nn.Module, parameters: tuple[ParameterSpec, ...], buffers: t
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
-    """Restore every module's train or eval mode on exit, which may differ within a model, and what an overridden `train()` freezes.
+    """Restore every module's train or eval mode, and every parameter's `requires_grad`, on exit.
 
     Yields:
-        A function that puts the model into train mode (True) or eval mode (False), as `model.train(mode)` does. In train mode, a module
-        that the user had put into eval mode within a model in train mode (a frozen normalization, a teacher) stays in eval mode.
+        A function that sets the model to train mode (True) or eval mode (False) like
+        `model.train(mode)`. In train mode, a module that the user had set to eval mode within a
+        model in train mode (a frozen normalization, a teacher) stays in eval mode.
 
     Raises:
-        CaptureError: an overridden `train()` changes values of the model as well; the yielded function raises it.
+        CaptureError: raised by the yielded function if an overridden `train()` also changes values
+            of the model.
     """
     before = [(module, module.training) for module in model.modules()]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -148,7 +169,7 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
         with nullcontext() if overridden is None else _values_unchanged(model, overridden):
             try:
                 model.train(training)
-            except Exception as error:  # it may be a method of the user's own
+            except Exception as error:  # train() may be the user's own method
                 raise CaptureError(
                     f"the model cannot be put into {'train' if training else 'eval'} mode: {raised(error)}",
                     where=str(place_of_error(error) or "Job.model"),
@@ -169,9 +190,12 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
 
 @contextmanager
 def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]:
-    """Raise if the model's parameters or buffers change inside, and restore them. `overridden`: a module with a `train()` of its own."""
+    """Raise CaptureError if the model's values change inside the block, and restore them.
+
+    overridden: a module with a `train()` of its own.
+    """
     named = (*model.named_parameters(), *model.named_buffers())
-    # The sparse file of an abstract model's tensors (hollow.py) is not to be read.
+    # The sparse file of an abstract model's tensors (hollow.py) must not be read.
     before = {name: (value, value.detach().clone()) for name, value in named if value.untyped_storage().filename is None}
     yield
     changed = [name for name, (value, copy) in before.items() if not torch.equal(value.detach(), copy)]
@@ -190,11 +214,14 @@ def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back buffers (the objects and their values), gradients and the random generators; what was registered meanwhile is removed."""
+    """Restore buffers, gradients and random generators on exit.
+
+    Buffers are restored as objects and in value; what was registered inside is removed.
+    """
     held = [
         (module, name, value, value.detach().clone())
         for module in model.modules()
-        for name, value in module._buffers.items()  # the registry itself: a buffer that forward assigned anew is another object
+        for name, value in module._buffers.items()  # the registry itself: a buffer that forward reassigns is another object
         if value is not None
     ]
     registered = [(registry, set(registry)) for module in model.modules() for registry in (module._buffers, module._parameters)]

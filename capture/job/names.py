@@ -1,4 +1,4 @@
-"""Names of parameters, buffers, modules and inputs: data, which any text may be that can be printed."""
+"""Names of parameters, buffers, modules and inputs: data, of any printable text."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import nn
 from trainload.core.errors import JobError
 
 LONGEST = 512
-"""Characters of a dotted name."""
+"""Maximum length of a dotted name in characters."""
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode's categories of control and format characters, surrogates, and separators of lines and paragraphs."""
+"""Unicode categories: control, format, surrogates, line and paragraph separators."""
 
 
 def is_part(text: str) -> bool:
-    """Return whether a text may stand between the dots of a name: it is not empty, holds no dot, and can be printed."""
+    """Return True for a text that can be a part of a dotted name: printable, without dots."""
     return bool(text) and "." not in text and not any(unicodedata.category(character) in _UNPRINTABLE for character in text)
 
 
 def is_dotted_name(text: str) -> bool:
-    """Return whether a text can be the name of a parameter or a buffer."""
+    """Return True if a text can be the name of a parameter or a buffer."""
     return len(text) <= LONGEST and all(is_part(part) for part in text.split("."))
 
 
@@ -28,7 +28,7 @@ def check_names(model: nn.Module) -> None:
     """Check that a package can hold the names of a model's parameters and buffers.
 
     Raises:
-        JobError: it cannot.
+        JobError: if it cannot.
     """
     for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if not is_dotted_name(name):

@@ -14,22 +14,24 @@ from trainload.core.errors import JobError
 def parameter_groups(
     model: torch.nn.Module, patterns: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any] | None = None, *, only: bool = False
 ) -> list[dict[str, Any]]:
-    """Sorts a model's trained parameters into groups, for `torch.optim`'s optimizers.
+    """Sort a model's trained parameters into groups, for `torch.optim`'s optimizers.
 
         torch.optim.AdamW(trainload.parameter_groups(model, {"*.bias": {"weight_decay": 0.0}}, rest={"weight_decay": 0.1}))
 
     Args:
-        model: its parameters with `requires_grad` are sorted; one that is tied has several names, and is in one group.
-        patterns: pattern -> options of its group. `*` stands for any characters, `?` for one, `[ab]` for one of some; case counts. A
-            parameter belongs to the first pattern that one of its names fits.
-        rest: options of the group of all others; None: the optimizer's own.
-        only: others are left out, to be trained by another optimizer or not at all.
+        model: its parameters with `requires_grad` are sorted; a tied one has several names, and is
+            in one group.
+        patterns: pattern -> options of its group. `*` matches any characters, `?` one character,
+            `[ab]` one of those listed; case matters. A parameter belongs to the first pattern that
+            matches one of its names.
+        rest: options of the group of all others; None: the optimizer's defaults.
+        only: leave out all others, to be trained by another optimizer or not at all.
 
     Returns:
         One group for each pattern, in order, then one for the rest if there are any.
 
     Raises:
-        JobError: a pattern gets no parameter.
+        JobError: if a pattern selects no parameter.
     """
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""What was seen of real batches: families of one structure, with the sizes that came."""
+"""Records real batches as families with the same structure, and the sizes that occurred."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Batches of one structure, with the same constants, and the same inputs of the same dtypes and numbers of dims.
+    """Batches with the same structure, constants and inputs.
+
+    Each input has the same dtype and number of dims in all of them.
 
     Attributes:
         inputs: name -> dtype as torch spells it, sorted.
-        constants: by dotted name.
-        seen: the shapes that came -> how often.
-        kept: an example batch of some of these shapes: copies, nested as they were.
-        variants: shapes -> the variant that takes them; {} until `Recording.job` has found them.
+        constants: constants by dotted name.
+        seen: shapes that occurred -> number of batches.
+        kept: an example batch for some of these shapes: copies, nested like the originals.
+        variants: shapes -> the variant that accepts them; {} until `Recording.job` has found them.
     """
 
     inputs: Mapping[str, str]
@@ -35,11 +37,14 @@ class Family:
 
     @property
     def count(self) -> int:
-        """How many batches came."""
+        """Number of recorded batches."""
         return sum(self.seen.values())
 
     def varied(self) -> dict[str, tuple[int, ...]]:
-        """Input -> the dims, but for the batch dim, that had several sizes. Inputs without any are left out."""
+        """Return input -> dims that had several sizes.
+
+        The batch dim, and inputs without such dims, are left out.
+        """
         found = {}
         for place, name in enumerate(self.inputs):
             shapes = [each[place] for each in self.seen]
@@ -49,7 +54,7 @@ class Family:
         return found
 
     def __str__(self) -> str:
-        """In one line: count, inputs with the sizes that came, and constants."""
+        """Return one line: count, inputs with the sizes that occurred, and constants."""
         entries = []
         for place, (name, dtype) in enumerate(self.inputs.items()):
             shapes = [each[place] for each in self.seen]
@@ -67,10 +72,10 @@ def _span(sizes: list[int]) -> str:
 
 
 class Families:
-    """Takes batches in, and sorts them.
+    """Collects batches and sorts them into families.
 
     Args:
-        most_kept: batches of a family of which copies are kept.
+        most_kept: maximum number of batches of a family that are copied and kept.
     """
 
     def __init__(self, most_kept: int) -> None:
@@ -78,7 +83,11 @@ class Families:
         self._most = most_kept
 
     def add(self, batch: Mapping[str, Any]) -> None:
-        """Notes a batch. Raises: JobError where it holds what no batch of a job can."""
+        """Record a batch.
+
+        Raises:
+            JobError: if it holds something that a job's batch cannot hold.
+        """
         leaves = leaves_of(batch)
         constants = {name: fixed_value(value) for name, value in constants_of(batch).items()}
         inputs = {name: str(leaf.dtype).removeprefix("torch.") for name, leaf in leaves.items()}
@@ -91,7 +100,7 @@ class Families:
             family.kept[shapes] = rebuild(batch, {name: _copied(leaf) for name, leaf in leaves.items()})
 
     def all(self) -> tuple[Family, ...]:
-        """The families, those of which most batches came first."""
+        """Return the families, the most frequent first."""
         return tuple(sorted(self._found.values(), key=lambda family: -family.count))
 
 

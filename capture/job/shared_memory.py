@@ -1,7 +1,7 @@
-"""Checks that no tensor which training changes shares memory with another one.
+"""Checks that no tensor that training changes shares memory with another one.
 
-A package stores each tensor by itself. Where two share memory, eager training changes both by writing to one; the stored ones would
-diverge at the first update.
+A package stores each tensor separately. If two share memory, eager training changes both by writing
+to one; the stored copies would diverge at the first update.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ from trainload.core.errors import CaptureError
 _OTHER_MEMORY = frozenset({torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_})
 _USED = "tensor that forward uses"
 _MOST_WORK = 10**6
-"""Bound on numpy's exact search for a common element of two strided arrays, which is exponential in the number of dims; what is undecided
-counts as overlapping."""
+"""Bound on numpy's exact search for a common element of two strided arrays.
+
+The search is exponential in the number of dims.
+
+Undecided cases count as overlapping.
+"""
 
 
 class _Memory:
-    """The bytes of a tensor, as numpy describes an array; nothing is read, so the device does not matter."""
+    """The bytes of a tensor, as numpy describes an array.
+
+    Nothing is read, so the device does not matter.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
@@ -42,7 +49,7 @@ class _Memory:
         }
 
     def overlaps(self, other: _Memory) -> bool:
-        """Return whether an element of one shares a byte with an element of the other."""
+        """Return True if an element of one shares a byte with an element of the other."""
         if self.device != other.device or self.end <= other.start or other.end <= self.start:
             return False
         try:
@@ -52,16 +59,19 @@ class _Memory:
 
 
 def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) -> None:
-    """Check that tensors which training changes share memory with no other tensor, nor one element with another.
+    """Check that tensors that training changes share memory with no other tensor.
 
-    Views of one storage without a common element, such as columns of one fused tensor, pass.
+    Their own elements must not overlap either.
+
+    Views of one storage without a common element, such as columns of one fused tensor, are allowed.
 
     Args:
         changing: "parameter NAME" or "buffer NAME" -> a tensor that an update or a step writes to.
-        fixed: the same, and any other description -> a tensor that nothing writes to; these may share memory with each other.
+        fixed: the same, or any other description -> a tensor that nothing writes to; these may
+            share memory with each other.
 
     Raises:
-        CaptureError: two share memory; the message names both.
+        CaptureError: if two share memory; the message names both.
     """
     for name, tensor in changing.items():
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -87,19 +97,22 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
 
 
 def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, written: Set[str] = frozenset()) -> None:
-    """Check that what training changes of a model shares memory with no other tensor of it.
+    """Check that a model's tensors that training changes share memory with no other one.
 
     Args:
-        model: its parameters that require a gradient are what training changes.
-        exported: a graph of it, if there is one yet: what it holds as constants is compared as well.
-        written: the buffers that a call of the graph writes to; training changes them, too.
+        model: training changes its parameters that require a gradient.
+        exported: a graph of it, if there is one yet; its constants are compared as well.
+        written: buffers that a call of the graph writes to; training changes them, too.
 
     Raises:
-        CaptureError: two share memory; the message names both, a constant by the line that uses it.
+        CaptureError: if two share memory; the message names both, a constant by the line that uses
+            it.
     """
     changing, fixed = dict[str, Tensor](), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         (changing if parameter.requires_grad else fixed)[f"parameter {name}"] = parameter.detach()
+    # With duplicates: a batch norm under two names has one set of statistics in eager mode, but two
+    # in a package.
     for name, buffer in model.named_buffers(remove_duplicate=False):
         (changing if name in written else fixed)[f"buffer {name}"] = buffer
     if exported is not None:
@@ -141,10 +154,10 @@ def _overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 
 def check_same_memory(exported: ExportedProgram) -> None:
-    """Check that a graph replaces or resizes the storage of no parameter or buffer.
+    """Check that a graph does not replace or resize the storage of a parameter or buffer.
 
     Raises:
-        CaptureError: forward calls `set_`, `resize_` or `resize_as_` on one.
+        CaptureError: if forward calls `set_`, `resize_` or `resize_as_` on one.
     """
     for node in calls_in(exported.graph_module):
         if is_overload(node.target) and node.target.overloadpacket in _OTHER_MEMORY and getattr(node.args[0], "op", "") == "placeholder":

@@ -1,8 +1,10 @@
-"""What is kept of an example batch, and batches made up from it, so that a graph can be run where no data is.
+"""Statistics of an example batch, and batches generated from them.
 
-The rows themselves are not kept: they may be private, and a package would grow by them. Of each input a few evenly spaced values
-are. They are the example's own, so a made-up batch holds no token beyond the vocabulary, and the -100 that a loss ignores as often as
-it was there.
+With these a graph can run where there is no data.
+
+The rows themselves are not stored: they may be private, and would make the package larger. Instead
+a few evenly spaced values of each input are. They are the example's own, so a generated batch holds
+no token outside of the vocabulary, and the -100 that a loss ignores about as often as the example.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from trainload.capture.program import GraphCapture, InputSpec, Program
 from trainload.core.errors import DataError
 
 QUANTILES = 17
-"""How many values of an input are kept: the smallest, the greatest and what lies at each sixteenth between."""
+"""Number of stored values of an input: smallest, greatest and those at each sixteenth between."""
 _CURE = "Give rows to compare on: --data, or data=."
 
 
 def with_quantiles(program: Program, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
-    """The program, its inputs knowing what the example batch of each graph holds."""
+    """Return the program with the quantiles of each graph's example batch in its inputs."""
     graphs = {
         name: dataclasses.replace(
             graph, inputs=tuple(dataclasses.replace(i, quantiles=quantiles_of(examples[name][i.name])) for i in graph.inputs)
@@ -36,7 +38,9 @@ def with_quantiles(program: Program, examples: Mapping[str, Mapping[str, Tensor]
 
 
 def quantiles_of(values: Tensor) -> tuple[int | float, ...]:
-    """QUANTILES entries of `values` (any shape), ascending, evenly spaced in rank; () where none is a finite real number.
+    """Return QUANTILES entries of `values` (any shape), ascending, evenly spaced in rank.
+
+    () if none is a finite real number.
 
     bool counts as 0 and 1.
     """
@@ -55,15 +59,16 @@ def quantiles_of(values: Tensor) -> tuple[int | float, ...]:
 
 
 def synthesise(capture: GraphCapture, seed: int, more_rows: int = 0) -> dict[str, Tensor]:
-    """A batch that is like the graph's example: of its sizes, with values between its quantiles.
+    """Return a batch with the example's sizes, and with values between its quantiles.
 
     Args:
-        capture: the graph; its sizes' hints are the example's.
-        seed: another one gives another batch.
-        more_rows: rows beyond the example's; fewer where the graph does not take more, none where their number is fixed.
+        capture: the graph; the hints of its sizes are the example's sizes.
+        seed: seed of the values.
+        more_rows: rows beyond the example's; fewer rows than the example's if the graph does not
+            accept more; ignored if their number is fixed.
 
     Raises:
-        DataError: the graph does not say what integers an input holds.
+        DataError: if an integer input has no quantiles.
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = _shapes(capture, more_rows)
@@ -71,7 +76,7 @@ def synthesise(capture: GraphCapture, seed: int, more_rows: int = 0) -> dict[str
 
 
 def rows_of(capture: GraphCapture, more_rows: int = 0) -> int:
-    """How many rows `synthesise` gives a batch."""
+    """Return the number of rows of a batch from `synthesise`."""
     return _shapes(capture, more_rows)[0][0]
 
 
@@ -105,6 +110,6 @@ def _values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Te
         return torch.randn(shape, generator=generator).to(dtype)
     held = np.asarray(spec.quantiles)
     rank = torch.rand(shape, generator=generator, dtype=torch.float64).numpy() * (len(held) - 1)
-    whole = all(float(value).is_integer() for value in spec.quantiles)  # a mask of 0.0 and 1.0 has nothing between
+    whole = all(float(value).is_integer() for value in spec.quantiles)  # a mask of 0.0 and 1.0 has no values in between
     made = held[rank.round().astype(np.int64)] if whole else np.interp(rank, np.arange(len(held)), held)
     return torch.from_numpy(np.asarray(made)).to(dtype)

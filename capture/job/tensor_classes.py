@@ -1,8 +1,12 @@
-"""Tensors that are more or less than numbers in a row: subclasses with behaviour, other layouts, tensors without values.
+"""Rejects tensors that differ from plain dense tensors.
 
-A subclass without behaviour of its own (it overrides nothing of `torch.Tensor`) computes what a tensor computes, and is captured as one.
-Any other class decides in Python what its operators do: the graph would have what the class does inside, over tensors that are no
-parameters of the model, or would leave it out. Such a tensor is refused by name.
+These are subclasses with behaviour, other layouts, and tensors without values.
+
+A subclass without behaviour of its own (it overrides nothing of `torch.Tensor`) computes what a
+tensor computes, and is captured as one. Any other class decides in Python what its operators do. In
+a trace every parameter and input is a fake tensor, whatever its class was, and cannot be converted
+to another class (`as_subclass` raises). The graph would lack what the class does, or have it over
+tensors that are not parameters of the model. Such a tensor is rejected by name.
 """
 
 from __future__ import annotations
@@ -26,16 +30,20 @@ _HARMLESS = frozenset({"__init__", "__new__", "__repr__", "__str__", "__doc__", 
     "__setstate__",
     "__init_subclass__",
 }
-"""What a class may say anew without changing what is computed."""
+"""Attributes that a class may override without changing what is computed."""
 _OF_THE_TRACE = ("torch._subclasses", "torch._functorch", "torch._C", "torch._higher_order_ops")
-"""Modules of the classes that torch traces with."""
+"""Modules of the classes that torch uses while tracing."""
 _ASKING = frozenset({"__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_complex", "__len__", "__repr__", "ndimension"})
-"""Functions of torch that ask for no values."""
+"""Functions of torch that do not read values."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Special:
-    """Why a tensor cannot be captured, and code that makes it one that can: a function of how the user reaches it, and of what it is."""
+    """The reason why a tensor cannot be captured, and code that replaces it.
+
+    `code` takes the expression by which the user reaches the tensor, and what it is ("parameter",
+    "input", ...).
+    """
 
     cause: Cause
     sentence: str
@@ -44,19 +52,22 @@ class _Special:
 
 
 def behaviour_of(cls: type) -> tuple[str, ...]:
-    """What of `torch.Tensor` a subclass says anew, sorted; () for a class that computes what a tensor computes."""
+    """Return the attributes of `torch.Tensor` that a subclass overrides, sorted.
+
+    () for a class that computes what a tensor computes.
+    """
     known = set(dir(Tensor)) - _HARMLESS
     own = [base for base in cls.__mro__ if issubclass(base, Tensor) and base not in (Tensor, nn.Parameter, nn.Buffer)]
     return tuple(sorted({name for base in own for name in vars(base)} & known))
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is neither on the meta device nor a fake one."""
+    """Return True if a tensor is neither on the meta device nor fake."""
     return tensor.device.type != "meta" and not is_fake(tensor)
 
 
 def class_name(tensor: Tensor) -> str:
-    """As a user would import it."""
+    """Return the qualified name of a tensor's class, as a user would import it."""
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
@@ -64,10 +75,10 @@ def check_tensors(entries: Iterable[tuple[str, str, Tensor]]) -> None:
     """Check that a package can hold some tensors.
 
     Args:
-        entries: (what it is: "parameter", "buffer" or "input"; its name; the tensor).
+        entries: (kind: "parameter", "buffer" or "input"; name; tensor).
 
     Raises:
-        CaptureError: some are not; all of them are listed, with their classes.
+        CaptureError: if it cannot hold some of them; lists all of these, with their classes.
     """
     found = [(entry, special) for entry in entries if (special := _special(entry[2])) is not None]
     if found:
@@ -76,7 +87,7 @@ def check_tensors(entries: Iterable[tuple[str, str, Tensor]]) -> None:
 
 
 def fake_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Fake tensors that modules hold as plain attributes, as entries of `check_tensors`."""
+    """Yield fake tensors that modules hold as plain attributes, as entries for `check_tensors`."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if is_fake(value):
@@ -87,13 +98,13 @@ def check_traceable_arguments(function: Any, arguments: Iterable[Any], model: nn
     """Check that a trace can follow the arguments of a torch function that forward calls.
 
     Args:
-        function: what is called.
-        arguments: by position and by name.
-        model: whose attributes give an argument its name.
-        place: where the user's code is.
+        function: the called function.
+        arguments: positional and keyword arguments.
+        model: its attributes give an argument its name.
+        place: returns the current line of the user's code.
 
     Raises:
-        CaptureError: one is a tensor of another class or layout than `torch.Tensor`'s.
+        CaptureError: if one is a tensor of another class or layout than that of `torch.Tensor`.
     """
     if getattr(function, "__name__", "") in _ASKING:
         return
@@ -130,7 +141,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _attributes(model: nn.Module, tensor: Tensor) -> Iterator[str]:
-    """The names by which modules hold a tensor that is neither a parameter nor a buffer."""
+    """Yield the names by which modules hold a tensor that is neither a parameter nor a buffer."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if value is tensor:
@@ -138,12 +149,15 @@ def _attributes(model: nn.Module, tensor: Tensor) -> Iterator[str]:
 
 
 def is_fake(value: object) -> bool:
-    """Whether it is a tensor of a trace, which has no values."""
+    """Return True if the value is a tensor of a trace, which has no values."""
     return isinstance(value, Tensor) and type(value).__name__ == "FakeTensor"
 
 
 def _special(tensor: Tensor) -> _Special | None:
-    """Why a tensor cannot be captured; None where it can be. The class is asked first: to ask the tensor may run its class's code."""
+    """Return the reason why a tensor cannot be captured, or None.
+
+    The class is checked first: an attribute of the tensor may run code of its class.
+    """
     cls = type(tensor)
     if issubclass(cls, nn.UninitializedParameter | nn.UninitializedBuffer):
         return _UNINITIALISED
@@ -183,7 +197,7 @@ def _wrapper(tensor: Any) -> _Special:
 
 
 def _kept(reached: str, what: str, value: str) -> str:
-    """The statement that puts a plain tensor in place of another one."""
+    """Return the statement that replaces a tensor by a plain one."""
     if what == "parameter":
         return f"{reached} = nn.Parameter({value}.detach())"
     return f"{reached} = {value}"

@@ -1,4 +1,4 @@
-"""Compares two graphs of one program: what a pass made with what it was given."""
+"""Compares two graphs of one program: the output of a pass with its input."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from trainload.core.errors import CaptureError, DataError, raised
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two graphs are furthest apart.
+    """The largest difference between two graphs.
 
     Attributes:
-        graph: "train".
+        graph: name of the graph ("train").
         value: "loss 'loss'", "gradient of a.weight", "buffer mean", ...
-        distance: L2, relative to the first graph's value (a gradient that is little but rounding: to more); 0 where every bit is the
-            same; infinite where shapes differ, or only one has a value or a NaN there.
-        tolerance: up to which they count as equal, by the precisions that the first graph computes in.
+        distance: L2, relative to the norm of the first graph's value (for a gradient that is mostly
+            rounding error: to a larger norm); 0 if all bits are equal; infinite if shapes differ,
+            or if only one has a value or a NaN there.
+        tolerance: largest distance that counts as equal, by the precisions that the first graph
+            computes in.
     """
 
     graph: str
@@ -34,25 +36,30 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether the graphs count as equal."""
+        """True if the graphs count as equal."""
         return self.distance <= self.tolerance
 
 
 def compare(name: str, before: Program, after: Program, batches: Sequence[Mapping[str, Tensor]]) -> Difference:
-    """Runs one graph of two programs on the same batches, each with a seed of its own, and finds where they differ most.
+    """Run one graph of two programs on the same batches and return the largest difference.
 
-    Outputs and buffers are compared, and for a training graph every parameter's gradient. Dropout is on, from the same generator state on
-    both sides: a graph that draws other random numbers, or in another order, differs.
+    Each batch has its own seed.
+
+    Outputs and buffers are compared, and for a training graph every parameter's gradient. Dropout
+    is on, from the same generator state for both graphs: a graph that draws other random numbers,
+    or in another order, differs.
 
     Args:
-        name: of the graph.
-        before: what the other is measured by. Its state is read; both programs have the same state.
-        after: what is measured.
-        batches: on the CPU.
+        name: name of the graph.
+        before: the reference program. Its state is used for both; both programs have the same
+            state.
+        after: the program to check.
+        batches: batches on the CPU.
 
     Raises:
-        CaptureError: a graph fails, or the second writes to a parameter.
-        DataError: the first graph's loss is not finite on a batch, so that nothing could be seen.
+        CaptureError: if a graph fails, or the second writes to a parameter.
+        DataError: if the first graph's loss is not finite on a batch, so that a comparison would
+            show nothing.
     """
     first, second = before.graphs[name], after.graphs[name]
     state = {key: before.state[key] for key in before.state}
@@ -84,7 +91,7 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
 def _replay(
     capture: GraphCapture, program: Program, state: Mapping[str, Tensor], batch: Mapping[str, Tensor], seed: int, what: str
 ) -> dict[str, Tensor | None]:
-    """Value -> tensor: outputs, buffers, gradients."""
+    """Run a graph and return its outputs, buffers and gradients by description."""
     training = capture.training
     buffers = {spec.name: state[spec.name].clone() for spec in program.buffers}
     owned = {p.name: state[p.name].detach().requires_grad_(training and p.trainable) for p in program.parameters if p.alias_of is None}

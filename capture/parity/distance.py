@@ -1,7 +1,9 @@
-"""How far two tensors are apart, wherever a graph is compared with what it was made from.
+"""Distances between tensors, for comparing a graph with the one it was derived from.
 
-Everything is computed in float64, a block of entries at a time: a gradient's float64 copies would take four times its memory, and writing
-them more time than the comparison.
+Everything is computed in float64, one block of entries at a time: float64 copies of a gradient
+would take four times its memory, and writing them would take longer than the comparison. Only
+finite entries enter a norm, since one infinity would make the norm infinite and every relative
+distance 0.
 """
 
 from __future__ import annotations
@@ -14,24 +16,30 @@ from torch import Tensor
 
 _NOISE = 1e-6
 _MARGIN = 8.0
-"""A gradient may differ by so many times what it moves when the weights change in their last bit, as long as that is little beside all
-gradients: it has no more digits. So a bias before a BatchNorm or a softmax, whose gradient is zero but for rounding, does not forbid every
-other order of summation."""
+"""A gradient may differ by this many times its change under a last-bit change of the weights.
+
+It has no more digits than that, as long as the change is small compared to all gradients. So a bias
+before a BatchNorm or a softmax, whose gradient is zero except for rounding, does not forbid every
+other order of summation.
+"""
 _BLOCK = 2**17
-"""Entries of a block: a megabyte of float64, which stays in a core's cache."""
+"""Entries of a block: a megabyte of float64, which fits in a core's cache."""
 
 
 def relative_distance(expected: Tensor | None, got: Tensor | None, floor: float = 0.0) -> float:
-    """The L2 distance, relative to the expected tensor's norm, or to `floor` where that is more; of the finite entries.
+    """Return the L2 distance of the finite entries, relative to the expected tensor's norm.
 
-    Infinite where shapes, dtypes, or the places of NaN or of infinities differ; nothing (None) counts as zeros.
+    It is relative to `floor` if that is larger.
+
+    Infinite if shapes, dtypes, or the positions of NaN or of infinities differ; None counts as
+    zeros.
     """
     if expected is None or got is None:
         present = got if expected is None else expected
         return 0.0 if present is None or not bool((present != 0).any()) else float("inf")
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return float("inf")
-    if torch.equal(expected, got):  # which two NaN are not
+    if torch.equal(expected, got):  # false if both have a NaN
         return 0.0
     pairs = zip(_blocks(expected), _blocks(got), strict=True)
     distance = math.hypot(*(float((a.double() - b.double()).norm()) for a, b in pairs))
@@ -44,35 +52,46 @@ def relative_distance(expected: Tensor | None, got: Tensor | None, floor: float 
 
 
 def absolute_distance(expected: Tensor, got: Tensor) -> float:
-    """The L2 distance of the finite entries."""
+    """Return the L2 distance of the finite entries."""
     pairs = zip(_blocks(expected), _blocks(got), strict=True)
     return math.hypot(*(float((_finite(a) - _finite(b)).norm()) for a, b in pairs))
 
 
 def noise_floor(gradients: Iterable[Tensor | None]) -> float:
-    """Gradients of a smaller norm than this are compared with this: a millionth of the norm of all gradients' finite entries."""
+    """Return the least norm to which a gradient's distance is relative.
+
+    It is a millionth of the norm of all gradients' finite entries.
+    """
     return _NOISE * norm_of(gradients)
 
 
 def digits_floor(gradient: Tensor, moved: Tensor, tolerance: float, total: float) -> float:
-    """A gradient of a smaller norm than this is compared with this: it has no more digits than a tolerance of this leaves.
+    """Return the norm below which a gradient has no more digits than the tolerance leaves.
+
+    Distances are relative to at least this.
 
     Args:
-        gradient: as it is.
-        moved: the same gradient where the state is `nudged`.
-        tolerance: up to which a relative distance counts as none.
-        total: the norm of all gradients, which the result never exceeds.
+        gradient: the gradient.
+        moved: the same gradient with the state `nudged`.
+        tolerance: largest relative distance that counts as equal.
+        total: norm of all gradients, which the result never exceeds.
     """
     return min(_MARGIN * absolute_distance(gradient, moved) / tolerance, total)
 
 
 def tolerance_for(gradient: Tensor | None, tolerance: float) -> float:
-    """The tolerance of a gradient: half a unit of its last place if that is more, for each addition rounds a bfloat16 sum by so much."""
+    """Return the tolerance of a gradient: at least half a unit of its last place.
+
+    Each addition rounds a bfloat16 sum by as much.
+    """
     return tolerance if gradient is None else max(tolerance, torch.finfo(gradient.dtype).eps / 2)
 
 
 def nudged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with each entry one bit up or down, where they are of floating point; names of one tensor stay names of one."""
+    """Return the tensors with each floating-point entry moved one bit up or down.
+
+    Names of one tensor remain names of one.
+    """
     generator = torch.Generator().manual_seed(0)
     made: dict[int, Tensor] = {}
     for value in state.values():
@@ -89,15 +108,15 @@ def _nudged(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def norm_of(gradients: Iterable[Tensor | None]) -> float:
-    """The norm of all gradients together, of their finite entries."""
+    """Return the norm of all gradients together, over their finite entries."""
     return math.hypot(*(float(_finite(block).norm()) for gradient in gradients if gradient is not None for block in _blocks(gradient)))
 
 
 def _finite(block: Tensor) -> Tensor:
-    """In float64, with zeros for what is not finite."""
+    """Return the block in float64, with zeros for entries that are not finite."""
     return block.double().nan_to_num(0.0, 0.0, 0.0)
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """The entries, flattened, (at most `_BLOCK`,) at a time."""
+    """Yield the flattened entries in blocks of at most `_BLOCK`."""
     return iter(torch.split(tensor.detach().reshape(-1), _BLOCK))

@@ -1,8 +1,9 @@
-"""A captured graph in float64: what graphs that compute in bfloat16 or float16 are measured by.
+"""Evaluates a captured graph in float64, as the reference for bfloat16 and float16 graphs.
 
-Two orders of the same bfloat16 operations differ by more than any fixed tolerance that would still notice a fault: by how much depends on
-the graph and on its values. So each is compared with the same graph in float64, and the captured one must be no further from it than eager
-mode is, up to a small factor.
+Two orders of the same bfloat16 operations differ by 3e-3, though neither is wrong: more than any
+fixed tolerance that would still detect a fault. The difference depends on the graph and on its
+values. So both are compared with the same graph in float64, and the captured one must be no further
+from it than eager mode, up to a small factor.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from trainload.capture.program import GraphCapture
 from trainload.capture.source.quiet import ignore_torchs_warnings
 
 _FACTOR = 3.0
-"""A captured value may be this many times as far from float64 as eager mode's: each has rounding errors of its own."""
+"""Factor on eager mode's distance from float64: each side has its own rounding errors."""
 _aten = torch.ops.aten
 Key = tuple[str, str]
-"""The kind of a value and its name, such as ("gradient", "layer.weight")."""
+"""Kind and name of a value, such as ("gradient", "layer.weight")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +36,25 @@ class Reference:
     """Values of one call in float64.
 
     Attributes:
-        values: those of float64; None where the loss does not reach a parameter.
-        typical: eager mode's distance from them, of all gradients together, but at least the rounding error of the least precise dtype
-            in the graph. A single value of eager mode's may be nearer by luck.
+        values: the values; None for the gradient of a parameter that the loss does not reach.
+        typical: distance of eager mode from them, over all gradients together, but at least the
+            rounding error of the least precise dtype in the graph. A single value of eager mode may
+            be closer by chance.
     """
 
     values: Mapping[Key, Tensor | None]
     typical: float
 
     def allows(self, key: Key, expected: Tensor | None, got: Tensor | None, floor: float = 0.0) -> bool:
-        """Return whether a captured value is no further from float64 than eager mode's, up to a small factor.
+        """Return True if a captured value is about as close to float64 as eager mode's.
+
+        Up to a small factor it must be no further away.
 
         Args:
-            key: of the value.
-            expected: eager mode's.
-            got: the captured graph's.
-            floor: as of `relative_distance`.
+            key: key of the value.
+            expected: value of eager mode.
+            got: value of the captured graph.
+            floor: like in `relative_distance`.
         """
         if expected is None or got is None or expected.shape != got.shape or expected.dtype != got.dtype:
             return False
@@ -64,12 +68,15 @@ class Reference:
 def reference_of(
     capture: GraphCapture, call: Callable[[GraphCapture], Mapping[Key, Tensor | None]], gradients: Mapping[Key, Tensor | None]
 ) -> Reference | None:
-    """Return what a graph gives in float64; None where it computes in full precision, and where an operator of it has no such form.
+    """Return the values of a graph in float64.
+
+    None if it computes in full precision, or if one of its operators does not support float64.
 
     Args:
         capture: the graph.
-        call: calls the graph that it is given on the inputs that are compared, in float64, and returns its values, gradients among them.
-        gradients: eager mode's, by the same keys.
+        call: calls a graph on the compared inputs, in float64, and returns its values, including
+            gradients.
+        gradients: gradients of eager mode, by the same keys.
     """
     least = least_precise(capture.exported.graph_module)
     if torch.finfo(least).eps <= torch.finfo(torch.float32).eps:
@@ -86,13 +93,16 @@ def reference_of(
 
 
 def least_precise(module: GraphModule) -> torch.dtype:
-    """Return the floating-point dtype with the fewest digits among a graph's values; float32 where there is none."""
+    """Return the floating-point dtype with the fewest digits among a graph's values.
+
+    float32 if there is none.
+    """
     dtypes = {value.dtype for node in calls_in(module) if isinstance(value := node.meta.get("val"), Tensor) and value.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with those of floating point in float64; names of one tensor stay names of one."""
+    """Return the tensors with floating-point ones in float64; tied names remain tied."""
     made: dict[int, Tensor] = {}
     for value in tensors.values():
         if id(value) not in made:
@@ -101,9 +111,11 @@ def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_float64(capture: GraphCapture) -> GraphCapture:
-    """Return a graph that computes in float64 what `capture` computes, given float64 in place of floating-point inputs.
+    """Return a copy of a graph that computes in float64.
 
-    Random numbers are drawn in the dtype in which they were drawn, so that they are the same.
+    Its floating-point inputs must be float64 too.
+
+    Random numbers are drawn in their original dtype, so that they are the same.
     """
     exported = capture.exported
     held = [value for store in (exported.state_dict, exported.constants) for value in store.values() if isinstance(value, Tensor)]
@@ -128,7 +140,7 @@ def _raised(value: Any) -> Any:
 
 
 def _draw_as_before(module: GraphModule, node: Node) -> None:
-    """Cast what a random operator takes down to the dtypes that it took, and what it gives up again."""
+    """Cast a random operator's operands to their original dtypes, and its results back."""
     with module.graph.inserting_before(node):
         for source in node.all_input_nodes:
             value = source.meta.get("val")

@@ -1,4 +1,4 @@
-"""Finds the module at which a captured graph parts from eager, so that an error can name it."""
+"""Finds the module at which a captured graph starts to differ from eager mode, for errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Distance = Callable[[Tensor, Tensor], float]
 
 
 class _Matcher(Interpreter):
-    """Runs a captured graph and keeps, for each module, the value in it that equals the module's eager output."""
+    """Runs a captured graph and keeps the values that equal modules' eager outputs."""
 
     def __init__(
         self, module: GraphModule, outputs: dict[str, Tensor], matched: dict[str, Tensor], distance: Distance, most: float
@@ -48,18 +48,21 @@ class _Matcher(Interpreter):
 def part_company(
     graph: GraphModule, function: nn.Module, batch: dict[str, Tensor], arguments: Sequence[Tensor], distance: Distance, most: float
 ) -> str:
-    """The first module, in the order in which modules finish, whose output or gradient is another in the graph than in eager.
+    """Return the first module whose output or gradient differs from eager mode.
+
+    Modules are in the order in which they finish.
 
     Args:
         graph: the captured graph; its first output is compared by gradient if it requires one.
-        function: what was captured, in the same mode; buffers of both change.
-        batch: what `function` is given.
-        arguments: what `graph` is given.
-        distance: between an eager and a captured tensor.
-        most: the greatest distance at which they count as equal.
+        function: the captured function, in the same mode; buffers of both change.
+        batch: input of `function`.
+        arguments: inputs of `graph`.
+        distance: distance between an eager and a captured tensor.
+        most: largest distance that counts as equal.
 
     Returns:
-        "module a.b", "between module a and module b", or "" where every module agrees.
+        "module a.b", "module b, or between module a and it", "after module c", or "" if every
+        module agrees.
     """
     model = function.get_submodule("model")
     outputs: dict[str, Tensor] = {}
@@ -92,7 +95,7 @@ def part_company(
     if not names:
         return ""
     expected: tuple[Tensor | None, ...] = torch.autograd.grad(eager_loss, [outputs[n] for n in names], allow_unused=True)
-    # What has no gradient in the graph counts as wrong where eager has one.
+    # A value without a gradient in the graph counts as wrong if it has one in eager mode.
     tracked = [n for n in names if matched[n].requires_grad]
     found: tuple[Tensor | None, ...] = ()
     if tracked:
@@ -115,7 +118,7 @@ def _differ(expected: Tensor | None, got: Tensor | None, distance: Distance, mos
 
 
 def _modules_in(graph: GraphModule) -> set[str]:
-    """Modules of which the graph holds an operator."""
+    """Return the modules of which the graph contains an operator."""
     found: set[str] = set()
     for node in nodes_in(graph):
         found |= {path.removeprefix("model").removeprefix(".") for path, _ in (node.meta.get("nn_module_stack") or {}).values()}

@@ -1,4 +1,4 @@
-"""Replays batches through eager and through a captured graph, and compares what comes out."""
+"""Replays batches through eager mode and through a captured graph, and compares the results."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from trainload.capture.watching.saved_tensors import given_back
 from trainload.core.errors import CaptureError, JobError, RequestError
 
 FULL_PRECISION_TOLERANCE = 1e-5
-"""Greatest L2 distance between a captured and an eager tensor, relative to the eager tensor's norm."""
+"""Maximum L2 distance of a captured from an eager tensor, relative to the eager norm."""
 LOW_PRECISION_TOLERANCE = 1e-3
-"""The same for graphs that compute in float16 or bfloat16 somewhere."""
+"""Like FULL_PRECISION_TOLERANCE, for graphs that compute in float16 or bfloat16 somewhere."""
 _SEED = 20_240_229
 
 
@@ -45,20 +45,21 @@ def check_parity(
     constants: Mapping[str, Tensor],
     kept: list[Replayed] | None = None,
 ) -> set[str]:
-    """Compares outputs, gradients and buffers on batches, each under a seed of its own.
+    """Compare outputs, gradients and buffers on batches, each with its own seed.
 
     Args:
         captured: the graph.
-        function: what it was captured from, in the same mode; its model's buffers are changed.
-        batches: what `replays.replay_batches` made.
+        function: the captured function, in the same mode; its model's buffers are changed.
+        batches: result of `replays.replay_batches`.
         constants: tensor constants by "graph/name".
-        kept: gets what a training graph gave on each batch, where that depends on the batch and the model's initial state alone.
+        kept: receives a training graph's results on each batch on which they depend only on the
+            batch and the model's initial state.
 
     Returns:
-        Names of the parameters that require a gradient and get none.
+        Names of the parameters that require a gradient and receive none.
 
     Raises:
-        CaptureError: something differs; the message names the first module that does.
+        CaptureError: if something differs; the message names the first module that differs.
     """
     missing: set[str] | None = None
     moving: set[Holder] | None = None
@@ -98,7 +99,7 @@ def _compare(
     seed: int,
     kept: list[Replayed] | None,
 ) -> tuple[set[str], set[Holder], Tensor]:
-    """Return the names of the parameters without a gradient, the Python numbers that the call changed, and the loss in eager mode."""
+    """Return the parameters without a gradient, the changed Python numbers, and the eager loss."""
     model = function.get_submodule("model")
     training = captured.training
     rows = next(iter(batch.values())).shape[0]
@@ -114,12 +115,12 @@ def _compare(
                 expected = function(batch)
             _check_no_python_draws(drawn_from(states))
             check_no_leaks(expected, function, batch)
-            if has_checkpoints(captured.exported.graph_module):  # eager runs them again in backward, and updates their buffers twice
+            if has_checkpoints(captured.exported.graph_module):  # eager mode runs them again in backward, and updates buffers twice
                 updated = {n: value.detach().clone() for n, value in model.named_buffers(remove_duplicate=False)}
             eager_gradients = _eager_gradients(expected, captured, parameters) if training else {}
         except RequestError:
             raise
-        except Exception as error:  # a model's own code may raise anything; all of it becomes one line that names the place
+        except Exception as error:  # a model's own code may raise anything; each becomes a report that names the place
             raise replay_error(captured, rows, "the model", error) from error
     _check_no_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
     after = kept_by(function)
@@ -178,7 +179,7 @@ def _compare(
             )
 
     def moved() -> dict[str, Tensor | None]:
-        """The graph's gradients at weights that differ in their last bit."""
+        """Return the graph's gradients at weights that differ in their last bit."""
         beside = nudged(own)
         fresh = {name: value.clone() for name, value in before.items()}
         with replaying(training, seed):
@@ -214,7 +215,7 @@ def _compare(
     if kept is not None and training and not drew and all(_same(value, replayed[name]) for name, value in before.items()):
         kept.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
     missing = {name for name, gradient in eager_gradients.items() if gradient is None}
-    if has_branches(captured.exported.graph_module):  # what only the other branch uses has a gradient of zero in the graph, none in eager
+    if has_branches(captured.exported.graph_module):  # a parameter of the other branch alone has gradient zero in the graph, None in eager
         missing = {name for name in missing if graph_gradients[name] is None}
     return missing, counted, eager_outputs[0]
 
@@ -229,8 +230,11 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The same values as variables of their own: a hook on a parameter is a part of the graph, and must not act a second time."""
-    made = {id(p): p.detach().contiguous().requires_grad_(p.requires_grad) for p in parameters.values()}  # as a package stores them
+    """Return copies as leaf tensors.
+
+    A parameter's hook is part of the graph, and must not run a second time.
+    """
+    made = {id(p): p.detach().contiguous().requires_grad_(p.requires_grad) for p in parameters.values()}  # contiguous, as in a package
     return {name: made[id(p)] for name, p in parameters.items()}
 
 
@@ -288,7 +292,10 @@ def _check_constants_unwritten(names: set[str], captured: GraphCapture) -> None:
 
 @contextmanager
 def replaying(training: bool, seed: int) -> Iterator[None]:
-    """One seed, and no cache of autocast's casts: captured graphs have none, and the cache alone moves bf16 gradients by 1e-3."""
+    """Set the seed and the grad mode, and disable autocast's cache of casts, inside the block.
+
+    Captured graphs have no such cache, and the cache alone changes bf16 gradients by 1e-3.
+    """
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -303,7 +310,12 @@ def replaying(training: bool, seed: int) -> Iterator[None]:
 def _eager_gradients(
     outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor | None]:
-    """By backward(), as a training loop has them: reentrant checkpoints know no other way. The parameters' `grad` is changed."""
+    """Compute gradients by backward() as a training loop does.
+
+    Reentrant checkpoints do not support torch.autograd.grad.
+
+    The parameters' `grad` is changed.
+    """
     owners = {id(p): n for n, p in reversed(list(parameters.items())) if p.requires_grad}
     for name in owners.values():
         parameters[name].grad = None
@@ -333,7 +345,7 @@ def _gradients(outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: 
 
 
 def tolerance_of(captured: GraphCapture) -> float:
-    """How far a graph's values may be from eager's, by the precisions that it computes in."""
+    """Return the tolerance for a graph's values, by the precisions that it computes in."""
     values = (node.meta.get("val") for node in nodes_in(captured.exported.graph_module))
     low = any(isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) for value in values)
     return LOW_PRECISION_TOLERANCE if low else FULL_PRECISION_TOLERANCE
@@ -378,7 +390,7 @@ def _check_gradients(
     wrong = {name: distance for name, distance in distances.items() if not distance <= tolerance_for(expected[name], tolerance)}
     if wrong:
         total, beside = norm_of(expected.values()), moved()
-        for name in list(wrong):  # a sum in another order: no more digits than the weights' last bit leaves
+        for name in list(wrong):  # a sum in another order has no more digits than the weights' last bit determines
             first, other = got[name], beside[name]
             if first is not None and other is not None:
                 wrong[name] = relative_distance(expected[name], first, digits_floor(first, other, tolerance, total))

@@ -1,4 +1,4 @@
-"""The batches on which a captured graph is compared with eager, and what it gave on them."""
+"""The batches on which a captured graph is compared with eager mode, and its results on them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _LEAST = 2
 
 
 class Check(StrEnum):
-    """How much is compared.
+    """Extent of the comparison.
 
-    USUAL: the example batch, and one of another number of rows. THOROUGH: further batches too, of sizes drawn from what the graph takes, in
-    every dim that may vary, with the example's entries in other places; each under a seed of its own.
+    USUAL: the example batch, and one with another number of rows. THOROUGH: also further batches,
+    with sizes drawn from those that the graph accepts in every dynamic dim, and the example's
+    entries in other positions; each with its own seed.
     """
 
     USUAL = "usual"
@@ -30,11 +31,16 @@ class Check(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a captured training graph gave on a batch by autograd, where that is a function of the batch and the program's state alone: no
-    random number was drawn and no buffer was changed.
+    """Results of a captured training graph on a batch, computed by autograd.
 
-    batch: leaf name -> tensor. outputs: in the order of `GraphCapture.outputs`. gradients: of the loss, by the parameter's own name; None
-    where the loss does not reach one.
+    Kept only if they are a function of the batch and the program's state: no random number was
+    drawn and no buffer was changed.
+
+    Attributes:
+        batch: leaf name -> tensor.
+        outputs: outputs in the order of `GraphCapture.outputs`.
+        gradients: gradients of the loss by the owner's parameter name; None for a parameter that
+            the loss does not reach.
     """
 
     batch: Mapping[str, Tensor]
@@ -42,16 +48,18 @@ class Replayed:
     gradients: Mapping[str, Tensor | None]
 
     def is_of(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether it was this batch."""
+        """Return True if the results are those of this batch."""
         return self.batch.keys() == batch.keys() and all(
             tensor.device == batch[name].device and torch.equal(tensor, batch[name]) for name, tensor in self.batch.items()
         )
 
 
 def replay_batches(captured: GraphCapture, batch: Mapping[str, Tensor], check: Check) -> list[dict[str, Tensor]]:
-    """The batches: leaf name -> tensor of the example's dtype. The last of the usual ones is the example itself.
+    """Return the batches: leaf name -> tensor of the example's dtype.
 
-    Two even where the size is fixed: state that is kept outside of buffers shows at the second.
+    The last of the usual ones is the example itself.
+
+    There are two even if the size is fixed: state outside of buffers shows at the second.
     """
     rows = next(iter(batch.values())).shape[0]
     sizes = [rows, rows]
@@ -67,7 +75,10 @@ def replay_batches(captured: GraphCapture, batch: Mapping[str, Tensor], check: C
 
 
 def _varied(captured: GraphCapture, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of drawn sizes: rows of the example in any order, other dims cut or repeated from a drawn place on."""
+    """Return a batch with drawn sizes.
+
+    It has rows of the example in any order, other dims cut or repeated from a drawn offset on.
+    """
     shapes = _symbolic_shapes(captured)
     chosen: dict[Any, int] = {}
     for name, shape in shapes.items():
@@ -96,7 +107,7 @@ def _varied(captured: GraphCapture, batch: Mapping[str, Tensor], generator: torc
 
 
 def _symbolic_shapes(captured: GraphCapture) -> dict[str, list[Any]]:
-    """Input -> each dim's size: an int, or a symbolic expression."""
+    """Return input -> each dim's size: an int, or a symbolic expression."""
     placeholders = [n for n in captured.exported.graph.nodes if n.op == "placeholder"]
     specs = captured.exported.graph_signature.input_specs
     values = [n.meta["val"] for n, s in zip(placeholders, specs, strict=True) if s.kind is InputKind.USER_INPUT]

@@ -1,4 +1,4 @@
-"""torch's "Suggested fixes" for declared sizes that a model does not take: read, and applied to a job."""
+"""Parses torch's "Suggested fixes" for declared sizes, and applies them to a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from trainload.capture.tracing.trace import export_graph
 from trainload.core.errors import CaptureError
 
 MOST_ROUNDS = 8
-"""Exports of one graph before its sizes are given up. torch finds most of what contradicts a declaration at once, so two are usual."""
+"""Maximum number of exports of one graph.
+
+torch finds most contradictions of a declaration at once, so two are usual.
+"""
 
 _REFUSED = re.compile(r"Constraints violated|Specializations unexpectedly required|user-specified range")
 _REASON = re.compile(r"^\s+- (.+?)(?=\. If you're|\.?$|Specializations unexpectedly)", re.MULTILINE)
@@ -40,7 +43,8 @@ _HINTED = re.compile(
 class Fix:
     """One suggestion: `text` as torch writes it ("seq = Dim('seq', max=16)"), about the dim `name`.
 
-    It becomes `number`; or, where `root` is given, factor * root + offset; or a dim of its own of `least` to `most` (None: as declared).
+    The dim becomes `number`; or, if `root` is given, factor * root + offset; or a dim of its own
+    from `least` to `most` (None: as declared).
     """
 
     name: str
@@ -58,7 +62,15 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class AppliedFix:
-    """A suggestion that was followed: `dims` ("x[1]") were declared as `before`, and are now `after`. `graph` could not do without."""
+    """A suggestion that was applied.
+
+    Attributes:
+        graph: the graph that required it.
+        suggestion: text of the suggestion.
+        dims: the affected dims ("x[1]").
+        before: the earlier declaration.
+        after: the new declaration.
+    """
 
     graph: str
     suggestion: str
@@ -71,7 +83,10 @@ class AppliedFix:
 
 
 def refusals(error: CaptureError) -> tuple[str, ...]:
-    """Why torch refuses the declared sizes, one sentence each; empty where it refuses something else."""
+    """Return torch's reasons for rejecting the declared sizes, one sentence each.
+
+    Empty if it rejects something else.
+    """
     text = str(error.__cause__)
     if not _REFUSED.search(text):
         return ()
@@ -80,7 +95,7 @@ def refusals(error: CaptureError) -> tuple[str, ...]:
 
 
 def suggested_fixes(error: CaptureError) -> tuple[Fix, ...]:
-    """What torch suggests to declare instead. Lines of another form than its own are left out: nothing is evaluated."""
+    """Return torch's suggestions. Lines in an unknown form are ignored; nothing is evaluated."""
     text = str(error.__cause__)
     fixes = [
         Fix(f"{m['input']}[{m['dim']}]", f"{m['input']}[{m['dim']}] = {m['number']}", int(m["number"])) for m in _HINTED.finditer(text)
@@ -98,11 +113,13 @@ def suggested_fixes(error: CaptureError) -> tuple[Fix, ...]:
 
 
 def with_suggested_fixes(job: Job) -> tuple[Job, tuple[AppliedFix, ...]]:
-    """The job with its sizes declared as torch suggests, where it refuses them as they are; and what was changed.
+    """Return the job with sizes declared as torch suggests, and the changes.
+
+    Only declarations that torch rejects are changed.
 
     Raises:
-        JobError: the job's description does not hold together.
-        CaptureError: a graph cannot be captured, and no suggestion mends it.
+        JobError: if the job is inconsistent.
+        CaptureError: if a graph cannot be captured, and no suggestion fixes it.
     """
     model = check_model(job.model)
     applied: list[AppliedFix] = []
@@ -125,10 +142,10 @@ def with_suggested_fixes(job: Job) -> tuple[Job, tuple[AppliedFix, ...]]:
 
 
 def apply_fixes(fixes: tuple[Fix, ...], shapes: Shapes, graph: str) -> tuple[Shapes, tuple[AppliedFix, ...]]:
-    """`shapes` changed as `fixes` say, and what was changed. A range is narrowed, never widened.
+    """Return `shapes` with the fixes applied, and the changes. A range is narrowed, never widened.
 
     Raises:
-        CaptureError: rows would depend on each other, or on other sizes.
+        CaptureError: if rows would depend on each other, or on other sizes.
     """
     by_name = {fix.name: fix for fix in fixes}
     roots = {root.__name__: root for dims in shapes.values() for spec in dims.values() if not is_hint(spec) for root in (_root(spec),)}
@@ -153,7 +170,10 @@ def _root(spec: Any) -> Any:
 
 
 def _after(name: str, by_name: Mapping[str, Fix], roots: Mapping[str, Any]) -> Any:
-    """What stands for the dim `name` once the fixes are applied: itself, narrowed; one that depends on another; or Dim.STATIC."""
+    """Return the declaration of the dim `name` after the fixes.
+
+    It is the dim itself, narrowed; a derived dim; or Dim.STATIC.
+    """
     fix, old = by_name.get(name), roots.get(name)
     if fix is None:
         return old if old is not None else Dim(name)

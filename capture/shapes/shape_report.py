@@ -1,4 +1,7 @@
-"""Explains the sizes that a job's graphs take: for each dim what it may be, which line of the user's code has it so, what to write else."""
+"""Explains which sizes a job's graphs accept.
+
+For each dim: its range, the lines of the user's code that restrict it, and what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,13 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A line of the user's code (`place` is "file:line") and what it asks of the sizes: `condition`, such as "x[1] == 48"."""
+    """A line of the user's code and its condition on sizes.
+
+    Attributes:
+        place: "file:line".
+        line: source text of the line.
+        condition: for example "x[1] == 48".
+    """
 
     place: str
     line: str
@@ -41,13 +50,15 @@ class DimReport:
     Attributes:
         input: its (dotted) name.
         dim: 0 is the batch dim.
-        example: the size that the example has.
-        declared: what the job says of it, as a person writes it: "Dim('seq', max=64)". Empty: nothing, so it is fixed.
-        symbol: what stands for the size in the graph: a name, or an expression of names. None: it is fixed to `example`.
-        least: the least size that the graph takes.
-        most: the greatest one. None: there is none.
-        causes: the lines of the user's code that ask something of it, the one that decides first.
-        relax: what to write so that the graph takes more sizes. Empty: it takes all.
+        example: its size in the example.
+        declared: the job's declaration as a user writes it: "Dim('seq', max=64)". Empty: none, so
+            it is fixed.
+        symbol: the size in the graph: a name, or an expression of names. None: it is fixed to
+            `example`.
+        least: least size that the graph accepts.
+        most: greatest size that the graph accepts. None: no upper bound.
+        causes: lines of the user's code that restrict it, the decisive one first.
+        relax: what to write so that the graph accepts more sizes. Empty: it accepts all.
     """
 
     input: str
@@ -63,12 +74,13 @@ class DimReport:
 
 @dataclass(frozen=True, slots=True)
 class ShapeReport:
-    """What the training graph takes.
+    """The sizes that the training graph accepts.
 
     Attributes:
         dims: every dim of every input, in order.
-        refused: why torch refuses the sizes as they are declared, a sentence each. `dims` are then what the model could take.
-        fixes: what torch suggests to declare instead: "seq = Dim('seq', max=16)".
+        refused: torch's reasons for rejecting the declared sizes, a sentence each. `dims` then
+            describes what the model could accept.
+        fixes: declarations that torch suggests instead: "seq = Dim('seq', max=16)".
     """
 
     dims: tuple[DimReport, ...]
@@ -79,15 +91,18 @@ class ShapeReport:
 @one_at_a_time
 @neutrally
 def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
-    """Says what sizes a training graph takes, and why. It traces the loss twice: as declared, and with every dim left to torch.
+    """Report which sizes a training graph accepts, and why.
+
+    The loss is traced twice: with the declared sizes, and with every dim left to torch.
 
     Args:
-        job: whose.
-        graph: its name, with the variant's ("train-masked"). None: the first one that trains.
+        job: the job.
+        graph: name of the graph, including the variant ("train-masked"). None: the first one that
+            trains.
 
     Raises:
-        JobError: the job's description does not hold together, or there is no such graph.
-        CaptureError: the model cannot be captured for a reason that has nothing to do with sizes.
+        JobError: if the job is inconsistent, or there is no such graph.
+        CaptureError: if the model cannot be captured for a reason unrelated to sizes.
     """
     job, model = arranged(job), check_model(job.model)
     trained = [target for target in targets_of(job) if target.training]
@@ -118,14 +133,17 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
 
 
 def _watched(step: Target, batch: dict[str, Tensor], shapes: Shapes) -> tuple[ExportedProgram | None, Guards]:
-    """The program with every dim left to torch, or at least those that are declared dynamic, or None; and what was seen."""
+    """Return the program with every dim left to torch, and the recorded guards.
+
+    If that fails, only the dims declared dynamic are left to torch; None if that fails too.
+    """
     every: Shapes = {name: dict.fromkeys(range(leaf.ndim), Dim.AUTO) for name, leaf in batch.items()}
     declared: Shapes = {name: {dim: Dim.AUTO for dim, spec in dims.items() if spec is not Dim.STATIC} for name, dims in shapes.items()}
     for loose in (every, declared):
         guards = Guards()
         try:
             return export_graph(step, batch, loose, around=guards.noted), guards
-        except CaptureError:  # a model that fails with more dims left open may do well as it is declared
+        except CaptureError:  # a model that fails with more dynamic dims may succeed with the declared ones
             continue
     return None, guards
 
@@ -151,12 +169,12 @@ class _Outcome:
         return int(least) if least.isdigit() else 0, int(most) if most.isdigit() else None
 
     def same(self, place: Place) -> list[Place]:
-        """The dims that have the same size, in order."""
+        """Return the dims that have the same size, in order."""
         return [other for other, size in self.sizes.items() if size == self.sizes[place]]
 
 
 class _Writer:
-    """Puts what was found of one dim into words."""
+    """Describes the results for each dim in words."""
 
     def __init__(
         self, batch: Mapping[str, Tensor], shapes: Shapes, guards: Guards, outcome: _Outcome, could: _Outcome, *, refused: bool
@@ -191,7 +209,7 @@ class _Writer:
         return self._shapes[name].get(dim, Dim.STATIC) is Dim.STATIC or self._outcome.fixed(place)
 
     def _label(self, place: Place) -> str:
-        """How a condition names a dim: by the name that the job gives it, else as input[dim]."""
+        """Return the name of a dim in conditions: the job's name for it, else input[dim]."""
         name, dim = place
         spec = self._shapes[name].get(dim)
         if spec is not None and not is_hint(spec) and not hasattr(spec, "root"):
@@ -236,10 +254,11 @@ class _Writer:
         return _sentence(_change(causes, size), *([write] if spec is Dim.STATIC and dim > 0 else []))
 
     def _widen(self, place: Place, spec: Any, causes: tuple[Cause, ...]) -> Iterator[str]:
-        """What to write for a dim that is dynamic, but does not take all sizes."""
+        """Yield what to write for a dim that is dynamic, but does not accept all sizes."""
         least, most = self._outcome.limits(place)
         low, high = limits_of(spec)
-        smallest, greatest = self._could.limits(place)  # of the model itself, whatever is declared
+        # Limits of the model itself, independent of the declaration. torch's ranges for Dim.AUTO begin at 2.
+        smallest, greatest = self._could.limits(place)
         if most is not None:
             steps = [_change(causes, greatest)] if greatest is not None and greatest <= most else []
             yield _sentence(*steps, *([f"Raise the max of {spelled(spec)}"] if most == high else []))
@@ -254,7 +273,10 @@ class _Writer:
                 yield f"Declare Dim.AUTO or a range in which {cause.condition}, or c{_change((cause,), 0)[1:]}."
 
     def _proposal(self, place: Place) -> str:
-        """What to write in Job.dynamic for a dim that can have other sizes: all dims that have its size at once."""
+        """Return what to write in Job.dynamic for a dim that can have other sizes.
+
+        It covers all dims that have its size.
+        """
         if self._could.fixed(place):
             together, limits = [place], ""
         else:
@@ -262,7 +284,8 @@ class _Writer:
             least, most = self._could.limits(place)
             limits = (f", min={least}" if least > 2 else "") + (f", max={most}" if most is not None else "")
         name, dim = together[0]
-        # torch takes named dims for any size in their range, and a condition that is no range contradicts that.
+        # torch requires named dims to accept every size in their range; a condition that is not a
+        # range contradicts that.
         simple = all(re.fullmatch(r"\S+ (<|<=|>|>=|==) \S+", cause.condition) for other in together for cause in self._causes(other))
         text = "Dim.AUTO" if not simple and not self._could.fixed(place) else f"Dim('{name.replace('.', '_')}_{dim}'{limits})"
         said: dict[str, list[str]] = {}
@@ -273,12 +296,12 @@ class _Writer:
 
 
 def _sentence(*steps: str) -> str:
-    """Steps, one after the other."""
+    """Join steps into one sentence."""
     return ", then ".join([steps[0], *(f"{step[0].lower()}{step[1:]}" for step in steps[1:])]) + "." if steps else ""
 
 
 def _change(causes: tuple[Cause, ...], number: int) -> str:
-    """Which line to change: the one that speaks of `number`, if there is one."""
+    """Return which line to change: one whose condition mentions `number`, if there is one."""
     if not causes:
         return "Change the model so that it takes any length"
     cause = next((c for c in causes if re.search(rf"\b{number}\b", c.condition)), causes[0])
@@ -286,7 +309,10 @@ def _change(causes: tuple[Cause, ...], number: int) -> str:
 
 
 def _sides(expression: str) -> tuple[str, str, str]:
-    """An equation's or inequation's left side, sign and right side: "Eq(a, b)" -> a, "==", b. Anything else -> itself, "", ""."""
+    """Split an equation or inequation "Eq(a, b)" into left side, sign and right side.
+
+    Anything else is returned as itself, "", "".
+    """
     found = re.fullmatch(r"(Eq|Ne)\((.*)\)", expression)
     if found is None:
         return expression, "", ""

@@ -1,7 +1,8 @@
 """Detects errors of the tracer that the model's own code catches.
 
-Tracing raises where eager mode does not, for example at a branch on a tensor's value. A model that catches such an error takes another
-path while it is traced than in eager mode, and both paths may give the same result on the example batch.
+Tracing raises where eager mode does not, for example at a branch on a tensor's value. A model that
+catches such an error takes another path while it is traced than in eager mode, and both paths may
+give the same result on the example batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Raised:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Record an exception that is raised inside if eager mode would not raise it."""
+        """Record an exception that is raised inside the block if eager mode would not raise it."""
         try:
             yield
         except Exception as error:
@@ -40,7 +41,7 @@ class Raised:
 
     @contextlib.contextmanager
     def by_sizes(self) -> Iterator[None]:
-        """Record exceptions that are raised inside when a symbolic number is converted to a Python number."""
+        """Record, inside the block, exceptions of conversions of symbolic numbers."""
         with contextlib.ExitStack() as stack:
             for kind in (torch.SymBool, torch.SymInt, torch.SymFloat):
                 for name in _CONVERSIONS:

@@ -1,4 +1,4 @@
-"""Why a model cannot be captured: one table of causes, and how each is recognised in what torch raises."""
+"""The reasons why a model cannot be captured, and how each is recognised in torch's exceptions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One cause.
+    """One reason why a model cannot be captured.
 
     Attributes:
-        anchor: of its section in docs/capture.md.
-        sentence: what happens, to be read after "the train graph cannot be captured: ".
+        anchor: anchor of its section in docs/capture.md.
+        sentence: description, to be read after "the train graph cannot be captured: ".
         advice: what to do, in a sentence.
-        kinds: names of the exception classes that mean it, whatever they say.
-        wording: a pattern in "ClassName: message" of an exception that means it. Several versions' wording; empty: never raised.
+        kinds: names of exception classes that always mean it.
+        wording: a pattern for "ClassName: message" of an exception that means it, for several
+            versions of torch; empty: never raised.
     """
 
     anchor: str
@@ -26,7 +27,7 @@ class Cause:
     wording: str = ""
 
     def explains(self, error: BaseException) -> bool:
-        """Whether this exception means this cause."""
+        """Return True if the exception has this cause."""
         kind = type(error).__name__
         return kind in self.kinds or bool(self.wording and re.search(self.wording, f"{kind}: {error}"))
 
@@ -193,7 +194,7 @@ RAISED: tuple[Cause, ...] = (
     TENSOR_CLASS,
     BREAK,
 )
-"""Those that show in what torch raises; the first that explains an exception is its cause."""
+"""Causes recognised in torch's exceptions, in order; the first that explains one is its cause."""
 
 CAUSES: tuple[Cause, ...] = (
     *RAISED,
@@ -208,11 +209,11 @@ CAUSES: tuple[Cause, ...] = (
     EAGER,
     DIFFERENCE,
 )
-"""All of them; each has a section in docs/capture.md."""
+"""All causes; each has a section in docs/capture.md."""
 
 
 def cause_of(errors: Iterable[BaseException]) -> Cause | None:
-    """The cause of an exception and those that led to it, the last one first."""
+    """Return the cause of a chain of exceptions, which starts with the last one raised."""
     for error in errors:
         for cause in RAISED:
             if cause.explains(error):

@@ -1,4 +1,4 @@
-"""Writes code to be pasted in place of what cannot be captured, out of the user's own expressions."""
+"""Writes replacements for code that cannot be captured, built from the user's own expressions."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _GUARD = "if not torch.compiler.is_exporting():  # in eager mode only"
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """An expression in its syntax tree: itself, and what it stands in, innermost first."""
+    """An expression in its syntax tree: its node, and the enclosing nodes, innermost first."""
 
     node: ast.expr
     parents: tuple[ast.AST, ...]
 
     @property
     def statement(self) -> ast.stmt:
-        """The statement that it is in."""
+        """The statement that contains it."""
         return next(p for p in (self.node, *self.parents) if isinstance(p, ast.stmt))
 
     @property
     def test_of(self) -> ast.If | ast.IfExp | ast.While | ast.Assert | None:
-        """What branches on it, if it is a condition or a part of one."""
+        """The node that branches on it, if it is a condition or a part of one."""
         inner: ast.AST = self.node
         for parent in self.parents:
             if isinstance(parent, ast.If | ast.IfExp | ast.While | ast.Assert) and parent.test is inner:
@@ -51,7 +51,7 @@ class Spot:
 
 
 def spot_of(place: Place | None) -> Spot | None:
-    """Finds a place in its file's syntax tree. None where the file cannot be read or holds something else by now."""
+    """Find a place in its file's syntax tree; None if the file cannot be read or has changed."""
     if place is None or place.span == (0, 0, 0, 0):
         return None
     try:
@@ -72,7 +72,10 @@ def spot_of(place: Place | None) -> Spot | None:
 
 
 def sharpened(place: Place | None) -> Place | None:
-    """A place that bytecode gives as a whole branch (Python 3.11 does, where the condition is a call), as the condition in it."""
+    """Narrow a place that bytecode reports as a whole branch to its condition.
+
+    Python 3.11 does so if the condition is a call.
+    """
     spot = spot_of(place)
     return place_at(place.file, place.function, _span(spot.node)) if place is not None and spot is not None else place
 
@@ -91,7 +94,7 @@ def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int, int]:
 
 
 def branch(spot: Spot | None) -> str:
-    """Both outcomes of a branch on a tensor's value, as tensors."""
+    """Return code that computes both outcomes of a branch on a tensor's value, as tensors."""
     owner = spot.test_of if spot is not None else None
     if owner is not None and re.search(r"\blen\(|\.numel\(|\.shape\b|\.size\(", ast.unparse(owner.test)):
         return _MASK
@@ -117,7 +120,10 @@ def _of_branch(owner: ast.If | ast.IfExp | ast.While | ast.Assert, spot: Spot) -
 
 
 def _kept(test: ast.expr, spot: Spot) -> str:
-    """A line for each name in a condition that was a Python number out of a tensor, with the tensor kept."""
+    """Return assignments that keep a condition's names tensors.
+
+    One line for each name that was converted from a tensor to a Python number.
+    """
     function = next((p for p in spot.parents if isinstance(p, ast.FunctionDef)), None)
     names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
     lines = []
@@ -147,7 +153,7 @@ def _of_if(owner: ast.If, spot: Spot) -> str:
                 return f"return torch.where({condition}, {_text(value)}, {_text(following.value)})"
     inside = [n for s in owner.body + owner.orelse for n in ast.walk(s)]
     if any(isinstance(n, ast.Return | ast.Break | ast.Continue) for n in inside):
-        return _WHERE  # it leaves more than the branch
+        return _WHERE  # it leaves more than the branch: a function or a loop
     written = sorted({n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)})
     names = ", ".join(written) or "x"
     body = [line for s in owner.body for line in ast.unparse(s).splitlines()]
@@ -171,7 +177,7 @@ def _next(statement: ast.stmt, parents: tuple[ast.AST, ...]) -> ast.stmt | None:
 
 
 class _Tensors(ast.NodeTransformer):
-    """`and`, `or`, `not`, bool(), float(), int() and .item() written for tensors."""
+    """Rewrites `and`, `or`, `not`, bool(), float(), int() and .item() for tensors."""
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         parts = [self.visit(value) for value in node.values]
@@ -215,7 +221,10 @@ def _copy(node: ast.expr) -> ast.expr:
 
 
 def _replaced(statement: ast.stmt, old: ast.expr, new: str) -> str:
-    """A simple statement with one expression in it replaced; the new expression alone where the statement has a body of its own."""
+    """Return a simple statement with one of its expressions replaced.
+
+    It is the new expression alone if the statement has a body.
+    """
     if hasattr(statement, "body"):
         return new
     text, inner = ast.unparse(statement), ast.unparse(old)
@@ -228,7 +237,7 @@ def _replaced(statement: ast.stmt, old: ast.expr, new: str) -> str:
 
 
 def number(spot: Spot | None) -> str:
-    """A number out of a tensor, kept a tensor."""
+    """Return code that keeps a number taken out of a tensor as a tensor."""
     match spot.statement if spot is not None else None:
         case ast.For(iter=ast.Call(func=ast.Name(id="range"), args=[count])) as loop if spot is not None:
             index, name, after = "i", "x", "after_a_round"
@@ -253,10 +262,10 @@ def number(spot: Spot | None) -> str:
 
 
 class _Numpy(ast.NodeTransformer):
-    """numpy's functions and conversions to it written with torch."""
+    """Rewrites numpy functions, and conversions to numpy, with torch."""
 
     copies = False
-    """Set if `copy` or `deepcopy` was replaced by `clone`, which only tensors have."""
+    """True if `copy` or `deepcopy` was replaced by `clone`, which only tensors have."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -276,7 +285,7 @@ class _Numpy(ast.NodeTransformer):
 
 
 def values(spot: Spot | None) -> str:
-    """The same computed by torch; a print or a log in eager mode only."""
+    """Return code that computes the same with torch, or prints and logs in eager mode only."""
     if spot is not None:
         statement = spot.statement
         before = ast.unparse(statement)
@@ -296,7 +305,7 @@ def values(spot: Spot | None) -> str:
 
 
 def data(spot: Spot | None) -> str:
-    """A write through `.data` as one in place; a read as detach()."""
+    """Return code with an in-place write for a write through `.data`, detach() for a read."""
     if spot is None:
         return "with torch.no_grad():\n    self.buffer.copy_(value)"
     statement = spot.statement
@@ -313,7 +322,7 @@ _IN_PLACE: dict[type[ast.operator], str] = {ast.Add: "add_", ast.Sub: "sub_", as
 
 
 def attribute(spot: Spot | None) -> str:
-    """A Python number of a module as a buffer."""
+    """Return code that keeps a Python number of a module in a buffer."""
     owner, name, change = "self", "count", "add_(1)"
     if spot is not None and isinstance(spot.node, ast.Attribute):
         owner, name = _text(spot.node.value), spot.node.attr
@@ -335,7 +344,7 @@ _DRAWS = {
 
 
 def outside(spot: Spot | None) -> str:
-    """What forward takes from outside of the model, as a draw of torch's or as an input."""
+    """Return code with a draw of torch, or an input, for a value from outside of the model."""
     if spot is not None and not hasattr(spot.statement, "body"):
         text = ast.unparse(spot.statement)
         after = text
@@ -354,7 +363,7 @@ def outside(spot: Spot | None) -> str:
 
 
 def input_write(spot: Spot | None) -> str:
-    """A write to an input as an operator without the underscore."""
+    """Return code with an out-of-place operator for a write to an input."""
     match spot.node if spot is not None else None:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) as call if spot is not None and method.endswith("_"):
             kept = ast.unparse(ast.Call(ast.Attribute(ast.Name(name), method.rstrip("_")), call.args, call.keywords))
@@ -365,7 +374,7 @@ def input_write(spot: Spot | None) -> str:
 
 
 def parameter_write(spot: Spot | None) -> str:
-    """A constraint on a parameter as a parametrization."""
+    """Return code with a parametrization for a constraint on a parameter."""
     owner, name = "self", "weight"
     if spot is not None:
         for node in ast.walk(spot.node):
@@ -383,7 +392,7 @@ def parameter_write(spot: Spot | None) -> str:
 
 
 def operator_name(text: str) -> str:
-    """The name "library::operator" in what torch raised; a made-up one where it has none."""
+    """Return the name "library::operator" in torch's message; a placeholder if it names none."""
     found = re.search(r"\b([a-z_]\w*)(?:::|\.)(\w+?)(?:\.(?:default|Tensor|Scalar|out|\w+_\w+))?(?:[:>\s)]|$)", text, re.IGNORECASE)
     quoted = re.search(r"(\w+)::(\w+)", text)
     chosen = quoted or found
@@ -391,7 +400,10 @@ def operator_name(text: str) -> str:
 
 
 def fake_kernel(text: str) -> str:
-    """A fake kernel for the operator that torch named; torch's own operators get a custom one around them."""
+    """Return a fake kernel for the operator that torch named.
+
+    For one of torch's operators it is a custom operator around it.
+    """
     name = operator_name(text)
     if name.startswith("aten::"):
         return custom_operator(name.partition("::")[2].lstrip("_"))
@@ -399,7 +411,7 @@ def fake_kernel(text: str) -> str:
 
 
 def custom_operator(name: str = "part") -> str:
-    """What stands there as an operator of the user's own, which a capture does not look into."""
+    """Return a custom operator of the user's own, into which a capture does not look."""
     return (
         f'@torch.library.custom_op("my_library::{name}", mutates_args=())\n'
         f"def {name}(x: torch.Tensor) -> torch.Tensor:\n"
@@ -412,7 +424,7 @@ def custom_operator(name: str = "part") -> str:
 
 
 def derivative(text: str) -> str:
-    """A derivative for the operator that torch named."""
+    """Return a derivative for the operator that torch named."""
     return (
         "def setup(ctx, inputs, output):\n"
         "    ctx.save_for_backward(*inputs)\n"
@@ -427,8 +439,11 @@ def derivative(text: str) -> str:
 
 
 def size(spot: Spot | None, text: str, name: str) -> str:
-    """A size that follows the input, and the declaration of the sizes that the model takes as it is. `name`: of an input with that size,
-    where torch does not name the input and the dim.
+    """Return code in which a size follows the input.
+
+    It may also declare the sizes that the model accepts now.
+
+    name: an input with that size, used if torch does not name the input and the dim.
     """
     fixed = re.search(r"^\s*\w+ = (\d+)\s*$", text, re.MULTILINE)
     declared = re.search(r"^\s*\w+ = (Dim\([^*\n]*\d\))\s*$", text, re.MULTILINE)
@@ -438,7 +453,7 @@ def size(spot: Spot | None, text: str, name: str) -> str:
     if spot is not None and ".tolist()" in _text(spot.node):
         return number(None)
     match spot.node if spot is not None else None:
-        case ast.Call(func=ast.Name(id="len"), args=[value]) as call if spot is not None:  # of code that is in no module
+        case ast.Call(func=ast.Name(id="len"), args=[value]) as call if spot is not None:  # in code that is in no module
             lines.append(_replaced(spot.statement, call, f"{_text(value)}.shape[0]"))
         case ast.Call(func=ast.Name(id="int"), args=[value]) as call if spot is not None:
             lines.append(_replaced(spot.statement, call, _text(value)))

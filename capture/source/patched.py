@@ -1,4 +1,4 @@
-"""Attributes and functions that are others for a while."""
+"""Temporary replacements of attributes and functions."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 OPERATORS = "torch._higher_order_ops"
-"""torch's module of operators that take functions."""
+"""Module of torch with the operators that take functions."""
 _NOT_OF_MODELS = sys.stdlib_module_names | {
     *("torch", "sympy", "mpmath", "numpy", "networkx", "scipy", "pandas", "pyarrow", "matplotlib", "sklearn"),
     *("ray", "pydantic", "rich", "click", "requests", "urllib3", "aiohttp", "botocore", "google", "grpc", "huggingface_hub", "tokenizers"),
     *("pytest", "_pytest", "hypothesis"),
 }
-"""Packages that no model is written in, of those that are often in a process and are large."""
+"""Large packages that are often loaded and contain no model code."""
 _SEARCHED = frozenset({"torch", "torch.func", OPERATORS})
-"""torch's modules that functions are looked for in all the same."""
+"""Modules of torch in which functions are replaced nevertheless."""
 
 
 def may_hold_models(path: str) -> bool:
-    """Return whether a module of this name may contain the code of a model."""
+    """Return True if a module of this name may contain the code of a model."""
     return path.partition(".")[0] not in _NOT_OF_MODELS or path.startswith("ray.rllib.")
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """An attribute that is another one inside."""
+    """Replace an attribute inside the block."""
     had, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -40,13 +40,14 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def renamed(replacements: Mapping[Callable[..., Any], object]) -> Iterator[None]:
-    """Replace functions of torch inside the block, under every name by which a module holds them; torch's other inner modules keep them.
+    """Replace functions of torch inside the block, under every name by which a module holds them.
 
-    All modules are searched once, whatever the number of functions: a process with transformers in it holds half a million names, and a
-    module's names are looked at one by one only where its values have one of the functions.
+    torch's own internal modules are left alone. All modules are searched once, for any number of
+    functions: a process with transformers in it holds half a million names, so a module's names are
+    inspected one by one only if its values contain one of the functions.
 
     Args:
-        replacements: function -> what stands for it.
+        replacements: function -> its replacement.
     """
     values = {id(function): value for function, value in replacements.items()}
     places = []

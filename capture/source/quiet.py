@@ -1,4 +1,4 @@
-"""Keeps torch from printing pages beside the one line that a user gets."""
+"""Keeps torch from printing pages of output beside the one error report of the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Silences torch's loggers and what torch.export prints to stderr; what went wrong is in the exception that is raised."""
+    """Silence torch's loggers and torch.export's output to stderr.
+
+    The exception has the details.
+    """
     loggers = [logging.getLogger(n) for n in logging.Logger.manager.loggerDict if n == "torch" or n.startswith("torch.")]
     before = [(found, found.disabled) for found in loggers]
     try:
@@ -25,7 +28,10 @@ def quiet_torch() -> Iterator[None]:
 
 
 def ignore_torchs_warnings() -> None:
-    """Within `warnings.catch_warnings()`: what torch says of itself while it traces, and a user can do nothing about."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch deprecates names of its own
+    """Ignore warnings of torch about itself that a user cannot act on.
+
+    Call it inside `warnings.catch_warnings()`.
+    """
+    warnings.simplefilter("ignore", FutureWarning)  # torch uses its own deprecated names
     warnings.simplefilter("ignore", DeprecationWarning)
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # cond's tracer looks at it

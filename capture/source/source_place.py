@@ -1,4 +1,4 @@
-"""Where in somebody's source something happened: from tracebacks, live frames and bytecode to lines and columns."""
+"""Finds the user's lines and columns from tracebacks, live frames and bytecode."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ _LIBRARIES = (
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a source file is the user's or of a library of models: not Python's, torch's, numpy's, triton's or trainload's."""
+    """Return True if a source file is the user's or a model library's.
+
+    Python, torch, numpy, triton and trainload are neither.
+    """
     if file.startswith(("<", *_LIBRARIES)) or os.path.join("site-packages", "triton", "") in file:
         return False
     return "site-packages" in Path(file).parts or not file.startswith(_STANDARD_LIBRARY)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that led to it, the last one first."""
+    """Yield an exception and those that led to it, the last one first."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -43,7 +46,10 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def place_of_error(error: BaseException) -> Place | None:
-    """The innermost expression of the user's code in an exception's traceback, or in those of the exceptions that led to it."""
+    """Return the innermost expression of the user's code in an exception's traceback.
+
+    Exceptions that led to it are searched too.
+    """
     for each in chain(error):
         found = None
         trace = each.__traceback__
@@ -57,7 +63,7 @@ def place_of_error(error: BaseException) -> Place | None:
 
 
 def place_of_frame(frame: FrameType | None) -> Place | None:
-    """The innermost expression of the user's code that is being evaluated, `frame` and outwards."""
+    """Return the innermost expression of the user's code being evaluated in `frame` or outwards."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return place_in(frame.f_code, frame.f_lasti)
@@ -66,19 +72,22 @@ def place_of_frame(frame: FrameType | None) -> Place | None:
 
 
 def place_here() -> Place | None:
-    """The same for the caller."""
+    """Return the innermost expression of the user's code under evaluation in the caller."""
     return place_of_frame(inspect.currentframe())
 
 
 def place_of_node(node: Node | None) -> str:
-    """The user's file and line of a graph's node, as torch noted them; its name where there is none."""
+    """Return the user's file and line of a graph's node, as recorded by torch.
+
+    The node's name if there is none.
+    """
     trace = str(node.meta.get("stack_trace") or "") if node is not None else ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ") and '"<' not in line]
     return frames[-1] if frames else f"node {node}"
 
 
 def place_of_function(function: object) -> Place | None:
-    """Where a function begins; None for what has no source."""
+    """Return the first line of a function; None if it has no source."""
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return (
         Place(_shown(code.co_filename), code.co_firstlineno, code.co_name, linecache.getline(code.co_filename, code.co_firstlineno).strip())
@@ -88,7 +97,7 @@ def place_of_function(function: object) -> Place | None:
 
 
 def place_in(code: CodeType, instruction: int) -> Place:
-    """The expression of the instruction at this offset of the bytecode."""
+    """Return the expression of the instruction at this offset of the bytecode."""
     line, last, column, end = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
     if line is None:
         return Place(code.co_filename, code.co_firstlineno, code.co_name)
@@ -96,7 +105,10 @@ def place_in(code: CodeType, instruction: int) -> Place:
 
 
 def place_at(file: str, function: str, span: tuple[int, int, int, int]) -> Place:
-    """The expression at these positions: line, column, last line, last column; columns count UTF-8 bytes, as Python does."""
+    """Return the expression at a position.
+
+    span: line, column, last line, last column; columns count UTF-8 bytes, as Python does.
+    """
     linecache.checkcache(file)
     line, column, last, end = span
     text = linecache.getline(file, line).rstrip("\n")
@@ -108,6 +120,6 @@ def place_at(file: str, function: str, span: tuple[int, int, int, int]) -> Place
 
 
 def _shown(file: str) -> str:
-    """Relative where that is shorter to read."""
+    """Return the path relative to the working directory if it is inside of it."""
     folder = os.getcwd() + os.sep
     return file.removeprefix(folder)

@@ -1,4 +1,8 @@
-"""Kernels of the user's own: operators that have none for the device of the comparison, and Triton's that are no operators."""
+"""The user's own kernels.
+
+Reports operators without a kernel for the device of the comparison, and Triton kernels outside of
+operators.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,12 @@ _RAW = (
 
 
 class _Failing(TorchFunctionMode):
-    """Remembers the operator that raised first. What a backward calls is out of a mode's sight, but torch names what has no kernel."""
+    """Mode that records the first operator that raised.
+
+    A Triton operator fails on CPU tensors with a message of the driver that does not name it.
+    Operators that a backward calls do not reach a mode, but torch's message names an operator
+    without a kernel.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,14 +65,14 @@ class _Failing(TorchFunctionMode):
 
 
 def without_kernel(function: nn.Module, batch: Mapping[str, Tensor]) -> CaptureError | None:
-    """The page for a model that eager mode cannot run, if an operator of the user's own is what fails; else None.
+    """Return the error for an operator of the user that cannot run in eager mode, or None.
 
     Args:
-        function: what fails. Its model's buffers and gradients change.
-        batch: what it fails on.
+        function: the failing function. Its model's buffers and gradients change.
+        batch: the batch on which it fails.
     """
     mode = _Failing()
-    with contextlib.suppress(Exception), mode:  # that it raises is known
+    with contextlib.suppress(Exception), mode:  # it is known to raise
         loss = next((value for value in function(dict(batch)) if value.requires_grad), None)
         if loss is not None:
             loss.backward()
@@ -81,7 +90,7 @@ def without_kernel(function: nn.Module, batch: Mapping[str, Tensor]) -> CaptureE
 
 @contextlib.contextmanager
 def no_raw_kernels() -> Iterator[None]:
-    """Inside, a Triton kernel that is launched outside of an operator is refused."""
+    """Reject Triton kernels that are launched outside of an operator, inside the block."""
     triton = sys.modules.get("triton.runtime.jit")
     if triton is None:
         yield
@@ -103,7 +112,7 @@ def check_no_wrapped_kernels(module: GraphModule) -> None:
     """Check that a graph launches no Triton kernel itself (`wrap_triton` outside of an operator).
 
     Raises:
-        CaptureError: it does.
+        CaptureError: if it does.
     """
     for node in calls_in(module):
         if str(node.target).startswith("triton_kernel_wrapper"):

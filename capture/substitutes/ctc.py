@@ -1,6 +1,7 @@
-"""The CTC loss as an operator with shapes that are known before it runs: torch's own keep a table whose width depends on the data.
+"""The CTC loss as an operator, `trainload::ctc_loss`, whose output shapes are known before it runs.
 
-It is `trainload::ctc_loss`, which every reader of packages has. Its derivative is computed with it.
+torch's own operator returns a table whose width depends on the data, and has no fake kernel. This
+one computes loss and gradient together; every program that reads packages defines it.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ _ATEN = torch.ops.aten
 def losses_and_gradient(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
-    """Each row's negative log likelihood, and its gradient.
+    """Return each row's negative log likelihood, and its gradient.
 
     Args:
-        log_probs: (time, rows, classes), of floating point.
-        targets: (rows, longest), or all rows' one after another.
+        log_probs: (time, rows, classes), floating point.
+        targets: (rows, longest), or the concatenated targets of all rows.
         input_lengths: (rows,) integers.
         target_lengths: (rows,) integers.
-        blank: the class that stands for nothing.
-        zero_infinity: whether impossible rows get the gradient 0.
+        blank: the blank class.
+        zero_infinity: True if impossible rows get the gradient 0.
 
     Returns:
-        (rows,) and (time, rows, classes), of the dtype of `log_probs`.
+        (rows,) and (time, rows, classes), with the dtype of `log_probs`.
     """
     given = (log_probs.contiguous(), targets, input_lengths, target_lengths)
     losses, table = _ATEN._ctc_loss.Tensor(*given, blank, zero_infinity)
@@ -64,9 +65,12 @@ def ctc_loss(
     reduction: int | str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.ctc_loss` or `torch.nn.functional.ctc_loss`, by that operator; the first has numbers for reductions."""
+    """Compute `torch.ctc_loss` or `torch.nn.functional.ctc_loss` with this operator.
+
+    The first has numbers for reductions.
+    """
     if log_probs.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(log_probs.device.type):
-        log_probs = log_probs.float()  # as autocast on a CPU has it
+        log_probs = log_probs.float()  # as autocast does on a CPU
     batched = log_probs.ndim == 3
     lengths = [torch.as_tensor(given, device=log_probs.device).reshape(-1) for given in (input_lengths, target_lengths)]
     losses: Tensor

@@ -1,7 +1,7 @@
-"""Batch norm whose running statistics are the mean over all steps (momentum=None), as torch.export can trace it.
+"""Batch norm with cumulative statistics (momentum=None), in a form that torch.export traces.
 
-torch reads the count of batches as a Python number and hands its inverse to the operator. Here the operator computes the statistics of the
-batch, and the running ones are moved by a tensor.
+torch reads the number of batches as a Python number and passes its inverse to the operator. Here
+the operator computes the statistics of the batch, and a tensor updates the running statistics.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 BATCH_NORM: Any = nn.BatchNorm1d.__mro__[1]
-"""The class below all batch norms of torch."""
+"""Base class of all batch norms of torch."""
 
 
 def counted_average(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Batch norm's forward, by `original` where the factor of the running statistics is no tensor."""
+    """Return batch norm's forward with a tensor factor for cumulative statistics.
+
+    It calls `original` in all other cases.
+    """
 
     def forward(module: Any, x: Tensor) -> Tensor:
         if module.momentum is not None or not module.training or not module.track_running_stats or module.num_batches_tracked is None:

@@ -1,7 +1,10 @@
-"""Gamma and Dirichlet variates, of which torch.distributions makes those of Beta, Chi2 and Student: operators that know their shapes.
+"""Gamma and Dirichlet variates as operators with known shapes.
 
-A variate and its derivative are apart: `dirichlet_at(concentration, x)` is x, with the derivative of a variate that turned out to be x.
-torch's own kernels compute both, and draw what eager mode draws.
+torch.distributions builds Beta, Chi2 and Student variates from them.
+
+A variate and its derivative are separate, so that any way of drawing has torch's derivative:
+`dirichlet_at(concentration, x)` is x, with the derivative of a variate that turned out to be x.
+torch's own kernels compute both, and draw the same numbers as eager mode.
 """
 
 from __future__ import annotations
@@ -17,20 +20,26 @@ _ATEN = torch.ops.aten
 
 @torch.library.custom_op("trainload::dirichlet", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dirichlet(concentration: Tensor) -> Tensor:
-    """(..., k) positive numbers -> (..., k), each row of a Dirichlet distribution."""
+    """Draw Dirichlet variates: (..., k) concentrations -> (..., k), one variate in each row."""
     drawn: Tensor = _ATEN._sample_dirichlet.default(concentration)
     return drawn
 
 
 @torch.library.custom_op("trainload::dirichlet_at", mutates_args=())
 def dirichlet_at(concentration: Tensor, x: Tensor) -> Tensor:
-    """X (..., k), with the derivative by `concentration` of a Dirichlet variate that is x."""
+    """Return x (..., k), with the derivative of a Dirichlet variate equal to x.
+
+    The derivative is with respect to `concentration`.
+    """
     return x.clone()
 
 
 @torch.library.custom_op("trainload::dirichlet_gradient", mutates_args=())
 def dirichlet_gradient(concentration: Tensor, x: Tensor) -> Tensor:
-    """(..., k): how each entry of x moves with its own concentration, before the row is brought back to a sum of 1."""
+    """Return (..., k): the derivative of each entry of x by its own concentration.
+
+    It is the one before normalization of the row to a sum of 1.
+    """
     total = concentration.sum(-1, keepdim=True).expand_as(concentration)
     gradient: Tensor = _ATEN._dirichlet_grad.default(x, concentration, total)
     return gradient
@@ -38,13 +47,16 @@ def dirichlet_gradient(concentration: Tensor, x: Tensor) -> Tensor:
 
 @torch.library.custom_op("trainload::gamma_at", mutates_args=())
 def gamma_at(concentration: Tensor, x: Tensor) -> Tensor:
-    """x, with the derivative by `concentration` of a standard gamma variate that is x."""
+    """Return x, with the derivative of a standard gamma variate equal to x.
+
+    The derivative is with respect to `concentration`.
+    """
     return x.clone()
 
 
 @torch.library.custom_op("trainload::gamma_gradient", mutates_args=())
 def gamma_gradient(concentration: Tensor, x: Tensor) -> Tensor:
-    """How each element of x moves with its concentration."""
+    """Return the derivative of each element of x by its concentration."""
     gradient: Tensor = _ATEN._standard_gamma_grad.default(concentration, x)
     return gradient
 
@@ -76,7 +88,7 @@ gamma_at.register_autograd(_gamma_backward, setup_context=_keep)
 
 
 def dirichlet_rsample(self: Dirichlet, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008  # torch's own signature
-    """`torch.distributions.Dirichlet.rsample` by these operators."""
+    """Implement `torch.distributions.Dirichlet.rsample` with these operators."""
     concentration = self.concentration.expand(self._extended_shape(sample_shape))
     drawn: Tensor = dirichlet_at(concentration, dirichlet(concentration.detach()))
     return drawn

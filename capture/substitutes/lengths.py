@@ -1,4 +1,7 @@
-"""`len` of a tensor while a model is traced. Python makes a plain number of whatever `__len__` returns, which would fix the size."""
+"""Replaces `len` while a model is traced.
+
+Python converts the result of `__len__` to a plain number, which would fix the size.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,17 @@ from trainload.capture.source.patched import may_hold_models
 
 @contextlib.contextmanager
 def lengths() -> Iterator[None]:
-    """`len(x)` of a tensor is `x.shape[0]` inside, in all modules that a model may be written in and that have no `len` of their own.
+    """Make `len(x)` of a tensor return `x.shape[0]` inside the block.
 
-    Code that calls it by another name (`builtins.len`), or that is in no module (a string that was executed), gets a plain number.
+    It applies to all modules that may hold a model's code and have no `len` of their own. Code that
+    calls it by another name (`builtins.len`), or that is in no module (an executed string), gets a
+    plain number.
     """
     spaces = [
         vars(module)
-        for path, module in list[tuple[str, Any]](sys.modules.items())  # where anything may stand
-        # by its type: what cffi puts there (OpenSSL's functions, for one) says that it is a module, and takes no attributes
+        for path, module in list[tuple[str, Any]](sys.modules.items())  # sys.modules may hold any object
+        # by its type: objects of cffi (OpenSSL's functions, for one) claim to be modules, but
+        # accept no attributes
         if issubclass(type(module), ModuleType)
         and may_hold_models(path)
         and path.partition(".")[0] != "trainload"

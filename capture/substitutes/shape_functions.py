@@ -1,6 +1,9 @@
-"""Functions of torch that ask sizes or values while they are traced, though their result does not depend on the answer.
+"""Substitutes for functions of torch that query sizes or values while traced.
 
-While a model is watched each is the same computation in operators that do not ask; where that cannot be had, torch's own.
+Their result does not depend on the answer.
+
+While a model is watched, each is computed by operators that do not query them, or by torch's own
+function if that is impossible.
 """
 
 from __future__ import annotations
@@ -17,14 +20,17 @@ from trainload.capture.substitutes.ctc import ctc_loss
 
 _hint: Callable[[Any], int] = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int  # type: ignore[attr-defined]  # its name before torch 2.13
 _FEW = 25
-"""Above so many rows torch computes distances by a matrix product."""
+"""torch computes distances by a matrix product above this number of rows."""
 
 
 def _chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """A dim whose size is a multiple of `chunks`, as that of stacked views is.
+    """Split a dim whose size is a multiple of `chunks`, as that of stacked views is.
 
-    Of stacked columns it is one if their sizes are the same; torch keeps that as a condition. A size of one symbol is asked nothing: it
-    would have to be even from then on.
+    torch.chunk would fix even a size `2*s0`.
+
+    For stacked columns it is a multiple if their sizes are the same, which torch keeps as a
+    condition. The size is not queried if it has only one symbol, since that would have to be even
+    from then on.
     """
     size: Any = x.shape[dim]
     if isinstance(size, int) or not (
@@ -35,7 +41,7 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
-    """By the one of torch's two ways that it takes on the example."""
+    """Compute distances with the method that torch uses for the example's number of rows."""
     if p == 2 and compute_mode == "use_mm_for_euclid_dist_if_necessary":
         rows: tuple[Any, Any] = (x1.shape[-2], x2.shape[-2])
         many = any((size if isinstance(size, int) else _hint(size)) > _FEW for size in rows)
@@ -44,7 +50,7 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_f
 
 
 def _take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
-    """By expanding both: torch compares their sizes as plain numbers."""
+    """Gather after expanding both tensors: torch compares their sizes as plain numbers."""
     if dim is None:
         return x.flatten().gather(0, indices.flatten())
     dim %= x.ndim
@@ -55,7 +61,7 @@ def _take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tenso
 
 
 def _cov(x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
-    """Without weights, whose values torch checks."""
+    """Compute a covariance without weights; torch checks the values of weights."""
     if fweights is not None or aweights is not None:
         return torch.cov(x, correction=correction, fweights=fweights, aweights=aweights)
     rows = x.reshape(1, -1) if x.ndim < 2 else x
@@ -66,7 +72,10 @@ def _cov(x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, awei
 def _gaussian_nll(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
-    """Without the check that no variance is negative. The gradient of a variance below `eps` is torch's: as if it were not raised."""
+    """Compute the loss without torch's check that no variance is negative.
+
+    The gradient of a variance below `eps` is that of torch: as if it had not been clamped.
+    """
     if not isinstance(var, Tensor) or (var.ndim != input.ndim and var.ndim != input.ndim - 1):
         return nn.functional.gaussian_nll_loss(input, target, var, full, eps, reduction)
     var = var.unsqueeze(-1) if var.ndim < input.ndim else var
@@ -87,11 +96,14 @@ SUBSTITUTES: Mapping[Any, Callable[..., Any]] = {
     Tensor.cov: _cov,
     nn.functional.gaussian_nll_loss: _gaussian_nll,
 }
-"""Function -> the same, as the watch's mode calls it."""
+"""Function -> its substitute, which the watch's mode calls."""
 
 
 def encoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`nn.TransformerEncoder.forward` that takes the mask as it is, where torch's would ask its values whether it is causal."""
+    """Return an `nn.TransformerEncoder.forward` that uses the mask as it is.
+
+    torch's own checks by the mask's values whether it is causal.
+    """
 
     def forward(
         self: nn.TransformerEncoder,
@@ -106,7 +118,7 @@ def encoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of `nn.TransformerDecoder.forward`."""
+    """Return the same for `nn.TransformerDecoder.forward`."""
 
     def forward(self: nn.TransformerDecoder, *args: Any, **kwargs: Any) -> Any:
         if len(args) < 7:  # tgt, memory, four masks, tgt_is_causal
@@ -117,7 +129,10 @@ def decoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def module_to(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`nn.Module.to` that leaves a module alone where nothing would change: torch writes to `.data` even then."""
+    """Return an `nn.Module.to` that does nothing if nothing would change.
+
+    torch writes to `.data` even then.
+    """
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(kwargs[name] for name in ("device", "dtype") if kwargs.get(name) is not None)]

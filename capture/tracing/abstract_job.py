@@ -1,4 +1,7 @@
-"""Captures a job whose model has no values, and holds it to a smaller job of the same code that was proven."""
+"""Captures a job whose model has no values.
+
+It is compared with a smaller job of the same code that has been proven.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from trainload.core.errors import CaptureError, JobError
 
 @dataclass(frozen=True, slots=True)
 class AbstractProof:
-    """What is known of an abstract program.
+    """Evidence for an abstract program.
 
     Attributes:
-        reduced_parameters: elements of the reduced job's parameters, which was compared with eager.
-        structure: the sha256 that both programs have; see `structure.py`.
+        reduced_parameters: number of parameter elements of the reduced job, which was compared with
+            eager mode.
+        structure: sha256 of the structure of both programs; see `structure.py`.
     """
 
     reduced_parameters: int
@@ -31,17 +35,21 @@ class AbstractProof:
 
 
 def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof]:
-    """Captures a job without its values, and demands the structure of a program that was proven.
+    """Capture a job without its values, and check that it has the structure of a proven program.
 
     Args:
-        job: its model's parameters and buffers may be on the meta device or fake; so may the batch's tensors.
-        reduced: captured, from the same code with smaller sizes.
+        job: its model's parameters and buffers may be on the meta device or fake; so may the
+            batch's tensors.
+        reduced: program captured from the same code with smaller sizes.
 
     Returns:
-        The program, with no `state`, and what is known of it. A parameter is trained where its like in `reduced` is.
+        The program, with no `state`, and the evidence for it. A parameter is trained if its
+        counterpart in `reduced` is.
 
     Raises:
-        CaptureError: it cannot be captured, or differs from `reduced` in more than sizes and repetition.
+        JobError: if one graph of the job feeds another.
+        CaptureError: if it cannot be captured, or differs from `reduced` in more than sizes and
+            repetition.
     """
     if any(graph.feeds for graph in job.graphs.values()):
         raise JobError(
@@ -50,7 +58,7 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
             hint="Freeze it with weights.",
         )
     with hollow(job.model), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".* parameters get no gradient from the loss")  # said of the reduced job
+        warnings.filterwarnings("ignore", message=r".* parameters get no gradient from the loss")  # the reduced job warned already
         program = capture(with_real_batch(job), None)
     trained = trainable_patterns(reduced)
     parameters = tuple(replace(p, trainable=p.trainable and trained.get(pattern(p.name), p.trainable)) for p in program.parameters)
@@ -70,12 +78,12 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
 
 
 def _as_in(reduced: GraphCapture | None, graph: GraphCapture, program: Program) -> GraphCapture:
-    """The graph with what was found of its like in the reduced job by running it."""
+    """Return the graph with the properties measured on its counterpart in the reduced job."""
     return replace(graph, reached=_reached(reduced, program), coupled=reduced is not None and reduced.coupled)
 
 
 def _reached(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] | None:
-    """The parameters that a graph gives a gradient: those whose like gets one in the reduced job."""
+    """Return the parameters whose counterpart receives a gradient in the reduced job."""
     if reduced is None or reduced.reached is None:
         return None
     patterns = {pattern(name) for name in reduced.reached}
@@ -83,7 +91,7 @@ def _reached(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] 
 
 
 def with_real_batch(job: Job) -> Job:
-    """The job, zeros in place of the examples' tensors that have no values."""
+    """Return the job with zeros in place of the example tensors that have no values."""
     return replace(job, batch=_real(job.batch), variants={name: _real(batch) for name, batch in job.variants.items()})
 
 

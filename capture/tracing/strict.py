@@ -1,9 +1,12 @@
-"""torch.export's strict mode, for models that its non-strict one cannot follow: taken only where it loses nothing.
+"""torch.export's strict mode, for models that the non-strict mode cannot follow.
 
-The non-strict mode runs the model's Python on fake tensors, under our watch (`watch.py`). The strict one reads its bytecode instead:
-it follows `float(x.shape[0])` and numpy, which give plain values when they are run, but none of the watch's hands reach into it: it
-drops or changes what the watch is there for. So first the model runs once in eager mode, watched: whatever would leave a mark in the
-graph, and whatever lies outside of tensors, speaks against the strict mode.
+It is used only if it loses nothing.
+
+The non-strict mode runs the model's Python on fake tensors, watched by `watch.py`. The strict mode
+interprets the bytecode instead: it follows `float(x.shape[0])` and numpy, which produce plain
+values when they are run, but the watch does not reach into it, so it drops or changes what the
+watch would mark. So the model first runs once in eager mode, watched: if it would leave a mark in
+the graph, or uses anything outside of tensors, the strict mode is rejected.
 """
 
 from __future__ import annotations
@@ -44,30 +47,40 @@ _CURE = "Leave strict out: the non-strict mode keeps it."
 
 
 def could_help(page: CaptureError) -> bool:
-    """Whether all that stands in the way of the non-strict mode is of a kind that the strict one may follow: never a branch on values."""
+    """Return True if strict mode may follow everything that non-strict mode rejects.
+
+    It never follows a branch on values.
+    """
     return bool(page.findings) and all(finding.cause in _HELPED for finding in page.findings)
 
 
 def tried_too(page: Exception, error: Exception) -> None:
-    """Notes on the non-strict mode's page, which still holds, why the strict one did not do."""
+    """Add a note to the non-strict mode's error on why strict mode failed too.
+
+    The error itself remains valid.
+    """
     page.add_note(f"torch.export's strict mode was tried too: {raised(error)}")
 
 
 def export_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:
-    """The training IR of one graph by torch.export's strict mode, not yet compared with eager.
+    """Return the training IR of one graph from torch.export's strict mode.
+
+    It is not yet compared with eager mode.
 
     Args:
-        target: what is captured; its model is in the right mode, and can be run.
-        batch: its leaves.
+        target: the graph to capture; its model is in the right mode, and can be run.
+        batch: leaves of its batch.
         shapes: their declared sizes.
 
     Raises:
-        CaptureError: the model does what the strict mode drops or changes, or the graph holds what no package can; it says which.
-        Exception: whatever torch raises where it cannot follow the model.
+        CaptureError: if the model does something that strict mode drops or changes, or if the graph
+            contains something that a package cannot hold; the message names it.
+        Exception: any exception of torch if it cannot follow the model.
     """
     _check_nothing_dropped(target, batch)
     with quiet_torch(), warnings.catch_warnings(), torch.set_grad_enabled(target.training):
         ignore_torchs_warnings()
+        # torch only warns when strict tracing would write to a module's Python state
         warnings.filterwarnings("error", message=r"While compiling, we found certain side effects")
         exported = torch.export.export(target.function, (batch,), dynamic_shapes=({name: shapes[name] for name in batch},), strict=True)
     check_no_wrapped_kernels(exported.graph_module)
@@ -76,7 +89,7 @@ def export_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
     return exported
 
 
-# What the strict mode would lose
+# Checks before the export: constructs that the strict mode would drop
 
 
 def _check_nothing_dropped(target: Target, batch: dict[str, Tensor]) -> None:
@@ -99,7 +112,10 @@ def _check_nothing_dropped(target: Target, batch: dict[str, Tensor]) -> None:
 
 
 def _check_no_marks(function: Traced, batch: dict[str, Tensor]) -> None:
-    """Runs the model under the watch of a trace, whose marks are operators: each stands for something that the strict mode does not see."""
+    """Run the model under the watch of a trace, and raise if it sets a mark.
+
+    Each mark represents something that strict mode does not see.
+    """
     seen = _Marks()
     copied = {name: value.clone() for name, value in batch.items()}
     with contextlib.redirect_stdout(io.StringIO()), quiet_torch(), warnings.catch_warnings():
@@ -110,7 +126,7 @@ def _check_no_marks(function: Traced, batch: dict[str, Tensor]) -> None:
         except CaptureError:
             if not seen.found:
                 raise
-    if seen.found:  # the model's own code may have caught what was raised
+    if seen.found:  # the model's own code may have caught the exception
         raise seen.found[0]
 
 
@@ -137,7 +153,7 @@ def _run(model: nn.Module, seen: _Marks) -> Iterator[None]:
 
 
 class _Marks(TorchFunctionMode):
-    """Hears of every mark that a watch sets."""
+    """Mode that records every mark that a watch sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +167,7 @@ class _Marks(TorchFunctionMode):
 
 
 class _Audit(Watch):
-    """A watch that says by name which autograd function is called, and takes no hooks on saved tensors at all."""
+    """A watch that names called autograd functions, and rejects all hooks on saved tensors."""
 
     def __init__(self, seen: _Marks) -> None:
         super().__init__()
@@ -187,11 +203,11 @@ def _lost(what: str, place: Place | None) -> CaptureError:
     return CaptureError(f"torch.export's strict mode would lose something: {what}", where="" if place is None else str(place), hint=_CURE)
 
 
-# What came of it
+# Checks of the exported graph
 
 
 def _check_graph(exported: ExportedProgram, target: Target) -> None:
-    """Check that a strict graph contains nothing that the watch did not see, and no state that the model lacks."""
+    """Check that a strict graph contains nothing unwatched, and no state that the model lacks."""
     for node in calls_in(exported.graph_module):
         if is_higher_order(node.target):
             raise _unsound(f"its graph holds the operator {node.target}, whose bodies were not watched")
@@ -207,9 +223,11 @@ def _check_graph(exported: ExportedProgram, target: Target) -> None:
 
 
 def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Shapes) -> None:
-    """Check that the graph accepts all declared sizes: strict mode keeps conditions on them that the other mode rejects.
+    """Check that the graph accepts all declared sizes.
 
-    Conditions on sizes that are left to torch become the graph's guard, as those of the other mode do.
+    Strict mode keeps conditions on them that non-strict mode rejects.
+
+    Conditions on sizes that are left to torch become the graph's guard, as in non-strict mode.
     """
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     declared: dict[str, str] = {}
@@ -226,9 +244,10 @@ def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Sh
                 raise _unsound(f"{name}[{dim}] is {size} in its graph, and declared as {said}")
             if declared.setdefault(size, said) != said:
                 raise _unsound(f"one size stands for {declared[size]} and {said} in its graph")
+    # Conditions are matched by symbol: strict mode names inputs `L['flat_args'][0]` in them.
     symbols = {word for size in declared for word in _words(size)}
     for guard in environment.guards:
-        condition = str(environment.replace(guard.expr))  # "True" where it made one symbol of two
+        condition = str(environment.replace(guard.expr))  # "True" if it unified two symbols
         if symbols & _words(condition):
             raise _unsound(f"it asks {condition} of a declared size")
 

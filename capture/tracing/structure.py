@@ -1,10 +1,14 @@
-"""What two programs of the same code have in common where only sizes and the number of repeated layers differ.
+"""The structure of a program.
 
-A graph is read as calls of modules within modules. Each call is a list of events in their order. An event is an operator, with the rank
-and dtype of what it gives, where its arguments come from (a parameter, an operator of a module), and those of them that are no numbers,
-or that name dims; or it is the call of a module. Numbers in module paths are left out (`layers.17` is `layers.*`), and where a stretch of
-events that calls such a module comes twice in a row, once is enough. So three layers and eighty have one structure if every one of the
-eighty is like one of the three, in the same order of kinds. A first layer is of a kind of its own: its input comes from elsewhere.
+Two programs of the same code share it if only sizes and repetitions of layers differ.
+
+A graph is read as nested calls of modules. Each call is a list of events in order. An event is the
+call of a module, or an operator: with the rank and dtype of its result, the sources of its
+arguments (a parameter, an operator of a module), and those arguments that are not numbers or that
+name dims. Numbers in module paths are left out (`layers.17` is `layers.*`), and if a sequence of
+events that calls such a module occurs twice in a row, it is kept once. So three layers and eighty
+have one structure if each of the eighty is like one of the three, in the same order of kinds. A
+first layer is a kind of its own: its input comes from elsewhere.
 """
 
 from __future__ import annotations
@@ -26,17 +30,17 @@ from trainload.capture.program import GraphCapture, Program
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _NOT_SIZES = ("dim", "reduction")
-"""Beginnings of the names of arguments whose integers are no sizes."""
+"""Prefixes of the names of arguments whose integers are not sizes."""
 
 
 def pattern(name: str) -> str:
-    """A dotted name without the numbers among its parts: "layers.17.weight" -> "layers.*.weight"."""
+    """Replace numeric parts of a dotted name: "layers.17.weight" -> "layers.*.weight"."""
     return _NUMBER.sub("*", name)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two structures part: in which graph's module (or in what else), and what each has there."""
+    """The first difference between two structures: where, and what each program has there."""
 
     where: str
     abstract: str
@@ -57,13 +61,16 @@ class _Call:
 
 
 def structure_of(program: Program) -> str:
-    """The sha256 of a program's structure, in hex: of its graphs, and of the names, ranks and dtypes of its state and inputs."""
+    """Return the sha256 of a program's structure, in hex.
+
+    It covers its graphs, and the names, ranks and dtypes of its state and inputs.
+    """
     text = json.dumps([_declared(program), {name: _tree(graph).digest for name, graph in sorted(program.graphs.items())}], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def difference(abstract: Program, reduced: Program) -> Difference | None:
-    """Where the structures of two programs part; None where they are one."""
+    """Return the first difference between the structures of two programs, or None."""
     ours, theirs = _declared(abstract), _declared(reduced)
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
@@ -76,7 +83,7 @@ def difference(abstract: Program, reduced: Program) -> Difference | None:
 
 
 def _declared(program: Program) -> dict[str, str]:
-    """What a program says of itself beside its nodes: text by what it is about."""
+    """Return a program's declarations other than its nodes, as subject -> text."""
     found: dict[str, set[str]] = {}
     for p in program.parameters:
         alias = "" if p.alias_of is None else f", tied to {pattern(p.alias_of)}"
@@ -95,7 +102,7 @@ def _declared(program: Program) -> dict[str, str]:
 
 
 def _tree(graph: GraphCapture) -> _Call:
-    """A graph as calls of modules within modules, repetition left out."""
+    """Return a graph as nested calls of modules, without repetitions."""
     root = _Call("")
     placeholders = [node for node in graph.exported.graph.nodes if node.op == "placeholder"]
     names = {
@@ -108,7 +115,10 @@ def _tree(graph: GraphCapture) -> _Call:
 
 
 def _fill(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
-    """Adds a graph's calls to `root`. `names`: what its inputs are; every node that is passed gets one: its module and its operator."""
+    """Add a graph's calls to `root`.
+
+    names: descriptions of its inputs; each visited node gets one: its module and its operator.
+    """
     open_calls: list[tuple[str, _Call]] = []
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -121,7 +131,7 @@ def _fill(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
             same += 1
         del open_calls[same:]
         for key, path in stack[same:]:
-            call = _Call(path.removeprefix("model").removeprefix("."))  # the model is a part of what is traced
+            call = _Call(path.removeprefix("model").removeprefix("."))  # the model is a submodule of the traced module
             (open_calls[-1][1] if open_calls else root).events.append(call)
             open_calls.append((key, call))
         here = open_calls[-1][1] if open_calls else root
@@ -130,7 +140,7 @@ def _fill(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
 
 
 def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iterator[str | _Call]:
-    """An operator, then the graphs that it takes."""
+    """Yield an operator, then the graphs that it takes."""
     bodies = bodies_of(module, node)
     inputs = _inputs_of_body(node, bodies, names)
     schema = node.target._schema.arguments if is_overload(node.target) else ()
@@ -146,9 +156,11 @@ def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iter
 
 
 def _inputs_of_body(node: Node, bodies: Mapping[Node, GraphModule], names: Mapping[Node, str]) -> dict[Node, str] | None:
-    """What the inputs of an operator's graph are, where it calls one graph once with what it is given: a region under autocast, or one that
-    is checkpointed. What such a region is given grows with the layers inside; where each operand is used tells more than their list. None
-    of other operators.
+    """Return descriptions of the inputs of an operator's graph, or None.
+
+    Only for an operator that calls one graph once with its own operands: a region under autocast,
+    or a checkpointed one. The number of its operands grows with the layers inside, so the places
+    where they are used say more than their list.
     """
     if len(bodies) != 1:
         return None
@@ -161,7 +173,7 @@ def _inputs_of_body(node: Node, bodies: Mapping[Node, GraphModule], names: Mappi
 
 
 def _argument(value: Any, names: Mapping[Node, str], called: str = "") -> str:
-    """An argument, as far as it is no size: where it comes from. Numbers that are not of dims are left out: they may follow from sizes."""
+    """Return the source of an argument, or "number" if it may follow from sizes."""
     if called.startswith(_NOT_SIZES) and isinstance(value, int | list | tuple):
         return str(value)
     if isinstance(value, Node):
@@ -182,7 +194,7 @@ def _value(value: Any) -> str:
 
 
 def _close(call: _Call) -> None:
-    """Leaves repetition out, innermost calls first, and sets the digests."""
+    """Remove repetitions, innermost calls first, and set the digests."""
     for event in call.events:
         if isinstance(event, _Call):
             _close(event)
@@ -192,7 +204,11 @@ def _close(call: _Call) -> None:
 
 
 def _once(events: list[str | _Call]) -> list[str | _Call]:
-    """The events, less every stretch that repeats the one before it and calls a module with a number in its path."""
+    """Return the events without repetitions.
+
+    A sequence is left out if it repeats the one before it and calls a module with a number in its
+    path.
+    """
     labels = [event.label if isinstance(event, _Call) else event for event in events]
     numbered = [isinstance(event, _Call) and pattern(event.path) != event.path for event in events]
     kept = list(range(len(events)))
@@ -215,7 +231,7 @@ def _once(events: list[str | _Call]) -> list[str | _Call]:
 
 
 def _parting(ours: _Call, theirs: _Call) -> Difference | None:
-    """The innermost place where two calls part."""
+    """Return the innermost difference between two calls."""
     if ours.digest == theirs.digest:
         return None
     for ours_event, theirs_event in zip(ours.events, theirs.events, strict=False):
@@ -242,12 +258,15 @@ def _told(event: str | _Call | None) -> str:
 
 
 def parameter_count(program: Program) -> int:
-    """Elements of all parameters; tied ones once."""
+    """Return the number of elements of all parameters; tied ones count once."""
     return sum(torch.Size(p.shape).numel() for p in program.parameters if p.alias_of is None)
 
 
 def trainable_patterns(program: Program) -> Mapping[str, bool]:
-    """Pattern of a parameter's name -> whether such are trained; patterns of which some are and some are not are left out."""
+    """Return pattern of a parameter's name -> True if such parameters are trained.
+
+    Mixed patterns are left out.
+    """
     found: dict[str, set[bool]] = {}
     for p in program.parameters:
         found.setdefault(pattern(p.name), set()).add(p.trainable)

@@ -1,4 +1,4 @@
-"""What is to be captured of a job: each of its graphs in each mode, for each variant of the batch."""
+"""The graphs to capture of a job: each graph in each mode, for each variant of the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A graph to be captured. `batch`: what its function is given as an example, nested."""
+    """A graph to capture. `batch`: the example passed to its function, nested."""
 
     graph: str
     mode: Mode
@@ -34,20 +34,20 @@ class Target:
 
     @property
     def name(self) -> str:
-        """As `GraphCapture.name`."""
+        """Name of the captured graph, as in `GraphCapture.name`."""
         return graph_name(self.graph, self.mode, self.variant)
 
     @property
     def training(self) -> bool:
-        """Whether it is traced in train mode, with gradients."""
+        """True if it is traced in train mode, with gradients."""
         return self.mode is Mode.TRAIN
 
 
 def graphs_of(job: Job) -> dict[str, Graph]:
-    """The job's graphs by name, in order: those of `Job.graphs`, or the one that `Job.loss` stands for.
+    """Return the job's graphs by name, in order: `Job.graphs`, or a single graph with `Job.loss`.
 
     Raises:
-        JobError: they do not hold together.
+        JobError: if they are inconsistent.
     """
     if not job.graphs:
         if job.optimizer is None:
@@ -89,12 +89,15 @@ def graphs_of(job: Job) -> dict[str, Graph]:
 
 
 def targets_of(job: Job) -> tuple[Target, ...]:
-    """What is captured of a job, in order. A loss is captured twice, for training and for evaluation.
+    """Return the graphs to capture of a job, in order.
 
-    To make examples of what feeds other graphs, the functions that it comes from are run once, in eval mode.
+    A loss is captured twice, for training and for evaluation.
+
+    To get examples for graphs that other graphs feed, the feeding functions are run once, in eval
+    mode.
 
     Raises:
-        JobError: the job's description does not hold together, or a function has state of its own.
+        JobError: if the job is inconsistent, or a function has state of its own.
     """
     graphs = graphs_of(job)
     for variant in job.variants:
@@ -128,10 +131,12 @@ def targets_of(job: Job) -> tuple[Target, ...]:
 
 
 def example_of(job: Job, target: Target) -> tuple[dict[str, Tensor], Shapes]:
-    """The leaves of a target's example, and what is declared of the sizes of all inputs that the job has in this variant.
+    """Return the leaves of a target's example, and the declared sizes.
+
+    These are the sizes of all inputs that the job has in this variant.
 
     Raises:
-        JobError: `Job.dynamic` does not fit the example.
+        JobError: if `Job.dynamic` does not fit the example.
     """
     batches = [job.batch, *job.variants.values()]
     variant = job.variants[target.variant] if target.variant else job.batch
@@ -158,7 +163,10 @@ def _check_name(name: str, where: str) -> None:
 
 
 def _selected(job: Job, batch: Mapping[str, Any], names: Collection[str] | None, where: str) -> dict[str, Any]:
-    """The entries of one of the job's batches that a function reads; of those that only other variants have none is there."""
+    """Return the entries of one of the job's batches that a function reads.
+
+    Entries that only other variants have are left out.
+    """
     if names is None:
         return dict(batch)
     known = set(job.batch).union(*job.variants.values())
@@ -169,7 +177,7 @@ def _selected(job: Job, batch: Mapping[str, Any], names: Collection[str] | None,
 
 
 def _outputs(function: Traced, batch: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """What a function has for other graphs, on an example."""
+    """Yield (name, value) of a function's outputs for other graphs, on an example."""
     with modes_kept(function.model) as set_training, state_kept(function.model), replaying(False, 0), torch.no_grad():
         set_training(False)
         values = function.run(rebuild(batch, leaves_of(batch)))

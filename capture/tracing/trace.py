@@ -44,18 +44,23 @@ def capture(
     kept: dict[str, list[Replayed]] | None = None,
     strict: bool | None = None,
 ) -> Program:
-    """Captures the job's training, evaluation and prediction graphs and proves them equal to eager.
+    """Capture the job's graphs and check that they equal eager mode.
+
+    These are its training, evaluation, prediction and compute graphs.
 
     Args:
-        job: what is captured.
-        check: how much is compared; None: nothing, and the model is not run: the job's tensors have no values. See `abstract.py`.
-        kept: gets, by training graph, what it gave on the batches, for `check_step`.
-        strict: True: by torch.export's strict mode alone; False: by its non-strict one alone; None: by the non-strict one, and where that
-            cannot follow the model by the strict one, if it loses nothing. See `strict.py`.
+        job: the job to capture.
+        check: how much is compared; None: nothing, and the model is not run, since the job's
+            tensors have no values. See `abstract_job.py`.
+        kept: receives, by training graph, its results on the replayed batches, for `check_step`.
+        strict: True: use only torch.export's strict mode; False: only its non-strict mode; None:
+            the non-strict mode, and if that cannot follow the model, the strict mode if it loses
+            nothing. See `strict.py`.
 
     Raises:
-        JobError: the job's description does not hold together.
-        CaptureError: the model cannot be captured, or what was captured differs from eager.
+        JobError: if the job is inconsistent.
+        CaptureError: if the model cannot be captured, or if a captured graph differs from eager
+            mode.
     """
     job, model = arranged(job), check_model(job.model)
     graphs: dict[str, GraphCapture] = {}
@@ -77,7 +82,7 @@ def capture(
                 unreached[target.name] = proven.without_gradient
             for each in targets:
                 each.function.differentiates = each.function.differentiates or differentiates(proven.captured.exported.graph_module)
-        set_training(True)  # an overridden train() may say which parameters are trained
+        set_training(True)  # an overridden train() may change which parameters are trained
         _check_variants(graphs.values())
         without_gradient = set[str].intersection(*unreached.values())
         graphs |= {
@@ -99,7 +104,13 @@ def capture(
 
 @dataclass(frozen=True, slots=True)
 class _Proven:
-    """A graph that was compared with eager; its constants by "graph/name"; the parameters that its loss gives no gradient."""
+    """A graph that was compared with eager mode.
+
+    Attributes:
+        captured: the graph.
+        constants: its constants by "graph/name".
+        without_gradient: parameters that receive no gradient from its loss.
+    """
 
     captured: GraphCapture
     constants: dict[str, Tensor]
@@ -128,11 +139,11 @@ def _check_variants(graphs: Iterable[GraphCapture]) -> None:
 def _capture_graph(
     target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check | None, kept: list[Replayed] | None, strict: bool | None
 ) -> _Proven:
-    """Captures one graph and compares it with eager, unless `check` is None.
+    """Capture one graph and compare it with eager mode, unless `check` is None.
 
     Raises:
-        JobError: the function does not return what a job's must.
-        CaptureError: the model cannot be captured, or what was captured differs.
+        JobError: if the function does not return what a job's function must.
+        CaptureError: if the model cannot be captured, or if the captured graph differs.
     """
     if strict:
         with state_kept(target.function.model):
@@ -153,7 +164,7 @@ def _capture_graph(
 
 
 def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:
-    """By the strict mode, which the caller asked for."""
+    """Export in strict mode because the caller requested it."""
     try:
         return export_strictly(target, batch, shapes)
     except RequestError:
@@ -170,7 +181,12 @@ def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
 def _stepped_in(
     target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check, kept: list[Replayed] | None, refused: CaptureError
 ) -> _Proven | None:
-    """By the strict mode, where the non-strict one has refused. None: it cannot follow the model either, loses something, or differs."""
+    """Capture in strict mode after the non-strict mode rejected the model.
+
+    Returns:
+        The graph; None if strict mode cannot follow the model either, loses something, or differs
+        from eager mode.
+    """
     given: list[Replayed] | None = None if kept is None else []
     why = f"the non-strict mode does not follow the model: {refused.findings[0].sentence}"
     place = refused.findings[0].place
@@ -179,7 +195,7 @@ def _stepped_in(
         with state_kept(target.function.model):
             exported = export_strictly(target, batch, shapes)
         proven = _proven(target, batch, exported, check, given, tracing)
-    except Exception as error:  # noqa: BLE001  # what the page says still holds, and the caller raises it
+    except Exception as error:  # noqa: BLE001  # the first error remains valid, and the caller raises it
         tried_too(refused, error)
         return None
     if kept is not None and given is not None:
@@ -190,7 +206,7 @@ def _stepped_in(
 def _proven(
     target: Target, batch: dict[str, Tensor], exported: ExportedProgram, check: Check | None, kept: list[Replayed] | None, tracing: Tracing
 ) -> _Proven:
-    """What was captured, compared with eager unless `check` is None."""
+    """Return the captured graph, compared with eager mode unless `check` is None."""
     name, function = target.name, target.function
     _strip_prefix(exported)
     _forget_strides(exported, function.model)
@@ -208,23 +224,23 @@ def _proven(
 
 
 def export_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around) -> ExportedProgram:
-    """The training IR of one graph, not yet compared with eager.
+    """Return the training IR of one graph, not yet compared with eager mode.
 
     Args:
-        target: what is traced; its model is in the right mode.
-        batch: its leaves.
+        target: the graph to trace; its model is in the right mode.
+        batch: leaves of its batch.
         shapes: their declared sizes.
-        around: a context, given the traced leaves, in which the function runs.
+        around: returns the context in which the function runs, for the traced leaves.
 
     Raises:
-        JobError: the function does not return what a job's must.
-        CaptureError: torch.export cannot follow it, or refuses the declared sizes.
+        JobError: if the function does not return what a job's function must.
+        CaptureError: if torch.export cannot follow it, or rejects the declared sizes.
     """
     try:
         return _export(target, batch, shapes, around)
     except RequestError:
         raise
-    except Exception as error:  # a model's own code may raise anything; all of it becomes a page that names the place
+    except Exception as error:  # a model's own code may raise anything; each becomes a report that names the place
         raise _page(target, error, batch, shapes) from error
 
 
@@ -242,11 +258,12 @@ def _export(
     around: Around = nothing_around,
     inside: AbstractContextManager[object] | None = None,
 ) -> ExportedProgram:
-    """torch.export's non-strict mode, which runs the model's Python, watched."""
+    """Run torch.export's non-strict mode, which runs the model's Python, watched."""
     training, function = target.training, target.function
     with quiet_torch(), warnings.catch_warnings():
         ignore_torchs_warnings()
-        # Assigned tensors are put back by torch.export; one that is no buffer and carries a value to the next call fails the replay.
+        # torch.export restores assigned tensors. One that is not a buffer and carries a value to
+        # the next call fails the replay.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
         after = sorted(n for n, p in function.model.named_parameters() if p._post_accumulate_grad_hooks)
         if after and training:
@@ -257,6 +274,9 @@ def _export(
         hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
         watch = Watch()
         with torch.set_grad_enabled(training), inside or nullcontext(), _watched(watch, function, hooks if training else {}, around):
+            # Not with prefer_deferred_runtime_asserts_over_guards: the graph of a model that splits
+            # the batch in halves would then assert `s // 2 != 1`, and fail on two and three rows,
+            # which the model accepts.
             exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
         caught = watch.raised.caught()
         if caught is not None:
@@ -269,7 +289,10 @@ def _export(
 
 
 def _drop_failed(exported: ExportedProgram) -> None:
-    """Remove calls that raised during tracing and whose error the model caught: they have no value and no users."""
+    """Remove calls that raised during tracing and whose error the model caught.
+
+    They have no value and no users.
+    """
     for module in graphs_in(exported.graph_module):
         for node in reversed(module.graph.nodes):
             if is_overload(node.target) and node.meta.get("val") is None and not node.users and node.target._schema.returns:
@@ -284,7 +307,7 @@ def _watched(
     hooks: dict[str, list[Callable[[Tensor], Tensor | None]]],
     around: Around,
 ) -> Iterator[None]:
-    """Inside, the function's forward is watched by a trace."""
+    """Watch the function's forward inside the block."""
 
     @contextmanager
     def watched(batch: Mapping[str, Tensor]) -> Iterator[None]:
@@ -299,9 +322,12 @@ def _watched(
 
 
 def _forget_strides(exported: ExportedProgram, model: nn.Module) -> None:
-    """Let a graph take contiguous tensors where the model's own are not: a package stores them so.
+    """Make a graph accept contiguous tensors where the model's own are not contiguous.
 
-    A view that only the model's strides allow becomes `reshape`, which is a view wherever one is possible.
+    A package stores tensors contiguously.
+
+    A view that only the model's strides allow becomes `reshape`, which is a view whenever one is
+    possible.
     """
     if all(tensor.is_contiguous() for tensor in (*model.parameters(), *model.buffers())):
         return
@@ -313,7 +339,7 @@ def _forget_strides(exported: ExportedProgram, model: nn.Module) -> None:
 
 
 def _strip_prefix(exported: ExportedProgram) -> None:
-    """Gives parameters and buffers the names that they have in the user's module."""
+    """Give parameters and buffers the names that they have in the user's module."""
     for spec in exported.graph_signature.input_specs:
         if spec.target is not None:
             spec.target = spec.target.removeprefix(_PREFIX)
@@ -326,7 +352,7 @@ def _strip_prefix(exported: ExportedProgram) -> None:
 
 
 def input_specs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple[InputSpec, ...]:
-    """What a graph's inputs are, in order. `batch`: its example."""
+    """Return the specs of a graph's inputs, in order. `batch`: its example."""
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     values = [
         node.meta["val"]
@@ -339,7 +365,7 @@ def input_specs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple
         shape: list[SizeLike] = []
         for dim, size in enumerate(value.shape):
             text = str(size)
-            if text.isdigit():  # a SymInt too, where torch made a constant of a dim that was left to it
+            if text.isdigit():  # may be a SymInt of a constant expression, if torch specialized a dim that was left to it
                 shape.append(int(text))
             else:
                 shape.append(symbols.setdefault(text, "batch" if dim == 0 else f"{name}_{dim}"))

@@ -1,4 +1,4 @@
-"""Has every call of an autograd function arrive at the watch, whatever name the model calls it by."""
+"""Redirects all calls of autograd functions to the watch, whatever name the model uses."""
 
 from __future__ import annotations
 
@@ -14,21 +14,30 @@ from torch import nn
 from trainload.capture.source.patched import replaced
 
 FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]
-"""The class below `torch.autograd.Function`. Up to torch 2.14 every `apply` arrives there, also through a name that was bound before."""
+"""The class below `torch.autograd.Function`.
+
+Up to torch 2.14 every `apply` ends up there, also through a name that was bound before tracing.
+"""
 _IN_PYTHON = inspect.isfunction(getattr(torch.autograd.Function.apply, "__func__", None))
-"""Whether `apply` is Python of Function's own; else it is one builtin, and a name bound before (`f = Mine.apply`) leads past the class."""
+"""True if `apply` is a Python method of `Function`.
+
+From torch 2.15 on it is a single builtin, and a name that was bound before tracing
+(`f = Mine.apply`) bypasses every class whose attribute could be replaced.
+"""
 _BUILTIN = type(FUNCTION_BASE.apply)
 
 Call = Callable[..., Any]
-"""What is called instead: with the autograd function's class and the arguments of `apply`."""
+"""Replacement for `apply`: takes the autograd function's class and the arguments of `apply`."""
 
 
 @contextlib.contextmanager
 def applied(model: nn.Module, call: Call) -> Iterator[None]:
-    """`apply` of every autograd function is `call` inside.
+    """Replace `apply` of every autograd function by `call` inside the block.
 
-    Where `apply` is a builtin, names that hold it are changed in modules, in the model's modules and in their classes. What holds it
-    elsewhere (a closure, a default argument) is not seen: its gradients are autograd's of forward, which the replay compares.
+    Where `apply` is a builtin, names bound to it are replaced in Python modules, in the model's
+    modules and in their classes. References elsewhere (a closure, a default argument) are not
+    found: their gradients are autograd's own gradients of forward, which the replay compares with
+    eager mode.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(FUNCTION_BASE, "apply", classmethod(call)))
@@ -40,7 +49,11 @@ def applied(model: nn.Module, call: Call) -> Iterator[None]:
 
 
 class _Apply:
-    """Stands for the `apply` of one autograd function. No function, so that a class holds it as it holds a builtin: without a self."""
+    """Replacement for a bound `apply` of one autograd function.
+
+    It is an object, not a function, so that a class that holds it does not pass `self`, as with a
+    builtin.
+    """
 
     def __init__(self, cls: type, call: Call) -> None:
         self._cls = cls
@@ -51,7 +64,10 @@ class _Apply:
 
 
 def _with_defaults(call: Call) -> Call:
-    """`call` with forward's defaults and named arguments in their places, as torch's own `apply` has them when there is a setup_context."""
+    """Wrap `call` so that defaults and keyword arguments of forward become positional arguments.
+
+    torch's own `apply` does the same for a function with a setup_context.
+    """
 
     def bound(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.setup_context is torch.autograd.Function.setup_context:
@@ -64,7 +80,7 @@ def _with_defaults(call: Call) -> Call:
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """Everything that holds a bound `apply`: owner, name, the builtin."""
+    """Yield every reference to a bound `apply` as (owner, attribute name, builtin)."""
     owners: dict[int, Any] = {id(m): m for path, m in list(sys.modules.items()) if path.partition(".")[0] != "torch"}
     for module in model.modules():
         for owner in (module, *type(module).__mro__):

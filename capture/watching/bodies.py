@@ -1,4 +1,4 @@
-"""Replacements for functions of torch while torch compiles the bodies of control flow."""
+"""Replacements for functions of torch while torch compiles the bodies of control-flow operators."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from trainload.capture.source.patched import renamed, replaced
 
 ALPHA = 1.7580993408473766
-"""The product of SELU's two constants."""
+"""Product of SELU's two constants."""
 
 
 @contextlib.contextmanager
 def bodies() -> Iterator[None]:
-    """Replace, inside, the functions that torch cannot trace in a body."""
+    """Replace functions that torch cannot trace in a control-flow body, inside the block."""
     with contextlib.ExitStack() as stack:
+        # Dynamo identifies `checkpoint` by its object and caches what it found first, so the names
+        # that a model holds are replaced, not the attribute of torch's module. Dynamo itself fails on
+        # a checkpoint in a branch of cond (KeyError `_checkpoint_context_fn`).
         stack.enter_context(renamed({checkpoint: _unchecked}))
         for name, own in _DROPOUTS.items():
             stack.enter_context(replaced(functional, name, own))
@@ -36,22 +39,29 @@ def _unchecked(
     debug: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """A checkpoint in a body of control flow: the call alone. torch keeps what the backward of such a body needs in any case."""
+    """Call the function of a checkpoint in a control-flow body without checkpointing it.
+
+    torch keeps what the backward of such a body needs in any case.
+    """
     kwargs.pop("preserve_rng_state", None)
     return function(*args, **kwargs)
 
 
-# torch's dropout kernels ask for the number of elements, which fails in a scan with dynamic sizes. These draw the same numbers.
+# torch's dropout kernels query the number of elements, which fails in a scan with dynamic sizes.
+# These draw the same numbers.
 
 
 def _noise(x: Tensor, p: float, own: int | None) -> Tensor:
-    """1 with probability 1 - p, else 0: one for each element of x, or of its first `own` dims."""
+    """Return noise that is 1 with probability 1 - p, else 0.
+
+    It has the shape of x, with size 1 in the dims after the first `own`, if given.
+    """
     first: Any = (..., *[slice(1)] * (0 if own is None else x.ndim - own))
     return torch.empty_like(x[first], memory_format=torch.contiguous_format).bernoulli_(1 - p)
 
 
 def _dropout(original: Callable[..., Tensor], own: Callable[[int], int] | None = None) -> Callable[..., Tensor]:
-    """Dropout of elements, or of what lies within `own(number of dims)` leading dims."""
+    """Return a dropout of elements, or of all entries within `own(number of dims)` leading dims."""
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p in (0, 1):
@@ -63,7 +73,7 @@ def _dropout(original: Callable[..., Tensor], own: Callable[[int], int] | None =
 
 
 def _alpha_dropout(original: Callable[..., Tensor], own: int | None = None) -> Callable[..., Tensor]:
-    """Dropout that keeps mean and variance of what SELU gives."""
+    """Return a dropout that preserves the mean and variance of SELU's outputs."""
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
         if not training or p in (0, 1):
@@ -85,4 +95,4 @@ _DROPOUTS: dict[str, Callable[..., Tensor]] = {
     "alpha_dropout": _alpha_dropout(functional.alpha_dropout),
     "feature_alpha_dropout": _alpha_dropout(functional.feature_alpha_dropout, 2),
 }
-"""Name in torch.nn.functional -> what stands for it."""
+"""Name in torch.nn.functional -> its replacement."""

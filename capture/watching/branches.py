@@ -1,7 +1,10 @@
-"""torch.cond whose branches write to buffers, as batch norm does. torch refuses it in training, in eager mode too.
+"""torch.cond with branches that write to buffers, as batch norm does.
 
-Eager mode takes the branch as Python does. In a graph each branch has copies of the buffers, writes to these, and returns them beside its
-results; what the branch that is taken returns is written to the buffers.
+torch rejects it in training, even in eager mode.
+
+In eager mode the branch is chosen by a Python `if`. In a graph each branch has copies of the
+buffers, writes to the copies, and returns them after its results; those that the chosen branch
+returns are copied into the buffers.
 """
 
 from __future__ import annotations
@@ -24,22 +27,25 @@ from trainload.core.errors import CaptureError
 
 Branch = Callable[..., Any]
 _ORIGINAL = (torch.cond,)
-"""In a tuple, so that it is not replaced here too."""
+"""A tuple, so that the replacement by name does not reach it."""
 _OF_WRITES = ("input mutation", "Mutating a variable", "buffer_assignment")
-"""Parts of torch's messages about a branch that writes to a tensor or, the last one, assigns a buffer."""
+"""Parts of torch's messages about a branch that writes to a tensor.
+
+The last one is about a branch that assigns a buffer.
+"""
 _TRACED: ContextVar[tuple[Recorder, nn.Module] | None] = ContextVar("_TRACED", default=None)
 
 
 @contextlib.contextmanager
 def branches_may_write() -> Iterator[None]:
-    """Make torch.cond accept, inside, branches that write to buffers."""
+    """Make torch.cond accept branches that write to buffers, inside the block."""
     with renamed({_ORIGINAL[0]: _cond}):
         yield
 
 
 @contextlib.contextmanager
 def traced_by(watch: Recorder, model: nn.Module) -> Iterator[None]:
-    """Trace such calls of torch.cond, inside, into the graph of `watch`."""
+    """Trace calls of torch.cond with writing branches into the graph of `watch`."""
     token = _TRACED.set((watch, model))
     try:
         yield
@@ -48,7 +54,7 @@ def traced_by(watch: Recorder, model: nn.Module) -> Iterator[None]:
 
 
 def _cond(pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] = ()) -> Any:
-    """torch.cond, with branches that may write to buffers."""
+    """Call torch.cond, or its replacement if torch rejects a branch that writes to a buffer."""
     try:
         return _ORIGINAL[0](pred, true_fn, false_fn, tuple(operands))
     except RuntimeError as error:
@@ -62,7 +68,7 @@ def _cond(pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] 
 
 def _traced(watch: Recorder, model: nn.Module, pred: Tensor, branches: Sequence[Branch], operands: Sequence[Any]) -> Any:
     buffers = list({id(value): value for value in model.buffers()}.values())
-    before = [value.clone() for value in buffers]  # backward runs a branch again, when the buffers have been written to
+    before = [value.clone() for value in buffers]  # backward runs a branch again, after the buffers have been written to
     traced = [_Traced(watch, model, buffers, before, branch, operands) for branch in branches]
     changed = sorted(traced[0].used | traced[1].used)
     values = [[*each.values, *(each.buffers[place] for place in changed)] for each in traced]
@@ -83,7 +89,11 @@ def _traced(watch: Recorder, model: nn.Module, pred: Tensor, branches: Sequence[
 
 
 def _as_floats(x: Tensor) -> Tensor:
-    """Return integers as floating point, since torch differentiates everything that a branch returns. int64 keeps its bits."""
+    """Convert integers to floating point; int64 keeps its bits.
+
+    torch differentiates everything that a branch returns, and fails on integers such as batch
+    norm's counter of batches.
+    """
     if x.is_floating_point() or x.is_complex():
         return x
     return x.view(torch.float64) if x.dtype is torch.int64 else x.to(torch.float64)
@@ -95,14 +105,14 @@ def _as_before(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Traced:
-    """A branch, traced as a region of the graph.
+    """A branch that was traced as a region of the graph.
 
     Attributes:
-        number: of the region.
-        result: what the branch returned.
-        values: the tensors in `result`, by `_as_floats`.
-        buffers: the model's buffers after the branch, by `_as_floats`.
-        used: the indices of the buffers that the branch reads or writes.
+        number: number of the region.
+        result: return value of the branch.
+        values: tensors in `result`, converted by `_as_floats`.
+        buffers: the model's buffers after the branch, converted by `_as_floats`.
+        used: indices of the buffers that the branch reads or writes.
     """
 
     def __init__(
@@ -131,7 +141,15 @@ class _Traced:
 
 @contextlib.contextmanager
 def _held(model: nn.Module, own: Mapping[int, Tensor]) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
-    """Replace a model's buffers inside. own: id of a buffer -> its replacement. Yields: module, name, replacement."""
+    """Replace the model's buffers inside the block.
+
+    Args:
+        model: the model.
+        own: id of a buffer -> its replacement.
+
+    Yields:
+        (module, buffer name, replacement) for each replaced buffer.
+    """
     before = [(m, name, value) for m in model.modules() for name, value in m._buffers.items() if value is not None and id(value) in own]
     for module, name, value in before:
         module._buffers[name] = own[id(value)]
@@ -143,7 +161,11 @@ def _held(model: nn.Module, own: Mapping[int, Tensor]) -> Iterator[list[tuple[nn
 
 
 class _Uses(TorchFunctionMode):
-    """Records which tensors functions of torch receive. places: id of a tensor -> what is recorded."""
+    """Mode that records which tensors are passed to functions of torch.
+
+    Args:
+        places: id of a tensor -> index that is recorded for it.
+    """
 
     def __init__(self, places: Mapping[int, int]) -> None:
         super().__init__()

@@ -1,4 +1,8 @@
-"""Traces an autograd function together with its backward, which torch.export would leave out."""
+"""Traces an autograd function together with its backward, which torch.export alone would drop.
+
+While torch traces, an operator of torch.library appears as an autograd function of torch's own, and
+passes through here too.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from trainload.core.errors import CaptureError
 
 
 class Context:
-    """What forward and backward of an autograd function are given as `ctx`, as torch documents it."""
+    """The `ctx` of forward and backward of an autograd function, as torch documents it."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -25,7 +29,7 @@ class Context:
         self.dirty: tuple[Tensor, ...] = ()
         self.gradient_dtypes: tuple[torch.dtype | None, ...] | None = None
         self.input_grad_buffers = (None,) * len(needs_input_grad)
-        """Which gradients there are already to add to: none, so that backward returns its own."""
+        """Existing gradients that backward may add to: none, so it returns its own."""
         self.materialize = True
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
@@ -48,16 +52,22 @@ class Context:
 
 
 _NO_FORMULA = "no autograd formula was registered"
-"""What torch says where an operator of torch.library is differentiated that has no derivative."""
+"""Part of torch's message when an operator without a derivative is differentiated."""
 _MOST_OUTPUTS = 4
-"""Outputs of a function whose backward asks which of them were used: it is traced once for each set of them."""
+"""Largest number of outputs of a function whose backward checks which were used.
+
+It is traced once for each set of used outputs.
+"""
 
 
 def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What `cls.apply(*args, **named)` returns, with marks by which its backward becomes a part of the graph.
+    """Return the result of `cls.apply(*args, **named)`.
+
+    Marks make its backward a part of the graph.
 
     Raises:
-        CaptureError: it writes to its inputs, or its backward returns what does not fit.
+        CaptureError: if the function writes to a tensor that is not both an argument and a result,
+            or if its backward returns the wrong number of gradients.
     """
     tracked = torch.is_grad_enabled()
     needs = tuple(tracked and isinstance(a, Tensor) and a.requires_grad for a in args)
@@ -76,13 +86,19 @@ def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], named: dict[
 
 
 def _may_write(cls: Any) -> bool:
-    """Whether a function's code names mark_dirty: it is run on copies."""
+    """Return True if the function's code names mark_dirty.
+
+    Such a function is run on copies of its inputs.
+    """
     written = [inspect.unwrap(method) for method in (cls.forward, cls.setup_context)]
     return any("mark_dirty" in method.__code__.co_names for method in written if hasattr(method, "__code__"))
 
 
 def _written(cls: Any, context: Context, args: tuple[Any, ...], given: tuple[Any, ...], result: Any, passed: Any) -> Any:
-    """Writes what a function made of the copies of its inputs into the inputs, which stand for its outputs from then on."""
+    """Copy what a function wrote to copies of its inputs into the inputs.
+
+    They are returned in place of its outputs.
+    """
     before, after = (list(r) if isinstance(r, tuple) else [r] for r in (result, passed))
     for dirty in context.dirty:
         sources = [i for i, g in enumerate(given) if g is dirty and g is not args[i]]
@@ -97,7 +113,7 @@ def _written(cls: Any, context: Context, args: tuple[Any, ...], given: tuple[Any
 
 
 def _connected(watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...], result: Any) -> Any:
-    """What forward returned, with the gradients of backward."""
+    """Return the outputs of forward, connected to the gradients that backward computes."""
     needs = context.needs_input_grad
     if not any(needs):
         return result
@@ -112,7 +128,9 @@ def _connected(watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...
         except RuntimeError as error:
             if _NO_FORMULA not in str(error):
                 raise
-            return result  # an operator of torch.library, which raises where its derivative is asked for: here nobody may do so
+            # An operator of torch.library without a derivative raises only where it is
+            # differentiated, which may never happen.
+            return result
         pairs = [(a, g) for a, g, needed in zip(args, gradients, needs, strict=False) if needed and g is not None]
         connected = marks.CONNECT([values[i] for i in places], [a for a, _ in pairs], [g for _, g in pairs], number)
     else:
@@ -125,7 +143,11 @@ def _connected(watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...
 def _traced_backward(
     watch: Recorder, cls: Any, context: Context, arguments: int, values: list[Any], used: list[int]
 ) -> tuple[int, list[Tensor | None]]:
-    """The region of a backward, and what it returns for each argument, where gradients arrive at the `used` ones of the outputs."""
+    """Trace a backward for gradients that arrive at the `used` outputs.
+
+    Returns:
+        The number of the region, and the gradient for each argument.
+    """
     number = watch.number()
     tangents = {i: watch.tangent(values[i], number) for i in used}
     given = [
@@ -150,9 +172,11 @@ def _traced_backward(
 def _connected_by_use(
     watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...], values: list[Any], places: list[int]
 ) -> Sequence[Tensor]:
-    """The outputs of a function whose backward is given None for outputs that go unused: it is traced for each set of used ones.
+    """Return the outputs of a function whose backward receives None for unused outputs.
 
-    Which set it is, autograd decides where the graph is differentiated. A set for which backward raises has no graph, as in eager mode.
+    Which outputs are used is known only when the graph is differentiated, so backward is traced
+    once for each set of used outputs. A set for which backward raises gets no graph and raises
+    then, as in eager mode.
     """
     if len(places) > _MOST_OUTPUTS:
         raise own_backward(

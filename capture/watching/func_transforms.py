@@ -1,4 +1,11 @@
-"""The functions of torch.func, and torch.autograd.grad, as a traced model calls them: each becomes an operator of the graph."""
+"""Replacements for torch.func and torch.autograd.grad in a traced model.
+
+Each call becomes an operator of the graph.
+
+What autograd itself runs (`torch.autograd.grad`, backward hooks, torch.func) takes place below
+torch.export's tracer and is not recorded. The functions of torch.func are replaced by name, in all
+modules but torch's own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,7 @@ from trainload.capture.watching.scan import replacements
 
 
 def transforms(watch: Recorder) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """Function of torch.func -> what stands for it while tracing."""
+    """Return a map from each function of torch.func to its replacement while tracing."""
     func, made = torch.func, _Transforms(watch)
     return {
         func.vmap: made.vmap,
@@ -33,7 +40,7 @@ def transforms(watch: Recorder) -> Mapping[Callable[..., Any], Callable[..., Any
 
 
 class _Transforms:
-    """Those that are regions of the graph."""
+    """Transforms that become regions of the graph."""
 
     def __init__(self, watch: Recorder) -> None:
         self._watch = watch
@@ -58,7 +65,7 @@ class _Transforms:
 
             places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
             given = [mapped(a, variable) if i in places else a for i, a in enumerate(args)]
-            with torch.enable_grad():  # as torch.func has it
+            with torch.enable_grad():  # torch.func.grad differentiates under no_grad too
                 result = function(*given, **kwargs)
                 values: list[Tensor] = []
                 mapped(result, values.append)
@@ -70,9 +77,12 @@ class _Transforms:
         return wrapper
 
     def jacobian(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, **options: Any) -> Callable[..., Any]:
-        """All rows of the Jacobian at once: the gradient of each entry of the result, by vmap over the unit vectors.
+        """Return a function that computes the Jacobian.
 
-        result (*y.shape, *x.shape), a tuple of them for several argnums.
+        It is the gradient of each entry of the result, by vmap over the unit vectors.
+
+        The result has shape (*y.shape, *x.shape); for several argnums it is a tuple of such
+        tensors.
         """
 
         def wrapper(*args: Any) -> Any:
@@ -88,13 +98,17 @@ class _Transforms:
         return wrapper
 
     def hessian(self, function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
-        """The Jacobian of the gradient."""
+        """Return a function that computes the Jacobian of the gradient."""
         return self.jacobian(self.grad(function, argnums), argnums)
 
     def vmap(
         self, function: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, randomness: str = "error", *, chunk_size: int | None = None
     ) -> Callable[..., Any]:
-        """Traces the function once, on one slice; `chunk_size` is a matter of memory, which a graph leaves to its compiler."""
+        """Return a function that traces `function` once, on one slice.
+
+        functorch is not used: its own marks of a vmap leave tensors behind that the tracer does not
+        know. `chunk_size` concerns only memory, which a graph leaves to its compiler.
+        """
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             number = self._watch.region("vmap", randomness)
@@ -136,7 +150,7 @@ def autograd_grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor, ...]:
-    """torch.autograd.grad as one operator; an input that is not used has zeros as its gradient, not None."""
+    """Record torch.autograd.grad as one operator; an unused input's gradient is zeros."""
     if is_grads_batched:
         raise own_backward("forward calls torch.autograd.grad with is_grads_batched, which is not captured", "Use torch.func.vmap.")
     ends = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -149,7 +163,7 @@ def autograd_grad(
 
 
 def _variable(x: Tensor) -> Tensor:
-    """X under another name, to differentiate by it alone."""
+    """Return a view of x that requires a gradient, to differentiate with respect to it alone."""
     return x.view_as(x).requires_grad_()
 
 
@@ -175,7 +189,10 @@ def _vjp(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
 
 
 def _jvp(function: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
-    """The derivative along `tangents`: that of the pull-back, which is linear in what is pulled back."""
+    """Compute the derivative along `tangents`.
+
+    It is the derivative of the pull-back, which is linear in its cotangents.
+    """
     output, pull_back, *rest = _vjp(function, *primals, has_aux=has_aux)
     weights: list[Tensor] = []
 

@@ -1,26 +1,35 @@
-"""Operators that take graphs, for what torch.export's own cannot say: a gradient of one's own, a gradient inside forward, vmap, checkpoint.
+"""Operators that take graphs: custom gradients, gradients in forward, vmap and checkpoints.
 
-Each is called as target(*arguments), and works on plain tensors, under AOT autograd and under torch's tracers alike, since its meaning is
-Python that calls torch. `evaluate` is the same with another way to run the graphs, for interpreters.
+torch.export's own operators cannot express these. Each is called as target(*arguments). The
+implementation is Python that calls torch, so it works on plain tensors, under AOT autograd and
+under torch's tracers alike. `evaluate` does the same with another way to run the graphs, for
+interpreters.
 
     trainload_backward(body, outputs, inputs, *tensors) -> tuple
-        tensors: `outputs` values, then `inputs` values, then whatever body needs. Returns the outputs, whose gradient with respect to
-        the inputs is body(*gradients of the outputs, *the rest). No gradient flows otherwise, but through body if it is differentiated.
+        tensors: `outputs` values, then `inputs` values, then all other operands of body. Returns
+        the outputs, whose gradient with respect to the inputs is body(*gradients of the outputs,
+        *other operands). No other gradient flows, except through body if it is itself
+        differentiated.
     trainload_backward_by_use(outputs, inputs, used, computed, *bodies, *tensors) -> tuple
-        The same with one body for each entry of `used`: where gradients arrive at the outputs that are bits of used[i] and at no others,
-        the gradients of the inputs that are bits of computed[i] are bodies[i](*those that arrive, *the rest); others get none.
+        The same with one body for each entry of `used`: if gradients arrive at exactly the outputs
+        that are bits of used[i], the gradients of the inputs that are bits of computed[i] are
+        bodies[i](*arriving gradients, *other operands); other inputs get None.
     trainload_checkpoint(body, *operands) -> tuple
-        body(*operands); what it computes is to be computed again in backward instead of being kept.
+        body(*operands); backward recomputes the values inside instead of keeping them.
     trainload_selective_checkpoint(body, kept, *operands) -> tuple
-        The same, but for the results of the operators that `kept` names, as `selective.py` says.
+        The same, except for the results of the operators listed in `kept` (see `selective.py`).
     trainload_func_grad(body, inputs, *operands) -> tuple
-        The gradients of body's first result with respect to the first `inputs` operands, then all of body's results.
+        Gradients of body's first result with respect to the first `inputs` operands, then all
+        results of body.
     trainload_vmap(body, in_dims, out_dims, randomness, *operands) -> tuple
-        body mapped over dim in_dims[i] of operand i (-1: not mapped), results stacked at out_dims[i].
+        body mapped over dim in_dims[i] of operand i (-1: not mapped); results are stacked at
+        out_dims[i].
     trainload_autograd_grad(outputs, inputs, create_graph, *tensors) -> tuple
-        tensors: `outputs` values, `inputs` values, a gradient for each output. Returns the gradient of each input; zeros where none flows.
+        tensors: `outputs` values, `inputs` values, a gradient for each output. Returns the gradient
+        of each input; zeros where none flows.
     trainload_require_grad(tensor) -> (tensor,)
-        The tensor itself if a gradient flows through it; otherwise the same values as a variable to differentiate by.
+        The tensor itself if a gradient flows through it; otherwise the same values as a new leaf
+        that requires a gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +53,7 @@ def _call(body: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Operator(HIGHER_ORDER_OPERATOR):  # type: ignore[misc]  # found by a public name, at run time
-    """A higher-order operator that means what Python function `evaluate` makes of it."""
+    """A higher-order operator that is implemented by a Python function, `meaning`."""
 
     def __init__(self, name: str, meaning: Callable[..., tuple[Any, ...]]) -> None:
         super().__init__(name)
@@ -55,22 +64,25 @@ class _Operator(HIGHER_ORDER_OPERATOR):  # type: ignore[misc]  # found by a publ
 
 
 def is_ours(target: object) -> bool:
-    """Whether a node's target is one of this module's operators."""
+    """Return True if a node's target is one of this module's operators."""
     return isinstance(target, _Operator)
 
 
 def evaluate(target: Any, args: Sequence[Any], call: Call = _call) -> tuple[Any, ...]:
-    """What target(*args) returns, where `call` runs the graphs among the arguments."""
+    """Return the result of target(*args), with `call` running the graphs among the arguments."""
     result: tuple[Any, ...] = target.meaning(call, *args)
     return result
 
 
 PullBack = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
-"""(gradients of outputs, what else it needs) -> the gradients of the inputs."""
+"""(gradients of the outputs, other operands) -> gradients of the inputs."""
 
 
 def _given(outputs: int, inputs: int, tensors: Sequence[Any], materialize: bool, pull_back: PullBack) -> tuple[Any, ...]:
-    """The outputs, with a gradient that `pull_back` computes; where none arrives it is given zeros, or None unless `materialize`."""
+    """Return the outputs, with gradients computed by `pull_back`.
+
+    An output at which no gradient arrives has zeros as its gradient, or None if not `materialize`.
+    """
 
     class Given(torch.autograd.Function):
         generate_vmap_rule = True
@@ -179,17 +191,17 @@ REQUIRE_GRAD: Any = _Operator("trainload_require_grad", _require_grad)
 
 
 def differentiates(module: GraphModule) -> bool:
-    """Whether a graph takes gradients by torch.autograd.grad."""
+    """Return True if a graph computes gradients with torch.autograd.grad."""
     return _calls(module, [AUTOGRAD_GRAD])
 
 
 def has_checkpoints(module: GraphModule) -> bool:
-    """Whether a graph has parts that backward is to compute again."""
+    """Return True if a graph has parts that backward recomputes."""
     return _calls(module, [CHECKPOINT, SELECTIVE])
 
 
 def has_branches(module: GraphModule) -> bool:
-    """Return whether a graph has branches of which a call runs one."""
+    """Return True if a graph calls torch.cond."""
     return _calls(module, [torch.ops.higher_order.cond])
 
 

@@ -1,4 +1,9 @@
-"""Tensors of the trace that live on in a cache outside of the model, such as a mask that `functools.cache` keeps."""
+"""Detects tensors of the trace that survive in a cache outside of the model.
+
+An example is a mask kept by `functools.cache`.
+
+Such a tensor is fake: eager mode would compute fake losses with it, without an error.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ _REWRITE = "job.loss(job.model, job.batch)  # once: what forward keeps has value
 
 
 class _First(TorchFunctionMode):
-    """Remembers where a tensor without values is used first."""
+    """Mode that records where a fake tensor is first used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,20 +39,20 @@ class _First(TorchFunctionMode):
 
 
 def check_no_leaks(outputs: Sequence[Tensor], function: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Check that eager mode computes values after a capture.
+    """Check that eager mode still computes values after a capture.
 
     Args:
-        outputs: of `function(batch)` in eager mode.
-        function: what was captured.
+        outputs: result of `function(batch)` in eager mode.
+        function: the captured function.
         batch: its input.
 
     Raises:
-        CaptureError: they are tensors without values; at the place where one is used first.
+        CaptureError: if the outputs are fake tensors; names the line where one is first used.
     """
     if not any(is_fake(value) for value in outputs):
         return
     mode = _First()
-    with contextlib.suppress(Exception), mode:  # only where is asked
+    with contextlib.suppress(Exception), mode:  # only the line of the first use is wanted
         function(dict(batch))
     finding = Finding(GLOBAL.anchor, _SENTENCE, _ADVICE, _REWRITE, mode.place)
     raise CaptureError(_SENTENCE, where=str(mode.place or "Job.model"), hint=_ADVICE, findings=[finding])

@@ -1,23 +1,28 @@
-"""Operators that stand in a graph while it is traced, to mark what torch.export would drop. `regions.py` takes them out again.
+"""Operators that mark, in a graph being traced, what torch.export would drop.
+
+`regions.py` removes them again.
 
 begin(kind, text, number), end(number)    a region: autocast, checkpoint, backward, func_grad, vmap, branch
-keep(text, number)                        region `number`, a checkpoint, keeps what `selective.py` says with `text`
-grad_mode(enabled, restored)              the grad mode from here on; whether it is what it was before a context
-tangent(x, number) -> Tensor              stands for a gradient that arrives at x in backward
+keep(text, number)                        region `number`, a checkpoint, keeps the results listed in `text` (see `selective.py`)
+grad_mode(enabled, restored)              the grad mode from here on; `restored`: a context puts back the earlier mode
+tangent(x, number) -> Tensor              placeholder for a gradient that arrives at x in backward
 connect(outputs, inputs, gradients, number) -> Tensor[]
                                           the outputs, whose gradient with respect to the inputs region `number` computed
 connect_used(outputs, inputs, gradients, used, given, numbers) -> Tensor[]
-                                          the same, by region numbers[i] where gradients arrive at the outputs that are bits of used[i]
-                                          alone; it computed gradients of the inputs that are bits of given[i]
+                                          the same, by region numbers[i] if gradients arrive at exactly the outputs that are bits of
+                                          used[i]; it computed gradients of the inputs that are bits of given[i]
 hook(x, gradient, number) -> ()           from now on region `number` changes the gradient of x
-unhook(number) -> ()                      it does not, unless a gradient was taken before
+unhook(number) -> ()                      it no longer does, unless a gradient was taken before
 variable(x, number) -> Tensor             x as the variable of func_grad region `number`
 func_grad(variables, results, number) -> Tensor[]
                                           the gradients of the region's first result, then its results
+row(x, dim, number) -> Tensor             one slice of x along dim, as the input of vmap region `number`
+stacked(results, dims, x, dim, number) -> Tensor[]
+                                          the results of vmap region `number`, stacked at dims; as many slices as x has along dim
 autograd_grad(outputs, inputs, gradients, create_graph) -> Tensor[]
 branches(pred, one, other, number, number) -> Tensor[]
-                                          what torch.cond returns, whose branches are two regions: the results of one, or of the other
-require_grad(x) -> ()                     from now on x is a variable to differentiate by
+                                          the result of torch.cond, whose branches are two regions: `one` or `other`
+require_grad(x) -> ()                     from now on x is a variable that requires a gradient
 """
 
 from __future__ import annotations
@@ -102,4 +107,4 @@ AUTOGRAD_GRAD = torch.ops.trainload_mark.autograd_grad.default
 REQUIRE_GRAD = torch.ops.trainload_mark.require_grad.default
 
 for _effect in (BEGIN, END, KEEP, GRAD_MODE, HOOK, UNHOOK, REQUIRE_GRAD):
-    torch.fx.node.has_side_effect(_effect)  # what has no result is not dead
+    torch.fx.node.has_side_effect(_effect)  # without it, dead code elimination removes operators that return nothing

@@ -1,4 +1,4 @@
-"""Backward hooks of modules, put into the graph while a model is traced."""
+"""Traces the backward hooks of modules into the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from trainload.capture.watching.recorder import Recorder
 
 @contextlib.contextmanager
 def module_hooks(watch: Recorder, model: nn.Module) -> Iterator[None]:
-    """Takes the backward hooks off the modules, and has forward hooks put them into the graph instead."""
+    """Trace the modules' backward hooks into the graph.
+
+    Inside the block they are removed, and forward hooks record them.
+    """
     handles = []
     taken = []
     for name, module in model.named_modules():
@@ -73,7 +76,10 @@ def _output_hook(watch: Recorder, hooks: tuple[Callable[..., Any], ...]) -> Call
 
 
 class _Unavailable:
-    """Stands for a full backward hook's second gradients, which are not known where the first ones are captured."""
+    """Placeholder for the `grad_output` of a full backward hook.
+
+    It is unknown where the input gradients are captured.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Nests of dicts, lists and tuples with tensors in them, as functions of torch.func take and give them."""
+"""Nested dicts, lists and tuples of tensors, as functions of torch.func accept and return them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A nest of dicts, lists and tuples with `function` applied to its tensors, in order."""
+    """Return a copy of a nested structure with `function` applied to its tensors, in order."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -21,7 +21,10 @@ def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def mapped_with(value: Any, dims: Any, function: Callable[[Tensor, int | None], Any]) -> Any:
-    """As `mapped`, with the number that `dims` has for each tensor: one for all below it, or a nest like the value's."""
+    """Like `mapped`, but also pass `function` the entry of `dims` for each tensor.
+
+    dims: one entry for all tensors below it, or a nested structure like the value's.
+    """
     if isinstance(value, Tensor):
         return function(value, dims)
     if isinstance(value, dict):

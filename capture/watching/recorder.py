@@ -13,30 +13,30 @@ from torch import Tensor
 from trainload.capture.watching import marks
 
 Change = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
-"""Computes gradients from the gradients that arrive; None where there is none."""
+"""Computes new gradients from the arriving ones; None where there is no gradient."""
 
 
 class Recorder:
-    """Marks what one trace does, with numbers that are unique in its graph."""
+    """Marks regions, tangents and variables of one trace, with unique numbers."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self.quiet = False
-        """Set while the recorder itself changes the grad mode, which is not marked."""
+        """True while the recorder itself changes the grad mode, which is not marked."""
 
     def number(self) -> int:
-        """Return a number for a region."""
+        """Return a new region number."""
         return next(self._numbers)
 
     def region(self, kind: str, text: str = "") -> int:
-        """Begins a region and returns its number."""
+        """Begin a region and return its number."""
         number = self.number()
         marks.BEGIN(kind, text, number)
         return number
 
     @contextlib.contextmanager
     def quietly(self, enabled: bool) -> Iterator[None]:
-        """Set the grad mode inside the block without a mark."""
+        """Set the grad mode inside the block without marking it."""
         before, self.quiet = self.quiet, True
         try:
             with torch.set_grad_enabled(enabled):
@@ -47,13 +47,13 @@ class Recorder:
             self.quiet = before
 
     def tangent(self, x: Tensor, number: int) -> Tensor:
-        """Return a stand-in for the gradient that arrives at x."""
+        """Return a placeholder for the gradient that arrives at x."""
         with self.quietly(False):
             result: Tensor = marks.TANGENT(x, number)
         return result
 
     def variable(self, x: Tensor, number: int) -> Tensor:
-        """Return x as a variable of a func_grad region, also if x itself has no gradient."""
+        """Return x as a variable of a func_grad region, even if x itself requires no gradient."""
         result: Tensor = marks.VARIABLE(x, number)
         if not result.requires_grad:
             before, self.quiet = self.quiet, True
@@ -62,7 +62,7 @@ class Recorder:
         return result
 
     def passed(self, values: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
-        """Return the values, with their gradients passing through `change`."""
+        """Return the values, with their gradients passed through `change`."""
         places = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
         if not places or not torch.is_grad_enabled():
             return values

@@ -1,7 +1,11 @@
-"""Turns the marks that were set while tracing into regions: operators that hold what happens inside as a graph of their own.
+"""Turns the marks set while tracing into regions.
 
-torch.export makes such regions too, for grad mode and autocast, but loses some: it takes one that begins with anything but the change of
-mode for none. So its regions are dissolved here, and all are made from the marks.
+A region is an operator that holds the enclosed computation as a graph of its own.
+
+torch.export makes such regions too, for grad mode and autocast, but loses some: it does not
+recognise a region whose first node is anything but the change of mode (a control-flow body,
+autocast inside no_grad). So its regions are dissolved here, and all of them are rebuilt from the
+marks.
 """
 
 from __future__ import annotations
@@ -28,7 +32,15 @@ _DISSOLVED = (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
 
 @dataclass(eq=False)
 class _Region:
-    """A part of a graph. `kind`: "grad_mode", or as marks.BEGIN says; `text` and `number` likewise; `enabled` for a grad mode."""
+    """A part of a graph.
+
+    Attributes:
+        kind: "grad_mode", or the kind of a `marks.BEGIN`.
+        text: text of the `marks.BEGIN` or `marks.KEEP`.
+        number: number of the `marks.BEGIN`.
+        enabled: the grad mode, for a grad_mode region.
+        items: nodes and nested regions, in order.
+    """
 
     kind: str
     text: str = ""
@@ -37,7 +49,7 @@ class _Region:
     items: list[Node | _Region] = field(default_factory=list)
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes in it, those of regions within too."""
+        """Yield all nodes in the region, including those of nested regions."""
         for item in self.items:
             if isinstance(item, _Region):
                 yield from item.nodes()
@@ -46,14 +58,14 @@ class _Region:
 
 
 def make_regions(exported: ExportedProgram, grad_enabled: bool) -> None:
-    """Replaces an exported program's marks by regions, in place.
+    """Replace an exported program's marks by regions, in place.
 
     Args:
-        exported: as torch.export returned it.
-        grad_enabled: the grad mode that it was traced in.
+        exported: result of torch.export.
+        grad_enabled: the grad mode in which it was traced.
 
     Raises:
-        CaptureError: a region is used in a way that has no meaning in a graph.
+        CaptureError: if a region is used in a way that a graph cannot express.
     """
     root = exported.graph_module
     _make(root, grad_enabled)
@@ -84,7 +96,10 @@ def _make(module: GraphModule, grad_enabled: bool) -> None:
 
 
 def _place_bodies(graph: Graph) -> None:
-    """Puts the bodies of control flow before the operators that take them: torch leaves them in an autocast region that came before."""
+    """Move control-flow bodies directly before the operators that take them.
+
+    torch leaves them in an autocast region that came before.
+    """
     for node in graph.find_nodes(op="get_attr"):
         users = list(node.users)
         for user in users[:1]:
@@ -97,27 +112,31 @@ def _place_bodies(graph: Graph) -> None:
 
 
 def _forget_switches(graph: Graph) -> None:
-    """Remove torch's own mode changes. It leaves them where it makes no region of them, for example where the bodies of cond come first."""
+    """Remove torch's own mode changes.
+
+    torch leaves them in the graph where it makes no region of them, for example where the bodies of
+    cond come first.
+    """
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES:
             graph.erase_node(node)
 
 
 def _forget_unused(module: GraphModule) -> None:
-    """Removes the bodies that a graph has no more use for."""
+    """Remove the bodies that a graph no longer uses."""
     used = {str(node.target).split(".")[0] for node in module.graph.nodes if node.op == "get_attr"}
     for name in [name for name, _ in module.named_children() if name not in used]:
         delattr(module, name)
 
 
 def _has_marks(module: GraphModule) -> bool:
-    """Whether there are marks in a graph, or in torch's regions in it."""
+    """Return True if there are marks in a graph or in torch's regions inside it."""
     bodies = (_body_of(module, node)[0] for node in module.graph.nodes if node.target in _DISSOLVED)
     return any(_is_mark(node) for node in module.graph.nodes) or any(_has_marks(body) for body in bodies)
 
 
 def _body_of(module: GraphModule, call: Node) -> tuple[GraphModule, int]:
-    """The body of a call of one of torch's regions, and its place among the arguments."""
+    """Return the body of a call of one of torch's regions, and its index among the arguments."""
     place, attribute = next((i, a) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr")
     body = module.get_submodule(str(attribute.target))
     assert isinstance(body, GraphModule)
@@ -129,9 +148,10 @@ def _is_mark(node: Node) -> bool:
 
 
 def _dissolve(module: GraphModule) -> None:
-    """Puts the bodies of torch's regions where they are called.
+    """Inline the bodies of torch's regions where they are called.
 
-    In a graph made anew: torch gave nodes of the old one other targets without telling it, so that they cannot be taken out of it.
+    The graph is rebuilt: torch changed the targets of nodes of the old graph without updating its
+    tables, so that they cannot be erased from it.
     """
     graph = Graph()
     mapping: dict[Node, Any] = {}
@@ -143,7 +163,10 @@ def _dissolve(module: GraphModule) -> None:
 
 
 def _inlined(source: GraphModule, mapping: dict[Node, Any], graph: Graph, owner: GraphModule) -> Any:
-    """Copies a graph's nodes into the graph of `owner`; what it returns. `mapping`: old node -> new, placeholders to begin with."""
+    """Copy a graph's nodes into the graph of `owner` and return its results.
+
+    mapping: old node -> new node; contains the placeholders at first.
+    """
     results: Any = None
     for node in source.graph.nodes:
         if node.op == "placeholder" or (node.op == "get_attr" and node.users and all(user.target in _DISSOLVED for user in node.users)):
@@ -163,7 +186,7 @@ def _inlined(source: GraphModule, mapping: dict[Node, Any], graph: Graph, owner:
 
 
 def _copied(node: Node, graph: Graph, mapped: Callable[[Node], Node], source: GraphModule, target: GraphModule) -> Node:
-    """A copy of a node in another graph; an attribute moves along."""
+    """Copy a node into another graph, together with the attribute that it names."""
     copy = graph.node_copy(node, mapped)
     if node.op == "get_attr":
         value = getattr(source, str(node.target))
@@ -176,10 +199,10 @@ def _copied(node: Node, graph: Graph, mapped: Callable[[Node], Node], source: Gr
 
 
 def _forget_removed(graph: Graph) -> None:
-    """Takes out the hooks that forward removes again.
+    """Remove the hooks that forward itself removes again.
 
     Raises:
-        CaptureError: it takes a gradient in between, which the hook acts on.
+        CaptureError: if forward takes a gradient in between, on which the hook acts.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     hooks = {n.args[2]: n for n in graph.nodes if n.target is marks.HOOK}
@@ -197,15 +220,19 @@ def _forget_removed(graph: Graph) -> None:
 
 
 _DEFERRED = ("backward", "func_grad", "vmap", "branch")
-"""Regions that are not run where they stand."""
+"""Kinds of regions that do not run at their position in the graph."""
 _aten = torch.ops.aten
 _CONVERSIONS = (_aten.to.dtype, _aten.to.device, _aten.to.other, _aten.to.dtype_layout, _aten.type_as.default, _aten.contiguous.default)
 
 
 def _forget_conversions(graph: Graph) -> None:
-    """Takes conversions that change nothing out of regions that are not run where they stand.
+    """Remove conversions that change nothing from deferred regions.
 
-    They return the very tensor that they were given, so that the tracer takes what uses it after the region for a user of the conversion.
+    Deferred regions do not run at their position in the graph.
+
+    Such a conversion (`x.to(x.dtype)`) returns x itself, so the tracer attributes later uses of x
+    to the conversion. In a hook or a backward that would tie forward to the region ("KeyError:
+    to_2" for torch.amp's `custom_bwd`).
     """
     for begin in [n for n in graph.nodes if n.target is marks.BEGIN and n.args[0] in _DEFERRED]:
         for node in _between(graph, begin.args[2]):
@@ -223,9 +250,11 @@ def _changes_nothing(node: Node) -> bool:
 
 
 def _place_hooks(graph: Graph) -> None:
-    """Has a hooked value pass through its hook right where it is made, so that all of its uses do.
+    """Connect a hooked value to its hook right where it is computed.
 
-    The first of several hooks is the first that a gradient meets, and so the last that the value passes.
+    All of its uses then pass through the hook.
+
+    The hook that was registered first sees a gradient first, so the value passes through it last.
     """
     _forget_removed(graph)
     for hook in [n for n in reversed(graph.nodes) if n.target is marks.HOOK]:
@@ -256,7 +285,7 @@ def _place_hooks(graph: Graph) -> None:
 
 
 def _place_variables(graph: Graph) -> None:
-    """Has what comes after `require_grad(x)` use a variable in x's place."""
+    """Make the nodes after `require_grad(x)` use a variable in place of x."""
     for mark in [n for n in graph.nodes if n.target is marks.REQUIRE_GRAD]:
         (value,) = mark.args
         with graph.inserting_after(mark):
@@ -271,7 +300,7 @@ def _place_variables(graph: Graph) -> None:
 
 
 def _between(graph: Graph, number: int) -> list[Node]:
-    """The nodes from a region's begin to its end, both included."""
+    """Return the nodes from a region's begin to its end, both included."""
     inside = False
     found = []
     for node in graph.nodes:
@@ -289,15 +318,16 @@ def _last_placeholder(graph: Graph) -> Node:
 
 
 def _parse(graph: Graph, grad_enabled: bool) -> _Region:
-    """The tree of a graph's regions.
+    """Return the tree of a graph's regions.
 
-    A backward runs in the grad mode of whoever differentiates (None), but for what it sets itself.
+    A backward runs in the grad mode of the code that differentiates (None here), except for modes
+    that it sets itself.
     """
     root = _Region("root")
     stack = [root]
-    modes: list[bool | None] = [grad_enabled]  # the grad mode that each region on the stack lies in
+    modes: list[bool | None] = [grad_enabled]  # the grad mode around each region on the stack
     now: bool | None = grad_enabled
-    left: dict[int, tuple[bool | None, list[bool]]] = {}  # the grad mode before a backward, and the contexts of it that were entered
+    left: dict[int, tuple[bool | None, list[bool]]] = {}  # grad mode before a backward, and the contexts entered in it
 
     def close_mode() -> None:
         if stack[-1].kind == "grad_mode":
@@ -317,6 +347,8 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
             now = node.args[0]
             backward = next((left[region.number] for region in reversed(stack) if region.number in left), None)
             if backward is not None:
+                # An enable_grad in a backward is kept even if it changed nothing in the trace, since the
+                # caller's grad mode is unknown.
                 _, entered = backward
                 if node.args[1] and entered:
                     entered.pop()
@@ -335,7 +367,7 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
         elif node.target is marks.KEEP:
             next(region for region in reversed(stack) if region.number == node.args[1]).text = node.args[0]
         elif node.target is marks.END:
-            while stack[-1].number != node.args[0]:  # a grad mode, or regions that an exception left
+            while stack[-1].number != node.args[0]:  # a grad mode, or regions left open by an exception
                 stack.pop()
                 modes.pop()
             ended = stack.pop()
@@ -362,12 +394,15 @@ class _Builder:
         self.module = module
         self.number = 0
         self.deferred: dict[int, _Region] = {}
-        """Regions that are not run where they stand: by number."""
+        """Number -> region, for regions that do not run at their position in the graph."""
         self.graph = Graph()
         self._fill(self.graph, module, root, {})
 
     def _fill(self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]) -> None:
-        """Adds a region's items to the graph of `owner`; `mapping`: old node -> new."""
+        """Add a region's items to the graph of `owner`.
+
+        mapping: old node -> new node.
+        """
         for item in region.items:
             if isinstance(item, _Region):
                 if item.kind in _DEFERRED:
@@ -375,7 +410,7 @@ class _Builder:
                 elif item.items:
                     self._region(graph, owner, item, mapping)
                 continue
-            args: Any = item.args  # as marks.py says of each operator
+            args: Any = item.args  # signatures: see marks.py
             if item.target is marks.TANGENT:
                 continue
             if item.target is marks.CONNECT:
@@ -425,7 +460,10 @@ class _Builder:
             mapping[item] = made
 
     def _bodies_by_use(self, call: Node) -> tuple[list[GraphModule], list[Node]]:
-        """The bodies of a CONNECT_USED, alike in all inputs but the gradients that arrive, and the operands that each is given."""
+        """Return the bodies of a CONNECT_USED and their common operands.
+
+        Bodies differ only in the gradients that arrive.
+        """
         outputs, _, gradients, used, computed, numbers = cast(Any, call.args)
         regions = [self.deferred.pop(number) for number in numbers]
         tangents = {(n.args[1], n.args[0]): n for n in call.graph.nodes if n.target is marks.TANGENT}
@@ -437,8 +475,9 @@ class _Builder:
         return [self._body(*part, operands)[0] for part in parts], operands
 
     def _region(self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]) -> None:
-        """A region that is run where it stands."""
+        """Add a region that runs at its position in the graph."""
         inside = set(region.nodes())
+        # Without results a region is kept as well: it may update a buffer.
         results = [n for n in region.nodes() if any(user not in inside for user in n.users)]
         arguments: tuple[Any, ...]
         body, operands = self._body(region, [], results)
@@ -461,7 +500,11 @@ class _Builder:
     def _body(
         self, region: _Region, entries: Sequence[Node], results: Sequence[Node], operands: list[Node] | None = None
     ) -> tuple[GraphModule, list[Node]]:
-        """A region as a graph of its own; its inputs are `entries`, then the outer values that it uses or is given, which are returned."""
+        """Return a region as a graph of its own, and its operands.
+
+        The graph's inputs are `entries`, then the operands: the outer values that it uses, or
+        `operands` if given.
+        """
         if operands is None:
             operands = _operands(region, entries, results)
         body = GraphModule(torch.nn.Module(), Graph())
@@ -477,7 +520,7 @@ class _Builder:
     def _call(
         self, graph: Graph, owner: GraphModule, target: Any, arguments: Sequence[Any], operands: Sequence[Node], mapping: dict[Node, Node]
     ) -> Node:
-        """A call of a region's operator; a body among the arguments becomes an attribute of `owner`."""
+        """Add a call of a region's operator; bodies become attributes of `owner`."""
         given: list[Any] = []
         for argument in arguments:
             if isinstance(argument, GraphModule):
@@ -490,7 +533,10 @@ class _Builder:
 
 
 def _operands(region: _Region, entries: Sequence[Node], results: Sequence[Node]) -> list[Node]:
-    """The outer values that a region uses beside `entries`, which are taken out of it."""
+    """Return the outer values that a region uses, without `entries`.
+
+    The entries are removed from the region.
+    """
     region.items = [i for i in region.items if isinstance(i, _Region) or i not in entries]
     inside = set(region.nodes())
     used = [source for node in region.nodes() for source in node.all_input_nodes] + [r for r in results if r not in inside]
@@ -508,7 +554,11 @@ def _forget_idle_copies(region: _Region) -> None:
 
 
 def _check_no_writes(region: _Region) -> None:
-    """Check that a branch writes only to tensors that it made. Raises: CaptureError, with the line of the write."""
+    """Check that a branch writes only to tensors that it created.
+
+    Raises:
+        CaptureError: if it writes to another tensor; names the line of the write.
+    """
     inside = set(region.nodes())
     for node in region.nodes():
         for target in written_by(node):
@@ -521,7 +571,7 @@ def _check_no_writes(region: _Region) -> None:
 
 
 def _source(node: Node) -> Node:
-    """A node's first argument: what a mark that stands for a tensor stands for."""
+    """Return a node's first argument, the tensor that a mark represents."""
     source = node.args[0]
     assert isinstance(source, Node)
     return source

@@ -1,7 +1,8 @@
 """A model's own hooks on the tensors that are saved for backward.
 
-How a tensor is kept between forward and backward (packed, offloaded, written to a file) is no matter of a graph, as long as backward gets
-it back as it was. So a trace leaves such hooks out, and the replay through eager mode demands that every tensor comes back as it was.
+How a tensor is kept between forward and backward (packed, offloaded, written to a file) does not
+matter to a graph as long as backward gets the same values back. So a trace leaves such hooks out,
+and the replay in eager mode requires that every tensor comes back unchanged.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ _HOOKS = torch.autograd.graph.saved_tensors_hooks
 
 
 def is_own(context: Any) -> bool:
-    """Whether a context of hooks is the model's own: neither a checkpoint's nor torch's `save_on_cpu`."""
+    """Return True for hooks of the model: neither a checkpoint's nor `save_on_cpu`."""
     return type(context).__module__ != CHECKPOINT_MODULE and not isinstance(context, torch.autograd.graph.save_on_cpu)
 
 
 @contextlib.contextmanager
 def given_back() -> Iterator[None]:
-    """Inside, a model's own hooks must give back what they were given.
+    """Require, inside the block, that a model's own hooks return the tensors that they received.
 
-    Raises, while backward runs:
-        CaptureError: a tensor comes back with another shape, dtype or value.
+    Raises:
+        CaptureError: while backward runs, if a tensor comes back with another shape, dtype or
+            value.
     """
     original: Any = _HOOKS.__enter__
 

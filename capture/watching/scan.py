@@ -1,9 +1,13 @@
-"""torch's associative scan along a dim of fixed length, as slices and vmaps of the function that combines two entries.
+"""torch's associative scan along a dim of fixed length.
 
-torch's own way in eager mode, and the same order of combining, so that values and gradients are eager's to the bit. torch.export would
-trace it through vmap's inner workings, which take the number of rows for a constant.
+It becomes slices, and vmaps of the function that combines two entries.
 
-The algorithm is that of Guy E. Blelloch, "Prefix sums and their applications" (1990), in the form that jax.lax.associative_scan has.
+The algorithm and the order of combining are those of torch in eager mode, so that values and
+gradients are bitwise those of eager mode. torch.export would trace the scan through vmap's
+internals, which treat the number of rows as a constant.
+
+The algorithm is that of Guy E. Blelloch, "Prefix sums and their applications" (1990), in the form
+of jax.lax.associative_scan.
 """
 
 from __future__ import annotations
@@ -19,18 +23,27 @@ from trainload.capture.source.patched import OPERATORS
 from trainload.capture.watching.nest import mapped
 
 _ORIGINAL: tuple[Callable[..., Any], ...] = tuple(filter(None, [getattr(sys.modules.get(OPERATORS), "associative_scan", None)]))
-"""torch's function; none where this torch has none: it is a prototype. In a tuple, so that the watch does not replace it here too."""
+"""torch's function, a prototype; empty if this version of torch has none.
+
+A tuple, so that the watch's replacement by name does not reach it.
+"""
 
 Leaves = list[Tensor]
 
 
 def replacements(vmap: Callable[..., Any]) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """`associative_scan` -> what stands for it while tracing. `vmap`: what stands for torch.func's."""
+    """Return a map from `associative_scan` to its replacement while tracing.
+
+    vmap: replacement for torch.func.vmap.
+    """
     return {original: _scan_by(vmap, original) for original in _ORIGINAL}
 
 
 def _scan_by(vmap: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """What follows torch's arguments. Its own code takes what it refuses in eager mode too, and a length that changes."""
+    """Return a function with torch's signature.
+
+    It calls torch's own code for arguments that eager mode rejects too, and for a dynamic length.
+    """
 
     def associative_scan(
         combine_fn: Callable[[Any, Any], Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
@@ -55,7 +68,7 @@ def _scan_by(vmap: Callable[..., Any], original: Callable[..., Any]) -> Callable
 
 
 def _has_length(x: Tensor, dim: int) -> bool:
-    """Whether a dim is there, and its length is a number, not 0."""
+    """Return True if the dim exists and its length is a fixed number other than 0."""
     return -x.ndim <= dim < x.ndim and isinstance(x.shape[dim], int) and x.shape[dim] > 0
 
 
@@ -66,7 +79,10 @@ def _leaves(tree: Any) -> Leaves:
 
 
 def _scan(combined: Callable[[Leaves, Leaves], Leaves], entries: Leaves) -> Leaves:
-    """The running combination along dim 0: what stands at odd places is the scan of combined pairs, the rest follows from it."""
+    """Return the running combination along dim 0.
+
+    Entries at odd indices are the scan of combined pairs; the others follow from them.
+    """
     length = entries[0].shape[0]
     if length < 2:
         return entries
@@ -80,6 +96,6 @@ def _scan(combined: Callable[[Leaves, Leaves], Leaves], entries: Leaves) -> Leav
 
 
 def _interleaved(even: Tensor, odd: Tensor) -> Tensor:
-    """Entries of two tensors by turns; `even` has as many as `odd` or one more."""
+    """Interleave the entries of two tensors; `even` has as many as `odd`, or one more."""
     pairs = torch.stack([even[: odd.shape[0]], odd], 1).flatten(0, 1)
     return pairs if even.shape[0] == odd.shape[0] else torch.cat([pairs, even[odd.shape[0] :]])

@@ -1,7 +1,11 @@
-"""Selective activation checkpointing: what a policy says while a model is traced, as text.
+"""Selective activation checkpointing: the decisions of a policy while a model is traced, as text.
 
-The text is a list of `OPERATOR=ANSWERS`, separated by blanks: an operator below autograd ("aten.mm.default") and a digit for each of its
-calls in the region, 1 where its result is kept; one digit where all are alike. Operators of which nothing is kept are left out.
+The text is a list of `OPERATOR=ANSWERS`, separated by spaces: an operator below autograd
+("aten.mm.default") and a digit for each of its calls in the region, 1 if its result is kept; a
+single digit if all are alike. Operators of which nothing is kept are left out.
+
+A policy sees operators below autograd in eager mode's order, also while torch.export traces above
+autograd.
 """
 
 from __future__ import annotations
@@ -18,21 +22,21 @@ from trainload.capture.watching import marks
 from trainload.core.errors import CaptureError
 
 SELECTIVE: Any = type(create_selective_checkpoint_contexts([])[0])  # type: ignore[no-untyped-call]  # torch's own
-"""The class of the context that asks a policy in forward."""
+"""Class of the context that calls a policy in forward."""
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 class Answers:
-    """What the policies of one region answered."""
+    """The decisions of the policies of one region."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[bool]] = {}
         self._listed: set[str] = set()
 
     def listen(self, context: Any) -> None:
-        """Hears from now on what the policy of a SELECTIVE context answers."""
+        """Record the decisions of a SELECTIVE context's policy from now on."""
         policy: Callable[..., Any] = context.policy_fn
-        if inspect.isfunction(policy):  # a list of operators is a policy of torch's own; it may name kernels of other devices
+        if inspect.isfunction(policy):  # torch wraps a list of operators into a policy; it may name kernels of other devices
             listed = inspect.getclosurevars(policy).nonlocals.get("policy_fn_or_list")
             self._listed |= {_name(op) for op in listed} if isinstance(listed, list) else set()
 
@@ -46,14 +50,17 @@ class Answers:
         context.policy_fn = heard
 
     def text(self) -> str:
-        """As the module says."""
+        """Return the decisions in the format of this module."""
         found = {name: [True] for name in self._listed} | self._calls
         digits = {name: "".join("01"[answer] for answer in answers) for name, answers in found.items() if any(answers)}
         return " ".join(f"{name}={'1' if '0' not in said else said}" for name, said in sorted(digits.items()))
 
 
 def _name(op: Any) -> str:
-    """An operator's name; that of the functional operator for one that writes in place: a derived graph has no other."""
+    """Return an operator's name.
+
+    For one that writes in place it is the name of its functional variant, as in derived graphs.
+    """
     if is_overload(op) and op._schema.is_mutable:
         packet = getattr(torch.ops.aten, op.overloadpacket.__name__.removesuffix("_"), None)
         overload = getattr(packet, op._overloadname, None)
@@ -62,10 +69,10 @@ def _name(op: Any) -> str:
 
 
 def kept_operators(text: str) -> dict[str, str]:
-    """The operators of a text, and their answers.
+    """Parse a text and return operator -> answers.
 
     Raises:
-        CaptureError: it is no such text.
+        CaptureError: if the text is malformed.
     """
     found: dict[str, str] = {}
     for entry in text.split():

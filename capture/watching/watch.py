@@ -1,7 +1,12 @@
-"""Watches a model's Python while torch.export traces it, and marks in the graph what the tracer does not see.
+"""Watches a model's Python during a trace, and marks what torch.export does not see.
 
-Everything is caught where it must pass, whatever name the model calls it by: a mode over torch's functions (grad mode, autocast, hooks,
-gradients), the class below `torch.autograd.Function`, and the context managers of autocast and of saved tensors, which checkpointing uses.
+Calls are intercepted at points that they cannot bypass, whatever name the model uses: a mode over
+torch's functions (grad mode, autocast, hooks, gradients), the class below
+`torch.autograd.Function`, and the context managers of autocast and of saved tensors, which
+checkpointing uses.
+
+In torch.export's non-strict mode fake tensors carry autograd's graph, so `requires_grad` can be
+queried while tracing.
 """
 
 from __future__ import annotations
@@ -39,23 +44,27 @@ from trainload.core.errors import CaptureError
 
 
 class Watch(Recorder):
-    """What one trace is watched with: `with watch.tracing(model): ...` around the model's forward, inside what is traced."""
+    """Watches one trace.
+
+    Use `with watch.tracing(model, hooks): ...` around the model's forward, inside the traced
+    function.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._answers: list[Answers] = []
-        """Of the checkpoints that forward is in, outermost first."""
+        """Decisions of the enclosing checkpoints, outermost first."""
         self.raised = Raised()
         self.leaving = False
-        """Whether a context puts the grad mode back."""
+        """True while a context restores the grad mode."""
 
     @contextlib.contextmanager
     def tracing(self, model: nn.Module, parameters: dict[str, list[Callable[[Tensor], Tensor | None]]]) -> Iterator[None]:
-        """Marks what happens inside.
+        """Mark in the graph what happens inside the block.
 
         Args:
-            model: as it is traced.
-            parameters: name -> hooks that its gradient passes through.
+            model: the model as it is traced.
+            parameters: name -> hooks that the parameter's gradient passes through.
         """
         with contextlib.ExitStack() as stack:
             mode = stack.enter_context(_Functions(self, model))
@@ -75,7 +84,10 @@ class Watch(Recorder):
                 yield
 
     def _replacements(self, mode: TorchFunctionMode) -> list[tuple[Any, str, object]]:
-        """Attributes of torch that are others while a model is watched. `mode`: that of the watch."""
+        """Return replacements of torch's attributes: (owner, name, replacement).
+
+        mode: the mode of this watch.
+        """
         saved, distributions = torch.autograd.graph.saved_tensors_hooks, torch.distributions
         return [
             (torch.autocast, "__enter__", self._autocast_enter(torch.autocast.__enter__)),
@@ -91,12 +103,12 @@ class Watch(Recorder):
             (nn.TransformerDecoder, "forward", decoder_forward(nn.TransformerDecoder.forward)),
             (nn.Module, "to", module_to(nn.Module.to)),
             (distributions.Dirichlet, "rsample", dirichlet_rsample),
-            (distributions.Distribution, "_validate_args", False),  # by values, for eager mode alone
+            (distributions.Distribution, "_validate_args", False),  # checks depend on values; eager mode makes them
             (torch, "compile", _outside(mode, torch.compile)),
         ]
 
     def hook(self, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> int:
-        """Has x's gradient pass through `hook`; the number of its region."""
+        """Pass the gradient of x through `hook` and return the number of its region."""
         number = self.number()
         tangent = self.tangent(x, number)
         marks.BEGIN("backward", "", number)
@@ -110,18 +122,22 @@ class Watch(Recorder):
         if cls is CheckpointFunction:
             function, _, *operands = args
             differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in operands)
-            with torch.set_grad_enabled(differentiable):  # a reentrant checkpoint passes no gradient unless an operand wants one
+            with torch.set_grad_enabled(differentiable):  # a reentrant checkpoint passes no gradient unless an operand requires one
                 number = self.region("checkpoint")
                 try:
                     return function(*operands)
                 finally:
                     marks.END(number)
-        # torch's own: of a control-flow operator, whose bodies are compiled apart, on fake tensors; of a checkpoint, to keep its inputs
+        # torch's own functions: those of control-flow operators, whose bodies are compiled separately
+        # on fake tensors (the backward of a while_loop is a while_loop again, so tracing it would
+        # never end), and those of checkpoints, which keep their inputs.
         if cls.__module__.startswith(OPERATORS) or cls.__module__ == CHECKPOINT_MODULE:
             return super(FUNCTION_BASE, cls).apply(*args, **kwargs)  # type: ignore[misc]  # cls is a subclass
         return call_function(self, cls, args, kwargs)
 
     def _mode_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `__exit__` of a grad mode, which alone shows that a change restores an earlier mode."""
+
         def leave(context: Any, *error: Any) -> Any:
             self.leaving = True
             try:
@@ -153,7 +169,7 @@ class Watch(Recorder):
                 context.trainload_region = self.region("checkpoint")
                 self._answers.append(Answers())
                 return None  # nothing is saved while tracing
-            return None if is_own(context) else original(context)  # how tensors are kept is no matter of the graph; see saved_tensors.py
+            return None if is_own(context) else original(context)  # how tensors are kept does not matter to a graph: see saved_tensors.py
 
         return enter
 
@@ -170,7 +186,7 @@ class Watch(Recorder):
 
     def _selective_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(context: Any) -> Any:
-            if self._answers:  # else the user has it around something else than a checkpoint, where it keeps nothing
+            if self._answers:  # otherwise it is used outside of a checkpoint, where it keeps nothing
                 self._answers[-1].listen(context)
             return original(context)
 
@@ -179,7 +195,7 @@ class Watch(Recorder):
 
 @contextlib.contextmanager
 def _buffers_written(model: nn.Module) -> Iterator[None]:
-    """Writes what forward assigned to a buffer's name into the buffer."""
+    """Copy the values that forward assigned to a buffer's name into the buffer."""
     before = [(module, name, value) for module in model.modules() for name, value in module._buffers.items() if value is not None]
     yield
     for module, name, value in before:
@@ -200,7 +216,7 @@ def _buffers_written(model: nn.Module) -> Iterator[None]:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees every function of torch that the model calls."""
+    """Mode that intercepts every function of torch that the model calls."""
 
     def __init__(self, watch: Watch, model: nn.Module) -> None:
         super().__init__()
@@ -238,7 +254,10 @@ class _Functions(TorchFunctionMode):
 
 
 def _check_gradient_stays_on(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise if forward sets `requires_grad` of a parameter to False: the graph would still compute its gradient."""
+    """Raise if forward sets `requires_grad` of a parameter to False.
+
+    The graph would still compute its gradient.
+    """
     name = getattr(func, "__name__", "")
     if name == "requires_grad_" or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # a descriptor
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
@@ -253,7 +272,7 @@ _REFUSED = {
 
 
 class _Handle:
-    """What register_hook returns while tracing: the hook is in the graph already."""
+    """Return value of register_hook while tracing: the hook is already in the graph."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -269,7 +288,7 @@ class _Handle:
 
 
 def _inference_enter(context: Any) -> None:
-    """Inference mode as no_grad: what differs is only what eager refuses."""
+    """Enter inference mode as no_grad; it differs only in operations that eager mode rejects."""
     context.trainload_mode = torch.no_grad() if context.mode else contextlib.nullcontext()
     context.trainload_mode.__enter__()
 
@@ -279,9 +298,11 @@ def _inference_exit(context: Any, *error: Any) -> None:
 
 
 def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for control-flow operators: their bodies are compiled and run outside of the mode, which the compiler would trace.
+    """Wrap torch.compile for control-flow operators.
 
-    torch's cache is reset before each, since torch evaluates the guards of cached code on the symbolic sizes, which fixes them.
+    Their bodies are compiled and run outside of the mode, which the compiler would trace. torch's
+    cache is reset before each call, since torch evaluates the guards of cached code on symbolic
+    sizes, which specializes them.
     """
 
     def compile_(*options: Any, **named: Any) -> Any:

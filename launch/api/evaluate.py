@@ -1,4 +1,4 @@
-"""Evaluating a package on rows, without training it: a run of no steps, under any plan and wherever runs are run."""
+"""Evaluate a package without training it: a run of zero steps, under any plan and on any backend."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ from trainload.sharding.plans.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What rows were evaluated to.
+    """Result of an evaluation.
 
     Attributes:
-        loss: the main graph's mean, by the job's weights of rows.
-        metrics: its metrics, and those of other graphs as "graph.name".
-        rows: how many were evaluated.
-        parts: the same of each part of a mixture that has a name: {loss, metrics, rows}.
-        seconds: of the evaluation alone, and "in all".
+        loss: mean loss of the main graph, weighted by the job's row weights.
+        metrics: metrics of the main graph, and those of other graphs as "graph.name".
+        rows: number of evaluated rows.
+        parts: {loss, metrics, rows} of each named part of a mixture.
+        seconds: duration of the "evaluation" alone, and "in all".
+
+    Example:
+        result = trainload.evaluate(package, plan, "test.parquet")
+        print(result.loss, result.metrics, result.rows)
     """
 
     loss: float
@@ -42,7 +46,7 @@ class EvaluationResult:
 
 
 class EvaluationRequest(EvaluationSettings, ExecutionOptions, PackageOptions):
-    """What `evaluate` takes beside package, plan and data."""
+    """Options of `evaluate`, in addition to the package, the plan and the data."""
 
     run_dir: str | Path | None = None
     """Folder to keep, on storage that all nodes share. Default: one of this machine, which is removed afterwards."""
@@ -51,19 +55,25 @@ class EvaluationRequest(EvaluationSettings, ExecutionOptions, PackageOptions):
 @neutrally
 @takes_options(EvaluationRequest)
 def evaluate(package: Package, plan: Plan, data: Data, request: EvaluationRequest) -> EvaluationResult:
-    """Evaluate a package with its eval graphs: every row once, under any plan.
+    """Evaluate a package with its evaluation graphs: every row once, under any plan.
 
-    It compiles what a training of the package under this plan compiles, and reuses what one has left in the cache.
+    It compiles the same graphs as a training under this plan, and reuses those in the cache.
 
     Args:
-        package: the package.
-        plan: made for this package.
-        data: rows, as of `launch`; of a mixture, each part that has a name is evaluated separately as well.
-        request: given as keyword arguments: the fields of `EvaluationRequest`.
+        package: package to evaluate.
+        plan: plan made for this package.
+        data: rows, in the forms that `launch` accepts. Each named part of a mixture is also
+            evaluated separately.
+        request: fields of `EvaluationRequest`, passed as keyword arguments.
 
     Raises:
-        RequestError: an option is unknown or invalid; there is no run_dir, and a cluster's nodes need one that they share.
-        TrainloadError: as `launch`.
+        RequestError: an option is unknown or invalid, or an address is passed without a run_dir,
+            although the nodes of a cluster need a shared folder.
+        TrainloadError: as for `launch`.
+
+    Example:
+        result = trainload.evaluate(package, plan, "test.parquet", eval_batches=10)
+        print(result.loss)
     """
     began = time.perf_counter()
     options = {name: getattr(request, name) for name in request.model_fields_set - {"run_dir"}}
@@ -98,4 +108,4 @@ def _folder(run_dir: str | Path | None, address: str | None) -> Iterator[Path]:
 
 
 def _ignore(event: Event) -> None:
-    """For callers that do not watch."""
+    """Do nothing: the default callback."""

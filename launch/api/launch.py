@@ -1,4 +1,4 @@
-"""Runs: launched, tried out, resumed."""
+"""Launch, dry-run, prepare and resume runs."""
 
 from __future__ import annotations
 
@@ -62,21 +62,33 @@ def launch(package: Package, plan: Plan, data: Data, request: RunRequest) -> Run
     """Train a package.
 
     Args:
-        package: the package.
-        plan: made for this package.
-        data: files with exactly the package's inputs as columns, or those of one of its variants, by path or URL: Parquet, Arrow, npz,
-            safetensors, tar; a mixture of these, a file that ends in .json; a function or Ray data set that gives rows: docs/data.md.
-        request: given as keyword arguments: the fields of `RunRequest`, of which run_dir is required. docs/runs.md has a table of them.
+        package: package to train.
+        plan: plan made for this package.
+        data: path or URL of files whose columns are exactly the package's inputs, or those of one
+            of its variants (Parquet, Arrow, npz, safetensors, tar); a mixture of such files, which
+            is a file that ends in .json; or a function or Ray dataset that yields rows. See
+            docs/data.md.
+        request: fields of `RunRequest`, passed as keyword arguments. Only run_dir is required;
+            docs/runs.md lists them.
+
+    Returns:
+        The result of the finished run.
 
     Raises:
         RequestError: an option is unknown, missing or invalid.
-        PolicyError: a policy does not let the package be run.
-        PlanError: the plan is for another package, or was edited so that it does not fit.
+        PolicyError: a policy rejects the package.
+        PlanError: the plan was made for another package, or an edit made it invalid.
         DataError: the data does not have the package's inputs.
-        ClusterError: the cluster cannot hold the plan.
-        StorageError: a path is taken or cannot be written. Up to here nothing was started.
-        RunInterrupted: Ctrl-C; the run can be resumed.
+        ClusterError: the cluster is too small for the plan.
+        StorageError: a path exists already or is not writable. If any of the errors up to here is
+            raised, nothing has been started.
+        RunInterrupted: the run was interrupted (Ctrl-C) and can be resumed.
         TrainingError: the workers failed too often, or a loss or gradient is not finite.
+
+    Example:
+        package = trainload.open("gpt.tl")
+        plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero3")
+        result = trainload.launch(package, plan, "train.parquet", run_dir="runs/first", steps=1000)
     """
     with checked(package, plan, data, request) as run:
         run_spec(run.spec, request.backend, request.address, request.on_event or _ignore, new=True)
@@ -86,9 +98,16 @@ def launch(package: Package, plan: Plan, data: Data, request: RunRequest) -> Run
 @neutrally
 @takes_options(RunRequest)
 def prepare(package: Package, plan: Plan, data: Data, request: RunRequest) -> Path:
-    """Write a run's folder, after all that `launch` checks before it starts anything but the cluster. `resume` then trains it.
+    """Write a run's folder without starting the run; `resume` trains it later.
 
-    Args: as of `launch`. Returns: the folder. Raises: as `launch`, but for what the cluster and the training raise.
+    Everything that `launch` checks is checked first, except the cluster. The arguments are those of
+    `launch`.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        TrainloadError: as for `launch`, except errors of the cluster and of the training.
     """
     with checked(package, plan, data, request) as run:
         write_spec(run.spec)
@@ -96,8 +115,10 @@ def prepare(package: Package, plan: Plan, data: Data, request: RunRequest) -> Pa
 
 
 class ResumeRequest(RunSettings, ExecutionOptions):
-    """What `resume` takes beside the run's folder. Settings of the run apply from its last checkpoint on; those that are not given keep
-    their values, and so do overrides. A schedule is one of the whole run.
+    """Options of `resume`, in addition to the run's folder.
+
+    Changed settings apply from the run's last checkpoint on. Settings and overrides that are not
+    passed keep their values. A learning rate schedule always spans the whole run.
     """
 
     workers: int | None = None
@@ -111,17 +132,26 @@ class ResumeRequest(RunSettings, ExecutionOptions):
 @neutrally
 @takes_options(ResumeRequest)
 def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
-    """Continue a run from its last whole checkpoint, on as many workers as there are now.
+    """Continue a run from its last complete checkpoint, on the same or another number of workers.
 
     Args:
         run_dir: the run's folder.
-        request: given as keyword arguments: the fields of `ResumeRequest`. Changed settings are kept in run.json, with the step from
-            which they apply. Policies are checked in addition to those that the run was launched under.
+        request: fields of `ResumeRequest`, passed as keyword arguments. Changed settings are
+            recorded in run.json with the step from which they apply. Policies are checked in
+            addition to those that the run was launched under.
+
+    Returns:
+        The result of the finished run.
 
     Raises:
-        JobError: something that cannot be changed in the middle of a run.
+        JobError: a setting cannot be changed in the middle of a run.
         IntegrityError: the package is not the one that the run was launched with.
-        PlanError: the plan has another global batch; otherwise as `launch`.
+        PlanError: the plan has another global batch than the run.
+        TrainloadError: as for `launch`.
+
+    Example:
+        trainload.resume("runs/first")
+        trainload.resume("runs/first", workers=4, overrides=trainload.Overrides(lr=1e-4))
     """
     folder = Path(run_dir).absolute()
     backend, policy, plan = request.backend, request.policy, request.plan
@@ -150,7 +180,11 @@ def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
 
 
 def change(run_dir: Path, settings: RunSettings) -> RunSpec:
-    """Change the settings of a run that nobody drives, for whoever resumes it. Errors are those of `resume`. Returns: the run."""
+    """Change the settings of a run that has no driver, and return the changed run.
+
+    The settings are written to run.json, so that they apply when the run is resumed. The errors are
+    those of `resume`.
+    """
     before = read_spec(run_dir)
     check_no_driver(run_dir)
     spec = _changed(before, settings)
@@ -174,12 +208,30 @@ def _changed(spec: RunSpec, settings: RunSettings) -> RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class DryRunReport:
-    """What a launch would do. All of it was checked; nothing was started but one step of the first rank, whose results are forgotten.
+    """Description of the run that a launch would start.
 
-    seconds: of what was done: checks, the graphs of all ranks, and, on one node, the parts of a `Trial`; what is in the node's cache by now
-    takes less the next time. run_seconds: what the run would take at the pace of that step, if no rank waited for another; None under a
-    pipeline, whose ranks cannot be tried out alone. free_disk_bytes: where the checkpoints will lie; None at a URL. interpreted: for each
-    graph that would run interpreted, why; of several ranks, graphs that call the others are compared when the run begins.
+    Everything is checked, but nothing is started except a few trial steps of the first rank, whose
+    results are discarded.
+
+    Attributes:
+        package: path of the package.
+        digest: digest of the package.
+        strategy: strategy of the plan.
+        workers: number of workers.
+        steps: number of steps.
+        rows: rows of the training data.
+        eval_rows: rows of the held-out data; None if there is none.
+        parameter_bytes_per_worker: estimated bytes of parameters on each worker.
+        optimizer_bytes_per_worker: estimated bytes of optimizer state on each worker.
+        compiled_already: True if this machine's cache holds the compiled graphs (CPU plans only).
+        free_disk_bytes: free bytes where checkpoints will be stored; None for a URL.
+        seconds: duration of each part of the dry run: the checks, the simulation of all ranks and,
+            on one node, the parts of a `Trial`. Parts whose results are now in the node's cache
+            are faster the next time.
+        run_seconds: estimated duration of the run at the speed of the trial steps if no rank waited
+            for another; None for a pipeline, whose ranks cannot run alone.
+        interpreted: for each graph that would run interpreted, the reason. With several ranks,
+            graphs that communicate are compared only when the run begins.
     """
 
     package: Path
@@ -201,8 +253,15 @@ class DryRunReport:
 @neutrally
 @takes_options(RunRequest)
 def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> DryRunReport:
-    """Do everything of a launch but train: package, policies, plan, the graphs of all ranks, data, cluster, paths, room on the disk, and
-    one compiled step on one node. Arguments and errors are those of `launch`.
+    """Do everything that a launch does except train.
+
+    Checks the package, the policies, the plan, the graphs of all ranks, the data, the cluster, the
+    paths and the free disk space, and runs a few compiled steps of the first rank on one node. The
+    arguments and errors are those of `launch`.
+
+    Example:
+        report = trainload.dry_run(package, plan, "train.parquet", run_dir="runs/first")
+        print(report.run_seconds, report.parameter_bytes_per_worker)
     """
     seconds: dict[str, float] = {}
     began = time.perf_counter()
@@ -235,9 +294,14 @@ def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> Dr
 
 
 def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | None:
-    """One step of a run's first rank; on Ray, where the run would begin. None where a rank cannot be tried out alone.
+    """Run trial steps of a run's first rank; on Ray, on a node where the run would start.
 
-    Raises: ClusterError as `launch`, or where the devices are taken now; TrainingError where the step fails.
+    Returns:
+        The timings; None for a pipeline, whose ranks cannot run alone.
+
+    Raises:
+        ClusterError: as for `launch`, or all devices are in use at the moment.
+        TrainingError: the step fails.
     """
     alone = spec.plan.pipeline is None
     if backend != "ray":
@@ -259,7 +323,7 @@ def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | 
 
 
 def _ignore(event: Event) -> None:
-    """For callers that do not watch."""
+    """Do nothing: the default callback."""
 
 
 @contextmanager
@@ -281,7 +345,7 @@ def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) ->
 
 
 def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
-    """Runs what was checked, to its end. `new`: its folder is made. Raises: as `launch`."""
+    """Execute a checked run to its end; if `new`, create its folder first. The errors are those of `launch`."""
     if backend == "ray":
         _run_on_ray(spec, address, on_event, new=new)
     elif backend == "torchrun":
@@ -302,7 +366,7 @@ def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Cal
 
 
 def _finished(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
-    """What a run came to. The trained package is written by one process."""
+    """Return the result of a finished run. Only the leading process writes the trained package."""
     return finish(spec if leads(backend) else spec.model_copy(update={"output": None}), package)
 
 
@@ -316,7 +380,7 @@ def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], 
     with interrupted_by_signals() as again:
         started = connect(address)
         try:
-            again()  # Ray would end this process, and its workers without a checkpoint
+            again()  # ray.init sets signal handlers that would end this process, and its workers without a checkpoint
             check_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
             with room_asked_for(spec.plans[-1] if spec.plans else None), _recorded(spec, on_event, new=new) as (tell, check_driver):
                 Supervisor(spec, tell, check_driver).run()

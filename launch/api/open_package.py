@@ -1,4 +1,4 @@
-"""Opening a package by its folder, or by its name in a store or registry."""
+"""Open a package by the path of its folder, or by its name in a store or registry."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ def open(path: str | Path, *, libraries: Libraries = MappingProxyType({}), trust
     """Open a package. Warns if operator libraries differ from those that it was made with.
 
     Args:
-        path: its folder; or STORE#LINE/RELEASE, or oci://HOST/NAME:TAG: then it is fetched into this machine's cache, and a run of it into
-            that of each node (docs/store.md).
-        libraries: namespaces of other libraries' operators that it may call -> the module or Python file that registers them, which is
-            imported; None: they are registered already. Name only what you trust.
-        trust_extensions: whether to load the operator libraries that the package brings, where `libraries` names no others. That runs code
-            of its maker's: say so only of packages that you trust.
+        path: path of the package's folder, or its name as STORE#LINE/RELEASE or oci://HOST/NAME:TAG.
+            A named package is fetched into this machine's cache, and each node of a run fetches it
+            into its own (docs/store.md).
+        libraries: custom operators that the package may call: namespace -> the module or Python
+            file that registers the operators, which is imported, or None if they are registered
+            already. Name only code that you trust.
+        trust_extensions: True to load the operator libraries that the package contains, for
+            namespaces that `libraries` does not name. This runs code of the package's author: use
+            it only for packages that you trust.
+
+    Example:
+        package = trainload.open("gpt.tl")
+        package = trainload.open("s3://models/store#gpt/2", libraries={"my_ops": "my_ops.py"})
     """
     source, folder = here(path)
     package = replace(open_with(folder, libraries, trust_extensions=trust_extensions), source=source)

@@ -1,4 +1,4 @@
-"""Requests of runs, and all checks of a run that are possible before anything starts."""
+"""Requests for runs, and all checks of a run that are possible before anything is started."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Backend = Literal["ray", "local", "torchrun"]
 
 
 class ExecutionOptions(Settings):
-    """Where a run is executed, and who observes it."""
+    """Options for the execution and observation of a run."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -64,13 +64,13 @@ class PackageOptions(Settings):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     libraries: Libraries = Field(default_factory=dict)
-    """As for `open`; every worker imports them."""
+    """Custom operator libraries (see `open`). Every worker imports them."""
     trust_extensions: bool = False
-    """As for `open`; every worker loads them."""
+    """True to load the operator libraries that the package contains (see `open`). Every worker loads them."""
 
 
 class RunRequest(RunSettings, ExecutionOptions, PackageOptions):
-    """What `launch` and `dry_run` take beside package, plan and data."""
+    """Options of `launch` and `dry_run`, in addition to the package, the plan and the data."""
 
     run_dir: str | Path
     """Folder of the run (journal, checkpoints), on storage that all nodes share. There must be no run in it."""
@@ -114,10 +114,11 @@ def spec_of(package: Package, plan: Plan, data: InFiles, request: RunRequest, *,
 
 
 def _state_of(source: str | Path | None, package: Package) -> str | None:
-    """The checkpoint whose optimizer's state a run begins with.
+    """Return the path of the checkpoint from which a run loads its initial optimizer state.
 
     Raises:
-        CheckpointError: there is none that is whole, or it is of a run that has not made this package.
+        CheckpointError: there is no complete checkpoint, or it belongs to a run that did not
+            produce this package.
     """
     if source is None:
         return None
@@ -148,7 +149,7 @@ def _state_of(source: str | Path | None, package: Package) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of python, trainload, torch and ray: what a run is launched with; without what is not installed."""
+    """Return the versions of python, trainload, torch and ray; those that are not installed are left out."""
     found = {"python": platform.python_version(), "trainload": VERSION}
     for name in ("torch", "ray"):
         with suppress(PackageNotFoundError):
@@ -176,7 +177,8 @@ class CheckedRun:
 def checked(package: Package, plan: Plan, data: Data, request: RunRequest, *, evaluates_only: bool = False) -> Iterator[CheckedRun]:
     """Yield the requested run, once the package may be run and fits plan and data.
 
-    Inside, the run is made; otherwise the files that were made for its data are removed. With `evaluates_only` the run has no steps.
+    The caller creates the run inside the context; if it does not, files that were written for the
+    run's data are removed. With `evaluates_only` the run has zero steps.
     """
     backend = request.backend
     if not request.run_dir:
@@ -184,7 +186,7 @@ def checked(package: Package, plan: Plan, data: Data, request: RunRequest, *, ev
     check_backend(backend, request.address)
     run_dir = Path(request.run_dir).absolute()
     check_sinks(request.sinks, backend)
-    if leads(backend) and not (request.address or "").startswith(("http://", "https://")):  # the sinks of a job are its cluster's
+    if leads(backend) and not (request.address or "").startswith(("http://", "https://")):  # a job uses the sinks of its cluster
         check_sink_libraries(request.sinks)
     given = in_files(data, request.eval_data, run_dir, alone=backend != "torchrun")
     steps = 0 if evaluates_only else request.steps or package.recipe.steps
@@ -199,7 +201,10 @@ def checked(package: Package, plan: Plan, data: Data, request: RunRequest, *, ev
 
 
 def _in_order(plan: Plan, others: Sequence[Plan]) -> tuple[Plan, ...]:
-    """All plans of an elastic run, the smallest first; none for others. Raises: PlanError where they are not of one run."""
+    """Return all plans of an elastic run, smallest first; () if the run is not elastic.
+
+    Raises PlanError if the plans do not fit one run.
+    """
     if not others:
         return ()
     found = {each.world_size: each for each in (*others, plan)}
@@ -209,9 +214,11 @@ def _in_order(plan: Plan, others: Sequence[Plan]) -> tuple[Plan, ...]:
 
 
 def another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strategy | None) -> Plan:
-    """A plan for a run that has had another one.
+    """Return `plan` after checking that it can replace a run's earlier plan.
 
-    Raises: PlanError: the run's losses would be others; workers or strategy are given beside it.
+    Raises:
+        PlanError: the global batch differs, which would change the run's losses; or workers or
+            strategy are passed as well.
     """
     if workers is not None or strategy is not None:
         raise PlanError("a plan says the number of workers and the strategy itself", where="resume", hint="Give the plan alone.")
@@ -245,7 +252,7 @@ def check_package(frozen: Package, spec: RunSpec) -> Package:
 
 
 def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
-    """Check a run's data. package: what is trained. Returns: numbers of rows of the data and of the held-out data."""
+    """Check the data, and return its number of rows and that of the held-out data (None if there is none)."""
     if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
         raise DataError("an evaluation was asked for without held-out data", where="eval_data", hint="Give --eval-data.")
     count = spec.plan.rows_per_call
@@ -255,7 +262,7 @@ def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
 
 
 def check_backend(backend: Backend, address: str | None) -> None:
-    """Raises: ClusterError: there is none of this name; RequestError: it has no cluster that could have this address."""
+    """Raise ClusterError if the backend is unknown, and RequestError if it does not use an address."""
     if backend not in get_args(Backend):
         raise ClusterError("no such backend", expected=" or ".join(get_args(Backend)), got=str(backend))
     if backend != "ray" and address is not None:
@@ -263,7 +270,7 @@ def check_backend(backend: Backend, address: str | None) -> None:
 
 
 def leads(backend: Backend) -> bool:
-    """Whether this process makes the run's folder, and writes what comes of it: the only one, or torchrun's rank 0."""
+    """Return True if this process creates the run's folder and writes its result: all but torchrun's ranks above 0."""
     if backend != "torchrun":
         return True
     from trainload.launching.worker.local_run import torchrun_place

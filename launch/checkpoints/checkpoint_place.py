@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie: a folder that all nodes share, or an fsspec URL. Who writes or reads them knows no more of it."""
+"""Interface of checkpoint storage: a folder on shared storage, or an fsspec URL. Writers and readers use only this interface."""
 
 from __future__ import annotations
 
@@ -17,115 +17,120 @@ Where: TypeAlias = Path | str
 
 
 class Draft(Protocol):
-    """A checkpoint that is being written, as one rank has it.
+    """A checkpoint that is being written, as one rank uses it.
 
-    Marks are small files, there whole or not at all, by which the ranks tell each other how far they are. The notice is rank 0's word that
-    it gave up.
+    Marks are small files, written atomically, by which the ranks report their progress to each other. The
+    notice is a file by which rank 0 reports that it gave up.
 
-    Laws: nothing of it is seen before `publish` has begun. What is left of one whose writers were killed hides nothing that was published,
-    and is removed when the next attempt begins.
+    Laws: nothing is visible before `publish` has begun. The leftovers of killed writers hide no published
+    checkpoint, and are removed when the next attempt begins.
 
-    All of them raise OSError or StorageError where the place fails.
+    All methods raise OSError or StorageError if the storage fails, unless stated otherwise.
     """
 
     @property
     def where(self) -> str:
-        """What it is called in messages."""
+        """Name of the draft in messages."""
 
     def begin(self) -> None:
-        """Before this rank writes."""
+        """Prepare the draft before this rank writes."""
 
     def name_of(self, shard: str) -> str:
-        """How the index names a shard."""
+        """Return the name of a shard in the index."""
 
     def writing(self, shard: str, size: int) -> AbstractContextManager[Sink]:
-        """Takes the bytes of this rank's shard, of which there are `size`; it is there for good when the block has ended."""
+        """Return a context with a sink for the `size` bytes of this rank's shard, which is durable when the context ends."""
 
     def drop(self, shard: str) -> None:
-        """Removes this rank's shard."""
+        """Remove this rank's shard."""
 
     def leave(self, mark: str, data: bytes) -> None:
-        """Makes a mark."""
+        """Write a mark."""
 
     def marks(self) -> set[str]:
-        """The names of those that there are."""
+        """Return the names of the existing marks."""
 
     def read(self, marks: Sequence[str]) -> list[bytes]:
-        """Those of these names, which are there."""
+        """Return the contents of these marks, which must exist."""
 
     def complete(self, index: CheckpointIndex) -> None:
-        """Rank 0: all shards are there. Does what can be done before anybody sees them."""
+        """Do what can be done before publication, once all shards exist. Rank 0 only."""
 
     def publish(self, index: CheckpointIndex) -> None:
-        """Rank 0: makes it visible, whole. One of the same step gives way: the run has gone back behind it, and reached it again."""
+        """Make the checkpoint visible atomically. Rank 0 only.
+
+        An existing checkpoint of the same step, which the run has reached a second time, is replaced.
+        """
 
     def release(self) -> None:
-        """Rank 0: it is published. Lets the other ranks know, and removes the one that gave way."""
+        """Tell the other ranks that it is published, and remove a replaced checkpoint. Rank 0 only."""
 
     def give_up(self, shard: str, notice: bytes) -> None:
-        """Rank 0: leaves the notice, and removes what there is of the rest. Raises nothing."""
+        """Write the notice, and remove the rest of the draft. Raises nothing. Rank 0 only."""
 
     def notice(self) -> bytes | None:
-        """What rank 0 says, if it gave up."""
+        """Return the notice; None if rank 0 has not given up."""
 
     def pending(self, rank: int) -> bool:
-        """Whether rank 0 has neither published nor given up; `rank` has left its mark."""
+        """Return True if rank 0 has neither published nor given up. `rank` must have left its mark."""
 
     def published(self, attempt: str) -> bool:
-        """Whether it is visible, or another one that the same attempt has written for this step."""
+        """Return True if it, or another checkpoint of the same attempt for this step, is visible."""
 
     def withdraw(self, rank: int, shard: str) -> None:
-        """A rank that has heard that rank 0 gave up removes its part. Raises nothing."""
+        """Remove a rank's part of the draft after rank 0 gave up. Raises nothing."""
 
     def forget(self) -> None:
-        """Rank 0, which gave up on it: no rank asks any more. Removes the notice, and what came after it."""
+        """Remove the notice and late files of a draft that was given up, once no rank waits for it. Rank 0 only."""
 
 
 class CheckpointPlace(Protocol):
-    """The place of a run's checkpoints. One run uses it at a time.
+    """Storage of a run's checkpoints, used by one run at a time.
 
-    Laws: what is published is whole. A checkpoint stops being one before any of its files is removed.
+    Laws: published checkpoints are complete. A checkpoint becomes invisible before any of its files is
+    removed.
 
-    All of them raise OSError or StorageError where the place fails.
+    All methods raise OSError or StorageError if the storage fails.
     """
 
     @property
     def where(self) -> str:
-        """What it is called in messages."""
+        """Name of the place in messages."""
 
     @property
     def pauses(self) -> tuple[float, float]:
-        """Seconds between two questions of one who waits: the first ones, and at most."""
+        """Seconds between two polls of a waiting rank: initially, and at most."""
 
     def begin(self) -> None:
-        """Makes it, where that must be done."""
+        """Create the place if necessary."""
 
     def tidy(self, attempt: str) -> None:
-        """Removes what others than this attempt of the run have left that no checkpoint needs."""
+        """Remove files of other attempts of the run that no checkpoint needs."""
 
     def published(self) -> Mapping[int, Where]:
-        """Step -> checkpoint, oldest first."""
+        """Return step -> checkpoint, oldest first."""
 
     def draft(self, step: int, attempt: str, save: int) -> Draft:
-        """A checkpoint that begins to be written. `save`: the number of this attempt to write one, the same on all ranks."""
+        """Return a new draft. `save` is the number of the save within the attempt, the same on all ranks."""
 
     def delete(self, step: int, attempt: str) -> None:
-        """Deletes a checkpoint."""
+        """Delete a checkpoint."""
 
     def free_bytes(self) -> int | None:
-        """How much it takes; None where that cannot be known."""
+        """Return the free space; None if it is unknown."""
 
     def check_new(self) -> None:
-        """Check that a new run may write here. Raises: StorageError: checkpoints exist, or none can be written."""
+        """Raise StorageError if checkpoints exist here already, or the place is not writable."""
 
     def check_writable(self) -> None:
-        """Writes something and removes it again. Raises: StorageError, with what was tried and why it failed."""
+        """Write and remove a probe file; raise StorageError, with the failed operation, if that fails."""
 
 
 class CheckpointFiles(Protocol):
-    """The files of a published checkpoint.
+    """Files of a published checkpoint.
 
-    All of them raise OSError or StorageError where the place fails; FileNotFoundError where there is no such file.
+    All methods raise OSError or StorageError if the storage fails, and FileNotFoundError if a file does
+    not exist.
     """
 
     @property
@@ -133,22 +138,22 @@ class CheckpointFiles(Protocol):
         """The checkpoint."""
 
     def read(self, name: str) -> bytes:
-        """A file's bytes."""
+        """Return a file's bytes."""
 
     def size(self, name: str) -> int:
-        """A file's bytes, counted."""
+        """Return a file's size in bytes."""
 
     def opened(self, name: str) -> AbstractContextManager[Ranges]:
-        """A file, for reading parts of it."""
+        """Return a context in which parts of a file can be read."""
 
 
 def is_url(where: Where) -> bool:
-    """Whether this is an fsspec URL, and not the path of a folder of this machine's."""
+    """Return True for an fsspec URL, and False for the path of a folder on this machine."""
     return isinstance(where, str) and "://" in where and not where.startswith(("file://", "local://"))
 
 
 def whole_place(where: Where) -> str:
-    """A place as a run keeps it: a URL, or an absolute path. Raises: StorageError, where it holds credentials."""
+    """Return a place as a URL or an absolute path. Raises StorageError if it contains credentials."""
     check_no_credentials(str(where))
     if is_url(where):
         return str(where).rstrip("/")
@@ -156,14 +161,14 @@ def whole_place(where: Where) -> str:
 
 
 def place_of(run_dir: Path, checkpoints: str | None = None) -> CheckpointPlace:
-    """Where a run's checkpoints lie.
+    """Return the storage of a run's checkpoints.
 
     Args:
-        run_dir: its folder.
-        checkpoints: a folder or fsspec URL; None: a folder of its folder.
+        run_dir: the run's folder.
+        checkpoints: a folder or fsspec URL; None for a subfolder of the run's folder.
 
     Raises:
-        StorageError: no such kind of URL is known, or the library for it is not installed.
+        StorageError: the URL's protocol is unknown, or its library is not installed.
     """
     if checkpoints is not None and is_url(checkpoints):
         from trainload.launching.checkpoints.url_place import UrlPlace
@@ -175,7 +180,7 @@ def place_of(run_dir: Path, checkpoints: str | None = None) -> CheckpointPlace:
 
 
 def files_at(where: Where) -> CheckpointFiles:
-    """The files of a checkpoint. Raises: as `place_of`."""
+    """Return the files of a checkpoint. The errors are those of `place_of`."""
     if is_url(where):
         from trainload.launching.checkpoints.url_place import UrlFiles
 

@@ -1,7 +1,7 @@
-"""Checkpoints in a folder that all nodes share: written into a draft beside them, brought to disk, published by a rename.
+"""Checkpoints in a folder on shared storage: written to a draft folder, synced to disk, published by an atomic rename.
 
-All ranks write into `.tmp-step-N-<attempt>/`: a shard each and then a mark. Rank 0 writes the index and renames the folder to `step-N`.
-Where it gives up, it leaves a notice for the ranks that still wait or come late.
+Every rank writes a shard and then a marker file into `.tmp-step-N-<attempt>/`. Rank 0 writes the index and
+renames the folder to `step-N`. If it gives up, it leaves a notice for ranks that still wait or arrive late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CURE = "Make it a folder that you may write to, or choose another place."
 
 
 class FolderPlace:
-    """`CheckpointPlace` of a folder."""
+    """A `CheckpointPlace` that is a folder."""
 
     pauses = (0.02, 0.02)
 
@@ -77,7 +77,7 @@ class FolderPlace:
 
 
 class FolderDraft:
-    """`Draft` in a folder."""
+    """A `Draft` in a folder."""
 
     def __init__(self, folder: Path, step: int, attempt: str, save: int) -> None:
         self._folder, self._attempt = folder, attempt
@@ -131,12 +131,12 @@ class FolderDraft:
         return self._folder / f"{DRAFT}replaced-{self._final.name}-{self._attempt}"
 
     def release(self) -> None:
-        """The others see that the draft is gone."""
+        """Remove the replaced checkpoint. The other ranks notice the publication because the draft folder is gone."""
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def give_up(self, shard: str, notice: bytes) -> None:
-        with contextlib.suppress(OSError):  # without a notice the others run into their timeout
-            self.drop(shard)  # room for the notice on a full disk
+        with contextlib.suppress(OSError):  # without a notice the other ranks wait for their timeout
+            self.drop(shard)  # makes room for the notice on a full disk
             replace_file(self._notice, notice, durable=False)
         shutil.rmtree(self._draft, ignore_errors=True)
 
@@ -151,14 +151,14 @@ class FolderDraft:
         return index.is_file() and decode_index(index.read_bytes(), str(index)).attempt == attempt
 
     def withdraw(self, rank: int, shard: str) -> None:
-        shutil.rmtree(self._draft, ignore_errors=True)  # this rank may have come after rank 0 removed it
+        shutil.rmtree(self._draft, ignore_errors=True)  # this rank may have created it again after rank 0 removed it
 
     def forget(self) -> None:
         self._notice.unlink(missing_ok=True)
 
 
 class FolderFiles:
-    """`CheckpointFiles` of a folder."""
+    """`CheckpointFiles` in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

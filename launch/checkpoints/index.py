@@ -1,4 +1,4 @@
-"""A checkpoint's index: canonical JSON that holds its own digest and those of all shards, and the names of checkpoint folders."""
+"""The index of a checkpoint: canonical JSON with its own digest and those of all shards; names of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainload.sharding.plans.plan import Bucket, Shard
 from trainload.sharding.plans.strategies import Strategy
 
 VERSION = 3
-"""Of the index's format. 1: the first, with a digest of each shard as a whole. 2: with one of each 4 MiB, so that a rank reads its part. 3:
-each shard says how many bytes are under one, fewer for small shards."""
+"""Version of the index's format. 1: a digest of each whole shard. 2: a digest of each 4 MiB, so that a rank can read its
+part only. 3: the chunk size is stored for each shard, and is less for small shards."""
 _READABLE = (2, VERSION)
 
 INDEX = "index.json"
 CHECKPOINTS = "checkpoints"
-"""The folder of a run's folder that holds its checkpoints."""
+"""Subfolder of a run's folder that contains its checkpoints."""
 DRAFT = ".tmp-"
-"""What the names of folders begin with that are not, or no longer, checkpoints."""
+"""Prefix of the names of folders that are not, or no longer, checkpoints."""
 
 _FOLDER = re.compile(r"step-([0-9]{8,})")
 
@@ -33,7 +33,10 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """A shard: its path in the checkpoint's folder, its bytes, and the sha256 in hex of each `chunk` of them (packaging.tensors.chunks)."""
+    """A shard: its path in the checkpoint's folder, its size in bytes, and the hex SHA-256 of each chunk of `chunk` bytes.
+
+    See packaging/tensors/chunks.py.
+    """
 
     name: str
     size: int = Field(ge=0)
@@ -48,7 +51,7 @@ class FileRecord(_Record):
 
 
 class DataPosition(_Record):
-    """Where the run is in its data: which data, which order, how far."""
+    """Position of a run in its data: fingerprint of the data, seed of its order, number of rows read."""
 
     fingerprint: str
     seed: int
@@ -56,16 +59,23 @@ class DataPosition(_Record):
 
 
 class CheckpointIndex(_Record):
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
-    Laws: `step` is the next step to run. Shard i of `files`, whichever rank has written it, holds of each entry of each bucket the
-    elements [i * length / n, (i + 1) * length / n), with n = world_size; of a bucket that a tensor axis of t ranks divides, those elements
-    [p * length / d, (p + 1) * length / d) that rank i % t of it has, with p = i // t and d = n / t. Shard 0 also holds the
-    scalars, and what parameters have in shapes of their own (`own`: parameter -> entries). Where a pipeline of s ranks wrote it, the shards
-    are s runs of n = world_size / s; a bucket, with its scalars and `own`, lies in the run of the first rank that has one of its stages
-    (`stage_ranks`), as it would in a checkpoint of that run alone. A buffer lies in the first shard of its run (`buffer_ranks`; 0 where it
-    is not named). `entries` and `scalars` have the names of all buckets. `attempt` says which attempt of the run wrote it. `user` is
-    anything that JSON can hold.
+    Laws:
+        - `step` is the next step to run.
+        - With n = world_size, shard i of `files`, regardless of the rank that wrote it, contains the
+          elements [i * length / n, (i + 1) * length / n) of each entry of each bucket.
+        - For a bucket that a tensor axis of t ranks divides, it contains the elements
+          [p * length / d, (p + 1) * length / d) of rank i % t, with p = i // t and d = n / t.
+        - Shard 0 also contains the scalars, and the entries of parameters that have shapes of their
+          own (`own`: parameter -> entries).
+        - If a pipeline of s ranks wrote the checkpoint, the shards are s runs of n = world_size / s
+          shards. A bucket, with its scalars and `own`, is in the run of the first rank that has one
+          of its stages (`stage_ranks`), as in a checkpoint of that run alone. A buffer is in the
+          first shard of its run (`buffer_ranks`; 0 if it is not named there).
+        - `entries` and `scalars` have the names of all buckets.
+
+    `attempt` is the name of the attempt of the run that wrote it; `user` is any JSON object.
     """
 
     version: int = VERSION
@@ -89,16 +99,16 @@ class CheckpointIndex(_Record):
 
     @property
     def run_length(self) -> int:
-        """How many shards a rank of the pipeline has."""
+        """Number of shards of each pipeline rank."""
         return self.world_size // max(1, len(set(self.stage_ranks)))
 
     def first_shard(self, bucket: Bucket) -> int:
-        """The number of the first shard of the run that a bucket lies in."""
+        """Return the number of the first shard of the run of shards that contains a bucket."""
         return self.run_length * min((self.stage_ranks[stage] for stage in bucket.stages), default=0)
 
 
 class Written(_Record):
-    """What a rank has put into its shard: entries and scalars of the buckets that it answers for, and what parameters have of their own."""
+    """Contents of a rank's shard: entries and scalars of its buckets, and entries of parameters with their own shapes."""
 
     file: FileRecord
     entries: dict[str, tuple[str, ...]] = {}
@@ -107,42 +117,42 @@ class Written(_Record):
 
 
 def folder_name(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08}"
 
 
 def shard_name(rank: int, world: int) -> str:
-    """The name of a rank's shard."""
+    """Return the file name of a rank's shard."""
     return f"rank-{rank:05}-of-{world:05}.safetensors"
 
 
 def flat_key(bucket: str, entry: str) -> str:
-    """The name of a bucket's entry in a shard."""
+    """Return the name of a bucket's entry in a shard."""
     return f"flat/{entry}/{bucket}"
 
 
 def scalar_key(bucket: str, entry: str) -> str:
-    """The name of a bucket's 0-dim entry in shard 0."""
+    """Return the name of a bucket's 0-dim entry in shard 0."""
     return f"scalar/{entry}/{bucket}"
 
 
 def own_key(parameter: str, entry: str) -> str:
-    """The name of a parameter's entry of a shape of its own in shard 0."""
+    """Return the name, in shard 0, of a parameter's entry that has its own shape."""
     return f"own/{entry}/{parameter}"
 
 
 def buffer_key(name: str) -> str:
-    """The name of a buffer in shard 0."""
+    """Return the name of a buffer in shard 0."""
     return f"buffer/{name}"
 
 
 def published(run_dir: Path) -> dict[int, Path]:
-    """Step -> folder of every checkpoint of a run that keeps them in its folder, oldest first."""
+    """Return step -> folder of every checkpoint in a run's own folder, oldest first."""
     return checkpoints_in(run_dir / CHECKPOINTS)
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Step -> folder of every checkpoint in a folder, oldest first."""
+    """Return step -> folder of every checkpoint in a folder, oldest first."""
     if not folder.is_dir():
         return {}
     found = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
@@ -150,19 +160,22 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 
 
 def step_of(name: str) -> int | None:
-    """The step whose checkpoint has this name; None: of none."""
+    """Return the step of the checkpoint with this folder name; None if it is not the name of a checkpoint."""
     match = _FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def encode_index(index: CheckpointIndex) -> bytes:
-    """The bytes of index.json. Law: decode_index(encode_index(x), "") == x. Raises: PackageError for a NaN in `user`."""
+    """Return the bytes of index.json. Raises PackageError for a NaN in `user`.
+
+    Law: decode_index(encode_index(x), "") == x.
+    """
     content = index.model_dump(mode="json")
     return canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))})
 
 
 def decode_index(data: bytes, where: str) -> CheckpointIndex:
-    """Reads index.json. Raises: CheckpointError where a bit of it has changed, or a newer version wrote it."""
+    """Decode index.json. Raises CheckpointError if it has changed since it was written, or has an unsupported version."""
     try:
         value = parse_canonical(data, where)
         if not isinstance(value, dict) or set(value) != {"content", "sha256"}:

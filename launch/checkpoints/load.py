@@ -1,4 +1,4 @@
-"""From a checkpoint to the tensors of a rank, under the plan that wrote it or any other plan for the same package."""
+"""Load a rank's tensors from a checkpoint, under the plan that wrote it or any other plan for the same package."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from trainload.sharding.plans.plan import Bucket, Plan, Slot
 
 
 def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int, *, state_alone: bool = False) -> ShardedState:
-    """What `rank` holds under `plan`: new CPU tensors, zero where no parameter lies. Reads only the intervals that the rank owns.
+    """Load the state of `rank` under `plan` into new CPU tensors; padding is zero. Only the rank's intervals are read.
 
-    `state_alone`: without parameters and buffers; the checkpoint may be that of a run of another package of the same program.
+    With `state_alone`, parameters and buffers are not loaded, and the checkpoint may be of a run of another
+    package of the same program.
 
-    Law: under the plan that wrote it, every element of a parameter comes back as it was.
-    Raises: CheckpointError where the checkpoint is of another package, its parameters are not the plan's, optimizer states that would lie
-    in one bucket differ in their entries or 0-dim values, or a shard has changed.
+    Law: under the plan that wrote it, every element of a parameter is restored exactly.
+
+    Raises:
+        CheckpointError: the checkpoint is of another package, its parameters are not those of the
+            plan, optimizer states for one bucket differ in their entries or 0-dim values, or a shard
+            has changed.
     """
     if not state_alone and checkpoint.index.package != plan.package:
         raise CheckpointError(
@@ -44,10 +48,12 @@ def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int, *, state_alone: 
 
 
 def full_parameters(checkpoint: Checkpoint, *, mean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter that is not an alias, whole, one at a time: name, CPU tensor of the parameter's shape and dtype. `mean`: its running
-    mean, where there is one.
+    """Yield the name of every parameter that is not an alias, with a whole CPU tensor of its shape and dtype.
 
-    Raises: CheckpointError where a shard has changed.
+    With `mean`, the tensor is the parameter's running mean, if there is one.
+
+    Raises:
+        CheckpointError: a shard has changed.
     """
     for bucket in checkpoint.index.buckets:
         entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
@@ -86,7 +92,7 @@ def _entries(checkpoint: Checkpoint, bucket: Bucket) -> tuple[str, ...]:
 
 
 def _scalars(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
-    """The bucket's 0-dim entries: those of its first parameter, with which the other parameters' must agree."""
+    """Return the bucket's 0-dim entries: those of its first parameter, to which those of the others must be equal."""
     sources = dict.fromkeys(checkpoint.bucket_of(slot.parameter)[0].name for slot in bucket.slots)
     found = [checkpoint.scalars(name) for name in sources]
     for other in found[1:]:
@@ -101,7 +107,7 @@ def _scalars(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
 
 
 def _stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
-    """What the bucket's parameters have in shapes of their own, one below the other."""
+    """Return the entries with their own shapes of the bucket's parameters, stacked."""
     found = [checkpoint.own(slot.parameter) for slot in bucket.slots]
     kinds = {tuple((entry, value.dtype, value.shape) for entry, value in sorted(own.items())) for own in found}
     if len(kinds) > 1:

@@ -1,7 +1,7 @@
-"""Reading checkpoints: nothing is believed before its digest was seen, and only the chunks of what is asked for are read.
+"""Read checkpoints. Every byte is checked against its digest, and only the chunks that are needed are read.
 
-A checkpoint is read by intervals of buckets or of parameters, so that ranks of any number, under any plan for the same package,
-find what they need.
+A checkpoint is read by intervals of buckets or parameters, so any number of ranks, under any plan for the
+same package, can load their parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ _PAUSE_SECONDS = 1.0
 
 
 class Checkpoint:
-    """A published checkpoint. `path`: its folder or URL; `index`: what it holds."""
+    """A published checkpoint.
+
+    Attributes:
+        path: its folder or URL.
+        index: its index.
+    """
 
     __slots__ = ("_buckets", "_files", "_last", "_open", "_slots", "index", "path")
 
@@ -45,9 +50,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Where) -> Self:
-        """Reads the index.
+        """Open a checkpoint by reading its index.
 
-        Raises: CheckpointError where it is missing or a bit of it has changed; StorageError where a URL cannot be reached.
+        Raises:
+            CheckpointError: the index is missing, or has changed since it was written.
+            StorageError: a URL cannot be reached.
         """
         file = f"{path}/{INDEX}"
         try:
@@ -57,21 +64,25 @@ class Checkpoint:
         return cls(path, decode_index(data, file))
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Reads every shard and compares its digests; or those that are rank `rank`'s of `world` ranks that do it together.
+        """Check the digests of all shards; with several ranks, those of the shards of rank `rank` of `world`.
 
-        Raises: CheckpointError, naming the first file that is not as it was written.
+        Raises:
+            CheckpointError: a shard has changed since it was written; names the first one.
         """
         for number in range(rank, len(self.index.files), world):
             self._shard(number).check()
 
     def bucket_of(self, parameter: str) -> tuple[Bucket, Slot]:
-        """Where a parameter lies in this checkpoint. Raises: CheckpointError where it has none of that name."""
+        """Return the bucket and slot of a parameter. Raises CheckpointError if the parameter is unknown."""
         if parameter not in self._slots:
             raise CheckpointError(f"the checkpoint has no parameter {parameter!r}", where=str(self.path))
         return self._slots[parameter]
 
     def dtype_of(self, parameter: str, entry: str, start: int = 0) -> torch.dtype:
-        """Of a parameter's entry, as a shard has it that holds its element `start`. Raises: as `fill_interval`."""
+        """Return the dtype of a parameter's entry, read from the shard with its element `start`.
+
+        The errors are those of `fill_interval`.
+        """
         bucket, slot = self.bucket_of(parameter)
         at = slot.offset + (0 if bucket.divided else start)
         self._check(bucket.name, entry, at, at)
@@ -79,7 +90,7 @@ class Checkpoint:
         return self._shard(number).dtype(flat_key(bucket.name, entry))
 
     def _home(self, bucket: str, at: int, tensor_index: int) -> tuple[int, int, int]:
-        """The number of the shard that holds an element of a bucket, and which of its elements, [start, stop), that shard holds."""
+        """Return the number of the shard with an element of a bucket, and the bounds [start, stop) of its elements."""
         lanes = self.index.tensor_ranks if self._buckets[bucket].divided else 1
         parts = self.index.run_length // lanes
         each = self._buckets[bucket].length // parts
@@ -87,10 +98,17 @@ class Checkpoint:
         return self.index.first_shard(self._buckets[bucket]) + part * lanes + tensor_index, part * each, (part + 1) * each
 
     def fill_interval(self, bucket: str, entry: str, start: int, into: torch.Tensor, tensor_index: int = 0) -> None:
-        """Reads elements of a bucket's entry, from `start` on, as many as `into` has: 1-dim, contiguous, on CPU, of the entry's dtype.
-        `tensor_index`: of a bucket that the tensor axis divided, whose of its ranks.
+        """Read elements of a bucket's entry into a tensor.
 
-        Raises: CheckpointError where there is no such interval, or a shard that holds part of it has changed.
+        Args:
+            bucket: name of the bucket.
+            entry: name of its entry.
+            start: number of the first element.
+            into: tensor to fill: 1-dim, contiguous, on the CPU, of the entry's dtype.
+            tensor_index: for a bucket that a tensor axis divides, the rank of the axis.
+
+        Raises:
+            CheckpointError: there is no such interval, or a shard with part of it has changed.
         """
         stop = start + len(into)
         self._check(bucket, entry, start, stop)
@@ -112,7 +130,7 @@ class Checkpoint:
             )
 
     def fill_parameter(self, parameter: str, entry: str, start: int, into: torch.Tensor) -> None:
-        """Reads elements of a parameter's entry ("param", "exp_avg", ...). Arguments and errors: as of `fill_interval`."""
+        """Read elements of a parameter's entry ("param", "exp_avg", ...) into a tensor; see `fill_interval`."""
         bucket, slot = self.bucket_of(parameter)
         self._check_elements(parameter, start, start + len(into))
         if not bucket.divided:
@@ -125,7 +143,11 @@ class Checkpoint:
         fill_whole(share, slot.shape, self.index.tensor_shards[parameter], self.index.tensor_ranks, start, into)
 
     def fill_share(self, parameter: str, entry: str, shard: Shard, ranks: int, index: int, start: int, into: torch.Tensor) -> None:
-        """Reads elements of the share that rank `index` of a tensor axis has of a parameter's entry. Raises: as `fill_interval`."""
+        """Read elements of a tensor-axis rank's share of a parameter's entry into a tensor; see `fill_interval`.
+
+        `shard` describes how an axis of `ranks` ranks divides the parameter; `index` is the rank of the
+        axis, and `start` the first element within its share.
+        """
         bucket, slot = self.bucket_of(parameter)
         if (self.index.tensor_shards.get(parameter), self.index.tensor_ranks) == (shard, ranks):
             self.fill_interval(bucket.name, entry, slot.offset + start, into, index)
@@ -137,7 +159,7 @@ class Checkpoint:
         fill_share(whole, shard.share_shape(self.shape(parameter), ranks), shard, ranks, index, start, into)
 
     def parameter_interval(self, parameter: str, entry: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a parameter's entry: (stop - start,), on CPU. Raises: as `fill_interval`."""
+        """Return elements [start, stop) of a parameter's entry: (stop - start,), on the CPU; see `fill_interval`."""
         self._check_elements(parameter, start, stop)
         found = to_fill((stop - start,), self.dtype_of(parameter, entry, start))
         self.fill_parameter(parameter, entry, start, found)
@@ -151,24 +173,24 @@ class Checkpoint:
             )
 
     def shape(self, parameter: str) -> tuple[int, ...]:
-        """The shape of a whole parameter. Raises: CheckpointError where there is none of that name."""
+        """Return the shape of a whole parameter. Raises CheckpointError if the parameter is unknown."""
         _, slot = self.bucket_of(parameter)
         shard = self.index.tensor_shards.get(parameter)
         return slot.shape if shard is None else shard.whole_shape(slot.shape, self.index.tensor_ranks)
 
     def scalars(self, bucket: str) -> dict[str, torch.Tensor]:
-        """A bucket's 0-dim entries. Raises: CheckpointError where the shard that holds them has changed."""
+        """Return a bucket's 0-dim entries. Raises CheckpointError if their shard has changed."""
         found = self.index.scalars.get(bucket, ())
         return {entry: self._shard(self.index.first_shard(self._buckets[bucket])).tensor(scalar_key(bucket, entry)) for entry in found}
 
     def own(self, parameter: str) -> dict[str, torch.Tensor]:
-        """A parameter's entries that have shapes of their own. Raises: CheckpointError where the shard that holds them has changed."""
+        """Return a parameter's entries that have their own shapes. Raises CheckpointError if their shard has changed."""
         bucket, _ = self.bucket_of(parameter)
         shard = self.index.first_shard(bucket)
         return {entry: self._shard(shard).tensor(own_key(parameter, entry)) for entry in self.index.own.get(parameter, ())}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The model's buffers by name. Raises: CheckpointError where a shard that holds one has changed."""
+        """Return the model's buffers by name. Raises CheckpointError if a shard with one of them has changed."""
         homes = {name: self.index.buffer_ranks.get(name, 0) * self.index.run_length for name in self.index.buffers}
         return {name: self._shard(number).tensor(buffer_key(name)) for name, number in homes.items()}
 
@@ -180,32 +202,41 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """The newest checkpoint that is whole, or None, and why newer ones are not (one line each, newest first)."""
+    """Result of `usable_checkpoint`.
+
+    Attributes:
+        path: the newest complete checkpoint; None if there is none.
+        rejected: for each newer checkpoint, newest first, one line with the reason for its rejection.
+    """
 
     path: Where | None
     rejected: tuple[str, ...]
 
 
 def latest_checkpoint(place: CheckpointPlace) -> Where | None:
-    """The newest published checkpoint of a run, None where there is none.
+    """Return the newest published checkpoint of a run; None if there is none.
 
-    Raises: CheckpointError where its index has changed; `usable_checkpoint` goes on to an earlier one.
+    Raises:
+        CheckpointError: its index has changed. (`usable_checkpoint` would try an earlier one.)
     """
     found = list(place.published().values())
     return Checkpoint.open(found[-1]).path if found else None
 
 
 def usable_checkpoint(place: CheckpointPlace, *, patience: float = 0.0, control: dist.ProcessGroup | None = None) -> Usable:
-    """The newest checkpoint of a run whose index and shards are all as they were written. All of its bytes are read; where several ranks do
-    it, by each of them those of some shards.
+    """Find the newest checkpoint of a run whose index and shards are unchanged since they were written.
+
+    All of its bytes are read and checked; several ranks divide its shards among them.
 
     Args:
-        place: of the run's checkpoints.
-        patience: seconds for which one is tried again that storage does not give; one that has changed is rejected at once.
-        control: the ranks that look for it together, and all get this answer; None: there is one.
+        place: storage of the run's checkpoints.
+        patience: seconds for which reading is retried if storage fails. A checkpoint that has
+            changed is rejected without a retry.
+        control: group of the ranks that search together, and get the same result; None if there is
+            one rank.
 
     Raises:
-        StorageError: a URL cannot be reached. An older checkpoint is not taken for that.
+        StorageError: a URL cannot be reached. This does not cause an older checkpoint to be used.
     """
     until = time.monotonic() + patience
     rank, world = (0, 1) if control is None else (dist.get_rank(control), dist.get_world_size(control))
@@ -230,7 +261,10 @@ def _check_whole(path: Where, rank: int, world: int) -> None:
 
 
 def _agreed(read: Callable[[], T], control: dist.ProcessGroup | None) -> list[T]:
-    """What `read` gives on each rank. Raises: on every rank, what it has raised on one; storage that fails before what it gave."""
+    """Return the result of `read` on each rank.
+
+    If it raises on one rank, the error is raised on every rank; errors of storage come first.
+    """
     mine: tuple[T | None, Exception | None]
     try:
         mine = read(), None
@@ -240,11 +274,11 @@ def _agreed(read: Callable[[], T], control: dist.ProcessGroup | None) -> list[T]
     errors = sorted((error for _, error in found if error is not None), key=lambda error: isinstance(error, CheckpointError))
     if errors:
         raise errors[0]
-    return [value for value, _ in found]  # type: ignore[misc]  # there are values where there are no errors
+    return [value for value, _ in found]  # type: ignore[misc]  # without errors there are values
 
 
 def _patiently(read: Callable[[], T], until: float) -> T:
-    """What `read` gives; where storage fails, it is tried again. Raises: what it raises, at once where waiting will not mend it."""
+    """Return the result of `read`, and retry it until a deadline if storage fails. Permanent errors are raised immediately."""
     while True:
         try:
             return read()

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept."""
+"""Retention of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints are kept: those that any of the three wants.
+    """Rules for keeping checkpoints. A checkpoint is kept if any rule applies.
 
     Attributes:
-        last: the newest, at least 1.
-        best: so many whose evaluation had the lowest losses. One that was not evaluated is none of them.
-        every: those whose step is a multiple of it; None: none for that reason.
+        last: number of the newest checkpoints that are kept, at least 1.
+        best: number of checkpoints with the lowest evaluation losses that are kept. Checkpoints
+            without an evaluation are not among them.
+        every: checkpoints whose step is a multiple of it are kept; None for none.
     """
 
     last: int = 2
@@ -22,10 +23,10 @@ class Retention:
     every: int | None = None
 
     def doomed(self, found: Mapping[int, float | None]) -> list[int]:
-        """The steps whose checkpoints are deleted, oldest first.
+        """Return the steps whose checkpoints are to be deleted, oldest first.
 
         Args:
-            found: step -> loss of its evaluation, None where there was none, of all checkpoints that there are.
+            found: step -> evaluation loss of each existing checkpoint; None if it was not evaluated.
         """
         steps = sorted(found)
         kept = set(steps[-self.last :])
@@ -36,6 +37,6 @@ class Retention:
         return [step for step in steps if step not in kept]
 
     def most(self, saves: int, spacing: int) -> int:
-        """How many checkpoints there are at most after so many, `spacing` steps apart."""
+        """Return the maximum number of checkpoints that exist after `saves` saves that are `spacing` steps apart."""
         marked = 0 if self.every is None else saves * spacing // math.lcm(self.every, spacing)
         return min(saves, self.last + self.best + marked)

@@ -1,4 +1,4 @@
-"""One shard of a checkpoint: a safetensors file, written in one pass with its digests, and read in parts."""
+"""A shard of a checkpoint: a safetensors file that is written in one pass with its digests, and read in parts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ CURE = "Resume from an earlier checkpoint."
 
 
 def write_shard(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Writes contiguous CPU tensors of any shape as a safetensors file; widest first, and else in their order. No more than a part of it is
-    in memory a second time.
+    """Write contiguous CPU tensors of any shape as a safetensors file, without a second copy in memory.
 
-    The library's own writer wants the whole file in memory or reads it again for its digests, and hides the errno of a full disk.
-    Returns: the file's name, size and digests. Raises: OSError, StorageError; CheckpointError for a dtype that safetensors does not have.
+    The tensors are sorted by item size, largest first, and otherwise keep their order.
+
+    Returns:
+        Name, size and digests of the file.
+
+    Raises:
+        OSError, StorageError: the file cannot be written.
+        CheckpointError: safetensors does not support a tensor's dtype.
     """
-    # The format wants no holes; widest first keeps every tensor aligned.
+    # The writer of the safetensors library needs the whole file in memory, or a second pass over it for
+    # the digests, and hides the errno of a full disk.
+    # The format allows no holes; the largest item size first keeps every tensor aligned.
     names = sorted(tensors, key=lambda key: -tensors[key].element_size())
     header: dict[str, object] = {}
     offset = 0
@@ -54,10 +61,10 @@ def write_shard(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor]) ->
 
 
 class ShardReader:
-    """Reads a shard that `write_shard` wrote: the chunks of what is asked for, each checked.
+    """Reader of a shard that `write_shard` wrote. It reads only the necessary chunks, and checks each one.
 
-    Raises: CheckpointError, of every method, where the file cannot be read, or has changed where it is read; StorageError where a URL
-    cannot be reached.
+    Every method raises CheckpointError if the file cannot be read or has changed where it is read, and
+    StorageError if a URL cannot be reached.
     """
 
     def __init__(self, files: CheckpointFiles, record: FileRecord, last: chunks.LastChunk) -> None:
@@ -70,22 +77,22 @@ class ShardReader:
         self._places = self._read_header()
 
     def check(self) -> None:
-        """Reads all of it."""
+        """Read and check the whole file."""
         with self._reading():
             self._file.check()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, on CPU, with memory of its own."""
+        """Return a tensor on the CPU, with its own memory."""
         found = to_fill(self._place(name).shape, self.dtype(name))
         self.fill(name, 0, found.reshape(-1))
         return found
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
+        """Return the dtype of a tensor."""
         return DTYPES[self._place(name).dtype]
 
     def fill(self, name: str, start: int, into: torch.Tensor) -> None:
-        """Reads elements of a flattened tensor, from `start` on, into a contiguous one: as many as it has, of the same dtype."""
+        """Fill a contiguous tensor with elements of a flattened tensor of the same dtype, from `start` on."""
         place = self._place(name)
         assert 0 <= start <= start + len(into) <= math.prod(place.shape)
         assert into.dtype == DTYPES[place.dtype], (name, into.dtype)

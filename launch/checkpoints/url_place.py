@@ -1,10 +1,10 @@
-"""Checkpoints at an fsspec URL, where nothing can be renamed: one is published by its index, which is put last, in one piece.
+"""Checkpoints at an fsspec URL. Object stores have no atomic rename, so a checkpoint is published by writing its index last.
 
-    step-N/index.json                     what makes it a checkpoint
-    step-N/<attempt>-<save>/rank-...      its shards, as the index names them; until it is published also marks, and the notice
+    step-N/index.json                     makes it a checkpoint
+    step-N/<attempt>-<save>/rank-...      its shards, as the index names them; markers and the notice until it is published
 
-A shard's name is like no other attempt's, nor any other try's of the same attempt. What no index names is garbage: retention removes an
-index before its shards, and an attempt of the run what others have left.
+Shard names are unique to an attempt and a save. Files that no index names are garbage: retention removes
+an index before its shards, and an attempt removes the leftovers of others when it begins.
 """
 
 from __future__ import annotations
@@ -28,63 +28,63 @@ from trainload.launching.checkpoints.index import INDEX, CheckpointIndex, decode
 from trainload.packaging.tensors.chunks import Ranges
 
 _ANSWER_SECONDS = 120.0
-"""How long a place may take for one answer: to a question, or to a part of a file."""
+"""Timeout of one request, or of one part of a file."""
 _AT_ONCE = 8
 _NOTICE = "given-up"
 _DONE = ".done"
 _SHARD = ".safetensors"
 _OURS = re.compile(r"(?P<folder>step-[0-9]{8,})/(?:index\.json|(?P<attempt>[A-Za-z0-9._-]+)-(?P<save>[0-9]{8})/[^/]+)")
-"""The paths of what runs put here. Nothing else is ever removed."""
+"""Pattern of the paths that runs write. Nothing else is ever removed."""
 
 T = TypeVar("T")
 
 
 class _Place:
-    """Files at a URL, none of which is waited for for ever."""
+    """Files at a URL. Every operation has a timeout."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._files = RemoteFiles(url, NO_OPTIONS)
 
     def read(self, path: str) -> bytes | None:
-        """A file's bytes; None: there is no such file."""
+        """Return a file's bytes; None if the file does not exist."""
         return _answer(self._files.read, path, MAX_BYTES, where=self._at(path))
 
     def size(self, path: str) -> int | None:
-        """A file's size; None: there is no such file."""
+        """Return a file's size; None if the file does not exist."""
         return _answer(self._files.size, path, where=self._at(path))
 
     def part(self, path: str, start: int, stop: int) -> bytes:
-        """A file's bytes [start, stop), fewer where it ends before. FileNotFoundError: there is no such file."""
+        """Return bytes [start, stop) of a file, fewer if it ends earlier. Raises FileNotFoundError if it does not exist."""
         try:
             return _answer(self._files.part, path, start, stop, where=self._at(path))
         except IntegrityError as error:
             raise FileNotFoundError(f"there is no {self._at(path)}") from error
 
     def put(self, path: str, data: bytes) -> None:
-        """Writes a file, in the place of one that is there."""
+        """Write a file, replacing an existing one."""
         _answer(self._files.replace, path, data, where=self._at(path))
 
     def names(self, folder: str) -> list[str]:
-        """What lies directly in a folder."""
+        """Return the names of the direct children of a folder."""
         return _answer(self._files.names, folder, where=self._at(folder))
 
     def walk(self, folder: str) -> dict[str, int]:
-        """Path -> size of every file below a folder."""
+        """Return path -> size of every file below a folder."""
         return _answer(lambda: {file.path: file.size for file in self._files.walk(folder)}, where=self._at(folder))
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Removes files, if they are there."""
+        """Remove files; those that do not exist are ignored."""
         for _ in _at_once(lambda path: _answer(self._files.delete, path, where=self._at(path)), list(paths)):
             pass
 
     def read_all(self, paths: Sequence[str]) -> list[bytes | None]:
-        """The bytes of several files."""
+        """Return the bytes of several files; None for those that do not exist."""
         return list(_at_once(self.read, paths))
 
     @contextmanager
     def writing(self, path: str, size: int) -> Iterator[Sink]:
-        """Takes a file's bytes, of which there are `size`."""
+        """Yield a sink for the `size` bytes of a new file."""
         where = self._at(path)
         upload: Upload = _answer(self._files.upload, path, size, where=where)
         try:
@@ -100,7 +100,7 @@ class _Place:
 
 
 class UrlPlace:
-    """`CheckpointPlace` at a URL."""
+    """A `CheckpointPlace` at a URL."""
 
     pauses = (0.1, 2.0)
 
@@ -112,7 +112,7 @@ class UrlPlace:
         return self._place.url
 
     def begin(self) -> None:
-        """Nothing has to be made."""
+        """Do nothing: object stores need no folders."""
 
     def tidy(self, attempt: str) -> None:
         files: dict[str, list[re.Match[str]]] = defaultdict(list)
@@ -127,14 +127,14 @@ class UrlPlace:
             self._place.delete(sorted(strange))
 
     def _needed(self, folder: str, paths: set[str]) -> set[str]:
-        """Those of the files in a checkpoint's folder that its index may name."""
+        """Return those files in a checkpoint's folder that its index may name."""
         shards = {path for path in paths if path.endswith(_SHARD)}
-        if len({path.split("/")[1] for path in paths}) <= 1:  # it has been published once: there is nothing but its own
+        if len({path.split("/")[1] for path in paths}) <= 1:  # published once: all shards are its own
             return shards
         try:
             return {f"{folder}/{file.name}" for file in self._index(folder).files}
         except CheckpointError:
-            return shards  # it cannot be told
+            return shards  # the index cannot be read, so keep all of them
 
     def _index(self, folder: str) -> CheckpointIndex:
         path = f"{folder}/{INDEX}"
@@ -191,7 +191,7 @@ class UrlPlace:
 
 
 class UrlDraft:
-    """`Draft` at a URL."""
+    """A `Draft` at a URL."""
 
     def __init__(self, place: _Place, step: int, attempt: str, save: int) -> None:
         self._place = place
@@ -205,7 +205,7 @@ class UrlDraft:
         return f"{self._place.url}/{self._folder}"
 
     def begin(self) -> None:
-        """Nothing has to be made."""
+        """Do nothing: object stores need no folders."""
 
     def name_of(self, shard: str) -> str:
         return f"{self._inner}/{shard}"
@@ -232,7 +232,7 @@ class UrlDraft:
         return [data for data in found if data is not None]
 
     def complete(self, index: CheckpointIndex) -> None:
-        """Another attempt of the run may have begun meanwhile, and removed them."""
+        """Check that all shards exist: another attempt of the run may have begun meanwhile, and removed them."""
         there = self._place.walk(self._folder)
         for file in index.files:
             size = there.get(f"{self._final}/{file.name}")
@@ -246,7 +246,7 @@ class UrlDraft:
                 )
 
     def publish(self, index: CheckpointIndex) -> None:
-        self._perhaps_published = True  # whatever is said of it: the answer may be lost, or come late
+        self._perhaps_published = True  # even if the request fails: its response may be lost or late
         self._place.put(f"{self._final}/{INDEX}", encode_index(index))
 
     def release(self) -> None:
@@ -257,7 +257,7 @@ class UrlDraft:
 
     def give_up(self, shard: str, notice: bytes) -> None:
         kept = _SHARD if self._perhaps_published else _NOTICE
-        with suppress(StorageError):  # without a notice the others run into their timeout
+        with suppress(StorageError):  # without a notice the other ranks wait for their timeout
             self._place.put(f"{self._folder}/{_NOTICE}", notice)
             inside = self._place.walk(self._folder)
             self._place.delete(path for path in inside if not path.endswith((_NOTICE, kept)))
@@ -266,7 +266,7 @@ class UrlDraft:
         return self._place.read(f"{self._folder}/{_NOTICE}")
 
     def pending(self, rank: int) -> bool:
-        """Rank 0 removes the marks, whatever it has come to."""
+        """Return True until rank 0 has removed the markers, which it does whether it publishes or gives up."""
         return self._place.size(f"{self._folder}/rank-{rank:05}{_DONE}") is not None
 
     def published(self, attempt: str) -> bool:
@@ -318,13 +318,13 @@ class UrlFiles:
 
 
 class _UrlRanges:
-    """`Ranges` of a file at a URL: each is a request."""
+    """`Ranges` of a file at a URL. Each range is one request."""
 
     def __init__(self, place: _Place, path: str) -> None:
         self._place, self._path = place, path
 
     def announce(self, start: int, stop: int) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no prefetch."""
 
     def fill(self, start: int, into: memoryview) -> None:
         data = self._place.part(self._path, start, start + len(into))
@@ -332,7 +332,7 @@ class _UrlRanges:
 
 
 class _Bounded:
-    """An upload each of whose pieces must be taken in time."""
+    """An upload with a timeout for each piece."""
 
     def __init__(self, upload: Upload, where: str) -> None:
         self._upload, self._where = upload, where
@@ -342,17 +342,19 @@ class _Bounded:
 
 
 def _answer(ask: Callable[..., T], *arguments: Any, where: str) -> T:
-    """What a call gives. It is made in a thread of its own, since the libraries behind fsspec may wait for ever.
+    """Return the result of a call with a timeout; it runs in a separate thread, since fsspec's libraries may block forever.
+
+    Errors of the call are raised as they are.
 
     Raises:
-        StorageError: it has given nothing for `_ANSWER_SECONDS`; the thread is left to itself. Else what the call raises.
+        StorageError: it has not returned within `_ANSWER_SECONDS`; its thread is abandoned.
     """
     given: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def call() -> None:
         try:
             given.put((ask(*arguments), None))
-        except BaseException as error:  # noqa: BLE001  # raised by who waits
+        except BaseException as error:  # noqa: BLE001  # raised in the waiting thread
             given.put((None, error))
 
     threading.Thread(target=call, name=f"asking {where}", daemon=True).start()
@@ -366,7 +368,7 @@ def _answer(ask: Callable[..., T], *arguments: Any, where: str) -> T:
 
 
 def _at_once(ask: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
-    """What a call gives for each path, some at a time, in order."""
+    """Yield the result of a call for each path, in order; several calls run concurrently."""
     if len(paths) < 2:
         yield from map(ask, paths)
         return

@@ -1,8 +1,9 @@
-"""Writing checkpoints: copied at once, written by a thread, published at once and whole.
+"""Write checkpoints asynchronously: copy the state, write it from a thread, publish it atomically.
 
-All ranks write a shard each, where all nodes reach it, and then a mark that names its digests. Rank 0 waits for all marks, and publishes
-the index. Where it gives up, it leaves a notice for the ranks that still wait or come late. So a kill at any moment leaves whole
-checkpoints and, perhaps, drafts that the next attempt removes. How a place does it: folder.py, remote.py.
+Every rank writes a shard to shared storage, and then a marker file with its digests. Rank 0 waits for all
+markers, and publishes the index. If it gives up, it leaves a notice for ranks that still wait or arrive
+late. So a kill at any moment leaves complete checkpoints and, perhaps, drafts that the next attempt
+removes. The storage is implemented in folder_place.py and url_place.py.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
 
 
 EVALUATION = "evaluation"
-"""What a checkpoint has of its step's evaluation, in what it keeps for the run's user: the loss."""
+"""Key of the evaluation loss of a checkpoint's step in the checkpoint's `user` entries."""
 _KEEP = Retention()
 
 
 def _nothing() -> None:
-    """For runs that have nothing to do before a checkpoint is published."""
+    """Do nothing: the default of `before_publishing`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint that rank 0 has published: its step, the seconds from its copy to its publication, and the bytes of all its shards."""
+    """A checkpoint that rank 0 has published: step, seconds from its copy to its publication, and bytes of all shards."""
 
     step: int
     seconds: float
@@ -59,18 +60,21 @@ class Published:
 
 
 class CheckpointWriter:
-    """One rank's part in writing the checkpoints of a run. One save is under way at a time.
+    """One rank's writer of a run's checkpoints. At most one save is in progress at a time.
 
     Args:
-        place: where the run's checkpoints lie; all ranks reach it.
-        plan: the run's plan.
+        place: storage of the run's checkpoints, which all ranks reach.
+        plan: plan of the run.
         rank: this rank.
-        attempt: a name for this attempt of the run, the same on all its ranks and new each time; letters, digits, `.`, `_`, `-`.
-        keep: which checkpoints are kept; others are deleted once a new one is published.
+        attempt: name of this attempt of the run, the same on all ranks and unique to the attempt;
+            letters, digits, `.`, `_`, `-`.
+        keep: retention of checkpoints; the others are deleted once a new one is published.
         timeout: seconds that a rank waits for the others.
-        before_publishing: called by rank 0's thread when a checkpoint is whole and not yet seen.
+        before_publishing: called by rank 0's thread when a checkpoint is complete and not yet
+            visible.
 
-    Raises: StorageError or CheckpointError where the place cannot be written.
+    Raises:
+        StorageError, CheckpointError: the place is not writable.
     """
 
     def __init__(
@@ -104,17 +108,21 @@ class CheckpointWriter:
             raise _storage_error(error, place.where) from error
 
     def save(self, step: int, state: ShardedState, data: DataPosition, user: Mapping[str, Any]) -> None:
-        """Copies the state and begins to write it. All ranks call it, in the same order, with the same arguments but the state.
+        """Copy the state and start to write it.
+
+        All ranks must call it in the same order, with the same arguments except for the state.
 
         Args:
             step: the next step to run.
-            state: this rank's tensors, on any device; they may change as soon as this returns.
-            data: where the run is in its data.
-            user: anything else that a resumed run wants, as JSON.
+            state: tensors of this rank, on any device; they may change as soon as this returns.
+            data: position of the run in its data.
+            user: other JSON values that a resumed run needs.
 
-        Raises: what the save before ended with (`wait`); CheckpointError where the state does not fit the plan or `user` is not JSON.
+        Raises:
+            CheckpointError: the state does not fit the plan, or `user` is not JSON.
+            TrainloadError: the previous save has failed (see `wait`).
         """
-        self._saves += 1  # first of all, so that ranks count alike whatever fails
+        self._saves += 1  # before anything that may fail, so that all ranks have the same count
         self.wait()
         try:
             canonical_json(dict(user))
@@ -158,11 +166,11 @@ class CheckpointWriter:
         self._thread.start()
 
     def _leads(self, pipeline_index: int) -> bool:
-        """Whether this rank's shard is the first of the run of a rank of the pipeline."""
+        """Return True if this rank's shard is the first of those of a pipeline rank."""
         return self._plan.file_index(self._rank) == pipeline_index * self._plan.data_ranks * self._plan.tensor_ranks
 
     def _answered(self) -> list[Bucket]:
-        """The buckets that this rank writes the scalars of."""
+        """Return the buckets whose scalars this rank writes."""
         return [b for b in self._plan.buckets if self._leads(self._plan.holders(b)[0])]
 
     def _buffer_ranks(self) -> dict[str, int]:
@@ -171,20 +179,25 @@ class CheckpointWriter:
 
     @property
     def writing(self) -> bool:
-        """Whether a save is under way."""
+        """True if a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def idle(self, seconds: float) -> bool:
-        """Whether no save is under way, now or within so long. What the last one came to is for `wait` to say."""
+        """Wait at most `seconds` for a save in progress; return True if none is left. `wait` reports its outcome."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.writing
 
     def wait(self) -> Published | None:
-        """Returns once the last save is published, on every rank: on rank 0 what was published, if it was not told before.
+        """Wait until the last save is published.
 
-        Raises: StorageError where the disk is full (the draft is removed, earlier checkpoints stay); CheckpointError where it
-        could not be written for another reason, or another rank did not write its part in time.
+        Returns:
+            On rank 0 the published checkpoint, if no earlier call has returned it; otherwise None.
+
+        Raises:
+            StorageError: the disk is full; the draft is removed, and earlier checkpoints remain.
+            CheckpointError: it could not be written for another reason, or another rank did not
+                write its shard in time.
         """
         if self._thread is not None:
             self._thread.join()
@@ -196,7 +209,7 @@ class CheckpointWriter:
         return published
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Brings the tensors to host memory that is used again for every save, pinned where they come from a GPU."""
+        """Copy the tensors to host memory, which all saves reuse; it is pinned for GPU tensors."""
         kept: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             host = self._host.get(name)
@@ -219,11 +232,11 @@ class CheckpointWriter:
                     self._follow(draft, index)
             except OSError as error:
                 raise _storage_error(error, draft.where) from error
-        except BaseException as error:  # noqa: BLE001  # handed to the training thread, whose `save` or `wait` raises it
+        except BaseException as error:  # noqa: BLE001  # stored for the training thread, whose `save` or `wait` raises it
             self._failure = error
 
     def _lead(self, draft: Draft, index: CheckpointIndex) -> int:
-        """Returns: the bytes of all shards."""
+        """Write rank 0's shard, wait for the others, and publish; return the bytes of all shards."""
         shard = shard_name(0, self._plan.world_size)
         try:
             draft.begin()
@@ -241,9 +254,9 @@ class CheckpointWriter:
             draft.give_up(shard, _mark_of(error, draft.where))
             self._given_up.append(draft)
             raise
-        with contextlib.suppress(OSError, StorageError):  # what is left is deleted after the next one, or by the next attempt
+        with contextlib.suppress(OSError, StorageError):  # leftovers are deleted after the next save, or by the next attempt
             draft.release()
-            while self._given_up:  # all ranks have gone on from those
+            while self._given_up:  # no rank waits for these any more
                 self._given_up[-1].forget()
                 self._given_up.pop()
             self._prune(index)
@@ -257,7 +270,7 @@ class CheckpointWriter:
             draft.leave(_done(self._rank), canonical_json(done.model_dump(mode="json")))
         except (OSError, TrainloadError) as error:
             notice = None
-            # Rank 0 need not wait for its timeout. Where even the mark cannot be written, it will.
+            # The marker saves rank 0 from waiting for its timeout. If even the marker cannot be written, it waits.
             with contextlib.suppress(OSError, StorageError):
                 notice = draft.notice()
                 if notice is None:
@@ -270,7 +283,7 @@ class CheckpointWriter:
         self._await_publication(draft, shard)
 
     def _collect(self, draft: Draft) -> list[Written]:
-        """Waits for the other ranks' shards. Raises: CheckpointError, StorageError where one of them failed or is late."""
+        """Wait for the other ranks' shards; raise CheckpointError or StorageError if one of them failed or is late."""
         found: dict[int, Written] = {}
         failed: dict[int, bytes] = {}
         missing = list(range(1, self._plan.world_size))
@@ -299,8 +312,12 @@ class CheckpointWriter:
         return [found[rank] for rank in range(1, self._plan.world_size)]
 
     def _await_publication(self, draft: Draft, shard: str) -> None:
-        """Waits until rank 0 has published. Raises: CheckpointError, StorageError where it gave up; nothing is left of the draft then."""
-        over = draft.notice() is not None  # this rank may have come after rank 0 gave up
+        """Wait until rank 0 has published.
+
+        Raises:
+            CheckpointError, StorageError: rank 0 has given up; this rank's part of the draft is removed.
+        """
+        over = draft.notice() is not None  # this rank may have arrived after rank 0 gave up
         if not over and not self._awaited(lambda: not draft.pending(self._rank)):
             raise CheckpointError("rank 0 did not publish the checkpoint", where=draft.where, expected=f"within {self._timeout:g} s")
         notice = draft.notice()
@@ -311,9 +328,12 @@ class CheckpointWriter:
             raise CheckpointError("rank 0 could not publish the checkpoint", where=draft.where, hint="See rank 0's log.")
 
     def _awaited(self, ask: Callable[[], bool]) -> bool:
-        """Waits until something is so. Returns: whether it was, in time. A place that cannot be reached is asked again.
+        """Poll a condition until it is true or the timeout is over; return True if it became true.
 
-        Raises: StorageError where it cannot at the end.
+        If the storage is unreachable, polling continues.
+
+        Raises:
+            StorageError: the storage is still unreachable at the timeout.
         """
         deadline = time.monotonic() + self._timeout
         pause, longest = self._place.pauses
@@ -331,7 +351,7 @@ class CheckpointWriter:
             pause = min(pause * 1.5, longest)
 
     def _prune(self, index: CheckpointIndex) -> None:
-        """Deletes what is not to be kept of those up to the one just published, which stays. Whole ones only are ever visible."""
+        """Delete the checkpoints up to the one just published that the retention does not keep."""
         there = {at: where for at, where in self._place.published().items() if at <= index.step}
         if self._keep.best:
             self._losses[index.step] = index.user.get(EVALUATION)
@@ -341,7 +361,7 @@ class CheckpointWriter:
 
 
 def _loss_of(checkpoint: Where) -> float | None:
-    """Of a checkpoint's evaluation; None where there was none, or where it cannot be read."""
+    """Return the evaluation loss of a checkpoint; None if there was no evaluation, or the index cannot be read."""
     try:
         loss: float | None = Checkpoint.open(checkpoint).index.user.get(EVALUATION)
     except CheckpointError:
@@ -358,13 +378,13 @@ def _failed(rank: int) -> str:
 
 
 def _mark_of(error: OSError | TrainloadError, where: str) -> bytes:
-    """What other ranks are told about an error."""
+    """Return an error encoded for the other ranks."""
     told = _storage_error(error, where) if isinstance(error, OSError) else error
     return canonical_json({"problem": told.problem, "got": told.got, "full": isinstance(told, StorageError)})
 
 
 def _error_of(mark: bytes, where: str, who: str) -> StorageError | CheckpointError:
-    """The error that another rank told of."""
+    """Decode the error of another rank."""
     told = parse_canonical(mark, where)
     kind = StorageError if told["full"] else CheckpointError
     return kind(f"{who}: {told['problem']}", where=where, expected="all ranks' shards", got=told["got"])

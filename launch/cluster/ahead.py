@@ -1,8 +1,8 @@
-"""Compiles, beside a run that is going on, what it would need on other numbers of nodes; so nobody waits for a compiler when they change.
+"""Compile the graphs of a running run for other numbers of nodes, so that it need not wait for the compiler on a resize.
 
     python -m trainload.launching.cluster.ahead < request.json
 
-A process of its own, with the lowest priority, that ends with the worker that began it.
+It is a separate process with the lowest priority, which ends with the worker that started it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _LEAST_PRIORITY = 19
 
 
 def compile_ahead(spec: RunSpec, local_world: int, contact: Contact) -> None:
-    """Begins to compile on this node for the run's other plans, if there are any; says when it is done.
+    """Start compiling for the run's other plans on this node, if there are any, and report when it is done.
 
     Args:
-        spec: the run, under the plan that it goes on with.
-        local_world: workers of this node, which share its cores: compiled kernels are made for a number of threads.
-        contact: of this worker.
+        spec: the run, with its current plan.
+        local_world: number of workers on this node, which share its cores. CPU kernels are compiled
+            for a fixed number of threads.
+        contact: connection to the driver.
     """
     if not (spec.plans and spec.compile and can_compile()):
         return
@@ -53,7 +54,7 @@ def compile_ahead(spec: RunSpec, local_world: int, contact: Contact) -> None:
 
 
 def main() -> None:
-    """Compiles what the request on stdin names."""
+    """Compile the graphs for all plans of the request on stdin."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     os.nice(_LEAST_PRIORITY)
     request = json.load(sys.stdin)

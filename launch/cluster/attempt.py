@@ -1,4 +1,4 @@
-"""One attempt of a run: Ray Train starts the workers on their nodes; a backend prepares each node, then lets the workers meet."""
+"""One attempt of a run: Ray Train starts the workers; its backend prepares each node, then forms the process group."""
 
 from __future__ import annotations
 
@@ -34,15 +34,22 @@ from trainload.launching.run.run_spec import RunSpec
 _ANSWER_SECONDS = 3.0
 _END_SECONDS = 15.0
 _GRACE_SECONDS = 3.0
-"""How long a worker waits with an error that may come of another worker's death, so that the death is noticed first."""
+"""Time that a worker delays an error that another worker's death may have caused, so that the death is noticed first."""
 _PLACE = "TRAINLOAD_PLACE"
 RAY_FOLDER = "ray"
-"""The folder of a run's folder that Ray Train keeps its notes in."""
+"""Subfolder of a run's folder in which Ray Train stores its files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What all workers of an attempt are told. seats: the id of each rank's node."""
+    """Arguments of all workers of an attempt.
+
+    Attributes:
+        spec: the run.
+        mailbox: actor handle of the mailbox.
+        attempt: number of the attempt.
+        seats: id of each rank's node.
+    """
 
     spec: RunSpec
     mailbox: Any
@@ -50,20 +57,20 @@ class Orders:
     seats: tuple[str, ...]
 
     def contact(self, rank: int, sender: str) -> RayContact:
-        """A contact of this process with the driver."""
+        """Return a connection of this process to the driver."""
         return RayContact(self.mailbox, self.attempt, rank, sender, os.getpid(), self.seats[rank])
 
     def fail(self, error: TrainloadError) -> None:
-        """Lets the driver know why this worker ends. It may be away."""
+        """Tell the driver why this worker fails, if it is reachable."""
         try:
             ray.get(self.mailbox.fail.remote(self.attempt, error), timeout=_ANSWER_SECONDS)
         except RayError:
-            return  # it hears of it from Ray Train, in other words
+            return  # the driver learns of it from Ray Train, as an error of Ray's
 
 
 @dataclass
 class Meeting(TorchConfig):
-    """Ray Train's torch set-up, with ranks by seats, preceded by the compilation of the run's graphs on every node."""
+    """Ray Train's torch backend, with ranks assigned by seats, and with each node prepared first (data, compilation)."""
 
     orders: Orders | None = field(default=None)
 
@@ -76,7 +83,9 @@ _TorchBackend: Any = TorchConfig().backend_cls
 
 
 class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no types
-    """Prepares each node through one of its workers, then forms the process group."""
+    """A backend that prepares each node through one of its workers, then forms the process group."""
+
+    # A compiled graph names its GPU, so each worker must see its own GPU only.
 
     share_cuda_visible_devices = False
 
@@ -102,15 +111,15 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
                 ray.get(meet, timeout=orders.spec.start_timeout)
         except RayError as error:
             died = _death(worker_group)
-            # Ray Train forgets a group that dies while it starts, and its workers would hold their CPUs for ever.
+            # Ray Train forgets a group that dies while it starts, and its workers would hold their CPUs forever.
             worker_group.abort()
-            if died is not None:  # what another worker failed of
+            if died is not None:  # the cause of the other workers' errors
                 raise died from error
             raise
 
 
 def _death(worker_group: Any) -> RayActorError | None:
-    """How a worker died, None where all are alive."""
+    """Return the error of a worker that died; None if all are alive."""
     answers = [worker_group.execute_single_async(index, os.getpid) for index in range(len(worker_group.get_workers()))]
     answered, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_SECONDS)
     try:
@@ -121,13 +130,13 @@ def _death(worker_group: Any) -> RayActorError | None:
 
 
 def _take_place(rank: int, local_world: int) -> None:
-    """Tell a worker its rank, and have it import what it will run, beside the worker that prepares its node."""
+    """Store a worker's rank, and import the code that it will run while another worker prepares the node."""
     os.environ[_PLACE] = f"{rank}/{local_world}"
-    import trainload.launching.cluster.ahead  # noqa: F401  # imports the worker too. Slow, and Ray Train's controller does not need it
+    import trainload.launching.cluster.ahead  # noqa: F401  # also imports the worker. Slow, and Ray Train's controller does not need it
 
 
 def _open_door() -> str:
-    """Where the workers meet: an address of this node, with a port that is free."""
+    """Return the rendezvous URL of the process group: this node's address with a free port."""
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray has no types here
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
         one.bind((address, 0))
@@ -156,7 +165,7 @@ def _prepare(orders: Orders, ranks: Sequence[int], quiet: bool) -> None:
 
 
 def _loop(config: dict[str, Any]) -> None:
-    """What Ray Train runs on every worker."""
+    """Train: the function that Ray Train runs on every worker."""
     from trainload.launching.cluster.ahead import compile_ahead
     from trainload.launching.worker.loop import Place, run_worker
 
@@ -167,11 +176,11 @@ def _loop(config: dict[str, Any]) -> None:
     try:
         if orders.seats.index(place.node) == rank:
             compile_ahead(orders.spec, local_world, contact)
-        # Ray's own report of an exception does not reach the rank's log
+        # Ray's own report of an exception does not reach the rank's log.
         with heard(contact.printed), no_secrets_raised(), tracebacks_to(sys.stderr.write):
             run_worker(orders.spec, place, contact)
     except RunInterrupted:
-        return  # the driver says so; for Ray it is no failure
+        return  # the driver reports it; for Ray it is not a failure
     except TrainloadError as error:
         orders.fail(error)
         raise
@@ -183,9 +192,12 @@ def _loop(config: dict[str, Any]) -> None:
 
 
 class Attempt:
-    """Ray Train's fit, called from another thread, so that the driver can listen meanwhile and keep Ctrl-C for itself.
+    """A call of Ray Train's fit in another thread, so that the driver can monitor it and handle Ctrl-C itself.
 
-    `ended` says whether it is over. `error`: what it ended with.
+    Attributes:
+        seats: id of each rank's node.
+        ended: set when the call is over.
+        error: exception that it raised, if any.
     """
 
     def __init__(self, spec: RunSpec, mailbox: ActorHandle[Mailbox], number: int, seats: Sequence[str]) -> None:
@@ -196,22 +208,23 @@ class Attempt:
         self.ended = threading.Event()
 
     def fit(self) -> None:
-        """Calls it. Raises nothing."""
+        """Call fit, and store its exception in `error` instead of raising it."""
         self._caller = threading.get_ident()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Ray's own, which fail the run where the caller has made warnings errors
+                warnings.simplefilter("ignore")  # Ray's own would fail the run of a caller who turns warnings into errors
                 self._trainer.fit()
-        except Exception as error:  # noqa: BLE001  # kept for the thread that waits
+        except Exception as error:  # noqa: BLE001  # stored for the waiting thread
             self.error = error
         finally:
             self.ended.set()
 
     def end(self) -> None:
-        """Ends the attempt if it is not over: kills the controller that the thread waits for, and waits until the thread has heard of it.
+        """End the attempt if it is not over: kill the controller that the thread waits for, and wait for the thread.
 
-        A thread that asks a cluster which is being left takes the process with it ("The core worker has already been shutdown"), before
-        anybody has said how to go on. Ray Train hands out no controller; it is what the thread's frames hold.
+        A thread that calls a cluster during its shutdown ends the whole process ("The core worker has
+        already been shutdown") before the user is told how to continue. Ray Train has no public handle
+        of its controller, so it is taken from the frames of the thread.
         """
         until = time.monotonic() + _END_SECONDS
         killed: set[ActorHandle[Any]] = set()
@@ -227,14 +240,14 @@ class Attempt:
 
 
 class Fits:
-    """The thread from which fits are called, one after another: one thread for each would leave 1.7 MiB behind in Ray's library."""
+    """A thread that calls fits, one after another. A new thread for each fit would leak 1.7 MiB in Ray's library."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Attempt | None] = queue.SimpleQueue()
         self._last: Attempt | None = None
 
     def start(self, attempt: Attempt) -> None:
-        """Has an attempt's fit called. One before it that could not be ended keeps its thread."""
+        """Start an attempt's fit. If the previous one could not be ended, it keeps its thread and a new one is created."""
         if self._last is None or not self._last.ended.is_set():
             self._asked = queue.SimpleQueue()
             threading.Thread(target=_call, args=(self._asked,), name="fit", daemon=True).start()
@@ -242,7 +255,7 @@ class Fits:
         self._asked.put(attempt)
 
     def close(self) -> None:
-        """The thread ends, when the fit that it has called last does."""
+        """Make the thread end after its last fit."""
         self._asked.put(None)
 
 

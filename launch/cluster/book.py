@@ -1,4 +1,4 @@
-"""The journal as the driver of a run keeps it, also while storage does not take it."""
+"""Journal of a run in its driver, buffered while storage fails."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from trainload.launching.run.run_state import Summary
 
 
 class Book:
-    """Writes a run's journal. What storage does not take is kept, and written when it does.
+    """Writer of a run's journal. Events that storage rejects are buffered, and written when it works again.
 
     Args:
         run_dir: the run's folder.
-        on_event: told of every event.
+        on_event: called with every event.
 
     Attributes:
-        written: how many of the workers' events the journal has.
-        stepped, ended: whether there was a step, the run's last step, since this was made.
-        summary: what all events of the run come to.
+        written: number of the workers' events that are in the journal.
+        stepped: True if there was a step since this object was created.
+        ended: True if the run's last step was since then.
+        summary: summary of all events of the run.
     """
 
     def __init__(self, run_dir: Path, on_event: Callable[[Event], None]) -> None:
@@ -38,37 +39,37 @@ class Book:
         self.stepped = self.ended = False
 
     def write(self, kind: str, **data: Any) -> None:
-        """Something that the driver itself has to say."""
+        """Write an event of the driver itself."""
         self.say(Event(kind, data, time.time()))
 
     def say(self, event: Event) -> None:
-        """The same, of an event."""
+        """Write an existing event of the driver itself."""
         self._take([event])
 
     def take(self, events: Sequence[Event]) -> None:
-        """What workers have said. Without any: what is unwritten is tried again."""
+        """Write events of workers, and buffered ones. With no events, only retry the buffered ones."""
         self._owed += len(events)
         self._take(events)
         if not self._unwritten:
             self.written, self._owed = self.written + self._owed, 0
 
     def keep(self, printed: Mapping[int, str]) -> None:
-        """What ranks have printed. Where storage fails, it is lost."""
+        """Append the output of ranks to their logs. It is lost if storage fails."""
         for rank, text in printed.items():
             append_log(self._run_dir, rank, text)
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the run has ever published one."""
+        """True if the run has ever published a checkpoint."""
         return self.summary.checkpoint is not None
 
     def new_checkpoint(self) -> bool:
-        """Whether one was published since this was last asked."""
+        """Return True if a checkpoint was published since the last call."""
         found, self._new_checkpoint = self._new_checkpoint, False
         return found
 
     def new_step(self) -> bool:
-        """Whether there was a step since this was last asked."""
+        """Return True if there was a step since the last call."""
         found, self._new_step = self._new_step, False
         return found
 

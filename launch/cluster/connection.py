@@ -1,4 +1,4 @@
-"""The way to a Ray cluster, or a local one for this run."""
+"""Connect to a Ray cluster, or start a local one for this run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,22 @@ _QUESTION = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
 def connect(address: str | None) -> bool:
-    """Connects to a cluster, or starts a local one: on this machine's loopback alone, and for those who have its token, which Ray makes and
-    keeps in ~/.ray/auth_token. Returns: whether this process started it.
+    """Connect to a cluster, or start a local one.
 
-    Raises: ClusterError if the address does not answer, or turns this process away.
+    A local cluster listens on the loopback interface only, and requires its token, which Ray creates
+    and stores in ~/.ray/auth_token.
+
+    Returns:
+        True if this process made the connection, and must shut Ray down; False if it was connected
+        already.
+
+    Raises:
+        ClusterError: the cluster is not reachable, or rejects this process's token.
     """
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     # Workers keep the working directory of the driver, so that an import or a path means the same there.
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # Ray Train waits out the time that is left; the supervisor uses it
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # Ray Train waits until the deadline; the supervisor moves earlier
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -62,7 +69,10 @@ def connect(address: str | None) -> bool:
 
 @contextmanager
 def _deaf_to_hangups() -> Iterator[None]:
-    """What is started within it does not end with the terminal, as the cluster would before its run had its checkpoint."""
+    """Block SIGHUP in processes that are started within the context.
+
+    Otherwise a closed terminal would end the cluster before the run has written its checkpoint.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
@@ -71,7 +81,7 @@ def _deaf_to_hangups() -> Iterator[None]:
 
 
 def turned_away(address: str, error: AuthenticationError) -> ClusterError:
-    """What is said where a cluster takes no token, or not this one."""
+    """Return the error for a cluster that rejects this process's token, or its lack of one."""
     return ClusterError(
         "the cluster turns away who does not show its token",
         where=f"address {address}",
@@ -81,16 +91,20 @@ def turned_away(address: str, error: AuthenticationError) -> ClusterError:
 
 
 def show_token() -> None:
-    """Has this process show the user's token to clusters that it asks, if there is one (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
-    ~/.ray/auth_token), unless RAY_AUTH_MODE says otherwise. Ray itself does so for clusters that it has found by itself alone.
+    """Enable token authentication if the user has a token, unless RAY_AUTH_MODE is set otherwise.
+
+    The token is in RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token. Ray
+    itself does so only for clusters that it discovers by itself.
     """
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it says so each time
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it logs a line at each call
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def asks_for_token(address: str) -> bool:
-    """Whether the cluster at host:port turns away those who show no token. A driver that has one, of a cluster that has none, would itself
-    turn away what the cluster sends it, and its actors would be gone as soon as they are made.
+    """Return True if the cluster at host:port rejects requests without a token.
+
+    If the cluster has no token, the driver must not enable one either: it would reject the cluster's
+    own requests, and its actors would die as soon as they are created.
     """
     with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
         ask = channel.unary_unary(_QUESTION, request_serializer=bytes, response_deserializer=bytes)
@@ -102,14 +116,14 @@ def asks_for_token(address: str) -> bool:
 
 
 def check_listener(address: str) -> None:
-    """Check that a server listens at host:port, since Ray would try for minutes. Raises: OSError, ValueError."""
+    """Raise OSError or ValueError if no server listens at host:port. Ray itself would retry for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:
         socket.create_connection((host.strip("[]"), int(port)), _LISTEN_SECONDS).close()
 
 
 def answers(address: str) -> bool:
-    """Whether somebody listens at an address."""
+    """Return True if a server listens at an address."""
     try:
         check_listener(address)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Runs that go on without the process that launched them: their driver is a job of the Ray cluster."""
+"""Detached runs: their driver is a job of the Ray cluster, so they do not depend on the process that launched them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _LOOK_SECONDS = 0.5
 
 
 def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
-    """Has a cluster drive a run, and waits for a while until its driver has begun.
+    """Submit a run's driver as a job of a cluster, and wait for a limited time until it has started.
 
     Args:
-        address: of the cluster's dashboard, http://HOST:8265.
-        run_dir: the run's folder, which the cluster's head must see under the same path.
-        arguments: of `trainload`, there.
+        address: address of the cluster's dashboard, http://HOST:8265.
+        run_dir: the run's folder, which must have the same path on the cluster's head node.
+        arguments: command-line arguments of `trainload` in the job.
 
     Returns:
-        The job's id: "trainload-" and the name of the run's folder, with a number where a job that is over has the name. It may still wait
-        for its turn.
+        The job's id: "trainload-" and the name of the run's folder, with a number if a finished job
+        has that id. The job may still be pending.
 
     Raises:
-        ClusterError: nobody answers at the address, or the cluster does not take the job: there is none.
-        LostClusterError: nobody knows whether the cluster has taken it.
-        TrainingError: the driver ended before it had begun; its last words.
+        ClusterError: the cluster is not reachable or rejects the job; no job was created.
+        LostClusterError: the connection failed, and it is unknown whether the job was created.
+        TrainingError: the job ended before the driver started; the error has its last output line.
     """
     client = _client(address)
     before = read_state(run_dir)
@@ -67,7 +67,7 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
 
 
 def _unused(client: Any, name: str) -> str:
-    """Return the name, with a number if finished jobs have it already."""
+    """Return the name, with a number appended if finished jobs have it already."""
     over = {job.submission_id for job in client.list_jobs() if job.submission_id is not None and job.status.is_terminal()}
     numbers = itertools.count(2)
     found = name
@@ -77,7 +77,7 @@ def _unused(client: Any, name: str) -> str:
 
 
 def _last_words(client: Any, name: str) -> str | None:
-    """The last line of a job that is over; None of one that is not, or of which the cluster says nothing now."""
+    """Return the last output line of a finished job; None if it is not finished, or the cluster does not respond."""
     try:
         if not client.get_job_status(name).is_terminal():
             return None

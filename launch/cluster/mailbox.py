@@ -1,6 +1,6 @@
-"""Between the workers of a run and its driver: an actor beside the driver that holds what was said until the other side asks.
+"""Messages between the workers of a run and its driver: an actor on the driver's node that holds them until they are collected.
 
-Neither side needs the run's storage to be heard. The driver alone writes the journal.
+Neither side needs the run's storage to send messages. Only the driver writes the journal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event
 
 BEAT_SECONDS = 1.0
-"""How often a worker says that it is there."""
+"""Interval of the heartbeats of a worker."""
 _SEND_SECONDS = 0.1
 _ANSWER_SECONDS = 20.0
 _FLUSH_SECONDS = 30.0
@@ -31,7 +31,7 @@ _PRINTED = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a worker last said, `age` seconds ago: `pid` on the node of this id, and what it does."""
+    """The last heartbeat of a worker, received `age` seconds ago, with its node's id, its pid and its activity."""
 
     rank: int
     node: str
@@ -42,9 +42,17 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What has come since what the driver has acknowledged. number: by which the driver acknowledges it. failure: the first error of ours
-    that a worker of this attempt ended with. met: requests that were met. order: the rank of each of Ray Train's workers, by their number
-    there; empty before they are seated. printed: rank -> what it has printed.
+    """Messages that the driver has not acknowledged yet.
+
+    Attributes:
+        number: number by which the driver acknowledges them.
+        events: events of the workers.
+        beats: last heartbeat of each rank.
+        failure: first TrainloadError that ended a worker of this attempt.
+        met: requests that were fulfilled.
+        order: rank of each of Ray Train's workers, by their number in Ray Train; empty before ranks
+            are assigned.
+        printed: rank -> its output.
     """
 
     number: int
@@ -57,9 +65,10 @@ class Collected:
 
 
 class Mailbox:
-    """The actor. `attempt`: a number; what workers of an attempt say that is over is dropped.
+    """An actor that buffers messages between workers and driver.
 
-    An answer to the driver may get lost: what was handed out is kept, and handed out again, until the driver has acknowledged it.
+    Messages from workers of an earlier attempt are dropped. Since a response to the driver may get
+    lost, collected messages are kept, and returned again, until the driver has acknowledged them.
     """
 
     def __init__(self) -> None:
@@ -80,19 +89,28 @@ class Mailbox:
         self._out_printed: dict[int, str] = {}
 
     def begin(self, attempt: int) -> None:
-        """A new attempt starts."""
+        """Start a new attempt: discard the state of the previous one."""
         self._attempt, self._failure = attempt, None
         self._senders, self._beats, self._met, self._out_met, self._order = {}, {}, [], [], ()
 
     def seat(self, attempt: int, order: tuple[int, ...]) -> None:
-        """Ray Train's workers have their ranks."""
+        """Record the rank of each of Ray Train's workers."""
         if attempt == self._attempt:
             self._order = order
 
     def tell(self, attempt: int, sender: str, first: int, events: list[Event], beat: Beat | None) -> tuple[Request, int, int]:
-        """What a worker says. `first`: the number of the first of its events, so that none counts twice where the answer got lost.
+        """Receive events and a heartbeat of a worker.
 
-        Returns: what is asked of the run; how many events were heard of in all, and how many of these the journal has.
+        Args:
+            attempt: number of the worker's attempt.
+            sender: name of the sender, unique within the attempt.
+            first: number of the first of these events, so that none counts twice after a lost response.
+            events: events of the sender, in order.
+            beat: heartbeat of the worker, if it sends one.
+
+        Returns:
+            The pending request of the run, the number of all events received so far, and the number
+            of these that are in the journal.
         """
         if attempt == self._attempt:
             known = self._senders.get(sender, 0)
@@ -105,26 +123,31 @@ class Mailbox:
         return self._request, self._heard, self._written
 
     def hear(self, attempt: int, rank: int, printed: str) -> None:
-        """What a worker has printed; of much of it that nobody collects, the beginning."""
+        """Receive output of a worker. If too much of it is uncollected, the rest is dropped."""
         if attempt == self._attempt:
             before = self._printed.get(rank, "")
             self._printed[rank] = before + printed[: max(0, _PRINTED - len(before))]
 
     def fail(self, attempt: int, error: TrainloadError) -> None:
-        """A worker ends with an error for people."""
+        """Record the error that ends a worker; the first one of an attempt counts."""
         if attempt == self._attempt and self._failure is None:
             self._failure = error
 
     def meet(self, attempt: int, request: Request) -> None:
-        """A worker has met a request."""
+        """Record that a worker has fulfilled a request."""
         if attempt == self._attempt:
             self._met.append(request)
             if self._request is request:
                 self._request = Request.NONE
 
     def collect(self, request: Request, written: int, number: int) -> Collected:
-        """What the driver asks for: all that came since. `request`: for rank 0; `written`: events that the journal has by now; `number`: of
-        the last answer that the driver has, 0 where it has none.
+        """Return all messages that the driver has not acknowledged.
+
+        Args:
+            request: pending request for rank 0.
+            written: number of events that are in the journal.
+            number: number of the last response that the driver has received; 0 for none. It is
+                thereby acknowledged.
         """
         self._request, self._written = request, written
         if number == self._number:
@@ -142,13 +165,15 @@ class Mailbox:
 
 
 class RayContact:
-    """A worker's contact with the driver, through its mailbox. A driver that does not answer does not hold the worker up.
+    """A worker's connection to the driver through its mailbox. An unresponsive driver does not block the worker.
 
     Args:
         mailbox: the actor.
-        attempt: which attempt of the run this is.
-        rank: this worker's. sender: a name of its own within the attempt.
-        pid: of this process. node: Ray's id of its node.
+        attempt: number of the attempt.
+        rank: rank of this worker.
+        sender: name that is unique within the attempt.
+        pid: pid of this process.
+        node: Ray's id of its node.
     """
 
     def __init__(self, mailbox: ActorHandle[Mailbox], attempt: int, rank: int, sender: str, pid: int, node: str) -> None:
@@ -168,7 +193,7 @@ class RayContact:
             self._unsent.append(Event(kind, data, time.time()))
 
     def flush(self) -> None:
-        """See `Contact`. The journal is on the driver's side, whose storage may fail: after half a minute this returns anyway."""
+        """Wait until the driver's journal has all events, but at most 30 s, since the driver's storage may fail."""
         until = time.monotonic() + _FLUSH_SECONDS
         all_of_it: int | None = None
         while (left := until - time.monotonic()) > 0:
@@ -189,8 +214,8 @@ class RayContact:
             self._mailbox.meet.remote(self._attempt, request)
 
     def printed(self, text: str) -> None:
-        """What this worker has printed; of more than a mebibyte at once, the beginning."""
-        with suppress(RayError):  # the driver is away
+        """Send output of this worker to the driver; of more than 1 MiB at once, only the beginning is kept."""
+        with suppress(RayError):  # the driver is unreachable
             ray.get(self._mailbox.hear.remote(self._attempt, self._rank, text), timeout=_ANSWER_SECONDS)
 
     def report(self, activity: Activity) -> None:
@@ -214,7 +239,7 @@ class RayContact:
                     self._request = answer[0]
 
     def _send(self, timeout: float, *, beats: bool) -> tuple[Request, int, int] | None:
-        """Sends what is unsent, and what this rank does. Returns: what `Mailbox.tell` does; None where there is no answer."""
+        """Send unsent events and a heartbeat; return the result of `Mailbox.tell`, or None if there is no response."""
         with self._sending:
             with self._lock:
                 events = list(self._unsent)
@@ -225,7 +250,7 @@ class RayContact:
                 answer: tuple[Request, int, int] = ray.get(
                     self._mailbox.tell.remote(self._attempt, self._sender, self._sent, events, beat), timeout=timeout
                 )
-            except RayError:  # the driver is away: what is unsent is kept, and sent again
+            except RayError:  # the driver is unreachable: the events are kept and sent again later
                 return None
             with self._lock:
                 del self._unsent[: len(events)]

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, by Ray's own ids, and which of them a plan's workers are put on."""
+"""Nodes of a Ray cluster, by Ray's ids, and the placement of a plan's workers on them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ _RESOURCES: Mapping[DeviceKind, str] = {"cpu": "CPU", "cuda": "GPU"}
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that is alive: its id, kind of accelerators ("" for none), its devices of one kind and how many of these are free.
-    leaving: it was told to drain, and will be gone.
+    """A node that is alive.
+
+    Attributes:
+        id: Ray's id of the node.
+        kind: its accelerator type; "" for none.
+        devices: number of its devices of the kind that was asked for (CPU or GPU).
+        free: number of these that are free.
+        leaving: True if the node is draining and will be removed.
     """
 
     id: str
@@ -34,12 +40,12 @@ class Node:
 
 
 def resource_of(device: DeviceKind) -> str:
-    """Ray's name of a kind of device."""
+    """Return Ray's resource name of a device kind."""
     return _RESOURCES[device]
 
 
 def nodes_of(device: DeviceKind) -> list[Node]:
-    """All nodes that are alive and have such devices, by id."""
+    """Return all nodes that are alive and have such devices, sorted by id."""
     name = resource_of(device)
     free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]  # as below
     leaving = ray._private.state.state.get_draining_nodes()
@@ -54,8 +60,10 @@ def nodes_of(device: DeviceKind) -> list[Node]:
 
 
 def unit_of(plan: Plan) -> int:
-    """How many neighbouring ranks belong on one node: those of the tensor axis, and of a hybrid plan's shards, where the plan has them
-    inside a node.
+    """Return the number of neighboring ranks that must share a node.
+
+    Those are the ranks of the tensor axis and of a hybrid plan's shards, if the plan has them inside
+    a node.
     """
     inside = plan.cluster.devices_per_node
     hybrid = plan.tensor_ranks * (plan.shard_ranks or 1)
@@ -63,16 +71,16 @@ def unit_of(plan: Plan) -> int:
 
 
 def seats(plan: Plan, nodes: Sequence[Node], *, free: bool = True, without: Collection[str] = ()) -> list[str] | None:
-    """The id of each rank's node, by rank; None where they do not fit.
+    """Return the id of each rank's node, by rank; None if the ranks do not fit.
 
-    Nodes with most room come first, so that a run is on as few of them as possible. All are of one kind. Neighbouring ranks are on the same
-    node, as many as belong together (`unit_of`).
+    All nodes are of one kind, and those with most room come first, so that a run uses as few nodes as
+    possible. Neighboring ranks that belong together (`unit_of`) are on the same node.
 
     Args:
-        plan: whose ranks.
-        nodes: what there is.
-        free: only devices that nobody uses count.
-        without: ids of nodes that are not taken.
+        plan: plan of the ranks.
+        nodes: available nodes.
+        free: True to count free devices only.
+        without: ids of nodes that are not used.
     """
     unit = unit_of(plan)
     kinds: dict[str, list[tuple[int, str]]] = defaultdict(list)
@@ -91,14 +99,16 @@ def seats(plan: Plan, nodes: Sequence[Node], *, free: bool = True, without: Coll
 
 
 def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, int]:
-    """Where the first rank of a plan can be tried out now: the id of a node with a free device, and how many of the plan's ranks it has.
+    """Return the node for a trial of a plan's first rank, which has a free device, and the number of the plan's ranks on it.
 
     Args:
-        plan: whose rank.
-        least: the plan of the run that needs the fewest ranks; the cluster can hold it (`check_seats`).
-        nodes: what there is.
+        plan: plan of the rank.
+        least: the run's plan with the fewest ranks, for which the cluster is large enough
+            (`check_seats`).
+        nodes: available nodes.
 
-    Raises: ClusterError naming what is free, where the devices are taken.
+    Raises:
+        ClusterError: all devices are in use.
     """
     places = seats(plan, nodes) or seats(least, nodes) or seats(plan, nodes, free=False) or seats(least, nodes, free=False) or []
     free = {node.id: node.free for node in nodes}
@@ -116,17 +126,17 @@ def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, i
 
 
 class Leave:
-    """Which nodes that an attempt is on were told to drain.
+    """Watcher for nodes of an attempt that are draining.
 
     Args:
-        places: the id of each rank's node.
+        places: id of each rank's node.
     """
 
     def __init__(self, places: Sequence[str]) -> None:
         self._taken = Counter(places)
 
     def told(self) -> dict[str, float | None]:
-        """Those nodes -> the seconds that they have left, None where nobody said."""
+        """Return the draining nodes of the attempt -> the seconds until their deadline; None if it is unknown."""
         draining = ray._private.state.state.get_draining_nodes()
         return {
             node: max(0.0, deadline / 1000 - time.time()) if deadline else None
@@ -135,15 +145,16 @@ class Leave:
         }
 
     def without_us(self, nodes: Sequence[Node]) -> list[Node]:
-        """The nodes as they would be if this attempt were over."""
+        """Return the nodes with the devices of this attempt counted as free."""
         return [replace(node, free=node.free + self._taken[node.id]) for node in nodes]
 
 
 @contextmanager
 def room_asked_for(plan: Plan | None) -> Iterator[None]:
-    """Within it a cluster that grows by itself is asked for the nodes of a plan; None: for nothing. Another cluster takes no notice.
+    """Request the nodes of a plan from Ray's autoscaler within the context; None requests nothing.
 
-    Ray's autoscaler keeps one wish for the whole cluster, the last one that was said.
+    It has no effect without an autoscaler. Ray keeps one such request for the whole cluster, the last
+    one that was made.
     """
     if plan is None:
         yield
@@ -151,7 +162,7 @@ def room_asked_for(plan: Plan | None) -> Iterator[None]:
     request_resources(bundles=[{resource_of(plan.cluster.device): plan.cluster.devices_per_node}] * plan.cluster.nodes)
     try:
         yield
-    except LostClusterError:  # there is nobody who could be told
+    except LostClusterError:  # the request cannot be withdrawn
         raise
     except BaseException:
         request_resources()
@@ -160,9 +171,10 @@ def room_asked_for(plan: Plan | None) -> Iterator[None]:
 
 
 def check_seats(plan: Plan, nodes: Sequence[Node]) -> None:
-    """Check that the cluster is large enough for a plan, if nothing else uses it.
+    """Check that the cluster is large enough for a plan if nothing else uses it.
 
-    Raises: ClusterError naming what there is and what is asked for.
+    Raises:
+        ClusterError: it is not; the error names the available and the required devices.
     """
     if seats(plan, nodes, free=False) is not None:
         return

@@ -1,4 +1,4 @@
-"""What a worker prints, from Python or from native code, on its way to the driver as well as to where it went before."""
+"""Forward a worker's output, of Python and of native code, to the driver as well as to its original destination."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _FILE_BYTES = 64 << 20
 
 @contextmanager
 def heard(hear: Callable[[str], None]) -> Iterator[None]:
-    """Within it `hear` is told what this process prints, from a thread, a piece at a time; all of it, by the end.
+    """Call `hear` with the output of this process within the context, in pieces, from a thread.
 
-    Prints go to a file without a name, not into a pipe: native code may print more than a pipe holds, while it keeps Python from reading.
+    When the context ends, all output has been passed on. It is redirected to an unlinked file, not into
+    a pipe: native code that holds the GIL may print more than a pipe holds, and Python could not read it.
     """
     ended = threading.Event()
     output = _Output(hear)
@@ -42,7 +43,7 @@ class _Output:
         self._at = 0
 
     def _redirect(self) -> int:
-        """Makes a new file, and prints go there."""
+        """Create a new file, and redirect stdout and stderr to it."""
         _flush()
         descriptor, path = tempfile.mkstemp(prefix="trainload-output-")
         os.unlink(path)
@@ -54,13 +55,13 @@ class _Output:
         return descriptor
 
     def restore(self) -> None:
-        """Prints go where they went before."""
+        """Restore the original stdout and stderr."""
         _flush()
         for descriptor, target in zip(self._before, (1, 2), strict=True):
             os.dup2(descriptor, target)
 
     def follow(self, ended: threading.Event) -> None:
-        """Reads until it is told that nothing more will come."""
+        """Read the output until `ended` is set, then close the files."""
         while True:
             over = ended.wait(_LOOK_SECONDS)
             self._read()
@@ -79,7 +80,10 @@ class _Output:
         self._read_from(self._file)
 
     def _read_from(self, descriptor: int) -> None:
-        """All that there is. It is read up to the end of a word, since what it holds of secrets is taken out."""
+        """Read all available output and pass it on.
+
+        Pieces end at the end of a word, so that secrets, which are redacted, are not split.
+        """
         while data := os.pread(descriptor, _READ_BYTES, self._at):
             if len(data) == _READ_BYTES:
                 data = data[: max(data.rfind(b" "), data.rfind(b"\n")) + 1] or data

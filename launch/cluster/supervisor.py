@@ -1,7 +1,7 @@
-"""Carries a run through what befalls it: one attempt after another, each from the last checkpoint, until the run has ended.
+"""Fault tolerance of a run on Ray: start attempts, each from the last checkpoint, until the run has ended.
 
-The driver decides and writes; workers train. What a worker says comes by the mailbox, so the run's storage may fail without its being taken
-for a hang.
+The driver makes decisions and writes the journal; workers train. Workers report through the mailbox, not
+through the run's storage, so that a failure of storage is not mistaken for a hang.
 """
 
 from __future__ import annotations
@@ -47,16 +47,25 @@ _END_SECONDS = 20.0
 _SAY_SECONDS = 30.0
 _LONGEST_PAUSE = 60.0
 _LOST_SECONDS = 30.0
-"""How long a cluster may not answer before it is taken for lost."""
+"""Time without a response after which a cluster is considered lost."""
 _GROW_SECONDS = 10.0
-"""How long there must have been room for more ranks before a run takes it."""
+"""Time for which room for more ranks must have been available before a run grows."""
 _PASSING = (StorageError, CheckpointError, MissingDataError)
-"""What a run that has already stepped tries again, for as long as it has patience with storage."""
+"""Errors after which a run that has completed a step is retried, for at most `storage_patience`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """An attempt that failed for a reason that another attempt may not have. what: death, node, hang, storage or error."""
+    """A failed attempt whose cause another attempt may not have.
+
+    Attributes:
+        what: kind of the failure: death, node, hang, storage or error.
+        message: description for people.
+        ranks: ranks that failed.
+        nodes: ids of nodes that failed.
+        doing: rank -> its last reported activity.
+        cause: exception that ended the attempt.
+    """
 
     what: str
     message: str
@@ -67,11 +76,11 @@ class _Failed:
 
 
 class Supervisor:
-    """Runs a spec on the cluster that this process is connected to, which must be able to hold its plan.
+    """Driver of a run on the cluster to which this process is connected, and which must be large enough for its plan.
 
     Args:
-        spec: the run. Its folder holds run.json.
-        on_event: told everything that happens, after it is in the journal.
+        spec: the run. Its folder contains run.json.
+        on_event: called with every event after it is in the journal.
         check_driver: raises LeaseLostError if another process drives the run.
     """
 
@@ -97,21 +106,22 @@ class Supervisor:
         self._warned: set[str] = set()
 
     def run(self) -> None:
-        """Returns when the run has done its last step.
+        """Run all attempts; return when the run has completed its last step.
 
-        Ctrl-C asks the workers to stop after their step and to write a checkpoint; so does a file "stop" in the run's folder. One that
-        was made while there was no driver, since the last one was lost, stops the run before it begins.
+        Ctrl-C makes the workers stop after their step and write a checkpoint; so does a file "stop" in
+        the run's folder. If that file was created after the previous driver was lost, the run stops
+        before it begins.
 
         Raises:
-            RunInterrupted: the run was asked to stop.
-            TrainingError: workers failed too often without a new checkpoint between.
+            RunInterrupted: a stop was requested.
+            TrainingError: workers failed too often without a new checkpoint in between.
             ClusterError: nodes were missing for too long.
             LeaseLostError: another process drives the run; journal, state and requests are left to it.
-            TrainloadError: what a worker raised.
+            TrainloadError: an error raised by a worker.
         """
         asked = asked_since_lost(self._run_dir)
         try:
-            clear_requests(self._run_dir)  # of an attempt that was ended before it could stop
+            clear_requests(self._run_dir)  # left by an attempt that was killed before it could stop
             self._run(asked)
         except LeaseLostError:
             raise
@@ -128,7 +138,7 @@ class Supervisor:
         self._tell_state(over=True)
 
     def _run(self, asked: bool) -> None:
-        """All attempts. `asked`: the run was asked to stop before there is one."""
+        """Run all attempts. With `asked`, a stop was requested before the first one."""
         try:
             with closing(self._fits):
                 if asked:
@@ -137,7 +147,7 @@ class Supervisor:
                     pass
         except LostClusterError:
             raise
-        except RayError as error:  # it was asked something else than what workers have said
+        except RayError as error:  # of a call outside `_listen`, which handles its own
             raise self._lost_cluster(error) from error
         except BaseException:
             ray.kill(self._mailbox)
@@ -155,7 +165,7 @@ class Supervisor:
     # One attempt
 
     def _attempt(self) -> bool:
-        """Whether the run has ended."""
+        """Make one attempt; return True if the run has ended."""
         self._await_storage()
         self._check_driver()
         plan, places = self._find_seats()
@@ -175,7 +185,7 @@ class Supervisor:
         try:
             failed = self._follow(attempt, monitor, leave)
         except LostClusterError:
-            raise  # there is nobody to end it
+            raise  # without the cluster the attempt cannot be ended
         except BaseException:
             attempt.end()
             raise
@@ -188,7 +198,7 @@ class Supervisor:
         return False
 
     def _follow(self, attempt: Attempt, monitor: Monitor, leave: Leave) -> _Failed | None:
-        """Listens until the attempt has ended. Returns: why it failed, None where it did what was asked."""
+        """Monitor an attempt until it has ended; return its failure, or None if it ended as intended."""
         hang: Hang | None = None
         failure: TrainloadError | None = None
         until = float("inf")
@@ -215,7 +225,7 @@ class Supervisor:
                 self._stop_asked = True
                 self._book.write("stage", name="stopping after this step, with a checkpoint; Ctrl-C again ends it at once")
         failure = self._listen(monitor) or failure
-        while self._unheard_since is not None:  # the last words are not missed
+        while self._unheard_since is not None:  # so that the last messages of the workers are received
             time.sleep(POLL_SECONDS)
             failure = self._listen(monitor) or failure
         if failure is not None:
@@ -231,7 +241,7 @@ class Supervisor:
         return self._what_happened(attempt)
 
     def _heed(self, leave: Leave) -> None:
-        """What is done about nodes that will be gone: the run saves what it has, and goes elsewhere as soon as there is room."""
+        """Handle nodes that will be preempted: request a checkpoint, and move to other nodes once there is room."""
         told = leave.told()
         news = told.keys() - self._warned
         self._warned |= news
@@ -258,11 +268,11 @@ class Supervisor:
             self._grow(leave)
 
     def _room_elsewhere(self, leave: Leave) -> tuple[Plan, list[str]] | None:
-        """What `_fitting` would find if this attempt were over."""
+        """Return the plan and seats that would fit if this attempt were over; None if none would."""
         return self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device)))
 
     def _grow(self, leave: Leave) -> None:
-        """Goes to more nodes, if there have been some for a while. The workers save what they have before they go."""
+        """Move to more nodes if they have been available for a while. The workers write a checkpoint first."""
         found = self._room_elsewhere(leave)
         larger = found is not None and found[0].world_size > self._spec.plan.world_size
         if not larger or not self._beats or any(beat.doing.phase is Phase.STARTING for beat in self._beats):
@@ -273,13 +283,14 @@ class Supervisor:
             self._larger_since, self._moving = None, True
 
     def _what_happened(self, attempt: Attempt) -> _Failed:
-        """Why Ray Train gave the attempt up."""
+        """Return the reason why Ray Train ended the attempt."""
         assert attempt.error is not None
         told: dict[int, Exception] = getattr(attempt.error, "worker_failures", None) or {}
         text = last_line(str(next(iter(told.values()), attempt.error)))
         by_rank = {self._order[number] if number < len(self._order) else number: each for number, each in told.items()}
         died = tuple(rank for rank, each in sorted(by_rank.items()) if _is_death(each))
-        # A worker that raised was there to say so, however busy its node is: only where one died, or none began, is a node asked.
+        # A worker that raised proves that its node is alive, however busy. So only nodes of workers that died are probed, or
+        # all nodes if no worker began.
         suspects = {attempt.seats[rank] for rank in died} if told else set(attempt.seats)
         gone = self._questions.unreachable(suspects)
         self._lost |= gone
@@ -294,11 +305,11 @@ class Supervisor:
         return _Failed("death", f"{in_words(ranks)} {'died' if died else 'failed'}: {text}", ranks, (), doing, attempt.error)
 
     def _go_on_after(self, failed: _Failed) -> None:
-        """Decides whether there is another attempt, and waits before it. Raises: what ends the run."""
+        """Decide whether there is another attempt, and wait before it; otherwise raise the error that ends the run."""
         if self._book.new_checkpoint():
             self._failures, self._storage_failures, self._storage_failed_at = 0, 0, None
         if self._book.new_step() and all(beat.doing.phase is not Phase.ENDING for beat in self._beats):
-            self._storage_failures, self._storage_failed_at = 0, None  # the end of a run has waited for storage itself
+            self._storage_failures, self._storage_failed_at = 0, None  # at the end of a run the workers have waited for storage already
         if failed.what == "storage":
             self._storage_failed_at = self._storage_failed_at or time.monotonic()
             over = time.monotonic() - self._storage_failed_at > self._spec.storage_patience
@@ -331,7 +342,7 @@ class Supervisor:
             self._pause(min(_LONGEST_PAUSE, 2.0**again))
 
     def _pause(self, seconds: float) -> None:
-        """Waits before another attempt, unless the run is to stop, and says that somebody waits."""
+        """Wait before another attempt, updating the run's state; raise RunInterrupted if a stop is requested meanwhile."""
         until, told = time.monotonic() + seconds, -float("inf")
         while time.monotonic() < until:
             if asked_by_file(self._run_dir) is Request.STOP:
@@ -347,10 +358,10 @@ class Supervisor:
     def _how_to_resume(self) -> str:
         return resume_command(self._run_dir)
 
-    # Listening
+    # Messages of the workers
 
     def _listen(self, monitor: Monitor) -> TrainloadError | None:
-        """Takes what the workers have said, and passes on what is asked of them. Returns: the error that one ended with."""
+        """Receive the workers' messages and send them the pending request; return the error of a worker that failed."""
         wanted = asked_by_file(self._run_dir)
         self._stop_asked = self._stop_asked or wanted is Request.STOP
         wanted = Request.STOP if self._stop_asked or self._moving else wanted
@@ -375,15 +386,20 @@ class Supervisor:
         return failure
 
     def _tell_state(self, *, over: bool = False) -> None:
-        """Leaves word of the run for `trainload status`. Storage that fails misses one of them."""
+        """Write the run's state for `trainload status`. If storage fails, this update is skipped."""
         ranks = {beat.rank: RankSeen.of(beat.node, beat.pid, beat.age, beat.doing) for beat in self._beats}
         with suppress(OSError):
             write_state(self._run_dir, self._number, self._book.summary, ranks, over=over)
 
-    # What an attempt needs
+    # Requirements of an attempt
 
     def _await_storage(self) -> None:
-        """Waits until the run's folder can be written. Raises: StorageError where it cannot for long; RunInterrupted as `_find_seats`."""
+        """Wait until the run's folder is writable.
+
+        Raises:
+            StorageError: it has not been writable for too long.
+            RunInterrupted: a stop was requested meanwhile.
+        """
         began, said = time.monotonic(), 0.0
         while True:
             try:
@@ -403,7 +419,7 @@ class Supervisor:
             self._pause(POLL_SECONDS * 10)
 
     def _fitting(self, nodes: Sequence[Node]) -> tuple[Plan, list[str]] | None:
-        """The largest of the run's plans that there is room for, and where its ranks go."""
+        """Return the largest of the run's plans that fits these nodes, and the node of each of its ranks; None if none fits."""
         for plan in reversed(self._spec.plans or (self._spec.plan,)):
             found = seats(plan, nodes, without=self._lost)
             if found is not None:
@@ -411,9 +427,11 @@ class Supervisor:
         return None
 
     def _find_seats(self) -> tuple[Plan, list[str]]:
-        """The plan of the next attempt, and where its workers go, by rank. Waits until there is room for them.
+        """Wait until there is room for the workers; return the plan of the next attempt and the node of each rank.
 
-        Raises: ClusterError where there is none for too long; RunInterrupted where the run is asked to stop meanwhile.
+        Raises:
+            ClusterError: there was no room for too long.
+            RunInterrupted: a stop was requested meanwhile.
         """
         least = least_plan(self._spec)
         began, said = time.monotonic(), 0.0
@@ -442,5 +460,5 @@ class Supervisor:
 
 
 def _is_death(error: Exception) -> bool:
-    """Whether a worker's process is gone, by what Ray Train says of it."""
+    """Return True if Ray Train's error means that a worker's process has died."""
     return isinstance(getattr(error, "health_check_failure", error), RayActorError)

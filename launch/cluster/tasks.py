@@ -1,4 +1,4 @@
-"""Small tasks on nodes that are named: whether a node answers, and the end of a worker that does not."""
+"""Small tasks on particular nodes: probe a node, kill a worker that hangs, run trial steps."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ _ANSWER_SECONDS = 5.0
 
 
 def on_node(node: str) -> Any:
-    """Makes tasks and actors that run on a node, and need none of its devices."""
+    """Return a decorator for tasks and actors that run on a node without using its devices."""
     return ray.remote(num_cpus=0, label_selector={NODE_LABEL: node})
 
 
 def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
-    """Tries a run's step out on a node, with one of its devices, of which one is free (`trial.try_out`).
+    """Run trial steps of a run on a node, with one of its free devices (`trial.try_out`).
 
-    Raises: what that raises; ClusterError where there is no answer in time; TrainingError where the task fails in Ray's words.
+    Raises:
+        ClusterError: there is no result in time.
+        TrainingError: the task fails with an error of Ray's.
+        TrainloadError: an error of `trial.try_out`.
     """
     options: dict[str, Any] = {"num_gpus": 1} if spec.plan.cluster.device == "cuda" else {"num_cpus": 1}
     task = ray.remote(max_calls=1, max_retries=0, label_selector={NODE_LABEL: place})(_try_out).options(**options)
@@ -55,23 +58,23 @@ def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
 
 
 def last_line(text: str) -> str:
-    """The line of a traceback that says what it was."""
+    """Return the last line of a traceback, which has the exception."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].partition(" Worker exit detail: ")[0][:400] if lines else "no reason given"
 
 
 class Questions:
-    """Asks nodes whether they are there: Ray takes some time to say so of one that has died.
+    """Liveness probes of nodes, since Ray takes some time to report that a node has died.
 
-    A node that is busy is slow to answer, since a process must begin there first. So it is asked once, and its answer counts whenever it
-    comes.
+    A busy node responds slowly, because a process must start there first. So each node has one pending
+    probe, and its response counts whenever it arrives.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, Any] = {}
 
     def unreachable(self, nodes: Collection[str]) -> set[str]:
-        """Which of these nodes have not answered, after a while."""
+        """Return those of these nodes that have not responded within a few seconds."""
         for node in set(nodes) - self._open.keys():
             self._open[node] = on_node(node)(_present).options(max_retries=0).remote()
         asked = {self._open[node]: node for node in nodes}
@@ -79,19 +82,19 @@ class Questions:
         here = set()
         for reference in answered:
             del self._open[asked[reference]]
-            with suppress(RayError):  # it died meanwhile
+            with suppress(RayError):  # the node died meanwhile
                 ray.get(reference)
                 here.add(asked[reference])
         return set(nodes) - here
 
     def forget(self, there: Collection[str]) -> None:
-        """Waits no more for nodes that are known not to be there."""
+        """Cancel the probes of nodes that are not in `there`."""
         for node in self._open.keys() - set(there):
             ray.cancel(self._open.pop(node))
 
 
 def end_workers(workers: Iterable[tuple[str, int]]) -> None:
-    """Ends workers, (node, pid) each, from beside them: they may be stopped, and do not hear Ray."""
+    """Kill workers, given as (node, pid), from a task on their node, since stopped processes do not respond to Ray."""
     tasks = [on_node(node)(_kill).options(max_retries=0).remote(pid) for node, pid in workers]
     if tasks:
         ray.wait(tasks, num_returns=len(tasks), timeout=_ANSWER_SECONDS)
@@ -103,7 +106,7 @@ def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
     try:
         with no_secrets_raised():
             return try_out(spec, local_world)
-    except TrainloadError as error:  # as it is, and not in Ray's words
+    except TrainloadError as error:  # returned, since Ray would wrap a raised error
         return error
 
 
@@ -112,7 +115,7 @@ def _present() -> bool:
 
 
 def _kill(pid: int) -> None:
-    """Ends a worker of Ray's; a process that took its number since is left alone."""
+    """Kill a Ray worker, but not another process that has reused its pid."""
     with suppress(OSError):
         if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Rows that are in memory, as an Arrow file: how data that is in no file becomes a run's."""
+"""Write rows in memory to an Arrow file, which a run can read."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ from trainload.core.errors import DataError, StorageError
 from trainload.launching.data.columns import DTYPES, Array, native
 
 Batch: TypeAlias = Mapping[str, Any] | pa.Table | pa.RecordBatch
-"""Some rows: column -> array or tensor of shape (n, *dims), or list; or what Arrow has for them."""
+"""A batch of rows: column -> array, tensor or list of shape (n, *dims); or an Arrow table or record batch."""
 
 
 def write_rows(batches: Iterable[Batch], path: str | Path) -> int:
-    """Writes rows as an Arrow file, which `launch` takes as data. It is there whole or not at all.
+    """Write rows to an Arrow file, which `launch` accepts as data. The write is atomic.
 
     Args:
-        batches: rows in order. The columns of all have the same dtypes, one of bool, int8 to int64, uint8 to uint64, float16 to float64,
-            and the same dims; the number of rows may differ.
-        path: of the file, which should end in .arrow. One that is there is replaced.
+        batches: rows in order. All batches must have the same columns, with the same dtypes (bool,
+            int8 to int64, uint8 to uint64, float16 to float64) and dims; their numbers of rows may
+            differ.
+        path: path of the file, which should end in .arrow. An existing file is replaced.
 
     Returns:
         The number of rows.
 
     Raises:
-        DataError: a batch has other columns, dtypes or dims than the first, or values that files of data do not hold; there are no rows.
+        DataError: a batch has other columns, dtypes or dims than the first, a value cannot be stored,
+            or there are no rows.
         StorageError: the file cannot be written.
+
+    Example:
+        tokens = numpy.random.randint(0, 1000, (64, 128))
+        trainload.write_rows([{"tokens": tokens}], "train.arrow")
+        trainload.launch(package, plan, "train.arrow", run_dir="runs/first")
     """
     path = Path(path)
     try:
@@ -86,7 +93,7 @@ def _record_batches(given: Batch, number: int) -> list[Any]:
 def _array(value: Any, where: str) -> Array:
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    except (TypeError, ValueError) as error:  # numpy has no such dtype, or the rows have different lengths
+    except (TypeError, ValueError) as error:  # numpy lacks the dtype, or the rows differ in length
         raise DataError("a column is no array", where=where, got=str(error)) from error
     if array.dtype.name not in DTYPES:
         got = array.dtype.name
@@ -98,7 +105,7 @@ def _array(value: Any, where: str) -> Array:
 
 
 def _lists(array: Array) -> Any:
-    """(n, *dims) -> fixed-size lists, nested."""
+    """Convert an array (n, *dims) to nested fixed-size lists."""
     column = pa.array(np.ascontiguousarray(array).reshape(-1))
     for length in reversed(array.shape[1:]):
         column = pa.FixedSizeListArray.from_arrays(column, length)

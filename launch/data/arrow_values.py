@@ -1,4 +1,4 @@
-"""Arrow's columns as arrays: scalars, lists of equal length, nested to any depth, and tensors of one shape."""
+"""Convert Arrow columns to arrays: scalars, lists of equal length, nested to any depth, and tensors of a fixed shape."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainload.launching.data.columns import Array, ColumnType, Sizes
 
 _SPELLING = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _WIDEST = 8
-"""Bytes of a value of the widest dtype."""
+"""Item size of the largest dtype in bytes."""
 _TENSORS = frozenset({"arrow.fixed_shape_tensor", "ray.data.arrow_tensor", "ray.data.arrow_tensor_v2"})
-"""Extension types that have one shape in all rows. Ray's are known to pyarrow in processes alone that have loaded Ray Data."""
+"""Extension types with the same shape in all rows. pyarrow knows Ray's types only in processes that have imported Ray Data."""
 
 
 def column_types(schema: Any, where: str) -> dict[str, ColumnType]:
-    """The columns of an Arrow schema. Raises: DataError, where two have one name."""
+    """Return the columns of an Arrow schema. Raises DataError if two have the same name."""
     columns = {field.name: _column_type(field) for field in schema}
     if len(columns) < len(schema):
         raise DataError("two columns have one name", where=where, hint="Rename one of them.")
@@ -29,7 +29,7 @@ def column_types(schema: Any, where: str) -> dict[str, ColumnType]:
 
 
 def first_row_types(batch: Any, where: str) -> dict[str, ColumnType]:
-    """The columns of a record batch, with the lengths of its first row's dims. Raises: DataError where that holds nulls."""
+    """Return the columns of a record batch, with the shapes of its first row. Raises DataError if the first row has nulls."""
     found = column_types(batch.schema, where)
     for name, kind in found.items():
         if None in kind.dims:
@@ -43,9 +43,17 @@ def first_row_types(batch: Any, where: str) -> dict[str, ColumnType]:
 
 
 def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
-    """A column of a record batch of n rows as (n, *dims). `start`: the number of its first row in the file; `where`: what that is called.
+    """Return a column of a record batch of n rows as an array (n, *dims).
 
-    Raises: DataError for nulls, and for rows whose lengths are not the declared ones.
+    Args:
+        batch: the record batch.
+        name: name of the column.
+        where: name of the file in errors.
+        start: number of the batch's first row in the file.
+        sizes: declared lengths, to which those of the rows are compared.
+
+    Raises:
+        DataError: there are nulls, or a row does not have the declared lengths.
     """
     column, place = _decoded(batch.column(name)), f"{where}, column {name!r}"
     tensor = _tensor_shape(batch.schema.field(name))
@@ -66,7 +74,7 @@ def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
 
 
 def block_of(batch: Any, names: list[str], where: str, start: int, sizes: Sizes) -> dict[str, Array]:
-    """Some columns of a record batch; see `dense`."""
+    """Return some columns of a record batch; see `dense`."""
     return {name: dense(batch, name, where, start, sizes) for name in names}
 
 
@@ -84,12 +92,12 @@ def _column_type(field: Any) -> ColumnType:
 
 
 def _is_list(kind: Any) -> bool:
-    """Return whether a type's values are lists. Structs and maps are nested too, but are not arrays."""
+    """Return True if a type's values are lists. Structs and maps are nested, too, but are not arrays."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) or _is_view(kind))
 
 
 def _is_view(kind: Any) -> bool:
-    """Return whether a type is a list view: lists that may lie in any order in memory, and overlap."""
+    """Return True if a type is a list view, whose lists may be in any order in memory, and may overlap."""
     return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
@@ -111,7 +119,7 @@ def _decoded(column: Any) -> Any:
 
 
 def decoded_bytes(batch: Any) -> int:
-    """Return about how many bytes the columns of a record batch take as arrays, however they are encoded."""
+    """Return the approximate size in bytes of a record batch's columns as arrays, independent of their encoding."""
     total = 0
     for column in batch.columns:
         entries = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
@@ -123,7 +131,7 @@ def decoded_bytes(batch: Any) -> int:
 
 
 def _tensor_shape(field: Any) -> tuple[int, ...] | None:
-    """A row's shape, where the column's type is one of tensors in C order."""
+    """Return the shape of a row if the column's type is one of tensors in C order; None otherwise."""
     if isinstance(field.type, pa.BaseExtensionType):
         order = getattr(field.type, "permutation", None)
         in_order = order is None or list(order) == sorted(order)
@@ -133,7 +141,7 @@ def _tensor_shape(field: Any) -> tuple[int, ...] | None:
         return None
     try:
         shape = json.loads(about[b"ARROW:extension:metadata"])
-    except (KeyError, ValueError):  # lists, then, of lengths that the values tell
+    except (KeyError, ValueError):  # treated as lists, whose lengths are known from their values
         return None
     return tuple(shape) if isinstance(shape, list) and all(isinstance(length, int) for length in shape) else None
 
@@ -163,7 +171,7 @@ def _values(column: Any, shape: list[int], place: str, start: int) -> Array:
 
 
 def _common_length(column: Any, name: str, dim: int, place: str, start: int, lists_per_row: int, sizes: Sizes) -> int:
-    """The one length of all lists of a list array. Raises: DataError at the first row that has another."""
+    """Return the common length of all lists of a list array. Raises DataError for the first row with another length."""
     lengths = pc.list_value_length(column).to_numpy() if _is_view(column.type) else np.diff(column.offsets.to_numpy())
     if not lengths.size:
         return sizes.bind(name, dim, 0)

@@ -1,8 +1,8 @@
-"""Which part of a mixture a global batch is from, and which of its rows, as a pure function of the batch's number.
+"""The order of a mixture's batches: the part and rows of a global batch as a pure function of the batch's number.
 
-The stream of global batches is cut into cycles. In each cycle every part has a fixed number of batches, in a pseudorandom order keyed by
-(seed, cycle). A part's own batches follow each other in its own shuffled stream of rows, so that every row of it comes once in each of its
-epochs, however the parts are mixed.
+The stream of global batches is divided into cycles. In each cycle every part has a fixed number of batches, in a
+pseudorandom order keyed by (seed, cycle). The batches of a part are consecutive in its own shuffled stream of rows,
+so that every row of the part occurs exactly once in each of its epochs, however the parts are mixed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import numpy as np
 from trainload.launching.data.sampler import Rows, rows
 
 LONGEST_CYCLE = 1024
-"""Global batches. Weights that need a longer one are rounded to it."""
+"""Maximum length of a cycle in global batches. Weights that need a longer cycle are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOrder:
-    """The global batches of a run, by number.
+    """Order of the global batches of a run.
 
-    Laws: within each cycle of sum(counts) batches part i has counts[i]; one part alone is read as it is without a mixture.
+    Laws: in each cycle of sum(counts) batches, part i has counts[i] batches; a single part is read in the
+    same order as without a mixture.
 
     Attributes:
-        seed: of the run's data.
-        sizes: rows of each part.
-        counts: global batches of each part in a cycle, each 1 or more.
+        seed: seed of the order.
+        sizes: number of rows of each part.
+        counts: number of global batches of each part in a cycle, each at least 1.
     """
 
     seed: int
@@ -38,7 +39,7 @@ class BatchOrder:
     counts: tuple[int, ...] = (1,)
 
     def part(self, number: int) -> tuple[int, int]:
-        """The part that global batch `number` is from, and how many batches of that part came before."""
+        """Return the part of global batch `number`, and the number of earlier batches of that part."""
         if len(self.sizes) == 1:
             return 0, number
         length = sum(self.counts)
@@ -48,19 +49,21 @@ class BatchOrder:
         return part, cycle * self.counts[part] + int(np.count_nonzero(order[:place] == part))
 
     def rows(self, part: int, before: int, whole: int, first: int, count: int) -> Rows:
-        """Rows `first` to `first + count` of a global batch of `whole` rows: the one of `part` that `before` others of it came before."""
+        """Return rows [first, first + count) of a global batch of `whole` rows, the `before`-th (0-based) of its part."""
         seed = self.seed if len(self.sizes) == 1 else _seed(self.seed, str(part))
         return rows(seed, self.sizes[part], before * whole + first, count)
 
 
 def cycle_counts(weights: Sequence[float | int]) -> tuple[int, ...]:
-    """How many global batches of a cycle each part has: in proportion to the weights, exactly where LONGEST_CYCLE batches allow it.
+    """Return the number of global batches of each part in a cycle, in proportion to the weights.
+
+    The proportion is exact if a cycle of at most LONGEST_CYCLE batches allows it.
 
     Args:
-        weights: positive, at most LONGEST_CYCLE of them.
+        weights: positive weights, at most LONGEST_CYCLE of them.
 
     Returns:
-        Numbers without a common divisor, each 1 or more.
+        Numbers without a common divisor, each at least 1.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     whole = lcm(*(fraction.denominator for fraction in exact))
@@ -72,7 +75,7 @@ def cycle_counts(weights: Sequence[float | int]) -> tuple[int, ...]:
         return tuple(numbers)
     shares = [Fraction(number * LONGEST_CYCLE, total) for number in numbers]
     counts = [max(1, int(share)) for share in shares]
-    while sum(counts) > LONGEST_CYCLE:  # what was lifted to 1 is taken from the greatest
+    while sum(counts) > LONGEST_CYCLE:  # raising small parts to 1 is paid for by the largest
         counts[counts.index(max(counts))] -= 1
     by_rest = sorted(range(len(counts)), key=lambda place: (counts[place] - shares[place], place))
     for place in by_rest[: LONGEST_CYCLE - sum(counts)]:

@@ -1,7 +1,7 @@
-"""What the columns of a data file are, and whether they fit a package's inputs.
+"""Columns of data files, and their comparison with a package's inputs.
 
-The readers of the file formats (`columns_*.py`) give a `FileSchema` from the metadata alone, and the columns' values in blocks; all use
-`Sizes` to hold lengths to what was declared.
+The readers of the file formats (`columns_*.py`) return a `FileSchema` from the metadata alone, and yield the columns'
+values in blocks. All use `Sizes` to compare lengths with the declared ones.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-"""The dtypes that data files may hold. torch and numpy spell them alike."""
+"""Dtypes that data files may have. Their names are the same in torch and numpy."""
 
 BLOCK_BYTES = 32 << 20
-"""About what one block of rows may take while files are converted."""
+"""Approximate size of a block of rows while files are converted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnType:
-    """A column: the dtype of its scalars (as its file spells it, if not one of `DTYPES`), and the lengths of a row's dims.
+    """A column of a data file.
 
-    `dims` leaves out the batch dim; None is a length that only the values tell.
+    Attributes:
+        dtype: dtype of its scalars; if it is not in `DTYPES`, its name in the file.
+        dims: lengths of a row's dims, without the batch dim; None for a length that only the values
+            show.
     """
 
     dtype: str
@@ -53,7 +56,7 @@ class ColumnType:
 
 @dataclass(frozen=True, slots=True)
 class FileSchema:
-    """What the metadata of one file says: its name, its number of rows and its columns."""
+    """Name, number of rows and columns of a file, from its metadata."""
 
     name: str
     rows: int
@@ -61,31 +64,40 @@ class FileSchema:
 
 
 class Reader(Protocol):
-    """A module that reads files of one format. Each function raises: DataError where the file is not of the format; what `DataFile` raises
-    where it is at a URL that fails.
+    """A module that reads files of one format.
+
+    Each function raises DataError if the file does not have the format, and the errors of `DataFile` if a URL
+    fails.
     """
 
     def read_schema(self, file: DataFile) -> FileSchema:
-        """A file's columns and rows; no values are read where the format allows it."""
+        """Return a file's columns and number of rows, without reading values if the format allows it."""
 
     def first_row(self, file: DataFile) -> Mapping[str, ColumnType] | None:
-        """The columns, with all lengths of the first row's dims; None where there are no rows. Raises: DataError where it holds nulls."""
+        """Return the columns with all lengths of the first row's dims; None if there are no rows.
+
+        Raises DataError if the first row has nulls.
+        """
 
     def read_blocks(self, file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
-        """The file's rows in order, as blocks: input name -> (n, *dims) array of the declared dtype. Expects a file whose schema was
-        checked. Raises: DataError for nulls, and for rows whose lengths are not the declared ones, naming the row.
+        """Yield the rows of a file whose schema was checked, in order, as blocks.
+
+        A block maps input names to (n, *dims) arrays of the declared dtype.
+
+        Raises:
+            DataError: there are nulls, or a row does not have the declared lengths; names the row.
         """
 
 
 def native(array: Array) -> Array:
-    """Return an array in this machine's byte order: the same array where it has that order already."""
+    """Return an array in this machine's byte order; it is not copied if it has that order already."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 class Sizes:
-    """The lengths of the inputs' dims: declared ones, and symbols that are bound by the first row that is seen.
+    """Lengths of the inputs' dims: declared lengths, and symbols that the first row binds.
 
-    Law: one symbol has one length, in all rows and all inputs.
+    Law: a symbol has the same length in all rows and all inputs.
     """
 
     def __init__(self, inputs: Sequence[InputSpec]) -> None:
@@ -93,7 +105,7 @@ class Sizes:
         self._bound: dict[str, int] = {}
 
     def expect(self, name: str, dim: int, length: int, where: str) -> None:
-        """Holds dim `dim` (>= 1) of input `name` to its declared or bound length. Raises: DataError, at `where`."""
+        """Raise DataError, at `where`, unless dim `dim` (>= 1) of input `name` has its declared or bound length."""
         wanted = self.bind(name, dim, length)
         if wanted != length:
             symbol = self._shapes[name][dim]
@@ -106,13 +118,13 @@ class Sizes:
             )
 
     def bind(self, name: str, dim: int, length: int) -> int:
-        """The length of a dim; a symbol that has none yet gets `length`."""
+        """Return the length of a dim; a symbol that is not bound yet is bound to `length`."""
         size: SizeLike = self._shapes[name][dim]
         return size if isinstance(size, int) else self._bound.setdefault(size, length)
 
 
 def check_inputs(inputs: Sequence[InputSpec]) -> None:
-    """Raises: DataError where an input cannot come from a data file at all."""
+    """Raise DataError if an input cannot be read from a data file at all."""
     for spec in inputs:
         if spec.dtype not in DTYPES:
             raise DataError(
@@ -131,7 +143,7 @@ def check_inputs(inputs: Sequence[InputSpec]) -> None:
 
 
 def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) -> None:
-    """Compares a file's metadata with the inputs. Raises: DataError for missing and extra columns, dtypes and shapes."""
+    """Raise DataError if a file's metadata does not fit the inputs: missing and extra columns, dtypes, shapes."""
     names = {spec.name for spec in inputs}
     expected, got = ", ".join(sorted(names)), ", ".join(sorted(schema.columns))
     missing = sorted(names - set(schema.columns))
@@ -187,7 +199,7 @@ def _shape(shape: tuple[SizeLike, ...]) -> str:
 
 
 def one_length(rows: Mapping[str, int], where: str) -> int:
-    """The number of rows of a file's arrays; 0 where it has none. Raises: DataError where they have different ones."""
+    """Return the common number of rows of a file's arrays; 0 if it has none. Raises DataError if they differ."""
     if len(set(rows.values())) > 1:
         raise DataError(
             "the arrays have different numbers of rows",
@@ -200,5 +212,5 @@ def one_length(rows: Mapping[str, int], where: str) -> int:
 
 
 def unreadable(file: DataFile, kind: str, error: Exception) -> DataError:
-    """The error for a file whose bytes are not what its name says; `kind`: of file, with its article."""
+    """Return the error for a file that does not have the format of its name. `kind` is the format with its article."""
     return DataError("the file cannot be read", where=file.name, expected=kind, got=f"{error}", hint="Write it again, or leave it out.")

@@ -1,4 +1,4 @@
-"""Columns of Arrow's own files: the IPC file format, which is Feather's second version, and the IPC stream, which Hugging Face writes."""
+"""Reader of Arrow files: the IPC file format (Feather V2), and the IPC stream format, which Hugging Face datasets use."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _FILE_BEGINS = b"ARROW1"
 
 
 def read_schema(file: DataFile) -> FileSchema:
-    """As of every reader. Neither format says how many rows there are, so the batches are walked through, with one column of each."""
+    """Read the schema (see `Reader`). The formats do not store the number of rows, so one column of each batch is read."""
     with record_batches(file, one_column=True) as (schema, batches):
         return FileSchema(file.name, sum(batch.num_rows for batch in batches), column_types(schema, file.name))
 
 
 def first_row(file: DataFile) -> dict[str, ColumnType] | None:
-    """As of every reader."""
+    """Return the columns of the first row (see `Reader`)."""
     with record_batches(file) as (_, batches):
         batch = next((batch for batch in batches if batch.num_rows), None)
         return None if batch is None else first_row_types(batch, file.name)
 
 
 def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
-    """As of every reader; one record batch is read at a time."""
+    """Yield blocks of rows (see `Reader`). One record batch is read at a time."""
     names = [spec.name for spec in inputs]
     with record_batches(file) as (_, batches):
         start = 0
@@ -44,7 +44,10 @@ def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> It
 
 @contextmanager
 def record_batches(file: DataFile, *, one_column: bool = False) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """The file's schema and record batches; of these the first column, if that is enough. Raises: DataError where it is no such file."""
+    """Yield a file's schema and its record batches. Raises DataError if it is not an Arrow file.
+
+    With `one_column`, record batches of the IPC file format have their first column only.
+    """
     try:
         with file.opened() as stream:
             seekable = stream.read(len(_FILE_BEGINS)) == _FILE_BEGINS

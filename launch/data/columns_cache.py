@@ -1,7 +1,7 @@
-"""Columns as memory-mapped .npy files: made once on each node, found again by the content of their source.
+"""Cache of columns as memory-mapped .npy files, created once on each node, keyed by the content of their source.
 
-A folder of the cache holds `0000.npy`, ... and `columns.json`. It is written under another name, renamed when whole, and made
-under a file lock, so that the ranks of a node make it once and none of them sees a part of it.
+A folder of the cache contains `0000.npy`, ... and `columns.json`. It is created under a file lock, written to a
+temporary folder and renamed, so that the ranks of a node create it once and none of them sees a partial one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ from trainload.launching.data.data_files import DataFile
 from trainload.launching.node.cache import make_room, use
 
 _VERSION = 1
-"""Part of the key: raise it when the same source gives other files."""
+"""Part of the key. Increase it when the files made from the same source change."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedColumns:
-    """Columns on disk: input name -> .npy file of shape (rows, *dims). `fingerprint`: sha256 of names, dtypes, shapes and values."""
+    """Columns on disk.
+
+    Attributes:
+        fingerprint: SHA-256 of names, dtypes, shapes and values.
+        rows: number of rows.
+        files: input name -> .npy file of shape (rows, *dims).
+    """
 
     fingerprint: str
     rows: int
@@ -40,17 +46,19 @@ class CachedColumns:
 def make_cached(
     cache_dir: Path, files: Sequence[DataFile], inputs: Sequence[InputSpec], make: Callable[[], tuple[int, Iterable[Mapping[str, Array]]]]
 ) -> CachedColumns:
-    """The columns of a data set: from the cache, or made from what `make` returns, which is not called where the cache has them.
+    """Return the columns of a dataset from the cache, after calling `make` and writing them if they are not in it.
 
     Args:
-        cache_dir: of this node.
-        files: of the data set.
-        inputs: that are columns.
-        make: the number of rows, and the rows in order, in blocks: input name -> (n, *dims) array of the input's dtype.
+        cache_dir: data folder of the node's cache.
+        files: files of the dataset.
+        inputs: inputs that are columns.
+        make: returns the number of rows, and the rows in order, in blocks: input name -> (n, *dims)
+            array of the input's dtype.
 
     Raises:
-        StorageError: the cache cannot be written or the disk is full, and nothing is left behind; a file's URL cannot be reached.
-        DataError: a file is gone; of `make`.
+        StorageError: the cache cannot be written or the disk is full, and nothing is left behind; or a
+            file's URL cannot be reached.
+        DataError: a file does not exist any more, or an error of `make`.
     """
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -64,7 +72,7 @@ def make_cached(
             if found is not None:
                 return found
             remove_temporaries(folder)
-            shutil.rmtree(folder, ignore_errors=True)  # not whole, or changed since
+            shutil.rmtree(folder, ignore_errors=True)  # incomplete, or changed
             make_room(cache_dir.parent)
             with new_folder(folder) as temporary:
                 rows, blocks = make()
@@ -91,9 +99,10 @@ def _identity(file: DataFile, cache_dir: Path) -> str:
 
 
 class _Column:
-    """Writes one .npy file from front to back.
+    """Sequential writer of a .npy file.
 
-    Plain writes rather than a writable mapping: a full disk is then an error and not a SIGBUS, and the digest needs no second pass.
+    With plain writes instead of a memory mapping, a full disk is an error and not a SIGBUS, and the digest needs
+    no second pass.
     """
 
     def __init__(self, path: Path, rows: int) -> None:
@@ -116,7 +125,7 @@ class _Column:
         self._written += len(values)
 
     def finish(self) -> dict[str, object]:
-        """Closes the file. Returns: what `columns.json` says about it."""
+        """Close the file, and return its entry in `columns.json`."""
         self.close()
         if self._written != self._rows or self._dims is None:
             raise DataError("the data changed while it was read", expected=f"{self._rows} rows", got=str(self._written))
@@ -145,7 +154,7 @@ def _convert(folder: Path, names: Sequence[str], rows: int, blocks: Iterable[Map
 
 
 def _find(folder: Path) -> CachedColumns | None:
-    """What a folder of the cache holds; None where it is not there or its files have not the sizes that they were given."""
+    """Return the columns in a folder of the cache; None if it does not exist, or a file does not have its recorded size."""
     index = folder / "columns.json"
     if not index.is_file():
         return None

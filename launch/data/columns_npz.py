@@ -1,4 +1,4 @@
-"""Columns of npz files: one array for each input, rows along the leading dim."""
+"""Reader of npz files: one array for each input, rows along the leading dim."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, Fil
 from trainload.launching.data.data_files import DataFile
 
 _BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError)
-"""What zipfile and numpy raise on files that are no npz files, are cut short or were changed."""
+"""Exceptions of zipfile and numpy for files that are not npz files, are truncated or were changed."""
 
 
 def read_schema(file: DataFile) -> FileSchema:
-    """As of every reader, from the arrays' headers alone."""
+    """Read the schema from the arrays' headers alone (see `Reader`)."""
     columns: dict[str, ColumnType] = {}
     rows: dict[str, int] = {}
     with _archive(file) as archive:
@@ -30,19 +30,19 @@ def read_schema(file: DataFile) -> FileSchema:
                 shape, _, dtype = read_header(stream)
             if not shape:
                 raise DataError("an array has no rows", where=f"{file.name}, array {name!r}", expected="a leading dim", got="shape ()")
-            columns[name] = ColumnType(dtype.name, shape[1:])  # of either byte order
+            columns[name] = ColumnType(dtype.name, shape[1:])  # the name is the same for both byte orders
             rows[name] = shape[0]
     return FileSchema(file.name, one_length(rows, file.name), columns)
 
 
 def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
-    """As of every reader."""
+    """Return the columns if there are rows (see `Reader`)."""
     schema = read_schema(file)
     return schema.columns if schema.rows else None
 
 
 def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
-    """As of every reader. Arrays are streamed out of the archive, except those in Fortran order, which are read whole."""
+    """Yield blocks of rows (see `Reader`). Arrays are streamed; only those in Fortran order are read as a whole."""
     with _archive(file) as archive, ExitStack() as stack:
         readers = {spec.name: _Reader(stack.enter_context(archive.open(f"{spec.name}.npy"))) for spec in inputs}
         total = next(iter(readers.values())).rows
@@ -66,7 +66,7 @@ def _archive(file: DataFile) -> Iterator[zipfile.ZipFile]:
 
 
 class _Reader:
-    """One array of the archive, read from front to back."""
+    """Sequential reader of one array of the archive."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -80,19 +80,19 @@ class _Reader:
             self._whole = np.ascontiguousarray(flat.reshape(self._shape, order="F"))
 
     def take(self, count: int) -> Array:
-        """The next `count` rows."""
+        """Return the next `count` rows."""
         start, self._taken = self._taken, self._taken + count
         if self._whole is not None:
             return self._whole[start : self._taken]
         return self._read(count * self.row_bytes).reshape(count, *self._shape[1:])
 
     def finish(self) -> None:
-        """Reads to the end, so that the archive's checksum is checked. Raises: ValueError where bytes are left over."""
+        """Read to the end, so that zipfile checks the checksum; raise ValueError if there are more bytes."""
         if self._stream.read(1):
             raise ValueError("an array is longer than its header says")
 
     def _read(self, size: int) -> Array:
-        """So many bytes, as values in this machine's byte order."""
+        """Read `size` bytes, and return them as values in this machine's byte order."""
         data = self._stream.read(size)
         if len(data) != size:
             raise ValueError("an array is shorter than its header says")
@@ -101,7 +101,7 @@ class _Reader:
 
 
 def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    """Shape, whether in Fortran order, dtype. Raises: ValueError where the stream is no array."""
+    """Return shape, Fortran order (bool) and dtype of an array. Raises ValueError if the stream is not an array."""
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         return np.lib.format.read_array_header_1_0(stream)

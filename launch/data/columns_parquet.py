@@ -1,4 +1,4 @@
-"""Columns of Parquet files."""
+"""Reader of Parquet files."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from trainload.launching.data.data_files import DataFile
 
 _MOST_ROWS = 1 << 16
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
-"""Bytes of a value, by the physical type of its column; others are as wide as they are stored."""
+"""Physical type of a column -> bytes of a value. For other types the stored size counts."""
 
 
 def read_schema(file: DataFile) -> FileSchema:
-    """As of every reader, from the footer alone."""
+    """Read the schema from the footer alone (see `Reader`)."""
     with _parquet(file) as opened:
         return FileSchema(file.name, opened.metadata.num_rows, column_types(opened.schema_arrow, file.name))
 
 
 def first_row(file: DataFile) -> dict[str, ColumnType] | None:
-    """As of every reader."""
+    """Return the columns of the first row (see `Reader`)."""
     with _parquet(file) as opened:
         batch = next(opened.iter_batches(batch_size=1), None)
         return first_row_types(batch, file.name) if batch is not None and batch.num_rows else None
 
 
 def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
-    """As of every reader; one row group is read at a time."""
+    """Yield blocks of rows (see `Reader`). One row group is read at a time."""
     names = [spec.name for spec in inputs]
     with _parquet(file) as opened:
         start = 0
@@ -52,13 +52,13 @@ def _parquet(file: DataFile) -> Iterator[Any]:
 
 
 def _rows_of_a_block(file: Any, names: Sequence[str]) -> int:
-    """Return the number of rows to read at once, from the size of the decoded values: encoded they may take almost no space."""
+    """Return the number of rows to read at once, from the decoded size of the values, since encoded ones may be tiny."""
     metadata, size = file.metadata, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for place in range(group.num_columns):
             column = group.column(place)
-            path = f"{column.path_in_schema}."  # a list's values are at NAME.list.element
+            path = f"{column.path_in_schema}."  # the path of a list's values is NAME.list.element
             if any(path.startswith(f"{name}.") for name in names):
                 width = _WIDTHS.get(column.physical_type, 0)
                 size += max(column.num_values * width, column.total_uncompressed_size)

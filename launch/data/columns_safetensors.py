@@ -1,4 +1,4 @@
-"""Columns of safetensors files: one tensor for each input, rows along the leading dim."""
+"""Reader of safetensors files: one tensor for each input, rows along the leading dim."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = {code: name for name, code in CODES.items()}
 
 
 def read_schema(file: DataFile) -> FileSchema:
-    """As of every reader, from the header alone."""
+    """Read the schema from the header alone (see `Reader`)."""
     with _tensors(file) as (_, places):
         scalars = [name for name, place in places.items() if not place.shape]
         if scalars:
@@ -30,13 +30,13 @@ def read_schema(file: DataFile) -> FileSchema:
 
 
 def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
-    """As of every reader."""
+    """Return the columns if there are rows (see `Reader`)."""
     schema = read_schema(file)
     return schema.columns if schema.rows else None
 
 
 def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
-    """As of every reader."""
+    """Yield blocks of rows (see `Reader`)."""
     with _tensors(file) as (stream, found):
         places = {spec.name: found[spec.name] for spec in inputs}
         total = next(iter(places.values())).shape[0]
@@ -60,7 +60,7 @@ def _row_bytes(place: Place) -> int:
 
 @contextmanager
 def _tensors(file: DataFile) -> Iterator[tuple[BinaryIO, dict[str, Place]]]:
-    """The file, and where its tensors lie."""
+    """Yield the opened file, and the places of its tensors in it."""
     try:
         with file.opened() as stream:
             yield stream, _places(stream, file.name)
@@ -71,7 +71,7 @@ def _tensors(file: DataFile) -> Iterator[tuple[BinaryIO, dict[str, Place]]]:
 
 
 def _places(stream: BinaryIO, where: str) -> dict[str, Place]:
-    """What a header says, if it is one and the file is as long as it says."""
+    """Parse the header, and check that the places of its tensors are inside the file."""
     size = stream.seek(0, 2)
     stream.seek(0)
     head = stream.read(8)

@@ -1,8 +1,8 @@
-"""Columns of tar files, as WebDataset has them: files that follow each other and have one name up to its first dot are a row.
+"""Reader of tar files in the WebDataset format: consecutive files with the same name up to the first dot are a row.
 
     000017.tokens.npy  000017.cls        ->  row 000017 of columns tokens and cls
 
-An array comes from a file that ends in .npy, a whole number from the text of one that ends as `NUMBERS` has it.
+A file with the suffix .npy contains an array; a file with a suffix in `NUMBERS` contains an integer as text.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, Fil
 from trainload.launching.data.data_files import DataFile
 
 NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
-"""What WebDataset decodes as whole numbers."""
+"""Suffixes that WebDataset decodes as integers."""
 _MOST_BYTES = 1 << 30
-"""Of one member."""
+"""Maximum size of a member."""
 
 _Row = tuple[str, dict[str, tuple[str, tarfile.TarInfo]]]
-"""A row's name; column -> the whole ending, the member."""
+"""Name of a row, and its columns: column -> (full suffix, member)."""
 
 
 def read_schema(file: DataFile) -> FileSchema:
-    """As of every reader: all members' headers, and the first row's values."""
+    """Read the schema from all members' headers and the values of the first row (see `Reader`)."""
     with _opened(file) as archive:
         columns: dict[str, ColumnType] = {}
         count = 0
@@ -42,14 +42,14 @@ def read_schema(file: DataFile) -> FileSchema:
 
 
 def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
-    """As of every reader."""
+    """Return the columns of the first row (see `Reader`)."""
     with _opened(file) as archive:
         found = next(_rows(archive), None)
         return None if found is None else _types(archive, found[1], file.name)
 
 
 def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
-    """As of every reader."""
+    """Yield blocks of rows (see `Reader`)."""
     wanted = {spec.name: spec for spec in inputs}
     with _opened(file) as archive:
         block: list[dict[str, Array]] = []
@@ -81,9 +81,12 @@ def _opened(file: DataFile) -> Iterator[tarfile.TarFile]:
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members, in order. Raises: EOFError where they do not end as archives do: tarfile takes whatever it cannot read for the end."""
+    """Yield the members in order.
+
+    Raises EOFError if the archive's end marker is missing, since tarfile treats anything unreadable as the end.
+    """
     while (member := archive.next()) is not None:
-        archive.members = []  # type: ignore[attr-defined]  # or it would keep all of them
+        archive.members = []  # type: ignore[attr-defined]  # tarfile would keep all of them in memory
         yield member
     assert archive.fileobj is not None
     archive.fileobj.seek(archive.offset)
@@ -92,7 +95,7 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _rows(archive: tarfile.TarFile) -> Iterator[_Row]:
-    """The rows, in order. Members that are no files, or hidden, are left out."""
+    """Yield the rows in order. Members that are not files, or are hidden, are skipped."""
     current: _Row | None = None
     for member in _members(archive):
         folder, slash, base = member.name.rpartition("/")
@@ -124,7 +127,7 @@ def _types(archive: tarfile.TarFile, members: Mapping[str, tuple[str, tarfile.Ta
 
 
 def _column(ending: str) -> str:
-    """What comes before what says how a value is written; that itself, where nothing does."""
+    """Return the column of a suffix: the part before the format's suffix ("cls" for "cls", "tokens" for "tokens.npy")."""
     return (ending.rpartition(".")[0] or ending) if _is_known(ending) else ending
 
 
@@ -133,7 +136,7 @@ def _is_known(ending: str) -> bool:
 
 
 def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where: str) -> Array:
-    """What a member holds, as an array of a row's shape."""
+    """Read a member as an array of a row's shape."""
     if member.size > _MOST_BYTES:
         raise DataError("a member is too large", where=where, expected=f"at most {_MOST_BYTES:,} bytes", got=f"{member.size:,}")
     stream = archive.extractfile(member)
@@ -152,7 +155,7 @@ def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where
 
 
 def _check(value: Array, spec: InputSpec, sizes: Sizes, where: str) -> None:
-    """Holds a row's value to what its input declares."""
+    """Raise DataError if a row's value does not fit its input."""
     if value.dtype.name != spec.dtype:
         raise DataError(f"input {spec.name!r} has the wrong dtype", where=where, expected=spec.dtype, got=value.dtype.name)
     if value.ndim != len(spec.shape) - 1:

@@ -1,4 +1,4 @@
-"""The files of a data set, on disk or at fsspec URLs: found, told apart by their content, and opened."""
+"""The files of a dataset, on disk or at fsspec URLs: find them, identify their content, and open them."""
 
 from __future__ import annotations
 
@@ -22,39 +22,42 @@ from trainload.core.reading import reading
 from trainload.core.storage.filesystem import failures, file_system, unreachable
 
 Source = str | Path | Sequence[str | Path]
-"""Files, folders of them, glob patterns, each a path or an fsspec URL; one of these, or several. The files of a folder or pattern are
-taken in the order of their names; several sources in the order given. A folder that has the name of a data file, or that a pattern matches,
+"""One or several files, folders of files or glob patterns, each a path or an fsspec URL. The files of a folder or pattern are
+sorted by name; several sources keep their order. A folder that has the name of a data file, or that a pattern matches,
 stands for the data files in it."""
 
 _BLOCK = 8 << 20
-"""Bytes that are asked for at once at a URL."""
+"""Bytes of one request to a URL."""
 _SETTLED_NS = 2_000_000_000
-"""A file that was changed less than this before it was read may change again without a new time stamp."""
+"""A file that was modified less than this time before it was read may change again with the same timestamp."""
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
-"""What file systems call that which changes when a file's content does."""
+"""Names that file systems use for a property that changes with a file's content."""
 
 
 class DataFile(Protocol):
-    """A file of a data set."""
+    """A file of a dataset."""
 
     @property
     def name(self) -> str:
-        """What it is called in messages: its path or URL."""
+        """Name in messages: its path or URL."""
 
     @property
     def suffix(self) -> str:
-        """The end of its name, with the dot."""
+        """Suffix of the name, with the dot."""
 
     def opened(self) -> Any:
-        """A context manager: the file, for reading, which can seek. Raises: OSError; at a URL StorageError, as every read of it."""
+        """Return a context manager that yields a seekable binary stream.
+
+        Opening and reading raise OSError or, for a URL, StorageError.
+        """
 
     def identity(self, cache_dir: Path) -> str:
-        """A text that is another one when the content is. `cache_dir` remembers what it took to find out. Raises: as `opened`."""
+        """Return a text that identifies the content; `cache_dir` caches digests. The errors are those of `opened`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A file on a disk that this machine has."""
+    """A file in this machine's file system."""
 
     path: Path
 
@@ -65,15 +68,15 @@ class LocalFile:
 
     @property
     def suffix(self) -> str:
-        """As of every file."""
+        """Suffix of the name, with the dot."""
         return self.path.suffix
 
     def opened(self) -> Any:
-        """As of every file."""
+        """Open the file (see `DataFile`)."""
         return self.path.open("rb")
 
     def identity(self, cache_dir: Path) -> str:
-        """Its sha256, remembered for as long as path, inode, size and time of change stay."""
+        """Return its SHA-256, which is cached as long as path, inode, size and modification times are the same."""
         status = self.path.stat()
         facts = [str(self.path.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         memory = cache_dir / "digests" / sha256_bytes(canonical_json(facts))
@@ -83,13 +86,13 @@ class LocalFile:
         digest = sha256_file(self.path)
         if max(status.st_mtime_ns, status.st_ctime_ns) + _SETTLED_NS < began:
             memory.parent.mkdir(exist_ok=True)
-            replace_file(memory, digest.encode("ascii"), durable=False)  # several processes may be at it
+            replace_file(memory, digest.encode("ascii"), durable=False)  # several processes may write it concurrently
         return digest
 
 
 @dataclass(frozen=True, slots=True)
 class UrlFile:
-    """A file of an fsspec file system: `path` is its name there."""
+    """A file in an fsspec file system, with its path there."""
 
     name: str
     fs: Any
@@ -97,19 +100,19 @@ class UrlFile:
 
     @property
     def suffix(self) -> str:
-        """As of every file."""
+        """Suffix of the name, with the dot."""
         return PurePosixPath(self.path.partition("?")[0]).suffix
 
     @contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
-        """As of every file."""
+        """Open the file (see `DataFile`)."""
         with _reaching(self.name):
             file = self.fs.open(self.path, "rb", block_size=_BLOCK)
         with io.BufferedReader(_Reading(file, self.name), 1 << 20) as stream:
             yield stream
 
     def identity(self, cache_dir: Path) -> str:
-        """By what the file system says of its version; its sha256, where it says nothing."""
+        """Return a hash of its version in the file system, or its SHA-256 if the file system reports no version."""
         with _reaching(self.name):
             facts = self.fs.info(self.path)
         version = {name: str(facts[name]) for name in _VERSIONS if facts.get(name)}
@@ -123,7 +126,7 @@ class UrlFile:
 
 
 class _Reading(io.RawIOBase):
-    """A file of fsspec's, whose failures are StorageErrors."""
+    """A stream over an fsspec file whose failures are raised as StorageError."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._file, self._name = file, name
@@ -155,16 +158,17 @@ class _Reading(io.RawIOBase):
 
 
 def find_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]:
-    """The files that a source names, all of which are there.
+    """Return the files that a source names, and check that they exist.
 
     Args:
         source: see `Source`.
-        endings: of the names of those files of a folder that are data.
+        endings: suffixes of data files; other files in a folder are ignored.
 
     Raises:
-        MissingDataError: there are none, or one is a link to nothing.
-        DataError: one of them is named twice.
-        StorageError: a path cannot be read, a URL cannot be reached, or what reaches its kind is not installed.
+        MissingDataError: there are no files, or one is a broken link.
+        DataError: a file is named twice.
+        StorageError: a path cannot be read, a URL cannot be reached, or the library for its protocol
+            is not installed.
     """
     files = list_files(source, endings)
     for file in files:
@@ -174,7 +178,7 @@ def find_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
 
 
 def list_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]:
-    """As `find_files`, with those too that a folder or pattern lists and that are links to nothing."""
+    """Return the files that a source names, as `find_files` does, including broken links in folders and patterns."""
     parts = [source] if isinstance(source, (str, Path)) else list(source)
     files = [file for part in parts for file in _files_of(part, endings)]
     if not files:
@@ -187,17 +191,17 @@ def list_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
 
 
 def is_url(part: str | Path) -> bool:
-    """Whether this is an fsspec URL, and not a path of this machine's."""
+    """Return True for an fsspec URL, and False for a path on this machine."""
     return isinstance(part, str) and "://" in part and not part.startswith(("file://", "local://"))
 
 
 def local_path(part: str | Path) -> Path:
-    """The path of what is no URL of another machine's."""
+    """Return the path of a local source, without its protocol."""
     return Path(part.partition("://")[2] if isinstance(part, str) and "://" in part else part)
 
 
 def spelled(source: Source) -> str:
-    """A source, in messages."""
+    """Return a source as text for messages."""
     return str(source) if isinstance(source, (str, Path)) else ", ".join(str(part) for part in source)
 
 
@@ -262,7 +266,7 @@ def _names_of(fs: Any, name: str, kind: str, endings: Collection[str]) -> list[s
 
 
 def _is_data(name: str, endings: Collection[str]) -> bool:
-    """Whether a file of a folder is data. Names with a leading dot or underscore are other programs' marks and drafts."""
+    """Return True if a file in a folder is data. Names with a leading dot or underscore are markers and drafts of other programs."""
     return PurePosixPath(name).suffix in endings and not name.startswith((".", "_"))
 
 

@@ -1,4 +1,4 @@
-"""A data set: files on disk -> batches of exactly the inputs that a package declares."""
+"""Datasets: files -> batches of exactly the inputs that a package declares."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ READERS: Mapping[str, Reader] = {
     ".safetensors": columns_safetensors,
     ".tar": columns_tar,
 }
-"""The ending of a file's name -> what reads its format."""
+"""File name suffix -> module that reads the format."""
 
 
 class Dataset:
-    """Rows on disk, mapped into memory.
+    """Memory-mapped rows on disk.
 
     Attributes:
         size: number of rows, at least 1.
-        fingerprint: sha256 of names, dtypes, shapes and values: the same rows in other files have the same one.
+        fingerprint: SHA-256 of names, dtypes, shapes and values. It does not depend on the files that
+            contain the rows.
     """
 
     __slots__ = ("_columns", "fingerprint", "size")
@@ -44,12 +45,16 @@ class Dataset:
         self._columns: dict[str, Array] = {name: np.load(path, mmap_mode="r") for name, path in cached.files.items()}
 
     def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """The given rows, in this order.
+        """Return rows in the given order.
 
         Args:
             rows: (n,) int64, each in [0, size).
-        Returns: input name -> (n, *dims) tensor of the declared dtype, on CPU, owning its memory.
-        Raises: IndexError for a row that the data set does not have.
+
+        Returns:
+            Input name -> (n, *dims) tensor of the declared dtype, on the CPU, with its own memory.
+
+        Raises:
+            IndexError: the dataset does not have one of the rows.
         """
         if rows.size and int(rows.min()) < 0:
             raise IndexError(f"row {int(rows.min())} of a data set of {self.size} rows")
@@ -57,11 +62,15 @@ class Dataset:
 
 
 def open_dataset(source: Source, inputs: Sequence[InputSpec], cache_dir: Path) -> Dataset:
-    """Opens a data set for a package's inputs, converting it once per node into `cache_dir`.
+    """Open a dataset for a package's inputs, converting it once per node into `cache_dir`.
 
-    An input's leading dim is the rows; other sizes are ints, or symbols that stand for one length in all rows.
-    Raises: DataError where the source is missing, empty or unreadable, or does not fit the inputs: a missing or extra column,
-    another dtype (nothing is cast), other lengths, nulls. StorageError where the cache cannot be written, or a URL not be reached.
+    The leading dim of an input is its rows. Its other sizes are ints, or symbols that stand for the same
+    length in all rows.
+
+    Raises:
+        DataError: the source is missing, empty or unreadable, or does not fit the inputs: a column is
+            missing or superfluous, has another dtype (nothing is cast), other lengths, or nulls.
+        StorageError: the cache cannot be written, or a URL cannot be reached.
     """
     check_inputs(inputs)
     files = _files(source)
@@ -76,9 +85,11 @@ def open_dataset(source: Source, inputs: Sequence[InputSpec], cache_dir: Path) -
 
 
 def check_schema(source: Source, inputs: Sequence[InputSpec]) -> int:
-    """Compares a source with a package's inputs by the files' metadata alone, before anything starts.
+    """Check a source against a package's inputs by the files' metadata alone; return the number of rows.
 
-    Returns: the number of rows. Raises: DataError as `open_dataset`, but for nulls and unequal lists, which the values tell.
+    Raises:
+        DataError: as for `open_dataset`, except for nulls and lists of unequal length, which metadata
+            does not show.
     """
     check_inputs(inputs)
     schemas, _ = _checked(source, _files(source), inputs)
@@ -86,9 +97,10 @@ def check_schema(source: Source, inputs: Sequence[InputSpec]) -> int:
 
 
 def source_columns(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Each column's dtype, and the lengths of a row's dims, by the first row of the first file that has rows.
+    """Return each column's dtype and the shape of its first row, from the first file that has rows.
 
-    Raises: DataError as `open_dataset`, where the source is missing, empty or unreadable.
+    Raises:
+        DataError: the source is missing, empty or unreadable.
     """
     for file in _files(source):
         found = _reader(file).first_row(file)
@@ -98,7 +110,7 @@ def source_columns(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _files(source: Source) -> tuple[DataFile, ...]:
-    """The files of a source, all of one format."""
+    """Return the files of a source, which must all have one format."""
     files = find_files(source, READERS)
     readers = {READERS.get(file.suffix) for file in files}
     if len(readers) > 1 or None in readers:
@@ -121,7 +133,7 @@ def _checked(source: Source, files: Sequence[DataFile], inputs: Sequence[InputSp
     schemas: list[FileSchema] = []
     for file in files:
         schema = _reader(file).read_schema(file)
-        if schema.rows or schema.columns:  # a tar file without rows does not say which columns it has
+        if schema.rows or schema.columns:  # a tar file without rows has no columns
             check_file(schema, inputs, sizes)
         schemas.append(schema)
     if not sum(schema.rows for schema in schemas):

@@ -1,6 +1,6 @@
-"""Data that is in no file: what a Python function or a Ray data set gives is written into the run's folder, once, before the run begins.
+"""Data that is not in files: rows of a Python function or a Ray dataset are written into the run's folder before the run begins.
 
-So the workers need neither, all nodes have the same rows, and a run that is resumed has those that it began with.
+So workers need neither of them, all nodes have the same rows, and a resumed run has the rows that it began with.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _FORM = "python:path/to/file.py:name or python:package.module:name, with ?argume
 
 
 class RayDataset(Protocol):
-    """What is needed of a ray.data.Dataset."""
+    """The part of ray.data.Dataset's interface that is used."""
 
     def iter_batches(self, *, batch_size: None, batch_format: str) -> Iterable[Mapping[str, Any]]:
-        """Its rows."""
+        """Return an iterable over its rows in batches."""
 
 
 Rows: TypeAlias = Iterable[Batch] | Batch | RayDataset
 Data: TypeAlias = str | Path | Callable[[], Rows] | RayDataset
-"""A run's data: files (`launch.data.files.Source`) or a mixture; python:FILE.py:NAME; a function that gives rows; a ray.data.Dataset."""
+"""A run's data: files (`data_files.Source`) or a mixture; python:FILE.py:NAME; a function that returns rows; a ray.data.Dataset."""
 
 
 Name: TypeAlias = Literal["data", "eval_data"]
@@ -45,12 +45,13 @@ Name: TypeAlias = Literal["data", "eval_data"]
 
 @dataclass(frozen=True, slots=True)
 class InFiles:
-    """A run's data and held-out data, as they are in files when `written` has begun.
+    """Files of a run's data and held-out data; those that are made exist once `written` has been entered.
 
     Attributes:
-        data, eval_data: those files.
-        made: what those are made from that are in none.
-        sources: what gives their rows.
+        data: files of the data.
+        eval_data: files of the held-out data; None if there is none.
+        made: descriptions of the sources of data that is not in files.
+        sources: sources of its rows.
     """
 
     data: str | Path
@@ -60,16 +61,17 @@ class InFiles:
 
 
 def in_files(data: Data, eval_data: Data | None, run_dir: Path, *, alone: bool = True) -> InFiles:
-    """Where a run's data will be, if it is in no file now. Nothing is made yet.
+    """Return the files of a run's data, including those that are yet to be written by `written`.
 
     Args:
-        data: the run's.
-        eval_data: the held-out data.
+        data: data of the run.
+        eval_data: held-out data of the run.
         run_dir: the run's folder.
-        alone: whether no other process launches this run too.
+        alone: True if no other process launches this run, too.
 
     Raises:
-        DataError: one of them is no data; it cannot be made, since other processes would make it as well.
+        DataError: an argument is not data, or must be written although several processes launch the
+            run and each would write it.
     """
     given: dict[Name, Data] = {"data": data} if eval_data is None else {"data": data, "eval_data": eval_data}
     sources = {name: each for name, each in given.items() if _must_be_made(each)}
@@ -86,10 +88,10 @@ def in_files(data: Data, eval_data: Data | None, run_dir: Path, *, alone: bool =
 
 @contextmanager
 def written(data: InFiles, run_dir: Path) -> Iterator[None]:
-    """Within it data that was in no file is in the run's folder; it is removed at the end, if the run was not made by then.
+    """Write data that is not in files into the run's folder; remove it at the end if the run was not created in the context.
 
     Raises:
-        DataError: there is no such function, it fails, or gives what are no rows.
+        DataError: a function does not exist, fails, or does not return rows.
         StorageError: the folder cannot be written.
     """
     folder = made_file(run_dir, "data").parent
@@ -105,7 +107,7 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
     finally:
         if data.sources and not (run_dir / RUN_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # others have put something there
+            with suppress(OSError):  # a folder is not empty, since others have used it
                 for path in new:
                     if path.exists():
                         path.rmdir()
@@ -132,7 +134,7 @@ def _is_ray_dataset(data: object) -> bool:
 
 
 def _name_of(data: Data) -> str:
-    """What is recorded."""
+    """Return the description of a source that the run records."""
     if isinstance(data, str):
         return data
     if _is_ray_dataset(data):
@@ -141,7 +143,7 @@ def _name_of(data: Data) -> str:
 
 
 def _batches(data: Data, name: str) -> Iterator[Batch]:
-    """The rows. Raises: DataError, of what goes wrong in a function or data set."""
+    """Yield the rows of a source. Raises DataError for an error in a function or dataset."""
     module: ModuleType | str = name
     try:
         if isinstance(data, str):
@@ -163,7 +165,7 @@ def _batches(data: Data, name: str) -> Iterator[Batch]:
 
 
 def _function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
-    """Where a function that is named comes from, and it, with its arguments."""
+    """Return the module of a referenced function, and the function with its arguments bound."""
     named, _, query = reference.removeprefix(PYTHON).partition("?")
     location, _, name = named.rpartition(":")
     if not location or not name.isidentifier():

@@ -1,8 +1,8 @@
-"""A mixture: a JSON file that lists data sets, with the constants and the weight of each.
+"""Mixtures: JSON files that list datasets, with constants and a weight for each.
 
 {"parts": [{"data": "images.parquet", "constants": {"task": "caption"}, "weight": 2.0}, {"data": "text.parquet", "name": "text"}]}
 
-What held-out data is evaluated to is told of each part that has a name, beside that of all.
+For held-out data, each part that has a name is also evaluated separately.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class _Mixture(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One data set of a run.
+    """A dataset of a run.
 
     Attributes:
         source: its files.
-        constants: of its batches, by dotted name.
-        weight: of its global batches, beside the other parts'. None: its number of rows.
-        where: what it is called in errors.
-        name: what its own evaluation is told under; None: it has none.
+        constants: constants of its batches, by dotted name.
+        weight: relative frequency of its global batches; None for its number of rows.
+        where: its name in errors.
+        name: name of its separate evaluation; None for no separate evaluation.
     """
 
     source: Source
@@ -60,13 +60,14 @@ class Part:
 
 
 def parts_of(source: Source) -> tuple[Part, ...]:
-    """The parts of a mixture; a data set that is none is its only part.
+    """Return the parts of a mixture, or a single part for any other dataset.
 
     Args:
-        source: a file whose name ends in .json, or a data set. Relative paths in the file start at its folder.
+        source: path of a mixture, which ends in .json, or a dataset. Relative paths in a mixture are
+            relative to its folder.
 
     Raises:
-        DataError: the file is not there, or is no mixture; two parts have one name.
+        DataError: the mixture does not exist or is invalid, or two parts have the same name.
         StorageError: it cannot be read.
     """
     if not isinstance(source, str | Path) or Path(source).suffix != ENDING:

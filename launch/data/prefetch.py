@@ -1,4 +1,4 @@
-"""Which rows a rank reads for which call, and a thread that reads them ahead of their use."""
+"""The rows of each call of a rank, and a thread that prefetches them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,15 @@ from trainload.sharding.plans.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class CallRows:
-    """The rows of one call of a step graph: (n,) row numbers. `draw`: which of the step's global batches they are of; `first_row`: the
-    number of the first within it; `part`: of the run's data, that the global batch is from.
+    """Rows of one call of a step graph.
+
+    Attributes:
+        step: number of the step.
+        draw: number of the global batch within the step.
+        microstep: number of the microbatch within the global batch.
+        first_row: number of the first row within the global batch.
+        rows: (n,) row numbers in the part.
+        part: number of the part of the run's data.
     """
 
     step: int
@@ -35,7 +42,7 @@ class CallRows:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The batch of one call of a step graph; the rest as in `CallRows`."""
+    """The batch of one call of a step graph, with the fields of its `CallRows`."""
 
     step: int
     draw: int
@@ -48,13 +55,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """What a rank reads: `RankRows(...)(step)` are its calls of one step, one for each microstep of each global batch that the step draws.
+    """Rows of a rank: `RankRows(...)(step)` returns its calls of a step, one for each microbatch of each global batch.
 
-    Global batch number b of a run of one data set is the positions [b * G, (b + 1) * G) of the sampler's stream, whatever the world size;
-    of a mixture, the next G positions of its part's stream. Microbatch m of number r on the data axis is its contiguous chunk number
-    m * data_ranks + r.
+    With G = global_batch, global batch b of a single dataset is positions [b * G, (b + 1) * G) of the sampler's
+    stream, for any world size; in a mixture it is the next G positions of its part's stream. Microbatch m of
+    rank r of the data axis is the contiguous chunk m * data_ranks + r of the global batch.
 
-    Law: over the data axis and all microsteps, the calls of a step hold each position of its global batches once.
+    Law: over the data axis and all microbatches, the calls of a step have each position of its global batches
+    exactly once.
     """
 
     recipe: Recipe
@@ -76,10 +84,10 @@ class RankRows:
 
 
 class BatchStream:
-    """The batches of steps start_step .. stop_step, in order, loaded by a thread that stays `ahead` calls ahead.
+    """An iterator over the batches of steps [start_step, stop_step), loaded by a thread that is `ahead` calls ahead.
 
-    An iterator. What goes wrong in the thread is raised by the `next` that would have given that batch. Close it when done, or
-    use it in a `with` statement: closing joins the thread.
+    An error in the thread is raised by the `next` that would have returned that batch. Close the stream, or use
+    it in a `with` statement; closing joins the thread.
     """
 
     def __init__(
@@ -100,7 +108,7 @@ class BatchStream:
         return self
 
     def __next__(self) -> Call:
-        """The next call's batch. Raises: StopIteration after the last and once closed; whatever stopped the thread."""
+        """Return the next call's batch; raise StopIteration after the last one or after `close`, or the thread's error."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
             if self._closed:
@@ -113,7 +121,7 @@ class BatchStream:
             raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread and forgets what it has loaded. May be called again."""
+        """End the thread, and discard loaded batches. It may be called several times."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -133,7 +141,7 @@ class BatchStream:
                     batch = data.batch(call.part, call.rows)
                     if not self._put(Call(call.step, call.draw, call.microstep, call.first_row, call.rows, batch, call.part)):
                         return
-        except BaseException as error:  # noqa: BLE001  # handed to the consumer, whose `next` raises it
+        except BaseException as error:  # noqa: BLE001  # raised by the consumer's `next`
             self._failure = error
         finally:
             with self._changed:
@@ -141,7 +149,7 @@ class BatchStream:
                 self._changed.notify_all()
 
     def _put(self, call: Call) -> bool:
-        """Waits for room. Returns: whether the stream is still open."""
+        """Wait for room, and append a call; return False if the stream was closed."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._ready) < self._ahead or self._closed)
             if self._closed:

@@ -1,4 +1,4 @@
-"""A run's data: its parts, each with the variant of the package's graphs that takes it."""
+"""A run's data: its parts, each with the variant of the package's graphs that accepts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ from trainload.packaging.package import Package
 
 @dataclass(frozen=True, slots=True)
 class OpenPart:
-    """A part of a run's data. `variant`: what its first row's sizes, and its constants, lead to. `name`: as of `Part`."""
+    """A part of a run's data.
+
+    Attributes:
+        dataset: its rows.
+        constants: constants of its batches, by dotted name.
+        variant: variant that is selected by the sizes of its first row and its constants.
+        name: name under which it is evaluated separately, if any.
+    """
 
     dataset: Dataset
     constants: Mapping[str, Given]
@@ -35,11 +42,12 @@ class OpenPart:
 
 
 class RunData:
-    """A run's data, opened.
+    """The opened data of a run.
 
     Attributes:
-        parts: in the mixture's order; one where there is no mixture.
-        fingerprint: of all rows, constants and weights; a data set's own where it is alone and has no constants.
+        parts: parts in the order of the mixture; one part if there is no mixture.
+        fingerprint: hash of all rows, constants and weights; for a single dataset without constants,
+            the dataset's fingerprint.
     """
 
     def __init__(self, parts: tuple[OpenPart, ...], weights: tuple[float, ...]) -> None:
@@ -50,16 +58,16 @@ class RunData:
         self.fingerprint = parts[0].dataset.fingerprint if alone else sha256_bytes(canonical_json(described))
 
     def order(self, seed: int) -> BatchOrder:
-        """Which rows each global batch of a run has."""
+        """Return the order of rows in the global batches of a run."""
         return BatchOrder(seed, tuple(part.dataset.size for part in self.parts), self._counts)
 
     def origin(self, part: int, rows: Rows | None, index: int | None, source: str) -> tuple[int | None, str]:
-        """Return the number of a batch's row in its data set, None if it is unknown, and the name of the data set.
+        """Return the number of a batch's row in its dataset, None if it is unknown, and the name of the dataset.
 
         Args:
-            part: number of the part that the batch is from.
-            rows: (n,) int64 numbers of the batch's rows; None: unknown.
-            index: of the row within the batch; None: unknown.
+            part: number of the batch's part.
+            rows: (n,) int64 numbers of the batch's rows; None if unknown.
+            index: index of the row within the batch; None if unknown.
             source: path or URL of the run's data.
         """
         name = self.parts[part].name
@@ -67,17 +75,17 @@ class RunData:
         return row, source if name is None else f"{source}, part {name}"
 
     def batch(self, part: int, rows: Rows) -> dict[str, torch.Tensor]:
-        """The given rows of a part; see `Dataset.batch`."""
+        """Return rows of a part; see `Dataset.batch`."""
         return self.parts[part].dataset.batch(rows)
 
     @property
     def rows(self) -> int:
-        """Of all parts."""
+        """Number of rows of all parts."""
         return sum(part.dataset.size for part in self.parts)
 
 
 def run_dispatcher(package: Package) -> Dispatcher:
-    """What picks the variant for a batch of a run: one whose graphs, but for predict, all take it."""
+    """Return the dispatcher that picks a batch's variant: one all of whose graphs, except predict, accept the batch."""
     manifest = package.manifest
     found: dict[str, list[Guard]] = {variant: [] for variant in ("", *manifest.variants)}
     for name, mode in manifest.modes().items():
@@ -89,30 +97,30 @@ def run_dispatcher(package: Package) -> Dispatcher:
 
 
 def check_run_data(source: str | Path, package: Package, rows: int) -> int:
-    """Compares a run's data with a package by the files' metadata and first rows, before anything starts.
+    """Check a run's data against a package by the files' metadata and first rows, before anything is started.
 
     Args:
-        source: a data set, or a mixture.
-        package: whose graphs are run.
-        rows: of each call of a graph.
+        source: a dataset or a mixture.
+        package: package that is run.
+        rows: number of rows of each call of a graph.
 
     Returns:
-        The number of rows, of all parts.
+        The number of rows of all parts.
 
     Raises:
-        DataError: a data set cannot be read, or fits no variant.
+        DataError: a dataset cannot be read, or fits no variant.
     """
     total = 0
     for part in resolved_parts(source):
         if not package.manifest.variants and not part.constants:
-            check_schema(part.source, data_specs(package.manifest, ""))  # it names the column that is missing, or one too many
+            check_schema(part.source, data_specs(package.manifest, ""))  # its errors name missing and superfluous columns
         variant = _variant(part, package, rows)
         total += check_schema(part.source, data_specs(package.manifest, variant))
     return total
 
 
 def open_run_data(source: str | Path, package: Package, rows: int, cache_dir: Path) -> RunData:
-    """Opens a run's data, converting it once per node; otherwise as `check_run_data`, and `open_dataset` for errors."""
+    """Open a run's data, converting it once per node. For arguments and errors see `check_run_data` and `open_dataset`."""
     opened: list[OpenPart] = []
     weights: list[float] = []
     for part in resolved_parts(source):
@@ -124,7 +132,7 @@ def open_run_data(source: str | Path, package: Package, rows: int, cache_dir: Pa
 
 
 def resolved_parts(source: str | Path) -> tuple[Part, ...]:
-    """The parts of a run's data, with what references in their places stand for. Raises: StorageError, where that is missing here."""
+    """Return the parts of a run's data, with references in their paths resolved. Raises StorageError if one is not set here."""
     return tuple(replace(part, source=_resolved(part.source)) for part in parts_of(resolve(str(source))))
 
 
@@ -133,7 +141,7 @@ def _resolved(source: Source) -> Source:
 
 
 def _variant(part: Part, package: Package, rows: int) -> str:
-    """The variant that takes a part, by its columns and its first row's sizes."""
+    """Return the variant that accepts a part, by its columns and the sizes of its first row."""
     columns = source_columns(part.source)
     strange = {name: dtype for name, (dtype, _) in columns.items() if dtype not in DTYPES}
     if strange:

@@ -1,12 +1,12 @@
-"""Which row of the data set stands at which position of the training run, as a pure function.
+"""The row at each position of a training run, as a pure function of the position.
 
-The stream of rows is endless and cut into epochs of `size` positions: position p lies in epoch p // size. Inside an epoch every
-row occurs exactly once, in a pseudorandom order keyed by (seed, epoch). So a run resumes from one integer, no row is dropped at
-the end of an epoch, and what a step reads does not depend on how many workers read it.
+The stream of rows is infinite, and divided into epochs of `size` positions: position p is in epoch p // size. In an epoch
+every row occurs exactly once, in a pseudorandom order keyed by (seed, epoch). So a run resumes from one integer, no row is
+dropped at the end of an epoch, and the rows of a step do not depend on the number of workers.
 
-The order is a Feistel network over the smallest power of two that holds `size` (two halves of nearly equal width, mixed by
-splitmix64's finaliser), walked along its cycles until it falls below `size` (Black and Rogaway, "Ciphers with arbitrary finite
-domains", 2002). Any position is found in constant expected time and memory.
+The order is a Feistel network over the smallest power of two that is at least `size` (two halves of nearly equal width,
+mixed by splitmix64's finalizer), applied repeatedly until the value is below `size` (cycle walking; Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002). Any position is computed in constant expected time and memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ _Words = npt.NDArray[np.uint64]
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_ROUNDS = 24  # fewer leave orders of a handful of rows unequally likely
+_ROUNDS = 24  # with fewer rounds the orders of a handful of rows are not equally likely
 
 
 def rows(seed: int, size: int, start: int, count: int) -> Rows:
-    """The rows at positions start .. start + count of the shuffled stream.
+    """Return the rows at positions [start, start + count) of the shuffled stream: (count,) int64, each in [0, size).
 
-    Returns: (count,) int64, each in [0, size). Law: rows(s, n, a, b + c) is rows(s, n, a, b) followed by rows(s, n, a + b, c).
-    Raises: DataError where size < 1, start < 0 or count < 0.
+    Law: rows(s, n, a, b + c) is rows(s, n, a, b) followed by rows(s, n, a + b, c).
+
+    Raises:
+        DataError: size < 1, start < 0 or count < 0.
     """
     _check(size, start, count)
     positions = np.arange(start, start + count, dtype=np.uint64)
@@ -44,9 +46,9 @@ def rows(seed: int, size: int, start: int, count: int) -> Rows:
 
 
 def sequential(size: int, start: int, count: int) -> Rows:
-    """The rows at positions start .. start + count of the stream in the data set's own order, for evaluation.
+    """Return the rows at positions [start, start + count) in the dataset's own order, which wraps around: (count,) int64.
 
-    Returns: (count,) int64, each in [0, size); the stream begins again after its last row. Raises: DataError as `rows`.
+    It is used for evaluation. The errors are those of `rows`.
     """
     _check(size, start, count)
     return np.arange(start, start + count, dtype=np.int64) % size
@@ -62,11 +64,11 @@ def _check(size: int, start: int, count: int) -> None:
 
 
 def _permute(values: _Words, keys: _Words, bits: int) -> _Words:
-    """One pass of the network over [0, 2**bits): (n,) values and their keys -> (n,), one to one for each key."""
+    """Apply the network once to (n,) values in [0, 2**bits) with (n,) keys; it is a bijection for each key."""
     widths = (bits // 2, bits - bits // 2)
     left, right = values >> np.uint64(widths[1]), values & np.uint64((1 << widths[1]) - 1)
     for number in range(_ROUNDS):
-        # Halves of unequal width are mixed in turn where they stand, so that neither changes its width.
+        # The halves may differ in width. They are mixed in turn instead of swapped, so that each keeps its width.
         constant = np.uint64((number + 1) * _GOLDEN & _WORD)
         if number % 2 == 0:
             left = left ^ (_mix(right + keys ^ constant) >> np.uint64(64 - widths[0]))
@@ -76,12 +78,12 @@ def _permute(values: _Words, keys: _Words, bits: int) -> _Words:
 
 
 def _mix(words: _Words) -> _Words:
-    """splitmix64's finaliser (Steele, Lea and Flood, 2014), one word at a time; arithmetic is modulo 2**64."""
+    """Apply splitmix64's finalizer (Steele, Lea and Flood, 2014) to each word, with arithmetic modulo 2**64."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def _seed_word(seed: int) -> int:
-    """A seed as 64 well mixed bits."""
+    """Mix a seed into 64 bits."""
     return int(_mix(np.array([(seed * _GOLDEN + _GOLDEN) & _WORD], dtype=np.uint64))[0])

@@ -1,4 +1,4 @@
-"""Turns a package and a plan into callables: compiled once per node into a content-addressed cache, then loaded by every rank."""
+"""Build callables from a package and a plan: compiled once per node into a content-addressed cache, loaded by every rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trainload.sharding.rewriting.rank_graphs import RankGraphs, phases, rank_gr
 from trainload.sharding.rewriting.rewrite import BETWEEN, Phase
 
 BUILD_VERSION = 14
-"""Part of every key: raise it when the graphs that are made of the same package and plan change, or how they are compiled."""
+"""Part of every build key. Increase it when the graphs made from the same package and plan, or their compilation, change."""
 _SHAPING = {
     "strategy",
     "shard_ranks",
@@ -61,7 +61,7 @@ Call = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class BuiltGraph:
-    """A callable over flat tensors, with what goes in and comes out, in order. `name`: within the build."""
+    """A callable over flat tensors, with its name within the build and its input and output ports, in order."""
 
     name: str
     call: Call
@@ -71,26 +71,26 @@ class BuiltGraph:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What crosses the boundaries of a graph's stages, as `Stages` says it."""
+    """Values that cross the boundaries of a graph's pipeline stages, as in `Stages`."""
 
     up: tuple[tuple[Value, ...], ...]
     down: tuple[tuple[Value, ...], ...]
     symbols: Mapping[str, tuple[str, int]]
 
     def at(self, boundary: int, *, up: bool) -> tuple[Value, ...]:
-        """What crosses a boundary in one direction."""
+        """Return the values that cross a boundary in one direction."""
         return (self.up if up else self.down)[boundary]
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltStages:
-    """What a rank of a pipeline does of a graph, by (stage, part); a part that has nothing to do is left out."""
+    """A pipeline rank's parts of a graph, by (stage, part). Parts that have nothing to do are left out."""
 
     parts: dict[tuple[int, Part], BuiltGraph]
     crossing: Crossing
 
     def forget(self, stage: int, done: Part, between: dict[str, Tensor]) -> None:
-        """Drops from a stage's values those that nothing takes after a part of it is done."""
+        """Delete those of a stage's values that nothing needs once a part of the stage is done."""
         later = {Part.FORWARD: (Part.BACKWARD, Part.INPUT, Part.WEIGHT), Part.INPUT: (Part.WEIGHT,)}[done]
         graphs = [self.parts[stage, part] for part in later if (stage, part) in self.parts]
         taken = {port.name for graph in graphs for port in graph.inputs if port.role in BETWEEN}
@@ -101,13 +101,18 @@ class BuiltStages:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """All that a rank calls, by the name of the captured graph.
+    """All callables of a rank. Unless stated otherwise they are keyed by the name of the captured graph.
 
-    train: one for each phase of a step. forward: evaluation's totals over a batch, and what is computed for other graphs. stages: both of
-    them, instead, under a plan with a pipeline. update: what `UpdateStep.trace` gives, which writes in place. update_names: what
-    these are called within the build. compiled: whether they were compiled. collectives: what each graph calls, by the graph's name within
-    the build. work: what the captured graphs ask for, before they are divided. failed: graphs that could not be compiled -> what the
-    compiler said; calling one raises.
+    Attributes:
+        train: a training graph for each phase of a step.
+        forward: graphs that compute evaluation totals over a batch, or outputs for other graphs.
+        update: results of `UpdateStep.trace`, which write in place.
+        update_names: names of the updates within the build.
+        compiled: True if they were compiled.
+        collectives: collectives of each graph, by the graph's name within the build.
+        work: operations of the captured graphs, before they are divided among ranks.
+        stages: replaces `train` and `forward` under a plan with a pipeline.
+        failed: graphs that could not be compiled -> the compiler's error. Calling one raises.
     """
 
     train: dict[str, dict[Phase, BuiltGraph]]
@@ -127,7 +132,7 @@ class Built:
         return {graph.name for graph in graphs} | set(self.update_names.values())
 
     def replaced(self, chosen: Callable[[BuiltGraph], Call]) -> Built:
-        """Return the same with another callable in place of each graph's and each update's. Updates list neither inputs nor outputs."""
+        """Return a copy in which `chosen` has replaced each callable. It receives updates without inputs and outputs."""
 
         def graph(given: BuiltGraph) -> BuiltGraph:
             return replace(given, call=chosen(given))
@@ -146,16 +151,17 @@ class Built:
 
 
 def device_of(plan: Plan) -> torch.device:
-    """The device of every rank: each sees one GPU only, so that one compiled graph, which names its device, serves all."""
+    """Return the device of every rank. Each sees one GPU only, so that a compiled graph, which names its device, fits all."""
     return torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0)
 
 
 def build_key(
     package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True, threads: int | None = None
 ) -> str:
-    """Return what a compiled build depends on, hashed: the program, its graphs, what of the plan shapes them, torch and the hardware.
+    """Return a hash of all that a compiled build depends on.
 
-    threads: of a worker; None: those of this process.
+    That is the program, its graphs, the parts of the plan that determine them, torch, the hardware and the
+    number of threads of a worker (by default, those of this process).
     """
     hardware = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
@@ -172,19 +178,22 @@ def build_key(
 
 
 def _without_rates(manifest: Manifest) -> Manifest:
-    """A manifest without what no graph depends on: learning rates, which are inputs of updates, the seed and the number of steps."""
+    """Return a manifest with neutral values for what no graph depends on: learning rates (inputs of updates), seed, steps."""
     groups = tuple(group.model_copy(update={"learning_rates": (0.0,), "schedule": None}) for group in manifest.recipe.groups)
     recipe = manifest.recipe.model_copy(update={"groups": groups, "schedules": (), "seed": 0, "steps": 1})
     return manifest.model_copy(update={"recipe": recipe})
 
 
 def threads_of(local_world: int) -> int:
-    """Return how many threads each of a node's workers has: its share of the cores. Compiled CPU kernels are made for this number."""
+    """Return the number of threads of each worker on a node: its share of the cores. CPU kernels are compiled for this number."""
     return max(1, len(os.sched_getaffinity(0)) // local_world)
 
 
 def is_compiled(package: Package, plan: Plan, cache_dir: Path, *, evaluates: bool) -> bool:
-    """Return whether this node's cache holds a build for a run on CPUs, with evaluation or, where that is not needed, without."""
+    """Return True if this node's cache holds a build for a run on CPUs.
+
+    A build with evaluation graphs always counts, one without them only if `evaluates` is False.
+    """
     threads = threads_of(min(plan.world_size, plan.cluster.devices_per_node))
     keys = {build_key(package, plan, device_of(plan), evaluates=whole, threads=threads) for whole in (True, evaluates)}
     return any((cache_dir / "compiled" / key).is_dir() for key in keys)
@@ -200,21 +209,22 @@ def compile_build(
     *,
     evaluates: bool = True,
 ) -> Path:
-    """Makes sure that the node's cache holds the build; the first of the node's processes compiles, others wait for it.
+    """Ensure that the node's cache holds the build. The node's first process compiles it, the others wait.
 
-    A build without evaluation is not made where one with it is there, and one with evaluation takes over what one without has compiled.
+    A build without evaluation graphs is not made if one with them exists, and a build with evaluation graphs
+    reuses the graphs of one without them.
 
     Args:
-        package: what is trained.
-        plan: how.
+        package: package that is trained.
+        plan: plan of the run.
         device: a device of this node.
         cache_dir: the node's cache.
-        on_stage: told (stage, seconds) as each part is done.
-        pipeline_index: of the ranks that it is for.
-        evaluates: whether the run has held-out data.
+        on_stage: called with (stage, seconds) when each part is done.
+        pipeline_index: index, on the pipeline axis, of the ranks that call the build.
+        evaluates: True if the run has held-out data.
 
     Returns:
-        The build's folder, complete.
+        Folder of the complete build.
     """
     with _no_room_told(cache_dir):
         root = private_folder(cache_dir / "compiled")
@@ -238,7 +248,7 @@ def compile_build(
 
 @contextmanager
 def _no_room_told(cache_dir: Path) -> Iterator[None]:
-    """Raise StorageError where the node's cache cannot be written."""
+    """Convert an OSError within the context into a StorageError if the node's cache is full or not writable."""
     try:
         yield
     except OSError as error:
@@ -254,7 +264,7 @@ def _no_room_told(cache_dir: Path) -> Iterator[None]:
 
 
 def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> Built:
-    """Loads a build that `compile_build` made in the same cache."""
+    """Load a build that `compile_build` made in the same cache."""
     index = json.loads((folder / _INDEX).read_bytes())
     _use_inductor_cache(cache_dir)
 
@@ -276,7 +286,7 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Stands for a graph that could not be compiled."""
+    """A placeholder for a graph that could not be compiled; calling it raises NotCompiled."""
 
     name: str
     reason: str
@@ -288,7 +298,7 @@ class _Failed:
 def uncompiled_graphs(
     package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True
 ) -> dict[str, GraphModule]:
-    """Return what a build is compiled from, by the names within the build: graphs that can be called, and looked into."""
+    """Return the graph modules from which a build is compiled, by their names within the build."""
     graphs, _ = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
     return _modules(graphs)
 
@@ -299,7 +309,7 @@ def _modules(graphs: RankGraphs) -> dict[str, GraphModule]:
 
 
 def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True) -> Built:
-    """The same callables, interpreted: for machines without a compiler, and for tests."""
+    """Return an interpreted build, for machines without a compiler and for tests."""
     graphs, work = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
 
     def graph(name: str) -> BuiltGraph:
@@ -356,14 +366,14 @@ def _built(
 
 
 def can_compile() -> bool:
-    """Whether this machine has the C++ compiler that Inductor needs."""
+    """Return True if this machine has the C++ compiler that Inductor needs."""
     return has_cpp_compiler()
 
 
 def _compile_into(
     draft: Path, graphs: RankGraphs, work: Work, plan: Plan, on_stage: Callable[[str, float], None], other: Path | None
 ) -> None:
-    """Compile the graphs of a build into its folder. Those that `other` has, a build of fewer of the same graphs, are taken from there."""
+    """Compile the graphs of a build into its folder, or copy them from `other`, a build of some of the same graphs."""
     groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
     collectives = graphs.collectives(plan)  # compiling changes the graphs
     failed: dict[str, str] = {}
@@ -371,7 +381,7 @@ def _compile_into(
         began = time.perf_counter()
         file = draft / f"{name}.bin"
         if other is not None:
-            with suppress(FileNotFoundError):  # it has no such graph, or has just made room for another build
+            with suppress(FileNotFoundError):  # it does not have the graph, or was just evicted from the cache
                 shutil.copyfile(other / file.name, file)
         if not file.exists():
             try:
@@ -391,7 +401,7 @@ def _compile_into(
 
 
 def _read_crossing(entry: Mapping[str, Any]) -> Crossing:
-    """The inverse of what the index keeps of a cut."""
+    """Decode a `Crossing` from the build's index."""
     up, down = (
         tuple(tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in values) for values in entry[name]) for name in ("up", "down")
     )
@@ -411,7 +421,7 @@ def _ports(spelled: Sequence[Sequence[str]]) -> tuple[Port, ...]:
 
 
 def _is_kept(folder: Path) -> bool:
-    """Return whether the cache holds a complete build, which this process uses from now on and nobody removes."""
+    """Return True if the cache holds a complete build; it is then marked as used by this process, so that it is not evicted."""
     if not folder.is_dir():
         return False
     use(folder)
@@ -419,7 +429,7 @@ def _is_kept(folder: Path) -> bool:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a build is complete and as it was written."""
+    """Return True if a build is complete, and unchanged since it was written."""
     if not (folder / _INDEX).is_file():
         return False
     digests = json.loads((folder / _INDEX).read_bytes())["digests"]
@@ -427,15 +437,19 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _use_inductor_cache(cache_dir: Path) -> None:
-    """Points Inductor at the node's cache of kernels. It is content-addressed too, and shared by all builds: plans of one package have
-    most kernels in common.
+    """Set Inductor's cache to the node's cache of kernels.
+
+    It is content-addressed, too, and shared by all builds, since plans of one package have most kernels in
+    common.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_kernels(cache_dir))
 
 
 def _kernels(cache_dir: Path) -> Path:
-    """Return the folder of the node's kernels, which this process uses from now on. Each release of torch has its own, and each version of
-    builds: Inductor would find there what an earlier one has compiled.
+    """Return the folder of the node's kernels, and mark it as used by this process.
+
+    There is one for each release of torch and each BUILD_VERSION, since Inductor would otherwise find kernels
+    that an earlier version has compiled.
     """
     folder = private_folder(cache_dir / "kernels") / f"torch-{torch.__version__}-{BUILD_VERSION}"
     use(folder)
@@ -444,10 +458,11 @@ def _kernels(cache_dir: Path) -> Path:
 
 @contextmanager
 def _own_kernels(cache_dir: Path, draft: Path) -> Iterator[None]:
-    """Within it Inductor sees the node's kernels and writes new ones into `draft`; they join the node's when all is done.
+    """Make Inductor write new kernels into `draft` within the context, and add them to the node's kernels if it succeeds.
 
-    Inductor has the C++ compiler write libraries in place, and one that exists counts as whole. So a process that is killed would leave a
-    torso that fails every later run, and a compiler that outlives it would write under the next one's feet.
+    Inductor's C++ compiler writes libraries in place, and an existing library counts as complete. So a
+    process that is killed would leave a partial library that fails every later run, and a compiler that
+    outlives it could overwrite a library of the next process.
     """
     shared, own = _kernels(cache_dir), draft / "kernels"
     _link_files(shared, own)
@@ -461,11 +476,11 @@ def _own_kernels(cache_dir: Path, draft: Path) -> Iterator[None]:
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Makes the files of `source` those of `target` too, each at once; what `target` has already stays."""
+    """Hard-link the files of `source` into `target`, each atomically; existing files of `target` remain."""
     for folder, _, names in os.walk(source):
         there = target / Path(folder).relative_to(source)
         there.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in names:
             if not name.endswith(".lock"):
-                with suppress(FileExistsError, FileNotFoundError):  # another build of this node may be at it
+                with suppress(FileExistsError, FileNotFoundError):  # another build of this node may run concurrently
                     os.link(Path(folder) / name, there / name)

@@ -1,9 +1,9 @@
-"""The node's cache: what all of its processes share, and run; and what is removed of it when it grows too large.
+"""The node's cache, which all of its processes share, and its eviction.
 
-packages/NAME, data/NAME     entries: a fetched or derived package, a converted data set,
-compiled/NAME, kernels/NAME  the compiled graphs of a package under a plan, and all kernels of a release of torch and a version of builds
-.../NAME.lock                locked by who makes or removes the entry
-.../NAME.used                locked, with others, by each process that uses it; its time is that of the last use
+packages/NAME, data/NAME     entries: a fetched or derived package, a converted dataset,
+compiled/NAME, kernels/NAME  the compiled graphs of a package under a plan, all kernels of a torch release and BUILD_VERSION
+.../NAME.lock                lock of the process that creates or removes the entry
+.../NAME.used                shared lock of the processes that use the entry; its mtime is the time of the last use
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from filelock import FileLock, Timeout
 from trainload.core.errors import RequestError, StorageError
 
 LOCK_SECONDS = 3600.0
-"""How long a process waits for another one of the node that makes what both need."""
+"""Time that a process waits for another process of the node that creates an entry."""
 SIZE_VARIABLE = "TRAINLOAD_CACHE_GIB"
-"""The variable that says how large all entries may grow together, in GiB; without it a tenth of the disk is left free."""
+"""Environment variable with the maximum total size of all entries in GiB. By default, a tenth of the disk is left free."""
 _FREE = 0.1
 _KINDS = ("packages", "data", "compiled", "kernels")
 _AWAY = "removed"
 _used: dict[Path, int] = {}
-"""What this process uses: entry -> the open file that says so."""
+"""Entries that this process uses -> the file descriptor that holds the shared lock."""
 
 
 def default_cache_dir() -> Path:
@@ -38,10 +38,10 @@ def default_cache_dir() -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """A folder that only this user can write: what is in it is loaded as native code.
+    """Create a folder if necessary, and check that only this user can write to it, since native code is loaded from it.
 
     Raises:
-        StorageError: somebody else owns it or may write to it.
+        StorageError: another user owns it, or may write to it.
     """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = path.stat()
@@ -57,9 +57,9 @@ def private_folder(path: Path) -> Path:
 
 
 def use(entry: Path) -> None:
-    """Says that this process uses an entry, which is not removed until the process ends or has left it. The entry need not be there yet.
+    """Mark an entry as used by this process, so that it is not evicted until the process ends or calls `leave`.
 
-    In a folder that this process may not write, as one that came with an image, nothing is said: whoever can write it looks after it.
+    The entry need not exist yet. In a read-only cache, such as one in a container image, nothing is marked.
 
     Raises:
         OSError: the disk is full.
@@ -82,35 +82,36 @@ def use(entry: Path) -> None:
             same = False
         if same:
             break
-        os.close(descriptor)  # the entry was removed, and this file with it, before we had the lock
+        os.close(descriptor)  # the entry was evicted, and this file with it, before we got the lock
     os.utime(descriptor)
     _used[entry] = descriptor
 
 
 def in_use() -> frozenset[Path]:
-    """The entries that this process uses."""
+    """Return the entries that this process uses."""
     return frozenset(_used)
 
 
 def leave(but: Collection[Path] = ()) -> None:
-    """Says that this process uses none of its entries any more, `but` those. Who reads one later has to say so again."""
+    """Release all entries that this process uses, except those in `but`. Call `use` before reading one again."""
     for entry in set(_used) - set(but):
         os.close(_used.pop(entry))
 
 
 def make_room(cache: Path) -> None:
-    """Removes entries from a node's cache that nobody uses, the longest unused first, until there is room.
+    """Evict unused entries from a node's cache, least recently used first, until there is room.
 
-    Called before an entry is made, which is not known to be small: it may take the cache past its size, until the next one is made.
+    It is called before an entry is created. The size of the new entry is unknown, so it may exceed the limit
+    until the next entry is created.
 
     Args:
-        cache: the node's.
+        cache: the node's cache.
 
     Raises:
-        RequestError: $TRAINLOAD_CACHE_GIB is no number.
+        RequestError: $TRAINLOAD_CACHE_GIB is not a number.
     """
     for kind in _KINDS:
-        for left in (cache / kind).glob(f"*.{_AWAY}"):  # by a process that was killed while it removed it
+        for left in (cache / kind).glob(f"*.{_AWAY}"):  # left by a process that was killed while it removed an entry
             shutil.rmtree(left, ignore_errors=True)
     if _has_room(cache):
         return
@@ -132,7 +133,7 @@ def _has_room(cache: Path) -> bool:
 
 
 def _bytes(cache: Path) -> int:
-    """Of all entries. Packages share files: each counts once."""
+    """Return the total size of all entries. Files that packages share (hard links) count once."""
     sizes: dict[tuple[int, int], int] = {}
     for entry in _entries(cache):
         for path in entry.rglob("*"):
@@ -159,7 +160,7 @@ def _last_use(entry: Path) -> float:
 
 
 def _removed(entry: Path) -> bool:
-    """Removes an entry that nobody uses. Returns: whether it did."""
+    """Remove an entry unless a process uses it; return True if it was removed."""
     try:
         with FileLock(_beside(entry, "lock"), timeout=0):
             descriptor = os.open(_beside(entry, "used"), os.O_RDWR | os.O_CLOEXEC)
@@ -171,7 +172,7 @@ def _removed(entry: Path) -> bool:
                 shutil.rmtree(away)
             finally:
                 os.close(descriptor)
-    except (Timeout, BlockingIOError, FileNotFoundError):  # it is used, or gone
+    except (Timeout, BlockingIOError, FileNotFoundError):  # in use, or removed already
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""The same inputs give the same bits: a property of torch that must be asked for."""
+"""Bitwise reproducible results, which torch provides only on request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from trainload.capture.job.ambient import deterministic_algorithms
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Within it graphs are compiled, and operators run, so that sums are taken in one order.
+    """Compile graphs and run operators deterministically within the context: sums have a fixed order.
 
-    Without it scatter-adds (the gradient of an embedding) are atomic additions, whose order changes from run to run. Operators that
-    have no such form warn, once each.
+    Otherwise scatter-adds, as in the gradient of an embedding, are atomic additions whose order changes from
+    run to run, both in eager mode and in Inductor's kernels. Operators without a deterministic form warn,
+    once each.
     """
-    settings: Any = torch.utils.deterministic  # a module that turns itself into an object, which stubs cannot say
+    settings: Any = torch.utils.deterministic  # a module that replaces itself by an object, which stubs cannot express
     fill = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # costs a pass over every new tensor, and finds bugs we do not have
+    settings.fill_uninitialized_memory = False  # a debugging aid that costs a pass over every new tensor
     try:
         with deterministic_algorithms(True):
             yield

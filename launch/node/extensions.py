@@ -1,6 +1,6 @@
-"""Operator libraries that a package brings: loaded where the user said so, from a cache of the node's own.
+"""Load operator libraries that a package contains, if the user trusts them, from the node's cache.
 
-A wheel is the maker's code. `may_load_extensions` is the one place that decides whether it runs.
+A wheel is code of the package's author. Only `may_load_extensions` decides whether it runs.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from trainload.packaging.package import told_library, ways_to_allow
 
 
 def may_load_extensions(path: Path, manifest: Manifest, *, trusted: bool) -> str | None:
-    """Why the wheels of a package may be loaded, which runs code of its maker's; None: they may not.
+    """Return the reason why a package's wheels may be loaded, which runs its author's code; None if they may not.
 
     Args:
         path: the package's folder.
-        manifest: its manifest.
-        trusted: whether the user said that this package's extensions are trusted, or a policy that it satisfies.
+        manifest: manifest of the package.
+        trusted: True if the user, or a policy that the package satisfies, trusts its extensions.
     """
     return "the user or a policy said so" if trusted else None
 
 
 def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozenset[str]:
-    """Imports the operator libraries that a package brings, and that are not there already. `may_load_extensions` has been asked.
+    """Import the operator libraries that a package contains, unless their operators are registered already.
 
-    Each wheel is unpacked once per node, below the cache folder, under the digest that the manifest has of it; the folder comes first on
-    `sys.path`, of this process alone. Distributions that wheels require are not installed.
+    The caller must have checked `may_load_extensions`. Each wheel is unpacked once per node, in the cache
+    folder, under its digest in the manifest; its folder is put first on this process's `sys.path`.
+    Distributions that wheels require are not installed.
 
     Args:
         path: the package's folder.
-        manifest: its manifest.
-        named: namespaces of libraries that the user has named; their wheels are left alone.
+        manifest: manifest of the package.
+        named: namespaces of libraries that the user has named; their wheels are not loaded.
 
     Returns:
-        The namespaces whose operators are there now.
+        The namespaces whose operators the package provides.
 
     Raises:
-        IntegrityError: a wheel's bytes are not those that the manifest lists.
-        UnsafePackageError: a wheel holds what no wheel needs.
-        PackageError: no wheel fits this Python and machine, a distribution that one requires is missing, or it does not register the
-            operators.
+        IntegrityError: a wheel does not have the digest in the manifest.
+        UnsafePackageError: a wheel has contents that no wheel needs.
+        PackageError: no wheel fits this Python and machine, a required distribution is missing, or a
+            wheel does not register the operators.
         StorageError: the cache cannot be written.
     """
     brought = {namespace: entry for namespace, entry in manifest.op_libraries.items() if entry.wheels and namespace not in named}
@@ -76,7 +77,7 @@ def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozense
 
 @contextmanager
 def _first_on_path(folders: list[Path]) -> Iterator[None]:
-    """Put folders first on `sys.path`, for good: what is imported from them may import more later. Not if the block fails."""
+    """Put folders first on `sys.path`, permanently, since their modules may import more later; undo it if the block fails."""
     before = list(sys.path)
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in before]
     importlib.invalidate_caches()
@@ -92,7 +93,7 @@ def _registered(operators: list[str]) -> bool:
 
 
 def _fitting(namespace: str, entry: OpLibraryEntry) -> str:
-    """The first wheel that this Python can use."""
+    """Return the first wheel that this Python can use; raise PackageError if there is none."""
     tags = {wheel: tags_of(wheel.rpartition("/")[2]) for wheel in entry.wheels}
     for wheel, its in tags.items():
         if fits(its):
@@ -125,14 +126,14 @@ def _import(namespace: str, name: str, wheel: str, folder: Path) -> None:
 
 
 def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
-    """The folder on this node that holds a package's wheel, unpacked; made by the first process that asks.
+    """Return the folder on this node with a package's unpacked wheel; the first caller unpacks it.
+
+    The errors are those of `load_extensions`.
 
     Args:
         path: the package's folder.
-        wheel: the file in it.
-        entry: what the manifest says of it.
-
-    Raises: as `load_extensions`.
+        wheel: name of the wheel in it.
+        entry: entry of the wheel in the manifest.
     """
     root = private_folder(default_cache_dir() / "extensions")
     final = root / entry.sha256
@@ -144,7 +145,7 @@ def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
             return final
         try:
             with temporary_folder(final) as temporary:
-                # What is checked is what is unpacked: a copy that nobody else writes to.
+                # Check and unpack a private copy, so that nobody can change the wheel in between.
                 copy_checked(path, wheel, entry, temporary / "wheel")
                 with (temporary / "wheel").open("rb") as copy:
                     unpack_wheel(copy, file_name, temporary / "unpacked")
@@ -159,7 +160,7 @@ def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
 
 
 def _check_requirements(folder: Path, wheel: str) -> None:
-    """Check that what a wheel requires is installed here, or in another wheel that was put on `sys.path`."""
+    """Check that a wheel's requirements are installed, or provided by another wheel on `sys.path`."""
     requires = [text for info in folder.glob("*.dist-info") for text in Distribution.at(info).requires or ()]
     missing = missing_requirements(requires, {name: installed_version(name) for name in required_names(requires, wheel)})
     if missing:

@@ -1,8 +1,8 @@
-"""Packages that lie in a store or registry: each node fetches one once, into its cache, and all of its processes use that.
+"""Fetch packages from a store or registry: once per node, into its cache, for all of its processes.
 
-A release is named STORE#LINE/RELEASE, where LINE may be left out if the store has one, and /RELEASE if it is the current one; STORE is a
-folder or fsspec URL. An artifact of a registry is named oci://HOST/NAME:TAG, or with @sha256:DIGEST. What a run keeps is the name with the
-release's number, or the artifact's digest: it means the same tomorrow.
+A release is named STORE#LINE/RELEASE; STORE is a folder or fsspec URL. LINE may be omitted if the store has only
+one, and /RELEASE for the current release. An artifact of a registry is named oci://HOST/NAME:TAG, or with
+@sha256:DIGEST. A run records the immutable name, with the release's number or the artifact's digest.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from trainload.packaging.stores.store import Store
 
 
 def is_reference(name: str | Path) -> bool:
-    """Whether this names a package in a store or registry, and not a folder of this machine's."""
+    """Return True if this names a package in a store or registry, not a folder on this machine."""
     text = str(name)
     return is_oci(text) or (isinstance(name, str) and ("://" in text or ("#" in text and not Path(text).exists())))
 
 
 def run_name(package: str) -> str:
-    """What a run of a package is called, where nobody says: after the package, its line, or its artifact."""
+    """Return the default name of a run of a package: that of the package, its line, or its artifact."""
     if not is_reference(package):
         return Path(package).stem
     url, _, rest = package.partition("#")
@@ -38,11 +38,11 @@ def run_name(package: str) -> str:
 
 
 def pinned(reference: str) -> tuple[str, str]:
-    """A name that means the same tomorrow, and the digest of its package.
+    """Return the immutable name of a referenced package, and the package's digest.
 
     Raises:
-        StorageError: the place cannot be reached, or there is no such store, line, release or artifact.
-        IntegrityError: a record of it is damaged.
+        StorageError: the store is not reachable, or there is no such store, line, release or artifact.
+        IntegrityError: a record in the store is damaged.
     """
     if is_oci(reference):
         return pin_oci(reference)
@@ -54,20 +54,20 @@ def pinned(reference: str) -> tuple[str, str]:
 
 
 def fetched(reference: str, cache: Path, digest: str, *, on_progress: OnProgress = unwatched) -> Path:
-    """The folder of a package, in a node's cache; fetched by the first of its processes, every byte compared with its digest.
+    """Return the folder of a package in the node's cache; the node's first process fetches it, and checks every byte.
 
     Args:
-        reference: its name, as `pinned` gives it.
+        reference: name of the package, as returned by `pinned`.
         cache: the node's cache.
-        digest: the package's.
-        on_progress: told of bytes.
+        digest: digest of the package.
+        on_progress: called with the number of bytes.
 
     Raises:
-        StorageError: the place cannot be reached, there is no such package any more, or the disk has no room.
-        IntegrityError: what came is damaged, or another package.
+        StorageError: the store is not reachable, the package no longer exists, or the disk is full.
+        IntegrityError: the received package is damaged, or is another package.
     """
     root = private_folder(cache / "packages")
-    # Signatures are outside of a package's digest, so its name is part of what it is found by.
+    # A package's digest does not cover its signatures, so the reference is also part of the key.
     folder = root / f"{digest}-{sha256_bytes(reference.encode())[:16]}"
     use(folder)
     if _is_there(folder, digest):
@@ -90,7 +90,10 @@ def fetched(reference: str, cache: Path, digest: str, *, on_progress: OnProgress
 
 
 def here(name: str | Path, *, on_progress: OnProgress = unwatched) -> tuple[str | None, Path]:
-    """A package on this machine, fetched if need be: what `pinned` calls it (None: it was here), and its folder. Raises: as they do."""
+    """Return a package's immutable name (None if it is a local folder) and its folder on this machine, after fetching it.
+
+    The errors are those of `pinned` and `fetched`.
+    """
     if not is_reference(name):
         return None, Path(name)
     source, digest = pinned(str(name))
@@ -98,7 +101,7 @@ def here(name: str | Path, *, on_progress: OnProgress = unwatched) -> tuple[str 
 
 
 def _is_there(folder: Path, digest: str) -> bool:
-    """Whether the cache has a package. What its files hold is compared with their digests when they are read."""
+    """Return True if the cache has a package; raise IntegrityError if its manifest has changed. Files are checked when read."""
     if not (folder / MANIFEST).is_file():
         return False
     found = sha256_bytes(read_manifest(folder))
@@ -114,7 +117,7 @@ def _is_there(folder: Path, digest: str) -> bool:
 
 
 def parts_of(reference: str) -> tuple[str, str | None, str | None]:
-    """Store, line and release of STORE, STORE#LINE or STORE#LINE/RELEASE; None: left out. Raises: StorageError where it is none."""
+    """Split STORE, STORE#LINE or STORE#LINE/RELEASE; parts that are omitted are None. Raises StorageError if it is malformed."""
     url, _, rest = reference.partition("#")
     line, slash, number = rest.partition("/")
     if not url or (slash and not (line and number)):

@@ -1,4 +1,4 @@
-"""Operators of other libraries: imported because the package's user says so, never because the package does."""
+"""Import custom operator libraries, only if the package's user requests it, never because the package does."""
 
 from __future__ import annotations
 
@@ -17,66 +17,70 @@ from trainload.packaging.signatures.policy import Policy, check_policies, find_p
 
 
 def open_with(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> Package:
-    """Opens a package that may call the operators of these libraries, which are imported first.
+    """Import operator libraries, then open a package that may call their operators.
 
     Args:
-        path: its folder.
-        libraries: what the user names.
-        trust_extensions: whether the user lets the package bring the others.
+        path: the package's folder.
+        libraries: libraries that the user names.
+        trust_extensions: True to load the operator libraries that the package contains, for
+            namespaces that the user does not name.
 
     Raises:
-        PackageError: a library cannot be imported, or a wheel not loaded; otherwise as `open_package`.
+        PackageError: a library cannot be imported, a wheel cannot be loaded, or an error of
+            `open_package`.
     """
     return open_package(path, namespaces=import_for(path, libraries, trust_extensions=trust_extensions))
 
 
 def import_for(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> frozenset[str]:
-    """Imports what `open_with` imports before it opens a package. Returns: the namespaces that its graphs may call.
+    """Do the imports of `open_with`, and return the namespaces whose operators the package's graphs may call.
 
     Raises:
-        PackageError: a library cannot be imported, or a wheel not loaded.
+        PackageError: a library cannot be imported, or a wheel cannot be loaded.
     """
     import_libraries(libraries)
     brought = frozenset[str]()
     if (path / EXTENSIONS).is_dir():
         manifest = Manifest.from_bytes(read_manifest(path), MANIFEST)
         if may_load_extensions(path, manifest, trusted=trust_extensions) is not None:
-            # A namespace that is only allowed is registered already, or else by the package's wheel.
+            # A namespace without a location is registered already, or else by the package's wheel.
             brought = load_extensions(path, manifest, {name for name, location in libraries.items() if location is not None})
     return frozenset(libraries) | brought
 
 
 def import_libraries(libraries: Libraries) -> None:
-    """Imports what the user names.
-
-    Raises:
-        PackageError: it cannot be imported.
-    """
+    """Import the libraries that the user names. Raises PackageError if one cannot be imported."""
     for namespace, location in libraries.items():
         if location is not None:
             _import(namespace, location)
 
 
 def library_warnings(package: Package, libraries: Libraries) -> list[str]:
-    """How the operator libraries in this process differ from those that the package was made with: `op_libraries.differences`."""
+    """Return the differences between this process's operator libraries and those that the package was made with.
+
+    See `op_libraries.differences`.
+    """
     return differences(package.manifest, {name: libraries.get(name) for name in package.namespaces})
 
 
 def open_for_run(
     path: Path, libraries: Libraries, policies: Sequence[Policy], digest: str | None, *, trust_extensions: bool = False
 ) -> Package:
-    """Opens a package that is about to be run, here, by whoever asks.
+    """Check policies, then open a package that is to be run in this process.
 
     Args:
-        path: its folder.
-        libraries: as for `open_with`. Nothing is imported before the policies were asked.
-        policies: of who launched the run; those that hold in this process are added.
-        digest: what the package's must be; None: it is not known.
-        trust_extensions: as for `open_with`; a policy that lets signed packages bring theirs says it as well.
+        path: the package's folder.
+        libraries: libraries that the user names. They are imported only after the policies accept
+            the package.
+        policies: policies of the launch; those of this process are added.
+        digest: required digest of the package; None if it is not known.
+        trust_extensions: True to load the operator libraries that the package contains. A policy
+            that allows this for signed packages has the same effect.
 
     Raises:
-        PolicyError: a policy does not let it be run.
-        IntegrityError: it is another package; otherwise as `open_with`.
+        PolicyError: a policy rejects the package.
+        IntegrityError: it is another package.
+        PackageError: as for `open_with`.
     """
     held = tuple(dict.fromkeys((*policies, *find_policies())))
     allowed = check_policies(path, held) if held else digest
@@ -95,18 +99,18 @@ def open_for_run(
 
 
 def check_runnable(package: Package, policies: Sequence[Policy]) -> None:
-    """Check that an open package may be run.
+    """Check that policies allow an open package to be run.
 
     Raises:
-        PolicyError: a policy does not let it be run.
-        IntegrityError: it was replaced since it was opened.
+        PolicyError: a policy rejects the package.
+        IntegrityError: the package was replaced since it was opened.
     """
     if policies and (now := check_policies(package.path, policies)) != package.digest:
         raise IntegrityError("the package was replaced since it was opened", where=str(package.path), expected=package.digest, got=now)
 
 
 def absolute(libraries: Libraries) -> dict[str, str | None]:
-    """The same libraries, files by their absolute paths: workers run in other folders."""
+    """Return the libraries with absolute paths of files, since workers run in other folders."""
     return {
         namespace: str(Path(location).absolute()) if location is not None and location.endswith(".py") else location
         for namespace, location in libraries.items()

@@ -1,4 +1,4 @@
-"""Measures the machine that it runs on: what `trainload profile` writes down for the planner."""
+"""Measure the performance of this machine for the planner (`trainload profile`)."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from trainload.sharding.plans.plan import DeviceKind
 
 c10d = torch.ops._c10d_functional
 SIZES = tuple(4**power for power in range(5, 13))
-"""Bytes of the collectives that are timed: from 1 KiB to 16 MiB."""
+"""Sizes in bytes of the collectives that are timed, from 1 KiB to 16 MiB."""
 OPERATORS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 _SECONDS = 0.2
 _PATIENCE = 300.0
 
 
 def measure(kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] = lambda _: None) -> DeviceProfile:
-    """The figures of this machine's devices.
+    """Measure the profile of this machine's devices.
 
     Args:
-        kind: of the devices.
-        name: what they are called.
-        ranks: how many processes the links are measured with; on GPUs each has one of its own. With one there is no link to measure, and
-            its figures are those of memory.
-        say: told what is being measured.
+        kind: kind of the devices.
+        name: name of the profile.
+        ranks: number of processes with which the links are measured; with GPUs, each uses its own.
+            With one process there is no link, and the memory's bandwidth is used instead.
+        say: called with a description of each measurement.
 
     Raises:
-        ClusterError: there are not so many devices, or a process did not end.
+        ClusterError: there are too few devices, or a process failed or did not end.
     """
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda" and torch.cuda.device_count() < ranks:
         raise ClusterError("there are not so many GPUs", expected=str(ranks), got=str(torch.cuda.device_count()))
-    torch.zeros(1, device=device)  # what a process takes as soon as it uses the device
+    torch.zeros(1, device=device)  # initializes the device, so that its context counts as reserved memory
     reserved = _reserved(device)
     say("matrix products")
     flops = {str(dtype).removeprefix("torch."): products(device, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -76,7 +76,7 @@ def measure(kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] 
 
 
 def fit(timed: Sequence[Measured]) -> Link:
-    """The link whose rings take what was measured: latency by the smallest messages, speed by the largest."""
+    """Fit a link to ring collectives that were measured: latency from the smallest messages, bandwidth from the largest."""
     small, large = min(each.bytes for each in timed), max(each.bytes for each in timed)
     latency = median(each.seconds / (_rounds(each) * (each.ranks - 1)) for each in timed if each.bytes == small)
     speeds = [
@@ -92,7 +92,7 @@ def _rounds(timed: Measured) -> int:
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call: the median of as many as fit into a short time, after one that is not counted."""
+    """Return the median duration of a call in seconds, over a short time, after one warm-up call."""
     finish = torch.cuda.synchronize if device.type == "cuda" else _nothing
     call()
     finish()
@@ -113,7 +113,7 @@ def _nothing() -> None:
 def products(device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second of large matrix products on a device.
 
-    Smaller matrices are used if large ones would be slow: without instructions for the dtype, as for float16 on most CPUs.
+    Smaller matrices are used if large ones would be slow, as for float16 on most CPUs, which have no instructions for it.
     """
     small, large = (1024, 8192) if device.type == "cuda" else (256, 1024)
     seconds = _product(device, dtype, small)
@@ -135,14 +135,14 @@ def _attention(device: torch.device) -> float:
 
 
 def _memory(device: torch.device) -> float:
-    """Bytes a second that an addition of large tensors reads and writes."""
+    """Return the bytes per second that an addition of large tensors reads and writes."""
     first, second = (torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device) for _ in range(2))
     result = torch.empty_like(first)
     return 3.0 * first.nbytes / _timed(lambda: torch.add(first, second, out=result), device)
 
 
 def _kernel(device: torch.device) -> float:
-    """Seconds of an operator that has next to nothing to do, one of many in a row."""
+    """Return the duration in seconds of a trivial operator that is called many times in a row."""
     value = torch.zeros(16, device=device)
 
     def many() -> Tensor:
@@ -196,7 +196,7 @@ def _collective(operator: str, size: int, ranks: int, device: torch.device) -> M
     assert dist.group.WORLD is not None
     group = dist.group.WORLD.group_name
 
-    def call() -> None:  # as rank graphs call them
+    def call() -> None:  # the same operators that rank graphs call
         if operator == "all_reduce":
             flying = c10d.all_reduce.default(whole, "sum", group)
         elif operator == "all_gather_into_tensor":
@@ -211,7 +211,7 @@ def _collective(operator: str, size: int, ranks: int, device: torch.device) -> M
     rounds = 20 if size <= 2**20 else 5
     dist.barrier()
     took: list[float] = []
-    for _ in range(rounds):  # as many on every rank
+    for _ in range(rounds):  # a fixed number, since it must be the same on every rank
         began = time.perf_counter()
         call()
         took.append(time.perf_counter() - began)
@@ -219,7 +219,7 @@ def _collective(operator: str, size: int, ranks: int, device: torch.device) -> M
 
 
 def _reserved(device: torch.device) -> int:
-    """What this process takes beside tensors."""
+    """Return the bytes of memory that this process uses besides tensors."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, total - free - torch.cuda.memory_reserved(device))

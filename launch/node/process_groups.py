@@ -1,4 +1,4 @@
-"""The process groups that ranks talk in: what each of them has, and how they are left."""
+"""Helpers for process groups: gather objects, create the groups of pipeline stages, destroy all groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:
-    """What every rank of `control` has, by rank. All of them call it. `control` None: there is one rank."""
+    """Return the values of all ranks of `control`, by rank; [value] if it is None. All ranks must call it."""
     if control is None:
         return [value]
     found: list[Any] = [None] * dist.get_world_size(control)
@@ -25,24 +25,25 @@ def group_of_stage(plan: Plan, rank: int, control: dist.ProcessGroup | None) -> 
     """Return the group of the ranks that call the same graphs in the same order: all ranks, or those with the same pipeline stages.
 
     Args:
-        plan: the run's plan.
+        plan: plan of the run.
         rank: this rank.
-        control: the group of all ranks, each of which must call this; None: there is one rank.
+        control: group of all ranks, each of which must call this; None if there is one rank.
     """
     if plan.pipeline is None or control is None:
         return control
     groups: list[dist.ProcessGroup] = []
-    for index in range(plan.pipeline_ranks):  # every rank makes every group
+    for index in range(plan.pipeline_ranks):  # torch requires every rank to create every group
         members = [each for each in range(plan.world_size) if plan.pipeline_index(each) == index]
         groups.append(dist.new_group(members, backend="gloo"))
     return groups[plan.pipeline_index(rank)]
 
 
 def leave_groups() -> None:
-    """Ends all of this process's groups, and their threads.
+    """Destroy all of this process's groups, and end their threads.
 
-    torch ends a group's threads with the last reference to it, and one may be left in garbage. Of gloo, a thread that is still there when
-    the interpreter ends, and drops a tensor only then, aborts a process that has done all of its work.
+    torch ends a group's threads when its last reference is dropped, and one may be left in a garbage cycle. A
+    gloo thread that is still alive when the interpreter ends, and only then releases a tensor, aborts a
+    process that has completed all of its work.
     """
     dist.destroy_process_group()
     gc.collect()

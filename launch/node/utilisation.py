@@ -1,4 +1,4 @@
-"""How much of its devices a run uses: the operations that its step graphs ask for, of those that the devices could do meanwhile (MFU)."""
+"""Model FLOPs utilization (MFU) of a run: the operations of its step graphs, relative to the peak rate of its devices."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from trainload.sharding.planner.plan_costs import sizes_of
 from trainload.sharding.plans.plan import Plan
 
 Work = Mapping[str, Mapping[str, tuple[float, float]]]
-"""Captured graph -> dtype -> operations of matrix products in a call: those that there always are, and those of each row."""
+"""Captured graph -> dtype -> operations of matrix products in a call: (constant part, part for each row)."""
 
 
 def work_of(steps: Mapping[str, StepGraph], rows: int) -> dict[str, dict[str, tuple[float, float]]]:
-    """What step graphs ask for, before anything is divided over ranks or computed again.
+    """Return the operations of step graphs, without division among ranks and without recomputation.
 
     Args:
-        steps: by the name of the captured graph.
-        rows: of a call; what is asked for is taken to be linear in it near this number.
+        steps: step graphs by the name of the captured graph.
+        rows: number of rows of a call. Near it, the operations are assumed to be linear in the rows.
     """
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for name, step in steps.items():
@@ -42,7 +42,7 @@ def work_of(steps: Mapping[str, StepGraph], rows: int) -> dict[str, dict[str, tu
 
 
 def dtypes_of(work: Work) -> set[str]:
-    """The dtypes of the products."""
+    """Return the dtypes of the matrix products."""
     return {dtype for by_dtype in work.values() for dtype in by_dtype}
 
 
@@ -59,24 +59,25 @@ def _operations(step: StepGraph, rows: int) -> dict[str, float]:
 
 
 class Utilisation:
-    """The model FLOPs utilisation of a run's steps.
+    """Model FLOPs utilization of a run's steps.
 
     Args:
-        work: of the run's step graphs.
-        recipe, plan: of the run.
-        peaks: dtype -> operations a second of one device, as `peaks_of` gives them.
+        work: operations of the run's step graphs.
+        recipe: recipe of the run.
+        plan: plan of the run.
+        peaks: dtype -> peak operations per second of one device, from `peaks_of`.
     """
 
     def __init__(self, work: Work, recipe: Recipe, plan: Plan, peaks: Mapping[str, float]) -> None:
         self._work, self._recipe, self._plan, self._peaks = work, recipe, plan, peaks
 
     def of(self, step: int, variants: Sequence[str], seconds: float) -> float:
-        """The share of what the run's devices could have done in `seconds` that the model's products are.
+        """Return the utilization of a step: the model's operations relative to the devices' peak in this time.
 
         Args:
-            step: its number.
-            variants: of the global batches that it drew.
-            seconds: that it took.
+            step: number of the step.
+            variants: variants of its global batches.
+            seconds: duration of the step.
         """
         plan = self._plan
         calls = plan.global_batch / plan.rows_per_call
@@ -89,19 +90,19 @@ class Utilisation:
 
 
 def rate(peaks: Mapping[str, float], dtype: str) -> float:
-    """Operations a second in a dtype; what is not known is taken for float32."""
+    """Return the peak operations per second for a dtype; for an unknown dtype, those for float32."""
     return peaks.get(dtype) or peaks["float32"]
 
 
 def peaks_of(device: torch.device, dtypes: Iterable[str], cache_dir: Path) -> dict[str, float]:
-    """Return the peak operations a second of a device by dtype.
+    """Return the peak operations per second of a device by dtype.
 
-    They are those of its data sheet (sharding/planner/devices); of a device without one, the rate of its largest matrix products, which
-    is measured once and stored in the node's cache.
+    They are from its data sheet (sharding/planner/devices). For a device without one, the rate of large matrix
+    products is measured once and stored in the node's cache.
 
     Args:
-        device: the device of this process. A CPU has the process's number of threads.
-        dtypes: dtypes of the run's products. The result contains float32 in any case.
+        device: device of this process. For a CPU, the process's number of threads counts.
+        dtypes: dtypes of the run's products. The result always contains float32.
         cache_dir: the node's cache.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.get_num_threads()}"
@@ -119,7 +120,7 @@ def peaks_of(device: torch.device, dtypes: Iterable[str], cache_dir: Path) -> di
 
 
 def used_bytes(device: torch.device) -> int:
-    """Bytes that this process holds: of the GPU, what its allocator has reserved; of the machine's memory, what is resident."""
+    """Return the memory usage of this process in bytes: on a GPU, reserved by torch's allocator; on a CPU, resident."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     with Path("/proc/self/statm").open("rb") as file:

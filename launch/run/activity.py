@@ -1,4 +1,4 @@
-"""What a rank is doing: marked by its training thread as it goes, read by whoever reports it."""
+"""Current activity of a rank: updated by its training thread, read by the thread that reports it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FRAMES = 3
 
 
 class Phase(StrEnum):
-    """The parts of a rank's life."""
+    """Phases of a rank's work."""
 
     STARTING = "starting"
     DATA = "waiting for data"
@@ -32,17 +32,17 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a rank does at one moment.
+    """Snapshot of a rank's activity.
 
     Attributes:
-        phase: see `Phase`.
-        step: the one that it is at, from 0 (people are told the count, from 1); None before the first.
-        marks: how often it has gone on to something else.
-        graph: the last graph that it called, "" before the first.
-        issued: collectives that it has begun in that call.
-        collective: the last of these, in words; "" where there is none.
-        place: where its Python is, innermost frame first.
-        memory: bytes that it holds.
+        phase: current phase.
+        step: current step, from 0 (messages count from 1); None before the first.
+        marks: number of phases and graph calls so far, as a measure of progress.
+        graph: last graph that was called; "" before the first.
+        issued: number of collectives that this call has begun.
+        collective: description of the last collective; "" if there is none.
+        place: Python stack of the training thread, innermost frame first.
+        memory: memory usage in bytes.
     """
 
     phase: Phase = Phase.STARTING
@@ -61,10 +61,10 @@ class Doing:
 
 
 class Activity:
-    """What this rank is doing. Made by the thread that trains; `now` is for other threads.
+    """Activity of this rank. The training thread creates and updates it; other threads call `now`.
 
     Args:
-        memory: how many bytes this process holds.
+        memory: function that returns the memory usage of this process in bytes.
     """
 
     def __init__(self, memory: Callable[[], int] = lambda: 0) -> None:
@@ -79,11 +79,12 @@ class Activity:
         self._count: Callable[[], dict[str, int]] = dict
 
     def know(self, collectives: Mapping[str, Sequence[Collective]], count: Callable[[], dict[str, int]]) -> None:
-        """From now on collectives can be named.
+        """Set the information by which collectives are described from now on.
 
         Args:
-            collectives: what each graph calls, in order.
-            count: process group -> collectives that this rank has begun in it.
+            collectives: collectives of each graph, in the order of their calls.
+            count: function that returns process group -> number of collectives that this rank has
+                begun in it.
         """
         self._called = {graph: [each for each in listed if each.is_called] for graph, listed in collectives.items()}
         for graph, called in self._called.items():
@@ -93,7 +94,7 @@ class Activity:
         self._count = count
 
     def at(self, phase: Phase, step: int | None = None) -> None:
-        """Another part of the rank's life has begun. `step` None: that of before."""
+        """Enter a phase; with `step` None the step does not change."""
         self._phase = phase
         if step is not None:
             self._step = step
@@ -101,28 +102,28 @@ class Activity:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Within it the rank is in another phase; afterwards in that of before."""
+        """Set the phase within the context, and restore the previous one afterwards."""
         before = self._phase
         self.at(phase)
         yield
         self.at(before)
 
     def calling(self, graph: str) -> None:
-        """A graph is about to be called."""
+        """Record that a graph is about to be called."""
         self._last = self._begun() or self._last
         self._before = self._count()
         self._graph = graph
         self._marks += 1
 
     def now(self) -> Doing:
-        """What it does. It goes on meanwhile: the parts may be a moment apart."""
+        """Return a snapshot. Since the rank keeps running, its fields may be from slightly different moments."""
         begun = self._begun()
         issued = 0 if begun is None else begun[1]
         last = self._in_words(begun or self._last)
         return Doing(self._phase, self._step, self._marks, self._graph, issued, last, self._place(), self._memory())
 
     def _begun(self) -> tuple[str, int] | None:
-        """The graph, and the number among its collectives of the last one that its call has begun; None where it has begun none."""
+        """Return the current graph and the number (1-based) of the last collective that its call has begun; None if there is none."""
         count = self._count()
         last = 0
         for group, numbers in self._numbers.get(self._graph, {}).items():

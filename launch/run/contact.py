@@ -1,4 +1,4 @@
-"""How a worker talks to whoever runs it: what happened goes out, requests come in."""
+"""Communication of a worker with the driver: events are sent, requests are received."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainload.launching.run.run_state import STATE_FILE, STATE_SECONDS, RankSee
 
 
 class Request(IntEnum):
-    """What a run can be asked for; of several at once the greatest counts."""
+    """A request to a run. If there are several, the greatest value counts."""
 
     NONE = 0
     CHECKPOINT = 1
@@ -28,7 +28,7 @@ class Request(IntEnum):
 
     @property
     def file(self) -> str:
-        """Whoever makes a file of this name in the run's folder asks for it."""
+        """Name of the file in the run's folder that makes this request."""
         return _FILES[self]
 
 
@@ -36,14 +36,14 @@ _FILES = {Request.CHECKPOINT: "checkpoint-now", Request.STOP: "stop"}
 
 
 def asked_by_file(run_dir: Path) -> Request:
-    """What the files in a run's folder ask for. Storage that fails asks for nothing."""
+    """Return the request that the files in a run's folder make; NONE if storage fails."""
     with suppress(OSError):
         return max((request for request, name in _FILES.items() if (run_dir / name).exists()), default=Request.NONE)
     return Request.NONE
 
 
 def asked_since_lost(run_dir: Path) -> bool:
-    """Whether a run whose last driver was lost was asked to stop after that driver's last word: by the times that their storage has."""
+    """Return True if a stop was requested after a lost driver last wrote the run's state, by the files' modification times."""
     state = read_state(run_dir)
     if state is None or (state.over and state.summary.error != LostClusterError.__name__):
         return False
@@ -53,13 +53,13 @@ def asked_since_lost(run_dir: Path) -> bool:
 
 
 def take_back(run_dir: Path, *requests: Request) -> None:
-    """Removes the files of requests that were met, or concern an attempt that is over. Raises: OSError."""
+    """Remove the files of requests that were fulfilled or are obsolete; of all requests if none is passed. Raises OSError."""
     for request in requests or _FILES:
         (run_dir / request.file).unlink(missing_ok=True)
 
 
 def clear_requests(run_dir: Path) -> None:
-    """Removes the files of all requests, before a run begins. Raises: StorageError: they would be met again."""
+    """Remove the files of all requests before a run begins. Raises StorageError if that fails, since they would apply again."""
     try:
         take_back(run_dir)
     except OSError as error:
@@ -72,35 +72,37 @@ def clear_requests(run_dir: Path) -> None:
 
 
 class Contact(Protocol):
-    """One rank's."""
+    """A rank's connection to the driver."""
 
     def write(self, kind: str, **data: Any) -> None:
-        """Tells of an event, for the journal. It may be on its way when this returns."""
+        """Send an event to the journal. It may not have arrived when this returns."""
 
     def flush(self) -> None:
-        """Returns when the journal has what was written so far, or cannot have it for now."""
+        """Wait until the journal has all events so far, or the journal is not writable at the moment."""
 
     def asked(self) -> Request:
-        """What the run was asked for. Called by rank 0 alone."""
+        """Return the pending request. Only rank 0 calls it."""
 
     def met(self, request: Request) -> None:
-        """A request was met; it is not asked again."""
+        """Record that a request was fulfilled, so that it is no longer pending."""
 
     def report(self, activity: Activity) -> None:
-        """From now on tells what this rank does, until `close`."""
+        """Start to report this rank's activity, until `close`."""
 
     def close(self) -> None:
-        """Nothing more will be said. What was written is flushed."""
+        """Flush all events, and end the connection."""
 
 
 class FileContact:
-    """A worker that Ray does not run writes the journal and reads the files of requests itself. Nobody watches over it.
+    """A `Contact` without Ray: the worker itself writes the journal and reads request files. There is no hang detection.
 
     Args:
         run_dir: the run's folder.
-        rank: this worker's. Rank 0 also leaves word of the run for `trainload status`, from a thread.
-        summary: what the run's events come to so far.
-        check_driver: of rank 0: raises LeaseLostError if another process drives the run. Nothing is written then.
+        rank: rank of this worker. Rank 0 also writes the run's state for `trainload status`, from a
+            thread.
+        summary: summary of the run's events so far.
+        check_driver: of rank 0: raises LeaseLostError if another process drives the run. Nothing is
+            written then.
     """
 
     def __init__(self, run_dir: Path, rank: int, summary: Summary, check_driver: CheckDriver | None = None) -> None:
@@ -116,23 +118,23 @@ class FileContact:
         self._take(Event(kind, data, time.time()))
 
     def flush(self) -> None:
-        """It is written already."""
+        """Do nothing: events are written immediately."""
 
     def asked(self) -> Request:
         return asked_by_file(self._run_dir)
 
     def met(self, request: Request) -> None:
-        with suppress(OSError):  # storage that fails has it met again
+        with suppress(OSError):  # if storage fails, the request is fulfilled once more
             take_back(self._run_dir, request)
 
     def report(self, activity: Activity) -> None:
-        """To `trainload status` alone."""
+        """Report the activity in the run's state, which only `trainload status` reads."""
         self._activity = activity
         if self._rank == 0:
             self._thread.start()
 
     def part(self, error: BaseException) -> None:
-        """Says with what the run ends. Where storage fails, there is the error alone."""
+        """Write the error that ends the run to the journal, unless storage fails."""
         if self._rank == 0:
             with suppress(StorageError, LeaseLostError):
                 self._take(last_word(error))
@@ -159,7 +161,7 @@ class FileContact:
         ranks = {}
         if self._activity is not None:
             ranks = {self._rank: RankSeen.of(socket.gethostname(), os.getpid(), 0.0, self._activity.now())}
-        with suppress(OSError, LeaseLostError):  # storage that fails misses one of them
+        with suppress(OSError, LeaseLostError):  # if storage fails, this update is skipped
             if self._check_driver is not None:
                 self._check_driver()
             write_state(self._run_dir, 1, self._summary, ranks, over=over)

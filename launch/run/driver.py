@@ -32,7 +32,7 @@ def check_no_driver(run_dir: Path) -> None:
     """Check that nobody drives a run. Raises: StorageError: somebody does, or its folder cannot be read."""
     owner = other_driver(run_dir)
     if owner is not None:
-        raise _is_driven(run_dir, owner)
+        raise _driven_elsewhere(run_dir, owner)
 
 
 @contextmanager
@@ -67,11 +67,11 @@ def _claimed(run_dir: Path) -> HeldLease[LeaseRecord] | None:
     """Take the lease; None if storage cannot be written. Raises: StorageError: another process holds it."""
     leases = _leases(run_dir)
     if leases.last() is None and (owner := _driver_without_lease(run_dir)) is not None:
-        raise _is_driven(run_dir, owner)
+        raise _driven_elsewhere(run_dir, owner)
     try:
         found = leases.take(FRESH_SECONDS)
         if isinstance(found, OtherLease):
-            raise _is_driven(run_dir, found.record.owner)
+            raise _driven_elsewhere(run_dir, found.record.owner)
         leases.forget_before(found.id)
     except StorageError as error:
         if isinstance(error.__cause__, OSError):
@@ -103,6 +103,6 @@ def _nobody_else() -> None:
     """Stand in for the check of a lease that could not be taken."""
 
 
-def _is_driven(run_dir: Path, owner: str) -> StorageError:
+def _driven_elsewhere(run_dir: Path, owner: str) -> StorageError:
     hint = "Watch it with `trainload status`, or end it with `trainload stop`."
     return StorageError("the run is going on", where=str(run_dir), got=f"its driver is {owner}", hint=hint)

@@ -1,4 +1,4 @@
-"""The journal of a run: events as JSON lines, appended by the workers, followed by whoever watches."""
+"""The journal of a run: events as JSON lines, which are appended while others follow the file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trainload.core.redaction import redacted_data
 
 JOURNAL = "events.jsonl"
 LOGS = "logs"
-"""The folder of a run's folder with what each rank has printed."""
+"""Subfolder of a run's folder with the output of each rank."""
 GIVEN_UP = "the run ends"
-"""What is done about a failure after which there is no other attempt."""
+"""The `action` of a failure after which there is no other attempt."""
 POLL_SECONDS = 0.1
-"""How often a journal is looked at by those who follow it."""
+"""Polling interval of those who follow a journal."""
 
 
 def log_name(rank: int) -> str:
-    """The name of a rank's file in `LOGS`."""
+    """Return the name of a rank's file in `LOGS`."""
     return f"rank-{rank:05}.log"
 
 
@@ -42,7 +42,7 @@ def append_log(run_dir: Path, rank: int, text: str) -> None:
 
 @contextmanager
 def tracebacks_to(write: Callable[[str], object]) -> Iterator[None]:
-    """Pass the traceback of an exception raised inside to `write`, and raise it again. An interrupted run has none to report."""
+    """Pass the traceback of an exception raised in the context to `write`, and re-raise it. RunInterrupted is only re-raised."""
     try:
         yield
     except RunInterrupted:
@@ -54,11 +54,20 @@ def tracebacks_to(write: Callable[[str], object]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened. `time`: seconds since 1970.
+    """An event of a run. Credentials in its texts are redacted.
 
-    `kind`: start (of an attempt), stage, step, eval, checkpoint (one was published), warning, waiting (for nodes), failure (of an attempt:
-    what happened, and what is done about it), preemption (of a node, announced), resize (of the world), end (of the last
-    step), failed or stopped (of the run). Its texts hold no credentials.
+    Attributes:
+        kind: start (of an attempt), stage, step, eval, checkpoint (published), warning, waiting (for
+            nodes or storage), failure (of an attempt, with the action that follows), preemption (of a
+            node, announced), resize (of the world), end (after the last step), failed or stopped (the
+            run).
+        data: JSON data, which depends on the kind.
+        time: seconds since 1970.
+
+    Example:
+        def on_event(event: trainload.Event) -> None:
+            if event.kind == "step":
+                print(event.data["step"], event.data["loss"])
     """
 
     kind: str
@@ -70,7 +79,7 @@ class Event:
 
 
 def event_of(line: str | bytes) -> Event | None:
-    """What a line of the journal says; None for a torn one: its writer was killed, or its disk full."""
+    """Parse a line of the journal; None for an incomplete line, whose writer was killed or had no disk space."""
     try:
         entry = json.loads(line)
     except ValueError:
@@ -79,24 +88,21 @@ def event_of(line: str | bytes) -> Event | None:
 
 
 class Journal:
-    """Appends events. One line is one write, so that the lines of several processes do not mix."""
+    """Writer of a journal. Lines are appended with a single write, so that those of several processes do not mix."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / JOURNAL
 
     def write(self, kind: str, **data: Any) -> None:
-        """Appends an event. `data` is JSON; NaN is written as such, since a diverged loss must be seen.
+        """Append an event. `data` is JSON; NaN is allowed, so that a diverged loss is visible.
 
         Raises:
-            StorageError: the disk is full, or the run's folder is gone.
+            StorageError: the disk is full, or the run's folder does not exist.
         """
         self.append([Event(kind, data, time.time())])
 
     def append(self, events: list[Event]) -> None:
-        """Appends events that have happened, and takes them out of the list: all of them, or those that were written before it raises.
-
-        Raises: as `write`.
-        """
+        """Append events, and remove those that were written from the list. The errors are those of `write`."""
         lines = [
             json.dumps({"kind": each.kind, "time": each.time, "data": dict(each.data)}, separators=(",", ":")) + "\n" for each in events
         ]
@@ -117,16 +123,18 @@ class Journal:
 
 
 def _ends_whole(descriptor: int) -> bool:
-    """Whether the last line of a file is whole: that of a process that was killed, or whose disk was full, need not be."""
+    """Return True if the last line of a file is complete. It need not be if its writer was killed or had no disk space."""
     size = os.fstat(descriptor).st_size
     return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 class Follower:
-    """Reads a journal as it grows, one line at a time: it may be larger than the memory that there is. Only whole lines count: the last
-    one may be half written, by a worker that was killed.
+    """Reader of a growing journal. It reads line by line, since a journal may be larger than the memory.
 
-    Raises: StorageError where the journal is there and cannot be read.
+    Incomplete lines at the end, such as those of a worker that was killed, are ignored.
+
+    Raises:
+        StorageError: the journal exists and cannot be read.
     """
 
     def __init__(self, run_dir: Path, *, from_end: bool = False) -> None:
@@ -135,7 +143,7 @@ class Follower:
             self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
 
     def new(self) -> Iterator[Event]:
-        """The events since the last call. Raises: as the class."""
+        """Yield the events since the last call. Raises StorageError if the journal cannot be read."""
         with reading("the journal", self._path):
             if not self._path.exists():
                 return
@@ -152,12 +160,15 @@ class Follower:
 
 @contextmanager
 def followed(run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[None]:
-    """Within it a thread tells `on_event` what this and other processes write from now on; all of it, by the end, where it can be read."""
+    """Call `on_event` from a thread with the events that any process writes within the context.
+
+    All of them have been passed on when the context ends, if the journal can be read.
+    """
     follower = Follower(run_dir, from_end=True)
     ended = threading.Event()
 
     def tell() -> None:
-        with suppress(StorageError):  # what cannot be read now is told later
+        with suppress(StorageError):  # events that cannot be read now are read later
             for event in follower.new():
                 on_event(event)
 
@@ -176,23 +187,23 @@ def followed(run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[None]
 
 
 def stream_events(run_dir: Path) -> Iterator[Event]:
-    """All events of a run so far, one by one. Raises: as `Follower`."""
+    """Return an iterator over all events of a run so far. The errors are those of `Follower`."""
     return Follower(run_dir).new()
 
 
 def read_events(run_dir: Path) -> list[Event]:
-    """All events of a run so far, at once: those of a million steps take 2.3 GiB. Raises: as `Follower`."""
+    """Return all events of a run so far. Those of a million steps take 2.3 GiB of memory. The errors are those of `Follower`."""
     return list(stream_events(run_dir))
 
 
 def losses(events: Iterable[Event]) -> list[float]:
-    """The loss of every step, in order; steps that were repeated after a restart count once, as they were last."""
+    """Return the loss of every step, in order. If a step was repeated after a restart, its last loss counts."""
     by_step = {int(e.data["step"]): float(e.data["loss"]) for e in events if e.kind == "step"}
     return [by_step[s] for s in sorted(by_step)]
 
 
 def last_word(error: BaseException) -> Event:
-    """The event by which a run that did not do its last step ends."""
+    """Return the last event of a run that ends with an error before its last step."""
     kind = "stopped" if isinstance(error, RunInterrupted | KeyboardInterrupt) else "failed"
     message = str(error) or ("ended at once, without a checkpoint" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
     return Event(kind, {"error": type(error).__name__, "message": message}, time.time())

@@ -1,4 +1,4 @@
-"""Whether a run hangs, and whose fault it is: out of what its ranks say of themselves, or no longer say."""
+"""Detect a hang of a run, and the ranks that cause it, from the heartbeats of its ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from trainload.launching.run.activity import Doing, Phase
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A run that does not go on.
+    """A run that makes no progress.
 
-    ranks: those that keep it; where all of them wait for each other alike, all. why: in words. seconds: since the first of them last went
-    on; of ranks that were never heard of, since the first of the others did. doing: what every rank was last known to do.
+    Attributes:
+        ranks: ranks that block it; all ranks if they wait in the same place.
+        why: description for people.
+        seconds: time since the first of `ranks` last made progress; if they never reported, since the
+            first of the others did.
+        doing: last known activity of every rank.
     """
 
     ranks: tuple[int, ...]
@@ -31,14 +35,15 @@ class _Seen:
 
 
 class Monitor:
-    """Watches the ranks of one attempt.
+    """Hang detector for the ranks of one attempt.
 
     Args:
         world: number of ranks.
-        hang_timeout: seconds after which a rank hangs that neither goes on nor says anything.
-        start_timeout: the same before its first step, while it reads weights and data and compiles, and while it compares compiled graphs.
-        saving_timeout: the same while it waits for storage.
-        clock: seconds.
+        hang_timeout: seconds without progress, or without a heartbeat, after which a rank hangs.
+        start_timeout: the same before the first step, while a rank reads weights and data and
+            compiles, and while it compares compiled graphs.
+        saving_timeout: the same while a rank waits for storage.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class Monitor:
         self._ranks: dict[int, _Seen] = {}
 
     def hear(self, rank: int, doing: Doing, age: float = 0.0) -> None:
-        """A rank has said what it does, `age` seconds ago."""
+        """Record a rank's activity, which it reported `age` seconds ago."""
         heard = self._clock() - age
         before = self._ranks.get(rank)
         if before is None or _position(before.doing) != _position(doing):
@@ -71,20 +76,20 @@ class Monitor:
 
     @property
     def doing(self) -> dict[int, Doing]:
-        """What every rank that was heard of last said."""
+        """The last reported activity of every rank that has reported."""
         return {rank: seen.doing for rank, seen in sorted(self._ranks.items())}
 
     def hang(self) -> Hang | None:
-        """What is wrong, None where nothing is. Where it is asked seldom, a hang is found late, but none is made up."""
+        """Return the hang, if there is one. If called rarely, it finds hangs late, but reports no false ones."""
         now = self._clock()
         silent = [rank for rank, seen in self._ranks.items() if now - seen.heard > self._limit(seen)]
         if silent:
             return self._found(silent, "no word from {}: stopped, or its node is out of reach", now)
-        # Ranks wait for one another at every step: as long as one of them moves, nothing hangs.
+        # Ranks wait for each other at every step: as long as one of them makes progress, nothing hangs.
         if not self._ranks or any(now - seen.moved <= self._limit(seen) for seen in self._ranks.values()):
             return None
         unheard = sorted(set(range(self._world)) - set(self._ranks))
-        if unheard:  # those that were heard of wait for them
+        if unheard:  # the ranks that have reported wait for them
             return self._found(unheard, "{} never said anything, and the others wait", now)
         positions = {rank: _position(seen.doing) for rank, seen in self._ranks.items()}
         behind = [rank for rank, position in positions.items() if position == min(positions.values())]
@@ -103,10 +108,10 @@ class Monitor:
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Ranks as people say them: "rank 3", "ranks 0, 1"."""
+    """Return ranks as a phrase: "rank 3", "ranks 0, 1"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _position(doing: Doing) -> tuple[int, int, int]:
-    """How far a rank has come. Ranks that run the same program can be compared."""
+    """Return a rank's progress, which is comparable between ranks that run the same program."""
     return (-1 if doing.step is None else doing.step, doing.marks, doing.issued)

@@ -1,4 +1,4 @@
-"""What a run came to, read from its journal and its last checkpoint."""
+"""The result of a run, read from its journal and its last checkpoint."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ from trainload.packaging.write import with_weights
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A run that has ended.
+    """Result of a finished run.
 
     Attributes:
-        run_dir: its folder.
-        steps: updates done.
+        run_dir: the run's folder.
+        steps: number of updates.
         first_loss: training loss of the first step.
-        last_loss: of the last one.
+        last_loss: training loss of the last step.
         evaluations: {step, loss, metrics, seconds} of each evaluation on the held-out data, in order.
-        seconds: stage -> seconds.
-        restarts: how often the workers were started again.
-        checkpoint: the last checkpoint: its folder, or its URL.
-        output: the package with the trained weights, if one was asked for.
-        output_digest: its digest.
+        seconds: stage -> duration in seconds.
+        restarts: number of restarts of the workers.
+        checkpoint: folder or URL of the last checkpoint.
+        output: path of the package with the trained weights, if one was requested.
+        output_digest: digest of that package.
+
+    Example:
+        result = trainload.launch(package, plan, "train.parquet", run_dir="runs/first", output="trained.tl")
+        print(result.last_loss, result.checkpoint, result.output)
     """
 
     run_dir: Path
@@ -57,15 +61,18 @@ class RunResult:
 
 
 def finish(spec: RunSpec, package: Package) -> RunResult:
-    """Writes the trained package, if the spec asks for one, with adapters merged into its weights, and the adapters; sums up the run.
+    """Write the outputs of a run, and return its result.
+
+    The outputs are the adapters, if there are any, and the trained package, if the run has an output path,
+    with adapters merged into its weights.
 
     Args:
         spec: the run.
-        package: what was frozen.
+        package: package as it was frozen.
 
     Raises:
-        TrainingError: the run has no last checkpoint.
-        StorageError: the output's path is taken, the disk is full, or the checkpoints cannot be reached.
+        TrainingError: the run has no complete checkpoint.
+        StorageError: the output's path exists, the disk is full, or the checkpoints cannot be reached.
     """
     run_dir = Path(spec.run_dir)
     place = place_of(run_dir, spec.checkpoints)
@@ -98,10 +105,12 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
 
 
 def check_output(spec: RunSpec, *, new: bool) -> None:
-    """Check that the trained package can be written. A resumed run may have been killed after it wrote it: `finish` compares.
+    """Check that the trained package can be written.
+
+    A resumed run may have been killed after it wrote its output; `finish` compares the existing one.
 
     Raises:
-        StorageError: something else lies there, or nothing can be written there.
+        StorageError: something else exists there, or the folder is not writable.
     """
     if spec.output is None:
         return
@@ -116,7 +125,7 @@ def check_output(spec: RunSpec, *, new: bool) -> None:
 
 
 def _parent(path: Path) -> str | None:
-    """The package that one was trained from; None where there is none, or no package."""
+    """Return the digest of the package from which a package was trained; None if there is none, or no package at this path."""
     try:
         return Manifest.from_bytes(read_manifest(path), MANIFEST).parent
     except (OSError, TrainloadError):
@@ -124,16 +133,18 @@ def _parent(path: Path) -> str | None:
 
 
 def _training(spec: RunSpec, checkpoint: Checkpoint) -> TrainingEntry:
-    """What the trained package says of the run."""
+    """Return the trained package's record of the run."""
     index = checkpoint.index
     return TrainingEntry(steps=index.step, data=index.data.fingerprint, changed=settings_of(spec))
 
 
 def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str, Tensor]], training: TrainingEntry) -> Package:
-    """Writes a run's output. Where it lies there already, since the run was killed after that and is finished now, it stays.
+    """Write a run's output.
+
+    If the same output exists already, because the run was killed after writing it, it is kept.
 
     Raises:
-        StorageError: something else lies there.
+        StorageError: something else exists there.
     """
     assert spec.output is not None, "an output was asked for"
     output, names = Path(spec.output), spec.overrides.trained(package.manifest)
@@ -152,13 +163,14 @@ def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str,
 
 
 class _Told:
-    """What a journal tells of a run as a whole, in one pass.
+    """Summary of a whole journal, computed in one pass. If a step was repeated, its last occurrence counts.
 
     Attributes:
-        first, last: (step, loss) of those steps, as they were done last.
-        evaluations: step -> what was found, as it was last.
-        seconds: stage -> of all attempts.
-        starts: attempts.
+        first: (step, loss) of the first step.
+        last: (step, loss) of the last step.
+        evaluations: step -> data of its evaluation.
+        seconds: stage -> seconds in all attempts.
+        starts: number of attempts.
     """
 
     def __init__(self, events: Iterable[Event]) -> None:

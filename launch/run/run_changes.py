@@ -1,4 +1,4 @@
-"""Changes of a run that has begun, from its last checkpoint on."""
+"""Changes to the settings of a run that has begun, which apply from its last checkpoint on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainload.packaging.format.manifest import SettingsEntry
 
 
 def changes_run(settings: RunSettings) -> bool:
-    """Return True if some setting of a run was given."""
+    """Return True if any setting of a run was passed."""
     return bool(settings.model_fields_set & RunSettings.model_fields.keys())
 
 
@@ -24,12 +24,14 @@ def changed(spec: RunSpec, step: int, settings: RunSettings) -> RunSpec:
     """Return a run with other settings.
 
     Args:
-        spec: as it was.
-        step: that of its last checkpoint, from which the changes apply.
-        settings: those that were given to it replace the run's; the others keep their values. So with its overrides.
+        spec: the run before the change.
+        step: step of its last checkpoint, from which the changes apply.
+        settings: new settings. Fields that were set replace the run's, and the others keep their
+            values; the same holds for each override.
 
     Raises:
-        JobError: a setting cannot be changed now, or the run has done as many steps already.
+        JobError: a setting cannot be changed in the middle of a run, or the run has already done the
+            new number of steps.
     """
     given: dict[str, Any] = {name: getattr(settings, name) for name in settings.model_fields_set if name in RunSettings.model_fields}
     if given.get("steps", 0) is None:
@@ -59,7 +61,7 @@ def _check_changeable(model: type[BaseModel], names: Mapping[str, Any] | set[str
 
 
 def settings_of(spec: RunSpec) -> tuple[SettingsEntry, ...]:
-    """Return what the package that a run writes records of the settings that it was trained with."""
+    """Return the training settings that a run's output package records."""
     found = []
     for change in _history(spec):
         settings = {n: value for n, value in change.settings.items() if n == "steps" or n.partition(".")[0] in Overrides.model_fields}

@@ -1,4 +1,4 @@
-"""A run as data: written once when it is launched, read by every worker and by `resume`."""
+"""The description of a run, run.json: written at the launch, read by every worker and by `resume`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ _ELSEWHERE = "; or name another folder"
 
 
 class Change(BaseModel):
-    """Settings that apply from a step on, by the names that `--set` has for them. The first change has step 0 and the settings of the
-    launch.
-    """
+    """Settings that apply from a step on, by their names in `--set`. The first change has step 0 and the settings of the launch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,71 +35,71 @@ class Change(BaseModel):
 
 
 class RunSpec(RunSettings):
-    """A run: its settings, and what they apply to. Paths are absolute; `run_dir` and the data are on storage that all nodes share."""
+    """A run: its settings, package, plans and data. Paths are absolute; `run_dir` and the data are on shared storage."""
 
     version: int = 1
     package: str
     plan: Plan
     plans: tuple[Plan, ...] = ()
-    """Of an elastic run: `plan` and those for other numbers of ranks, the smallest first."""
+    """Plans of an elastic run, including `plan`, smallest first; () if the run is not elastic."""
     data: str
     run_dir: str
     checkpoints: str | None = None
     optimizer_from: str | None = None
-    """The checkpoint of another run whose optimizer state it begins with."""
+    """Checkpoint of another run from which the initial optimizer state is loaded."""
     steps: int = Field(ge=0, le=MAX_STEPS)
-    """Updates. 0: the held-out data is evaluated, and nothing is trained."""
+    """Number of updates. 0: the held-out data is evaluated, and nothing is trained."""
     sinks: tuple[SinkName, ...] = ()
     eval_data: str | None = None
     made: dict[Literal["data", "eval_data"], str] = Field(default_factory=dict)
-    """Data that was in no file, and is stored in the run's folder: what it was made from."""
+    """Descriptions of the sources of data that was not in a file, and is stored in the run's folder."""
     output: str | None = None
     changes: tuple[Change, ...] = ()
-    """In order; () if nothing was changed since the launch. `overrides` and the other settings are those in effect now."""
+    """Changes in order; () if nothing was changed since the launch. `overrides` and the other settings are those in effect now."""
     libraries: dict[str, str | None] = Field(default_factory=dict)
-    """Namespaces of other libraries' operators that the package may call, and what every worker imports for them."""
+    """Custom operators that the package may call: namespace -> the module or file that every worker imports for it."""
     trust_extensions: bool = False
-    """True if every worker loads the operator libraries that the package brings."""
+    """True if every worker loads the operator libraries that the package contains."""
     had_checkpoint: bool = False
     """True if the run has published a checkpoint: it does not start from step 0 if none is found."""
     versions: dict[str, str] = Field(default_factory=dict)
-    """Versions at the launch: python, trainload, torch, ray. Empty in runs from before it was kept."""
+    """Versions at the launch: python, trainload, torch, ray. Empty in runs of releases that did not record it."""
     digest: str | None = None
-    """Digest of the package; None in runs from before it was kept."""
+    """Digest of the package; None in runs of releases that did not record it."""
     policies: tuple[Policy, ...] = ()
     """Policies that the driver found. Every worker checks the package against them, and against its own machine's."""
 
     @property
     def evaluates(self) -> bool:
-        """True where the run has held-out data."""
+        """True if the run has held-out data."""
         return self.eval_data is not None
 
     @property
     def retention(self) -> Retention:
-        """Which checkpoints are kept."""
+        """Retention of the run's checkpoints."""
         return Retention(self.keep, self.keep_best, self.keep_every)
 
 
 def least_plan(spec: RunSpec) -> Plan:
-    """The plan that needs the fewest ranks."""
+    """Return the plan that needs the fewest ranks."""
     return spec.plans[0] if spec.plans else spec.plan
 
 
 def made_file(run_dir: Path, name: Literal["data", "eval_data"]) -> Path:
-    """Where a run has data that was in no file."""
+    """Return the path in a run's folder of data that was not in a file."""
     return run_dir / "data" / ("train.arrow" if name == "data" else "eval.arrow")
 
 
 def resume_command(run_dir: str | Path) -> str:
-    """What a person types to continue a run."""
+    """Return the shell command that continues a run."""
     return f"trainload resume {shlex.quote(str(run_dir))}"
 
 
 def check_new_run(run_dir: Path) -> None:
-    """Check that a run can be made here, before anything starts.
+    """Check that a run can be created in a folder, before anything is started.
 
     Raises:
-        StorageError: there is a run already, or the folder could not be read, made or written.
+        StorageError: there is a run already, or the folder cannot be read, created or written.
     """
     check_name(run_dir)
     with reading("it", run_dir / RUN_FILE, _ELSEWHERE):
@@ -121,11 +119,12 @@ def _taken(run_dir: Path) -> StorageError:
 
 
 def write_spec(spec: RunSpec) -> None:
-    """Makes the run's folder and writes run.json into it; a folder that holds a run already is refused. Of several that make a run in one
-    folder at the same moment, one does.
+    """Create the run's folder and write run.json into it.
+
+    If several processes create a run in the same folder concurrently, exactly one succeeds.
 
     Raises:
-        StorageError: the name is taken, or the folder cannot be written; nothing is left behind.
+        StorageError: the folder contains a run already, or cannot be written; nothing is left behind.
     """
     folder = Path(spec.run_dir)
     check_new_run(folder)
@@ -146,7 +145,11 @@ def write_spec(spec: RunSpec) -> None:
 
 
 def read_spec(run_dir: Path) -> RunSpec:
-    """The run in a folder, which may have been moved since it was launched. Raises: StorageError where there is no run, or none to read."""
+    """Read the run in a folder, which may have been moved since the launch.
+
+    Raises:
+        StorageError: there is no run, or run.json cannot be read.
+    """
     path = run_dir / RUN_FILE
     with reading("it", path, _ELSEWHERE):
         written = path.read_bytes() if path.is_file() else None

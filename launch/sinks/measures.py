@@ -1,4 +1,4 @@
-"""What a run is measured by in Prometheus: names, and what each means. Without Ray, so that boards can be written anywhere."""
+"""Names and descriptions of a run's Prometheus metrics. It does not import Ray, so that dashboards can be written anywhere."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 TAGS = ("run", "package")
-"""Of every measure: the name of the run's folder, and the first 12 digits of the package's digest."""
+"""Tags of every measure: the name of the run's folder, and the first 12 digits of the package's digest."""
 METRIC = "metric"
-"""The tag of a measure of the job's own metrics, with the metric's name."""
+"""Tag with the name of one of the job's own metrics."""
 _PREFIX = "ray_"
-"""Ray's, before whatever it exports."""
+"""Prefix that Ray adds to all exported names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One name. kind: a counter begins at 0 with each driver of a run. own: whether it has the tag `METRIC`."""
+    """A Prometheus metric.
+
+    Attributes:
+        name: name in Ray, without its prefix.
+        description: help text.
+        kind: gauge or counter. A counter begins at 0 with each driver of a run.
+        own: True if it has the tag `METRIC`.
+    """
 
     name: str
     description: str
@@ -25,7 +32,7 @@ class Measure:
 
     @property
     def exported(self) -> str:
-        """Its name at the cluster's endpoints."""
+        """Name at the cluster's metrics endpoints."""
         return f"{_PREFIX}{self.name}" + ("_total" if self.kind == "counter" else "")
 
 
@@ -48,6 +55,7 @@ CHECKPOINT_STEP = Measure("trainload_checkpoint_step", "Step of the last publish
 CHECKPOINT_TIME = Measure("trainload_checkpoint_timestamp_seconds", "When it was published, in seconds since 1970")
 CHECKPOINT_SECONDS = Measure("trainload_checkpoint_write_seconds", "How long it took to write")
 CHECKPOINT_BYTES = Measure("trainload_checkpoint_bytes", "Its size")
+# Gauges, not counters: Prometheus' `increase` needs an earlier value, so a counter that begins with the first failure never shows it.
 FAILURES = Measure("trainload_failures", "Attempts of the run that failed, also under earlier drivers")
 WARNINGS = Measure("trainload_warnings", "Warnings of the run, also under earlier drivers")
 
@@ -65,19 +73,19 @@ OF_NUMBERS: Mapping[str, Measure] = {
     "checkpoint/seconds": CHECKPOINT_SECONDS,
     "checkpoint/bytes": CHECKPOINT_BYTES,
 }
-"""The name that a number has everywhere (`numbers_of`) -> its measure."""
+"""Name of a number in all sinks (`numbers_of`) -> its measure."""
 OF_TEXTS: Mapping[str, Measure] = {"failure": FAILURES, "warning": WARNINGS}
-"""Kind of event -> what counts it."""
+"""Kind of event -> the measure that counts such events."""
 OWN: Mapping[str, Measure] = {"metrics/": METRICS, "evaluation/": EVALUATION_METRICS}
-"""How the names of the job's own metrics begin -> their measure."""
+"""Prefix of the names of the job's own metrics -> their measure."""
 MEASURES = (RUNNING, STEP, STEPS, *OF_NUMBERS.values(), *OWN.values(), CHECKPOINT_STEP, CHECKPOINT_TIME, *OF_TEXTS.values())
-"""All of them."""
+"""All measures."""
 
 
 def measure_of(name: str) -> tuple[Measure, str] | None:
-    """The measure of a number by the name that it has everywhere, and the value of its tag `METRIC`, if it has that.
+    """Return the measure of a number and the value of its tag `METRIC`, "" if it has none; None if it is not exported.
 
-    Returns: None where it is not exported.
+    `name` is the number's name in all sinks (`numbers_of`).
     """
     if name in OF_NUMBERS:
         return OF_NUMBERS[name], ""

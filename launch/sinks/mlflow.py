@@ -1,4 +1,4 @@
-"""A run's numbers as a run of MLflow, on the server that MLFLOW_TRACKING_URI names."""
+"""A sink that logs a run's numbers to MLflow, on the server that MLFLOW_TRACKING_URI names."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from trainload.launching.sinks.protocol import Outcome
 EXPERIMENT = "trainload"
 _RUN_FILE = "mlflow-run"
 _MOST = 500
-"""Numbers that are sent at once."""
+"""Number of metrics in one request."""
 _KEPT = 100 * _MOST
-"""Numbers that are kept for a server that does not take them: the last ones."""
+"""Number of the latest metrics that are buffered while the server is unavailable."""
 _STATUS: Mapping[Outcome, int] = {"ended": RunStatus.FINISHED, "stopped": RunStatus.KILLED, "failed": RunStatus.FAILED}
 
 
 class Mlflow:
-    """See `Sink`. MLflow's experiment is MLFLOW_EXPERIMENT_NAME, or "trainload"; a run that is resumed goes on as the same run there."""
+    """A `Sink` for MLflow.
+
+    The experiment is MLFLOW_EXPERIMENT_NAME, or "trainload". A resumed run continues the same MLflow run.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._client = MlflowClient()

@@ -1,4 +1,4 @@
-"""A run's numbers as metrics of the Ray cluster that its driver is connected to, at whose endpoints Prometheus finds them."""
+"""A sink that exports a run's numbers as metrics of its Ray cluster, from whose endpoints Prometheus scrapes them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ _REMIND_SECONDS = 5.0
 
 
 class Prometheus:
-    """See `Sink`. Ray exports what it is given every ten seconds, unless it is told otherwise.
+    """A `Sink` for Prometheus. Ray exports metrics every ten seconds by default.
 
-    It forgets a gauge that it was not given again since it exported it. So a thread gives them again, until this is closed; after that the
-    run's numbers are gone from the endpoints within half a minute, and are Prometheus's alone.
+    Ray forgets a gauge that was not set again since its last export: a step count that was set once was gone
+    from the endpoint after 20 seconds. So a thread sets all gauges again every 5 seconds until the sink is
+    closed. After that the numbers vanish from the endpoints within half a minute, and only Prometheus has
+    them.
 
-    Raises: StorageError where this process is connected to no cluster.
+    Raises:
+        StorageError: this process is not connected to a cluster.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -84,10 +87,10 @@ class Prometheus:
         self._closed.set()
         self._thread.join()
         self._give(RUNNING, 0.0)
-        self._give_again()  # so that what is exported last has all numbers, of a run too that ends between two exports
+        self._give_again()  # so that the last export has all numbers, even if the run ends between two exports
 
     def _give(self, measure: Measure, value: float, own: str = "") -> None:
-        """A gauge's new value, or what a counter grows by; what is no number leaves it as it was. own: name of a metric of the job's."""
+        """Set a gauge or increase a counter; non-finite values are ignored. `own` is the name of one of the job's metrics."""
         made = self._made[measure]
         if not math.isfinite(value):
             return

@@ -9,10 +9,10 @@ Outcome = Literal["ended", "stopped", "failed"]
 
 
 class Sink(Protocol):
-    """Receives a run's numbers."""
+    """A receiver of a run's numbers."""
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
-        """Receive the numbers after `step` updates. time: seconds since 1970."""
+        """Receive the numbers after `step` updates. `time` is in seconds since 1970."""
 
     def text(self, kind: str, message: str, step: int, time: float) -> None:
         """Receive an event after `step` updates."""

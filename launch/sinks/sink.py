@@ -1,4 +1,4 @@
-"""Where a run's numbers go beside its journal: as its driver hears of them, from one process, whatever the number of ranks."""
+"""Sinks of a run's numbers beside its journal. The driver feeds them, so there is one writer for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from trainload.launching.settings.run_settings import SinkName
 from trainload.launching.sinks.protocol import Outcome, Sink
 
 _OUTCOMES: Mapping[str, Outcome] = {"end": "ended", "stopped": "stopped", "failed": "failed"}
-"""Kind of a run's last event -> what became of the run."""
+"""Kind of a run's last event -> outcome of the run."""
 _END_SECONDS = 30.0
 _OF_STEPS = ("loss", "gradient_norm", "loss_scale", "seconds", "data_wait", "mfu", "memory", "tokens_per_second", "rows_per_second")
 
 
 @contextmanager
 def told(sinks: Sequence[SinkName], run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[Callable[[Event], None]]:
-    """Within it, what is to be told of a run's events so that sinks have their numbers; `on_event` is told as well, at once.
+    """Open sinks for the context, and yield a callback that passes events to them and to `on_event`.
 
-    Sinks are fed by a thread each, so that a server that does not answer holds up nobody. Where one does not take something, that is lost
-    for it, and a warning says so, once in a row.
+    Each sink has its own thread, so that an unresponsive server blocks nothing. Numbers that a sink fails to
+    accept are lost for it; the first of consecutive failures is reported as a warning.
 
-    Raises: StorageError where the library of a sink is not installed, or its server does not answer at the start.
+    Raises:
+        StorageError: the library of a sink is not installed, or its server does not respond at the
+            start.
     """
     with ExitStack() as stack:
         feeds = []
@@ -50,7 +52,7 @@ class _Feed(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._sink, self._on_event = sink, on_event
         self._done = 0
-        self._outcome: Outcome = "failed"  # one of which no last event is told
+        self._outcome: Outcome = "failed"  # for a run without a last event
         self._failing = False
         self.queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.start()
@@ -63,14 +65,14 @@ class _Feed(threading.Thread):
         self._try(partial(self._sink.close, self._outcome))
 
     def end(self) -> None:
-        """All that was told is passed on, if that does not take too long."""
+        """Wait, for a limited time, until all events are passed on."""
         self.queue.put(None)
         self.join(_END_SECONDS)
 
     def _try(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001  # a server may fail in any way; the run goes on, and says so
+        except Exception as error:  # noqa: BLE001  # a server may fail in any way; the run continues with a warning
             if not self._failing:
                 self._on_event(Event("warning", {"message": f"{self.name} does not take the run's numbers: {error}"}, time.time()))
             self._failing = True
@@ -79,7 +81,7 @@ class _Feed(threading.Thread):
 
 
 def check_sinks(sinks: Sequence[SinkName], backend: str) -> None:
-    """Check that a run's backend supports its sinks. Raises: ClusterError if one needs Ray."""
+    """Raise ClusterError if a sink needs Ray and the run's backend is another one."""
     if "prometheus" in sinks and backend != "ray":
         raise ClusterError(
             "prometheus goes with Ray, whose endpoints have the numbers",
@@ -91,17 +93,14 @@ def check_sinks(sinks: Sequence[SinkName], backend: str) -> None:
 
 
 def check_sink_libraries(sinks: Sequence[SinkName]) -> None:
-    """Check that the libraries of sinks are installed, in a process like the one that will drive the run: no other needs them.
-
-    Raises: StorageError where one is not installed.
-    """
+    """Raise StorageError if the library of a sink is not installed. Only the driver of the run needs them."""
     for name in sinks:
         with _naming_the_extra(name):
             _kind(name)
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """The numbers of an event, by the names that they have everywhere: "loss", "metrics/accuracy", "evaluation/loss"."""
+    """Return the numbers of an event by their names in all sinks: "loss", "metrics/accuracy", "evaluation/loss"."""
     data = event.data
     if event.kind == "step":
         found = {name: data[name] for name in _OF_STEPS if name in data}
@@ -129,13 +128,13 @@ def _pass_on(sink: Sink, event: Event, done: int) -> None:
 
 
 def _extra(name: SinkName) -> str:
-    """What is installed for a sink."""
+    """Return the extra of trainload that a sink needs."""
     return "ray" if name == "prometheus" else name
 
 
 @contextmanager
 def _naming_the_extra(name: SinkName) -> Iterator[None]:
-    """Within it a library that a sink needs and is not there has a hint. Raises: StorageError."""
+    """Convert an ImportError within the context into a StorageError that names the extra to install."""
     try:
         yield
     except ImportError as error:
@@ -145,7 +144,7 @@ def _naming_the_extra(name: SinkName) -> Iterator[None]:
 
 
 def _kind(name: SinkName) -> Callable[[Path], Sink]:
-    """What opens a sink for the run of a folder. Raises: ImportError where its library is not there."""
+    """Return the class of a sink, which is called with a run's folder. Raises ImportError if its library is not installed."""
     if name == "tensorboard":
         from trainload.launching.sinks.tensorboard import TensorBoard
 

@@ -1,5 +1,6 @@
-"""Whether all ranks will call the same collectives, on the same data: asked before the first step, where a difference would be a hang, or
-steps on rows that nobody meant.
+"""Check, before the first step, that all ranks call matching collectives on the same data.
+
+A difference would become a hang, or training on wrong rows.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from trainload.sharding.plans.plan import Plan
 
 
 def check_same_collectives(collectives: Mapping[str, Sequence[Collective]], plan: Plan, control: dist.ProcessGroup) -> None:
-    """Compares what this rank's graphs will call with what the others' will. All ranks of `control` call it.
+    """Check that the collectives of this rank's graphs match those of the other ranks.
+
+    All ranks of `control` must call it.
 
     Args:
-        collectives: this rank's, by graph.
-        plan: the run's.
-        control: all ranks, on a backend of its own.
+        collectives: collectives of this rank, by graph.
+        plan: plan of the run.
+        control: group of all ranks, on a separate backend.
 
     Raises:
-        PlanError: on every rank, where two of them would wait for one another.
+        PlanError: two ranks would wait for each other; raised on every rank.
     """
     mine = as_json(collectives)
     digests = gathered(sha256_bytes(canonical_json(mine)), control)
@@ -35,16 +38,16 @@ def check_same_collectives(collectives: Mapping[str, Sequence[Collective]], plan
 
 
 def check_same_data(fingerprint: str, node: str, data: str, control: dist.ProcessGroup) -> None:
-    """Compares the rows that this rank has with the others'. All ranks of `control` call it.
+    """Check that all ranks have the same rows. All ranks of `control` must call it.
 
     Args:
-        fingerprint: of this rank's.
-        node: where this rank is.
-        data: what the rows are of.
-        control: all ranks.
+        fingerprint: fingerprint of this rank's rows.
+        node: node of this rank.
+        data: path or URL of the data.
+        control: group of all ranks.
 
     Raises:
-        DataError: on every rank, where two of them have other rows.
+        DataError: two ranks have different rows; raised on every rank.
     """
     found = gathered((fingerprint, node), control)
     if len({each for each, _ in found}) > 1:

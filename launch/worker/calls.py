@@ -1,4 +1,4 @@
-"""Calls graphs for one rank: finds each input by its role, and keeps what a call changes."""
+"""Call graphs on one rank: look up each input by its role, and store what a call changes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from trainload.sharding.rewriting.rewrite import BETWEEN, accumulated_length
 
 
 def ignore(graph: str) -> None:
-    """For callers whom nobody watches."""
+    """Do nothing: the default callback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The rows of one call of a step graph.
+    """Rows for one call of a step graph.
 
     Attributes:
         batch: name -> (rows, ...) tensor on the CPU.
-        row: the number of its first row within the global batch.
-        rows: (n,) int64 numbers of its rows in their data set; None where there is none.
-        part: number of the part of the run's data that they are of.
+        row: number of its first row within the global batch.
+        rows: (n,) int64 numbers of its rows in their dataset; None if there is no dataset.
+        part: number of the part of the run's data to which they belong.
     """
 
     batch: Mapping[str, Tensor]
@@ -43,14 +43,16 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a call is given beside a microbatch.
+    """Inputs of a call beside a microbatch.
 
     Attributes:
-        turn: which turn of which graph it is.
-        number: of the microbatch, within its draw.
-        fed: what graphs have computed for others in this round, by "graph.output", one tensor for each microbatch.
-        gradients: bucket -> its gradient so far; the call's is put in its place.
-        between: values by name that graphs of a pipeline's stage take of one another; what the call puts out is added.
+        turn: graph and turn of the call.
+        number: number of the microbatch within its draw.
+        fed: outputs of graphs for other graphs in this round, by "graph.output", one tensor for
+            each microbatch.
+        gradients: bucket -> its gradient so far, which the call replaces.
+        between: values by name that the graphs of a pipeline's stages pass to each other; the call
+            adds its own.
     """
 
     turn: TurnCall
@@ -61,15 +63,15 @@ class Given:
 
 
 class Calls:
-    """Calls graphs with what a rank holds, and replaces what it holds by what they put out.
+    """Caller of graphs with a rank's state, which their outputs update.
 
     Args:
-        package: what is trained.
-        plan: how.
+        package: package that is trained.
+        plan: plan of the run.
         rank: this rank.
-        device: where this rank computes.
-        held: its state; it changes.
-        on_call: told the name of each graph that is about to be called.
+        device: device of this rank.
+        held: state of this rank; it is modified.
+        on_call: called with the name of each graph before the graph is called.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Calls:
         self._buckets = {bucket.name: bucket for bucket in plan.buckets}
 
     def call(self, graph: BuiltGraph, microbatch: Microbatch, given: Given) -> dict[Role, list[Tensor]]:
-        """Calls a graph. Returns: its outputs but for buffers, gradients and values between stages, which are kept."""
+        """Call a graph, and return its outputs without buffers, gradients and values between stages, which are stored."""
         arguments = [self._argument(port.role, port.name, microbatch, given) for port in graph.inputs]
         self._on_call(graph.name)
         with torch.no_grad():
@@ -89,7 +91,7 @@ class Calls:
         found: dict[Role, list[Tensor]] = {}
         for port, value in zip(graph.outputs, results, strict=True):
             if port.role is Role.BUFFER:
-                self._held.buffers[port.name] = value.contiguous()  # as the graph was derived for
+                self._held.buffers[port.name] = value.contiguous()  # the strides for which the graph was derived
             elif port.role is Role.BUCKET_GRADIENT:
                 given.gradients[port.name] = value
             elif port.role in BETWEEN:
@@ -99,12 +101,12 @@ class Calls:
         return found
 
     def scale(self, graph: str) -> Tensor:
-        """What a graph's loss is multiplied by before its gradient is taken: 0-dim float32."""
+        """Return the factor by which a graph's loss is multiplied before its gradient is computed: 0-dim float32."""
         scale = torch.tensor(1.0 / self._plan.global_batch, dtype=torch.float32, device=self._device)
         return scale * self._held.scaling[graph][0] if graph in self._held.scaling else scale
 
     def zero_gradient(self, name: str) -> Tensor:
-        """What is accumulated of a bucket's gradient before the first microbatch."""
+        """Return a bucket's accumulated gradient before the first microbatch: zeros."""
         bucket = self._buckets[name]
         return torch.zeros(accumulated_length(self._plan, bucket), dtype=getattr(torch, bucket.dtype), device=self._device)
 
@@ -137,5 +139,5 @@ class Calls:
 
 
 def seed_of(seed: int, graph: str) -> int:
-    """The seed of a graph's random numbers: graphs of one job draw apart, the one of a job that has one by the job's own seed."""
+    """Return the seed of a graph's random numbers: each graph of a job has its own, the main graph the job's seed."""
     return seed if graph == MAIN else seed + int.from_bytes(hashlib.sha256(graph.encode()).digest()[:6])

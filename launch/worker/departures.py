@@ -1,5 +1,7 @@
-"""Finds the operator at which a compiled graph departs from the interpreted one, by bisection: parts of the graph are compiled and called
-with the values that the interpreted graph has there.
+"""Find the operator at which a compiled graph diverges from the interpreted one.
+
+It bisects: parts of the graph are compiled, and called with the values that the interpreted graph has
+at that place.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ _HOST = torch.device("cpu")
 
 Values = dict[Node, Any]
 Departs = Callable[[Sequence[Node]], bool | None]
-"""A function that says whether a part of a graph departs: None for a part that cannot be compiled or called by itself."""
+"""A predicate: True if a part of a graph diverges; None if the part cannot be compiled or called alone."""
 
 
 class _Recorder(Interpreter):
-    """Runs a graph and keeps the value of every node as it was when it was computed; values on a GPU are copied to host memory."""
+    """An interpreter that records the value of every node when it is computed; GPU values are copied to host memory."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
         self.kept: Values = {}
-        self._writing = any(_writes(node) for node in module.graph.nodes)  # so that what was recorded is written to later
+        self._writing = any(_writes(node) for node in module.graph.nodes)  # then recorded values may be overwritten later
 
     def run_node(self, node: Node) -> Any:
         value = super().run_node(node)
@@ -47,7 +49,10 @@ class _Recorder(Interpreter):
 
 
 def recorded(module: GraphModule, arguments: Sequence[Tensor]) -> Values:
-    """Return the value of every node of a graph. Every rank that its collectives name must call it; `arguments` may be written in place."""
+    """Return the value of every node of a graph.
+
+    All ranks that take part in its collectives must call it. `arguments` may be written in place.
+    """
     recorder = _Recorder(module)
     with torch.no_grad():
         recorder.run(*arguments)
@@ -55,15 +60,16 @@ def recorded(module: GraphModule, arguments: Sequence[Tensor]) -> Values:
 
 
 def departing(module: GraphModule, values: Values, *, fails: bool = False) -> list[Node]:
-    """Return the operators of a graph at which its compiled form departs from the interpreted one: one where that is enough, several where
-    it takes them together, none where no part of the graph departs by itself.
+    """Return the operators at which a graph's compiled form diverges from the interpreted one.
+
+    That is one operator if it diverges alone, several if only their combination diverges, and none
+    if no part of the graph diverges by itself. Collectives are not called, so a rank can search
+    alone. About log2(n) + 2 parts of a graph of n operators are compiled.
 
     Args:
-        module: the graph. What its collectives give is taken as it was recorded.
-        values: of its nodes, as `recorded` has them.
-        fails: whether it cannot be compiled or called, so that what is looked for is a part that cannot either.
-
-    Collectives are not called, so a rank may look alone. It compiles some log2(n) + 2 parts of a graph of n operators.
+        module: the graph. For results of collectives the recorded values are used.
+        values: values of its nodes, from `recorded`.
+        fails: True if the graph cannot be compiled or called; then a part that fails is searched.
     """
     with tempfile.TemporaryDirectory(prefix="trainload-") as folder:
         compiling = _Compiling(Path(folder))
@@ -78,13 +84,13 @@ def departing(module: GraphModule, values: Values, *, fails: bool = False) -> li
 
 
 def _part_that_departs(nodes: list[Node], departs: Departs) -> list[Node]:
-    """Halve a part that departs: where its first half does not, the second one does, or it takes both."""
+    """Halve a part that diverges: if the first half does not, the second one does, or only both together do."""
     known = nodes
     while len(nodes) > 1:
         half = len(nodes) // 2
         first, second = nodes[:half], nodes[half:]
         found = departs(first)
-        if found is None:  # it cannot be told
+        if found is None:  # unknown: the half cannot be compiled alone
             found = not departs(second)
             nodes = first if found else second
         elif found:
@@ -95,7 +101,10 @@ def _part_that_departs(nodes: list[Node], departs: Departs) -> list[Node]:
 
 
 def _first_of_those_before(nodes: list[Node], departs: Departs) -> list[Node]:
-    """Find the first node with which the part up to it departs: of a graph that writes to its values, a later part cannot run alone."""
+    """Find the first node such that the part up to it diverges.
+
+    A graph that writes to its values cannot be cut elsewhere: a later part cannot run alone.
+    """
     fine, departing = 0, len(nodes)
     while departing - fine > 1:
         middle = (fine + departing) // 2
@@ -104,14 +113,14 @@ def _first_of_those_before(nodes: list[Node], departs: Departs) -> list[Node]:
 
 
 def named(nodes: Sequence[Node]) -> str:
-    """Return the operators' names as a sentence takes them: "aten.amax.default", "aten.mul.Tensor with aten.sum.default"."""
+    """Return the operators' names for use in a sentence: "aten.amax.default", "aten.mul.Tensor with aten.sum.default"."""
     names = list(dict.fromkeys(str(node.target) for node in nodes))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return " with ".join(names[:_SHOWN]) + more
 
 
 class _Compiling:
-    """Compiles parts of graphs, each into a file of its own."""
+    """A compiler of parts of graphs, each into a separate file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -125,7 +134,10 @@ class _Compiling:
 
 
 def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphModule], Callable[..., Any]], *, fails: bool) -> bool | None:
-    """Return whether a part of a graph, compiled, gives other values than interpreted; or, of a graph that fails, whether the part does."""
+    """Return True if a part of a graph returns other values compiled than interpreted or, with `fails`, if it fails.
+
+    Without `fails`, return None if the part cannot be compiled or called.
+    """
     part, sources, results = _part(nodes)
     if not results:
         return False
@@ -137,7 +149,7 @@ def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphMo
     with torch.no_grad():
         expected = part(*given())
         try:
-            got = compiling(_part(nodes)[0])(*given())  # another copy: compiling changes it
+            got = compiling(_part(nodes)[0])(*given())  # a new copy, since compiling changes the graph
         except Exception:  # noqa: BLE001  # compilers and generated code may raise anything
             return True if fails else None
     if fails:
@@ -150,10 +162,10 @@ def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphMo
 
 
 def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
-    """Return a graph of some nodes of another one, those whose values it takes, in order, and those whose values it gives.
+    """Return a graph of some nodes of another graph, with the nodes that are its inputs and outputs, in order.
 
-    Of an operator with several results it has each by itself. Sizes are computed in it, and it takes the whole graph's inputs that have
-    them, whatever it does with these.
+    It has each result of an operator with several results separately. Sizes are computed inside; so
+    all inputs of the whole graph that have symbolic sizes are inputs of the part, too.
     """
     whole, nodes = nodes[0].graph, _with_items(nodes)
     sized = [node for node in whole.nodes if node.op == "placeholder" and _is_sized(node)]
@@ -177,12 +189,12 @@ def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
 
 
 def _is_item(node: Node) -> bool:
-    """Return whether a node is one of an operator's several results."""
+    """Return True if a node selects one of several results of an operator."""
     return node.target is operator.getitem
 
 
 def _with_items(nodes: Sequence[Node]) -> list[Node]:
-    """Return these nodes, and what takes single results out of them."""
+    """Return these nodes and the nodes that select single results of them."""
     found = dict.fromkeys(nodes)
     open_ = list(nodes)
     while open_:
@@ -193,7 +205,7 @@ def _with_items(nodes: Sequence[Node]) -> list[Node]:
 
 
 def _with_sizes(nodes: Sequence[Node]) -> set[Node]:
-    """These nodes, and those that compute the sizes that they take."""
+    """Return these nodes and the nodes that compute sizes for them."""
     found, open_ = set(nodes), list(nodes)
     while open_:
         sizes = {each for each in open_.pop().all_input_nodes if each.op == "call_function" and not holds_tensors(each)} - found
@@ -216,7 +228,7 @@ def _given(node: Node, value: Any, *, copied: bool) -> Any:
 
 
 def _copied(value: Tensor, device: torch.device) -> Tensor:
-    """A copy with the same strides, which a compiled graph demands."""
+    """Return a copy with the same strides, which a compiled graph requires."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
 
 

@@ -1,4 +1,4 @@
-"""One rank's part of a training run, without processes, files or schedules: a step, an evaluation."""
+"""One rank's steps and evaluations, independent of processes, files and schedules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from trainload.sharding.rewriting.rewrite import Phase, stored_length, update_le
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A rank's part of a global batch: `plan.accumulate` microbatches, for the graphs of one variant; the same one on every rank."""
+    """A rank's part of a global batch: `plan.accumulate` microbatches for the graphs of one variant.
+
+    The variant is the same on every rank.
+    """
 
     microbatches: Sequence[Microbatch]
     variant: str = ""
@@ -34,11 +37,17 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class GraphResult:
-    """What a graph's update came to. The same on every rank.
+    """Result of a graph's update, the same on every rank.
 
-    loss: mean over the global batch; weight: what it was taken over; gradient_norm: before clipping. loss_scale: the one of this update,
-    None where the recipe does not scale the loss; where it does and the norm is not finite, nothing was updated. Nothing was updated
-    either where the weight is 0: loss and metrics are NaN then, and the norm is 0.
+    The update is skipped if the weight is 0; loss and metrics are NaN then, and the norm is 0. It is
+    also skipped if the loss is scaled and the norm is not finite.
+
+    Attributes:
+        loss: weighted mean over the global batch.
+        weight: sum of the weights of its rows.
+        metrics: metrics by name, means like the loss.
+        gradient_norm: norm of the gradient before clipping.
+        loss_scale: scale of the loss in this update; None if the recipe does not scale the loss.
     """
 
     loss: float
@@ -50,9 +59,11 @@ class GraphResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult(GraphResult):
-    """What a round came to: the main graph's last result, and the last one of each other graph that trained.
+    """Result of a round: the fields of `GraphResult` are the main graph's last result.
 
-    turns: the name of the graph and the result of every update, in order.
+    Attributes:
+        others: last result of each other graph that trained.
+        turns: name of the graph and result of every update, in order.
     """
 
     others: Mapping[str, GraphResult] = field(default_factory=dict)
@@ -60,21 +71,24 @@ class StepResult(GraphResult):
 
 
 class Engine:
-    """Steps a rank's parameters and optimizer state.
+    """Trainer of one rank: steps its parameters and optimizer state.
 
-    Laws: after the same steps on the same data every strategy has the same parameters, up to rounding; the same strategy and world
-    size has the same bits.
+    Laws: after the same steps on the same data every strategy has the same parameters, up to
+    rounding; with the same strategy and world size they are bitwise equal.
 
     Args:
-        package: what is trained.
-        plan: how.
-        rank: this rank. The plan's process groups must be bound to their names if there is more than one rank.
-        device: where this rank computes.
-        built: the plan's callables for this device.
-        on_call: told the name, within the build, of each graph that is about to be called.
+        package: package that is trained.
+        plan: plan of the run.
+        rank: this rank. With more than one rank, the plan's process groups must be bound to their
+            names.
+        device: device of this rank.
+        built: callables of the plan for this device.
+        on_call: called with the name of each graph, within the build, before the graph is called.
 
     Attributes:
-        calling: (graph of the package, microbatch) of each call of this rank in the present step, or of a microbatch in evaluation.
+        held: state of this rank between steps.
+        calling: (graph of the package, microbatch) of each call of this rank in the current step or
+            evaluation.
     """
 
     def __init__(
@@ -99,12 +113,12 @@ class Engine:
     # Steps
 
     def step(self, number: int, draws: Sequence[Draw], rates: Sequence[float] | None = None) -> StepResult:
-        """One round of the loop; one optimizer update, where the recipe has one graph.
+        """Run one round of the loop: one optimizer update if the recipe has one graph.
 
         Args:
-            number: of the round, from 0.
-            draws: the round's global batches, as `rounds.draws_of` counts them.
-            rates: learning rates of the recipe's groups; None: the recipe's own.
+            number: number of the round, from 0.
+            draws: global batches of the round; `rounds.draws_of` is their number.
+            rates: learning rates of the recipe's groups; None for those of the recipe's schedule.
         """
         fed: dict[str, list[Tensor]] = {}
         results: dict[str, GraphResult] = {}
@@ -130,7 +144,7 @@ class Engine:
         return StepResult(main.loss, main.weight, main.metrics, main.gradient_norm, main.loss_scale, results, turns)
 
     def _train(self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]], rates: Sequence[float]) -> GraphResult:
-        """One turn of a training graph: forward and backward over the microbatches, then the update."""
+        """Run one turn of a training graph: forward and backward over the microbatches, then the update."""
         names = self.metric_names(name)
         totals, gradients = self._in_turn(name, call, draw, fed) if self._pipeline is None else self._piped(name, call, draw, len(names))
         scaling = self.held.scaling.get(call.graph, [])
@@ -144,7 +158,7 @@ class Engine:
         return GraphResult(values[0] / weight, weight, metrics, float(norm), loss_scale)
 
     def _in_turn(self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Forward and backward of a graph over one microbatch after the other: its totals, and each bucket's gradient."""
+        """Run forward and backward over the microbatches, one by one; return the totals and the gradient of each bucket."""
         gradients: dict[str, Tensor] = {}
         outputs: list[dict[Role, list[Tensor]]] = []
         for number, microbatch in enumerate(draw.microbatches):
@@ -155,15 +169,19 @@ class Engine:
         return sum(others, first), gradients
 
     def _piped(self, name: str, call: TurnCall, draw: Draw, metrics: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same by the stages of a pipeline. The gradients are this rank's own."""
+        """Do the same as `_in_turn` with the stages of a pipeline. The gradients are this rank's own."""
         assert self._pipeline is not None
         totals, gradients = self._pipeline.train(self._built.stages[name], call, draw.microbatches)
         return self._pipeline.shared(totals, metrics + 2), gradients
 
     def evaluate(self, microbatch: Microbatch, variant: str = "") -> dict[str, Tensor]:
-        """For each graph that trains: sums over the ranks of weight * loss, weight * each metric, and the weight: float32 (2 + metrics,).
+        """Evaluate a microbatch with each graph that trains.
 
-        A graph that draws random numbers draws the same for a row in every evaluation.
+        A graph that draws random numbers draws the same ones for a row in every evaluation.
+
+        Returns:
+            Graph -> float32 (2 + metrics,): the sums over the ranks of weight * loss, of weight *
+            each metric, and of the weight.
         """
         fed: dict[str, list[Tensor]] = {}
         found: dict[str, Tensor] = {}
@@ -185,7 +203,7 @@ class Engine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it `evaluate` sees the running mean of the parameters, once there is one."""
+        """Make `evaluate` use the running mean of the parameters within the context, once there is one."""
         kept = self.held.params
         buckets = {bucket.name: bucket for bucket in self._plan.buckets}
         means = {name: self._whole_stored(buckets[name], mean) for name, mean in self.held.means.items()}
@@ -197,15 +215,18 @@ class Engine:
 
     @property
     def compiled(self) -> bool:
-        """Whether the graphs were compiled."""
+        """True if the graphs were compiled."""
         return self._built.compiled
 
     def metric_names(self, name: str) -> list[str]:
-        """What stands between the loss and the weight in the totals of a training graph."""
+        """Return the names of the metrics of a training graph; in its totals they are between loss and weight."""
         return [o.name for o in self._package.manifest.graphs[name].outputs if o.role == "metric"]
 
     def _has_own_weight(self, name: str) -> bool:
-        """Return whether a training graph computes its weight, which may be 0. Another's is its number of rows: it needs no waiting for."""
+        """Return True if a training graph computes its weight, which may be 0.
+
+        Otherwise the weight is the number of rows, and no device synchronization is needed to know it.
+        """
         return any(output.role == "weight" for output in self._package.manifest.graphs[name].outputs)
 
     def _phase(self, number: int) -> Phase:
@@ -237,7 +258,10 @@ class Engine:
         return norm
 
     def _take(self, step: UpdateStep, norm: Tensor, params: Sequence[Tensor], new: Sequence[Tensor], scaling: list[Tensor]) -> None:
-        """Writes what an update has made beside what it moved, unless its gradient was not finite and the loss is scaled."""
+        """Store the results of an update that creates optimizer state or means.
+
+        Nothing but the loss scale is stored if the loss is scaled and the gradient was not finite.
+        """
         made = list(new)
         if scaling:
             scaling[:] = [made.pop() for _ in scaling][::-1]
@@ -252,7 +276,7 @@ class Engine:
             self.held.means[part.bucket.name] = next(values).clone()
 
     def _whole_stored(self, bucket: Bucket, updated: Tensor) -> Tensor:
-        """What this rank stores of a bucket, out of the slices that the ranks have updated."""
+        """Return the part of a bucket that this rank stores, gathered from the slices that the ranks have updated."""
         if updated.numel() == stored_length(self._plan, bucket):
             return updated
         full = torch.ops._c10d_functional.all_gather_into_tensor(updated, self._plan.shard_degree, self._plan.shard_group)
@@ -263,7 +287,7 @@ class Engine:
         return torch.tensor(self._plan.shard_index(self._rank), device=self._device)
 
     def _updated_slice(self, bucket: Bucket) -> Tensor:
-        """The part of a bucket that this rank updates: a view of what it stores."""
+        """Return the part of a bucket that this rank updates, as a view of its stored part."""
         stored = self.held.params[bucket.name]
         if update_length(self._plan, bucket) == stored_length(self._plan, bucket):
             return stored
@@ -272,7 +296,7 @@ class Engine:
 
 
 def _feed(fed: dict[str, list[Tensor]], name: str, graph: BuiltGraph, outputs: Sequence[Mapping[Role, Sequence[Tensor]]]) -> None:
-    """Notes what a graph has computed for others, by "graph.output": one tensor for each microbatch."""
+    """Add a graph's predictions to `fed`, which other graphs read: "graph.output" -> one tensor for each microbatch."""
     ports = [port for port in graph.outputs if port.role is Role.PREDICTION]
     for place, port in enumerate(ports):
         fed[f"{name}.{port.name}"] = [found[Role.PREDICTION][place] for found in outputs]

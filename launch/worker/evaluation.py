@@ -1,4 +1,4 @@
-"""Evaluation of what a rank holds on held-out data: every row once, whatever the number of ranks."""
+"""Evaluation on held-out data: every row exactly once, regardless of the number of ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trainload.sharding.plans.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What held-out rows were evaluated to.
+    """Result of an evaluation on held-out rows.
 
     Attributes:
-        loss: the main graph's.
-        metrics: its metrics, and the other graphs' losses and metrics as "graph.name".
-        rows: that were evaluated.
-        parts: the same of each part of the data that has a name.
+        loss: mean loss of the main graph.
+        metrics: metrics of the main graph, and losses and metrics of other graphs as "graph.name".
+        rows: number of evaluated rows.
+        parts: the result for each named part of the data.
     """
 
     loss: float
@@ -35,22 +35,23 @@ class Evaluated:
     parts: Mapping[str, Evaluated] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """What the journal has of it."""
+        """Return the fields that the journal stores."""
         parts = {"parts": {name: part.as_json() for name, part in self.parts.items()}} if self.parts else {}
         return {"loss": self.loss, "metrics": self.metrics, "rows": self.rows, **parts}
 
 
 class Evaluation:
-    """A rank's part in evaluating a run. All ranks call it at the same time.
+    """A rank's part of the evaluations of a run. All ranks must call it together.
 
     Args:
-        engine: what is evaluated.
-        package: what is trained.
-        plan: how.
+        engine: engine whose parameters are evaluated.
+        package: package that is trained.
+        plan: plan of the run.
         rank: this rank.
-        data: the held-out data. where: what it is called in errors.
-        batches: at most so many global batches of each of its parts; None: all.
-        mean: whether the running mean of the parameters is evaluated, once there is one.
+        data: held-out data.
+        where: name of the data in errors.
+        batches: maximum number of global batches of each part of the data; None for all.
+        mean: True to evaluate the running mean of the parameters, once there is one.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Evaluation:
         self._data, self._where, self._batches, self._mean = data, where, batches, mean
 
     def __call__(self) -> Evaluated:
-        """Evaluate all of the data, and each part that has a name and whose weight is not 0.
+        """Evaluate all of the data, and each named part whose weight is not 0.
 
         Raises:
-            DataError: there are too few rows for one batch, or the weight of all of them is 0.
+            DataError: there are too few rows for one batch, or the weight of all rows is 0.
         """
         totals: dict[str, Tensor] = {}
         rows = 0
@@ -102,14 +103,15 @@ class Evaluation:
         return Evaluated(own["loss"], metrics, rows, parts or {})
 
     def _means(self, graph: str, totals: Sequence[float]) -> dict[str, float]:
-        """The means of loss and metrics, out of what `Engine.evaluate` gives for a graph."""
+        """Return the means of loss and metrics, computed from the totals of `Engine.evaluate` for a graph."""
         names = ["loss", *self._engine.metric_names(graph)]
         return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
 
     def _microbatches(self, number: int, part: OpenPart) -> Iterator[tuple[Microbatch, float, int]]:
-        """The batches of this rank, with the share of the sum over ranks that counts, and how many rows of all ranks that is.
+        """Yield this rank's batches, each with its factor in the sum over ranks and the number of rows on all ranks.
 
-        Every row of a part is evaluated; the last few, fewer than there are ranks, by all ranks alike.
+        Every row of a part is evaluated. The last rows, fewer than there are ranks, are evaluated by
+        every rank, with a factor of 1 / ranks.
         """
         data = part.dataset
         each = self._plan.rows_per_call

@@ -1,4 +1,4 @@
-"""Explains to a user why a step failed: which row of the data, or which operator of the model, and where it stands in the source."""
+"""Explain to a user why a step failed: by the row of the data, or the model's operator and its line in the source."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from trainload.sharding.plans.plan import Plan
 
 _CPU = torch.device("cpu")
 _OF_PEERS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket", "process group", "TCPStore")
-"""Words of errors that come of another rank's end, not of what this one computes."""
+"""Words in errors that are caused by the end of another rank, not by what this rank computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """The rank that raised an error, with what it trains.
+    """A rank that raised an error.
 
     Attributes:
-        package: what is trained.
-        plan: how.
-        rank: its number.
-        engine: its part of the run.
-        device: where it computes.
+        package: package that is trained.
+        plan: plan of the run.
+        rank: number of the rank.
+        engine: engine of the rank.
+        device: device of the rank.
     """
 
     package: Package
@@ -42,13 +42,13 @@ class Failing:
 
 
 def explain(error: Exception, failing: Failing, data: RunData, source: str, when: str) -> TrainloadError | None:
-    """Return what a user should read in place of an error of a step; None where another rank or the machine may be the reason.
+    """Return an error that explains a failed step to a user; None if another rank or the machine may be the cause.
 
     Args:
-        error: raised by a graph or by torch.
-        failing: the rank that raised it.
-        data: that the microbatches' rows are of.
-        source: the data's place.
+        error: error raised by a graph or by torch.
+        failing: rank that raised it.
+        data: data of the microbatches.
+        source: path or URL of the data.
         when: "step 3", "the evaluation after step 3".
     """
     if isinstance(error, TrainloadError):
@@ -68,10 +68,10 @@ def explain(error: Exception, failing: Failing, data: RunData, source: str, when
 
 
 def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
-    """Return what a user should read in place of an error that no row of the data causes; None where another rank or the machine may.
+    """Return an error that explains one that no row of the data causes; None if another rank or the machine may be the cause.
 
     Args:
-        error: as of `explain`.
+        error: error raised by a graph or by torch.
         when: "step 3", "making the graphs".
     """
     if isinstance(error, TrainloadError):

@@ -1,4 +1,4 @@
-"""Runs without Ray: one worker in this process, or as one of torchrun's."""
+"""Runs without Ray: a single worker in this process, or a worker that torchrun started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def check_one_worker(spec: RunSpec) -> None:
-    """Check that a plan is for one worker. Raises: ClusterError otherwise."""
+    """Raise ClusterError unless a plan is for one worker."""
     if spec.plan.world_size != 1:
         raise ClusterError(
             "the local backend has one worker",
@@ -44,7 +44,7 @@ def run_in_process(spec: RunSpec, check_driver: CheckDriver) -> None:
 
 
 def _work(spec: RunSpec, place: Place, check_driver: CheckDriver | None) -> None:
-    before = Summary.of(stream_events(Path(spec.run_dir)))  # the same on every rank: none goes on before all have read it
+    before = Summary.of(stream_events(Path(spec.run_dir)))  # the same on every rank: none continues before all have read it
     spec = spec.model_copy(update={"had_checkpoint": spec.had_checkpoint or before.checkpoint is not None})
     contact = FileContact(Path(spec.run_dir), place.rank, before, check_driver)
     try:
@@ -58,7 +58,7 @@ def _work(spec: RunSpec, place: Place, check_driver: CheckDriver | None) -> None
 
 
 def torchrun_place() -> Place:
-    """Raises: ClusterError if torchrun did not start this process."""
+    """Return the position of this process from torchrun's environment; raise ClusterError if torchrun did not start it."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     missing = [n for n in names if n not in os.environ]
     if missing:
@@ -73,14 +73,19 @@ def torchrun_place() -> Place:
 
 
 def _see_one_gpu() -> None:
-    """Hides all GPUs but this local rank's; must be called before CUDA is first used."""
+    """Hide all GPUs but this local rank's, since a compiled graph names its GPU. Call it before CUDA is first used."""
     there = os.environ.get("CUDA_VISIBLE_DEVICES")
     local_rank = int(os.environ["LOCAL_RANK"])
     os.environ["CUDA_VISIBLE_DEVICES"] = there.split(",")[local_rank] if there else str(local_rank)
 
 
 def check_torchrun(spec: RunSpec) -> Place:
-    """Where torchrun put this process. Raises: ClusterError if it did not, or started another number of workers than the plan has."""
+    """Return the position of this process under torchrun.
+
+    Raises:
+        ClusterError: torchrun did not start this process, or started another number of workers than
+            the plan has.
+    """
     place = torchrun_place()
     if place.world != spec.plan.world_size:
         raise ClusterError(
@@ -104,9 +109,11 @@ def run_under_torchrun(spec: RunSpec, place: Place, check_driver: CheckDriver | 
 
 @contextmanager
 def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop after its step; the second ends it at once, and so does the first where
-    storage does not take the request. A handler that the caller has set stays. `leading`: this process clears the request. In another
-    thread than the main one signals do what they did before.
+    """Turn the first Ctrl-C, SIGTERM or SIGHUP within the context into a request to stop after the step.
+
+    The second signal ends the run immediately, and so does the first one if the request cannot be
+    written to storage. Handlers that the caller has set stay, and outside the main thread nothing
+    changes. If `leading`, this process clears the request.
     """
 
     def ask(number: int, frame: object) -> None:
@@ -118,7 +125,7 @@ def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]
             raise KeyboardInterrupt from None
 
     if leading:
-        clear_requests(run_dir)  # of an attempt that was ended before it could stop
+        clear_requests(run_dir)  # left by an attempt that was killed before it could stop
     handlers = {number: signal.getsignal(number) for number in _SIGNALS} if in_main_thread() else {}
     before = {number: handler for number, handler in handlers.items() if is_nobodys(handler)}
     for number in before:

@@ -1,4 +1,4 @@
-"""The loop that every worker runs, whatever started it."""
+"""The training loop of a worker, the same for every backend."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ from trainload.sharding.planner.check_plan import check_plan
 from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
 SCALING = "loss scaling"
-"""What a checkpoint has of the loss's scale, in what it keeps for the run's user,"""
+"""Key of the loss scales in the `user` entries of a checkpoint."""
 GRAPHS = "graphs"
-"""and of its graphs: by the build, which of them run interpreted."""
+"""Key in the same entries of a mapping: build -> for each graph, True if it runs interpreted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker stands: its rank of `world` workers, `local_world` of which share its node, which is called `node`. It sees one GPU,
-    if any.
+    """Position of a worker: its rank among `world` workers, of which `local_world` share its node.
+
+    A worker sees at most one GPU, since a compiled graph names its GPU.
     """
 
     rank: int
@@ -74,11 +75,19 @@ def set_threads(local_world: int) -> None:
 
 
 def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet: bool = False) -> None:
-    """What is done once per node before the workers meet: compile into the node's cache, convert the data. `ranks`: the node's. `quiet`:
-    does not tell how long it took.
+    """Prepare a node before the process group is formed: compile into its cache, and convert the data.
 
-    Raises: what compiling and reading data raise; StorageError where this node cannot write the run's checkpoints; nothing of it depends on
-    other nodes.
+    It runs once per node, and nothing in it depends on other nodes.
+
+    Args:
+        spec: the run.
+        ranks: ranks on this node.
+        contact: connection to the driver.
+        quiet: do not report how long it took.
+
+    Raises:
+        StorageError: this node cannot write the run's checkpoints.
+        TrainloadError: compiling or reading the data fails.
     """
     set_threads(len(ranks))
     if spec.checkpoints is not None:
@@ -100,18 +109,20 @@ def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet
 
 
 def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:
-    """A run's data and held-out data, from the node's cache, or converted into it."""
+    """Open a run's data and held-out data, converting them into the node's cache if they are not in it."""
     cache, rows = default_cache_dir() / "data", spec.plan.rows_per_call
     train = open_run_data(spec.data, package, rows, cache)
     return train, open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
 
 
 def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Built, Path | None]:
-    """Return what a rank calls, and the folder of the build that it is from: compiled, where the run wants it and the machine can, from the
-    node's cache.
+    """Return the graphs that a rank calls, and the folder of their build; None if they are not compiled.
+
+    They are compiled, or loaded from the node's cache, if the run wants that and the machine has a
+    compiler.
 
     Raises:
-        CompileError: the machine cannot, and the run requires it.
+        CompileError: there is no compiler, and the run requires compiled graphs.
     """
     device, evaluates = device_of(spec.plan), spec.evaluates
     if spec.compile and can_compile():
@@ -128,17 +139,17 @@ def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Bui
 
 
 def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
-    """Trains. The default process group must exist if there is more than one worker.
+    """Train as one worker of a run. With more than one worker the default process group must exist.
 
     Args:
         spec: the run.
-        place: which of its workers this is.
-        contact: with whoever runs it.
+        place: position of this worker.
+        contact: connection to the driver.
 
     Raises:
-        RunInterrupted: the run was asked to stop; a checkpoint was written.
+        RunInterrupted: a stop was requested, and a checkpoint was written.
         DivergedError: a loss, or the norm of a gradient whose loss is not scaled, is not finite.
-        TrainloadError: whatever package, plan, data or checkpoints raise.
+        TrainloadError: an error of the package, the plan, the data or the checkpoints.
     """
     with deterministic():
         _Worker(spec, place, contact).run()
@@ -188,7 +199,7 @@ class _Worker:
             place.rank,
             self._attempt,
             keep=spec.retention,
-            before_publishing=contact.flush,  # so the journal has all steps that are not done again
+            before_publishing=contact.flush,  # so the journal has every step that a restart from it does not repeat
         )
         self._saver = Saver(writer, contact, self._control, leading=place.rank == 0, patience=spec.storage_patience)
         self._evaluation = None
@@ -205,10 +216,10 @@ class _Worker:
                 mean=spec.weights == "mean",
             )
 
-    # Beginning
+    # Start
 
     def _begin(self) -> tuple[str, str | None]:
-        """What this attempt is called, and the checkpoint that it goes on from."""
+        """Return a unique name for this attempt, and the path of the checkpoint to resume from, if any."""
         usable = usable_checkpoint(self._checkpoints, patience=self._spec.storage_patience, control=self._control)
         if self._place.rank == 0:
             for reason in usable.rejected:
@@ -234,12 +245,20 @@ class _Worker:
             raise explained from error
 
     def _verified(self, built: Built, folder: Path | None, checkpoint: Checkpoint | None) -> Built:
-        """The build with graphs that are compared at their first call. folder: it was compiled into; None: it is interpreted."""
+        """Return the build with graphs that are compared at their first call.
+
+        Args:
+            built: the build.
+            folder: folder of the compiled build; None if it runs interpreted, and nothing is compared.
+            checkpoint: checkpoint to resume from, which has earlier decisions.
+        """
         self._verifier: Verifier | None = None
         if folder is None:
             return built
         self._build_name = "+".join(sorted(set(gathered(folder.name, self._control))))
         kept: dict[str, Any] = {} if checkpoint is None else checkpoint.index.user.get(GRAPHS, {})
+        # The stages of a pipeline call different graphs at different times, so only the ranks that call
+        # a graph decide about it. Waiting for all ranks would deadlock: the next stage waits for this one.
         alike = group_of_stage(self._plan, self._place.rank, self._control)
         self._speaks = alike is None or dist.get_rank(alike) == 0
         self._verifier = Verifier(
@@ -321,7 +340,7 @@ class _Worker:
         if step == spec.steps > 0:
             self._evaluate(step)
         self._activity.at(Phase.ENDING)
-        if step > self._start:  # one that was done already has its checkpoint, perhaps the only one: it is not replaced
+        if step > self._start:  # otherwise the checkpoint of this step exists, perhaps as the only one, and is not replaced
             self._saver.finish(lambda: self._checkpoint(step))
         if step == spec.steps:
             if leading:
@@ -366,7 +385,7 @@ class _Worker:
 
     @contextmanager
     def _explaining(self, data: RunData, source: str, when: str) -> Iterator[None]:
-        """Raise what a user can act on in place of an error of a kernel."""
+        """Replace an error of a kernel within the context by one that a user can act on."""
         try:
             yield
         except Exception as error:
@@ -377,14 +396,14 @@ class _Worker:
             raise explained from error
 
     def _compared(self) -> float:
-        """Seconds that comparing compiled graphs has taken since this was last asked, which are told."""
+        """Return and report the seconds that comparing compiled graphs has taken since the last call."""
         seconds = 0.0 if self._verifier is None else self._verifier.taken()
         if seconds and self._place.rank == 0:
             self._contact.write("stage", name="compare compiled graphs", seconds=seconds)
         return seconds
 
     def _report_skipped(self, step: int, result: StepResult) -> None:
-        """Report the updates of a step that were skipped because their batch has no weight."""
+        """Report the updates of a step that were skipped because the weight of their batch is 0."""
         for graph, found in result.turns:
             if not found.weight:
                 name = f", graph {graph}" if result.others else ""
@@ -396,8 +415,12 @@ class _Worker:
                 )
 
     def _check_finite(self, step: int, result: StepResult, draws: Sequence[Draw]) -> None:
-        """Check that loss and gradient norm of every update of a step are finite, before it is saved. They are the same on every
-        rank, so all of them raise, or none. Raises: DivergedError.
+        """Check that loss and gradient norm of every update of a step are finite, before it is saved.
+
+        They are the same on every rank, so either all ranks raise or none does.
+
+        Raises:
+            DivergedError: one of them is not finite.
         """
         for graph, found in result.turns:
             if not found.weight:
@@ -420,15 +443,15 @@ class _Worker:
             )
 
     def _can_train(self, graph: str, found: GraphResult) -> bool:
-        """Whether an update leaves numbers in the weights, by its gradient's norm."""
-        if found.loss_scale is not None:  # where the norm is not finite nothing was updated, and the scale is lowered
+        """Return True if the weights are finite after an update, judged by its gradient norm."""
+        if found.loss_scale is not None:  # if the norm is not finite, the update was skipped and the scale is lowered
             return True
-        if self._package.recipe.graph(graph).clip_value is not None:  # what is infinite is clipped
+        if self._package.recipe.graph(graph).clip_value is not None:  # clipping by value makes infinities finite
             return not math.isnan(found.gradient_norm)
         return math.isfinite(found.gradient_norm)
 
     def _tokens_per_row(self) -> int | None:
-        if self._package.manifest.variants:  # they may have rows of several lengths
+        if self._package.manifest.variants:  # their rows may differ in length
             return None
         for entry in self._package.manifest.data_inputs().values():
             if "int" in entry.dtype and len(entry.shape) == 2 and isinstance(entry.shape[1], int):
@@ -436,7 +459,7 @@ class _Worker:
         return None
 
     def _asked(self) -> Request:
-        """What the run is asked for, the same on every rank; they also tell each other of the memory that they hold."""
+        """Return the pending request, the same on every rank; the ranks also exchange their memory usage."""
         self._activity.at(Phase.AGREEING)
         request = Request.NONE
         if self._place.rank == 0:
@@ -457,7 +480,7 @@ class _Worker:
             self._contact.met(Request.CHECKPOINT)
         user: dict[str, object] = {} if scaling is None else {SCALING: scaling}
         if self._verifier is not None:
-            decided = gathered(self._verifier.decided, self._control)  # of a pipeline, each rank about its own stages
+            decided = gathered(self._verifier.decided, self._control)  # in a pipeline, each rank decides about its own stages
             user[GRAPHS] = {self._build_name: dict(ChainMap(*decided))}
         if self._evaluated is not None and self._evaluated[0] == step and math.isfinite(self._evaluated[1]):
             user[EVALUATION] = self._evaluated[1]
@@ -478,7 +501,7 @@ class _Worker:
 
 
 def _metrics(result: StepResult) -> dict[str, float]:
-    """The main graph's metrics; the other graphs' losses, metrics and norms under "graph.loss", ..."""
+    """Return the main graph's metrics, and losses, metrics and norms of the other graphs as "graph.loss", ..."""
     found = dict(result.metrics)
     for graph, other in result.others.items():
         if not other.weight:
@@ -489,7 +512,7 @@ def _metrics(result: StepResult) -> dict[str, float]:
 
 
 class _Clock:
-    """Rates over the last steps, by running means."""
+    """Running means of the duration and the number of rows of steps."""
 
     def __init__(self, tokens_per_row: int | None) -> None:
         self._tokens = tokens_per_row
@@ -497,15 +520,15 @@ class _Clock:
         self._last = time.perf_counter()
 
     def skip(self) -> None:
-        """What happened since the last tick was no step."""
+        """Exclude the time since the last tick from the rates."""
         self._last = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """So long of what has passed since the last tick was no step."""
+        """Exclude a number of seconds since the last tick from the rates."""
         self._last += seconds
 
     def tick(self, steps_left: int, rows: int) -> dict[str, float]:
-        """After a step of so many rows: its seconds, rates, and the seconds left."""
+        """Record the end of a step with a number of rows; return its duration, the rates and the seconds left."""
         now = time.perf_counter()
         seconds = now - self._last
         self._last = now

@@ -1,4 +1,4 @@
-"""Finds the first number in a step's data that is not finite, to explain a loss or a gradient that is not."""
+"""Find the first non-finite number in a step's data, to explain a non-finite loss or gradient."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainload.launching.worker.engine import Draw
 
 
 def first_not_finite(draws: Sequence[Draw], data: RunData, source: str) -> str:
-    """Return a clause that names the input and the row of a NaN in a rank's batches, or else of an infinite number; "" if there is none.
+    """Return a clause that names the input and row of a NaN, or else of an infinity, in a rank's batches; "" if there is none.
 
     Args:
         draws: the rank's part of a step.
-        data: the run's data.
-        source: path or URL of the run's data.
+        data: data of the run.
+        source: path or URL of the data.
     """
     microbatches = [microbatch for draw in draws for microbatch in draw.microbatches]
     for is_wanted in (torch.isnan, torch.isinf):

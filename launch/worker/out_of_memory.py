@@ -1,4 +1,4 @@
-"""Explains an allocation that failed: what the rank held, what its plan was estimated to need, and which plans need less."""
+"""Explain a failed allocation: memory held by the rank, the plan's estimate, and plans that need less."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from trainload.sharding.planner.search import Candidate, Choice, costs_of, evalu
 from trainload.sharding.plans.plan import Plan
 
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
-"""Words of the errors of torch's allocators, of numpy and of the system."""
+"""Phrases in the errors of torch's allocators, of numpy and of the system."""
 _LESS = 0.8
-"""A plan is named where it needs at most this part of what failed."""
+"""A plan is suggested if it needs at most this fraction of the memory of the failed plan."""
 _GIB = 2**30
 _FIGURES = {"cpu": "cpu-2-cores", "cuda": "h100"}
-"""Device kind -> whose figures plans are ordered by; the memory of tensors does not depend on them."""
+"""Device kind -> profile by which plans are ordered. The memory of tensors does not depend on it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be had."""
+    """Return True if an error reports a failed allocation."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in _WORDS)
 
 
 def explain_memory(
     error: Exception, package: Package, plan: Plan, held: RankState, device: torch.device, rank: int, when: str
 ) -> OutOfMemoryError:
-    """Return what a user should read in place of an error of an allocator.
+    """Return an error that explains an allocator's error to a user.
 
     Args:
-        error: the allocator's.
-        package: what is trained.
-        plan: how.
-        held: what the rank holds between steps.
-        device: of the rank.
-        rank: its number.
+        error: the allocator's error.
+        package: package that is trained.
+        plan: plan of the run.
+        held: state of the rank between steps.
+        device: device of the rank.
+        rank: number of the rank.
         when: "step 3", "the evaluation after step 3".
     """
     used = used_bytes(device)
     said = next((line.strip() for line in str(error).splitlines() if any(word in line for word in _WORDS)), type(error).__name__)
     estimated, smaller = "", ""
-    with suppress(PlanError, MemoryError, RuntimeError):  # there may be no memory for that either
+    with suppress(PlanError, MemoryError, RuntimeError):  # the estimate may run out of memory, too
         source, figures = Source(package), read(_FIGURES[device.type])
         costs = costs_of(source, plan, figures)
         estimated = f"; the plan was estimated to need {_spelled(costs.memory)} at its peak, in {costs.memory.at}"
@@ -74,7 +74,7 @@ def _held(held: RankState) -> str:
 
 
 def _smaller(source: Source, plan: Plan, figures: DeviceProfile, failed: Memory) -> list[Candidate]:
-    """Return plans for the same devices that need less memory: the fastest of them, and the one that needs least."""
+    """Return plans for the same devices that need less memory: the fastest, and the one that needs the least."""
     found: list[Candidate] = []
     for choice in _choices(plan):
         try:
@@ -89,7 +89,7 @@ def _smaller(source: Source, plan: Plan, figures: DeviceProfile, failed: Memory)
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:
-    """Yield the plan's own choice with another strategy, recomputation and number of microbatches."""
+    """Yield variants of the plan's choice with other strategies, recomputation and numbers of microbatches."""
     pipeline = plan.pipeline
     schedule = None if pipeline is None else (pipeline.schedule, len(pipeline.stage_ranks) // pipeline.ranks)
     own = Choice(plan.strategy, plan.tensor_ranks, plan.pipeline_ranks, plan.accumulate, plan.recompute, schedule, plan.divide)

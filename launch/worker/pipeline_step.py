@@ -1,4 +1,4 @@
-"""Runs a step of a plan with a pipeline on one rank: its actions in order, with what it sends and receives between them."""
+"""Run a pipeline-parallel step on one rank: its actions in order, with sends and receives between them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from trainload.sharding.plans.plan import PIPELINE, Plan
 
 @dataclass(slots=True)
 class _Sent:
-    """What is under way to another rank: kept until it is there."""
+    """Tensors that are being sent to another rank; they are kept alive until they have arrived."""
 
     work: list[dist.Work]
     values: list[Tensor]
 
 
 class PipelineRunner:
-    """Calls the stages of one rank.
+    """Caller of the pipeline stages of one rank.
 
-    Law: two ranks that exchange messages do so in one order, the one of `instructions`, whatever data they have.
+    Law: two ranks exchange messages in one order, that of `instructions`, regardless of their data.
 
     Args:
-        plan: one with a pipeline, whose process groups are bound.
+        plan: plan with a pipeline, whose process groups are bound.
         rank: this rank.
-        device: where it computes.
-        calls: how it calls graphs.
+        device: device of this rank.
+        calls: caller of graphs.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, calls: Calls) -> None:
@@ -48,19 +48,21 @@ class PipelineRunner:
         self._evaluation = _forward_only(plan.pipeline.stage_ranks)[self._index]
 
     def train(self, stages: BuiltStages, turn: TurnCall, microbatches: Sequence[Microbatch]) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Forward and backward of this rank's stages over all microbatches.
+        """Run forward and backward of this rank's stages over all microbatches.
 
-        Returns: the sum of the totals, on the rank that has the last stage; the gradients of the buckets that got any.
+        Returns:
+            The sum of the totals on the rank with the last stage, None on others; and the gradients
+            of the buckets that got any.
         """
         return self._run(self._instructions, stages, turn, microbatches)
 
     def evaluate(self, stages: BuiltStages, turn: TurnCall, microbatch: Microbatch) -> Tensor | None:
-        """Forward of this rank's stages. Returns: the totals, on the rank that has the last stage."""
+        """Run forward of this rank's stages; return the totals on the rank with the last stage, None on others."""
         totals, _ = self._run(self._evaluation, stages, turn, [microbatch])
         return totals
 
     def shared(self, totals: Tensor | None, count: int) -> Tensor:
-        """The totals, (count,), which one rank of the pipeline has, on all of them."""
+        """Return, on all ranks of the pipeline, the totals (count,) that one of them has."""
         value = torch.zeros(count, dtype=torch.float32, device=self._device) if totals is None else totals
         found: Tensor = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(value, "sum", PIPELINE))
         return found
@@ -137,7 +139,7 @@ class PipelineRunner:
 
 
 def _forward_only(stage_ranks: Sequence[int]) -> list[list[Instruction]]:
-    """What each rank does for one microbatch that has no backward."""
+    """Return the instructions of each rank for the forward of one microbatch."""
     found: list[list[Instruction]] = [[] for _ in set(stage_ranks)]
     for stage, rank in enumerate(stage_ranks):
         found[rank].append(Action(stage, Part.FORWARD, 0))

@@ -1,4 +1,4 @@
-"""What one rank holds between steps: its flat parameters, the optimizers' state, running means, buffers, the scale of each loss."""
+"""State of one rank between steps: flat parameters, optimizer state, running means, buffers and loss scales."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from trainload.sharding.rewriting.shares import fill_share
 
 
 class RankState:
-    """The tensors of a rank, all on its device.
+    """Tensors of a rank, all on its device.
 
     Attributes:
-        params: bucket -> (n,), what this rank stores of it.
-        states: (bucket, group) -> the entries of the optimizer's state, in its order; absent before the first update.
-        means: bucket -> (n,), this rank's slice of the running mean; absent before the first update of a graph that keeps one.
-        buffers, constants: by name.
-        scaling: graph -> [scale, updates in a row since it last changed]; empty where losses are not scaled.
+        params: bucket -> (n,), the part of it that this rank stores.
+        states: (bucket, group) -> the entries of the optimizer state, in its order; absent before
+            the first update.
+        means: bucket -> (n,), this rank's slice of the running mean; absent before the first update
+            of a graph that keeps one.
+        buffers: buffers by name.
+        constants: constants by name.
+        scaling: graph -> [scale, consecutive updates since it last changed]; empty if losses are
+            not scaled.
     """
 
     def __init__(self, package: Package, plan: Plan, updates: Sequence[UpdateGraph], rank: int, device: torch.device) -> None:
@@ -42,7 +46,7 @@ class RankState:
         self.scaling: dict[str, list[Tensor]] = {}
 
     def load_package(self) -> None:
-        """Starts from the package's weights; only the bytes that this rank stores are read."""
+        """Load the package's weights. Only the bytes that this rank stores are read."""
         weights = self._package.weights
         self.params = {}
         for bucket in self._buckets:
@@ -60,7 +64,7 @@ class RankState:
         self._load_constants()
 
     def _fill(self, slot: Slot, start: int, into: Tensor) -> None:
-        """Reads elements of what a rank has of a parameter, from `start` on, as the package has it."""
+        """Read elements of this rank's share of a parameter from the package, beginning with element `start`."""
         plan, weights = self._plan, self._package.weights
         shard = plan.tensor_shards.get(slot.parameter)
 
@@ -73,26 +77,26 @@ class RankState:
             fill_share(whole, slot.shape, shard, plan.tensor_ranks, plan.tensor_index(self._rank), start, into)
 
     def load(self, state: ShardedState, scaling: Mapping[str, Any] | None = None) -> None:
-        """Continues from a checkpoint's state, already cut for this rank and plan, and from what `dump_scaling` gave."""
+        """Load a checkpoint's state, already cut for this rank and plan, and the result of `dump_scaling`."""
         self.params = {b.name: state.flats[b.name][PARAM].to(self._device) for b in self._buckets}
         self.buffers = {name: value.to(self._device) for name, value in state.buffers.items()}
         self._load_constants()
         self.load_optimizer(state, scaling)
 
     def load_optimizer(self, state: ShardedState, scaling: Mapping[str, Any] | None = None) -> None:
-        """Goes on with what a checkpoint has beside parameters and buffers: the optimizer's state, running means, the losses' scales."""
+        """Load the rest of a checkpoint beside parameters and buffers: optimizer state, running means and loss scales."""
         kinds = {StateKind.FLAT: state.flats, StateKind.SCALAR: state.scalars, StateKind.STACK: state.stacks}
         self.states = {}
         for part in self._kept:
             bucket, entries = part.bucket.name, list(_entries(part))
-            # An update that was never made, or whose gradients were not finite so far, has left none.
+            # There is no state of an update that never ran, or whose gradients have never been finite so far.
             if all(entry in kinds[kind].get(bucket, {}) for entry, kind in entries):
                 self.states[part.key] = [kinds[kind][bucket][entry].to(self._device) for entry, kind in entries]
         self.means = {name: entries[MEAN].to(self._device) for name, entries in state.flats.items() if MEAN in entries}
         self._load_scaling(scaling or {})
 
     def dump(self) -> ShardedState:
-        """What a checkpoint keeps. The tensors are the live ones: copy before the next step."""
+        """Return the state that a checkpoint stores. The tensors are not copies: copy them before the next step."""
         kinds: dict[StateKind, dict[str, dict[str, Tensor]]] = {kind: {} for kind in StateKind}
         kinds[StateKind.FLAT] = {name: {PARAM: value} for name, value in self.params.items()}
         for part in self._kept:
@@ -103,12 +107,12 @@ class RankState:
         return ShardedState(kinds[StateKind.FLAT], kinds[StateKind.SCALAR], self.buffers, kinds[StateKind.STACK])
 
     def dump_scaling(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of the losses' scales; None where they are not scaled."""
+        """Return the loss scales that a checkpoint stores; None if losses are not scaled."""
         found = {graph: {"scale": scale.item(), "streak": streak.item()} for graph, (scale, streak) in self.scaling.items()}
         return found or None
 
     def lacking(self, parts: Sequence[BucketUpdate], *, mean: bool) -> Lacking:
-        """What an update of these parts has to make."""
+        """Return the optimizer states and means that do not exist yet, so an update of these parts must create them."""
         states = frozenset(part.key for part in parts if part.key not in self.states)
         return Lacking(states, frozenset(p.bucket.name for p in parts if mean and p.bucket.name not in self.means))
 
@@ -128,6 +132,6 @@ class RankState:
 
 
 def _entries(part: BucketUpdate) -> Iterator[tuple[str, StateKind]]:
-    """The names under which a checkpoint keeps the entries of a state, in its order."""
+    """Yield the names and kinds under which a checkpoint stores the entries of an optimizer state, in its order."""
     for spec in part.state:
         yield part.bucket.entry(part.update.group, spec.name), state_kind(part.update.elementwise, spec.like_parameter)

@@ -1,7 +1,7 @@
-"""Finds the value of a batch that an operator rejected: a token beyond the vocabulary, a label of no class, a matrix that has no inverse.
+"""Find the value of a batch that an operator rejected: a token outside the vocabulary, an invalid label, a singular matrix.
 
-Only what was rejected is computed again, on the CPU, of the batch and of constants, so that any rank can do it: it needs no parameters, and
-no GPU, which an index that is out of range has made unusable.
+Only the rejected value is computed again, on the CPU, from the batch and constants. So any rank can do
+it without parameters, and without the GPU, which an out-of-range index makes unusable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainload.sharding.pipeline.sizes import symbols_of
 
 aten = torch.ops.aten
 _SHOWN = 8
-"""Elements of a value that an error shows."""
+"""Maximum number of elements of a value that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,12 @@ class Rejected:
     """A value that an operator rejected.
 
     Attributes:
-        problem: what is wrong, without the place: "the value 50 of input 'tokens' is out of range for aten.embedding.default".
-        expected, got: as an error says it; "" where the operator does not tell.
-        node: the operator's name in the step graph.
-        row: of the batch, that has it; None where the rows cannot be told apart.
+        problem: description without the place: "the value 50 of input 'tokens' is out of range for
+            aten.embedding.default".
+        expected: expected value for the error; "" if it is not known from the operator.
+        got: actual value for the error; "" if there is none to show.
+        node: name of the operator in the step graph.
+        row: row of the batch that has the value; None if it cannot be determined.
     """
 
     problem: str
@@ -47,13 +49,14 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """An operator's indices.
+    """Indices that an operator uses.
 
     Attributes:
-        index: the node that gives them.
-        size: of the dim that they are for.
-        from_end: whether a negative index counts from the end, so that -size is the least that is valid; else 0 is.
-        ignored: a value that is valid too.
+        index: node that computes them.
+        size: size of the indexed dim.
+        from_end: True if negative indices count from the end, so that -size is the smallest valid
+            index; otherwise that is 0.
+        ignored: an additional valid value.
     """
 
     index: Node
@@ -65,13 +68,16 @@ class _Use:
 def find_rejected(
     step: StepGraph, batch: Mapping[str, Tensor], constants: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> Rejected | None:
-    """Return the first value that an operator of a step graph rejects, if it is computed from the batch and constants alone.
+    """Return the first value that an operator of a step graph rejects.
+
+    Only values that are computed from the batch and constants alone are examined; None if no such
+    value is rejected.
 
     Args:
-        step: the graph, whole.
-        batch: name -> (rows, ...) tensor on the CPU, which the graph was called with.
-        constants: of the graph, by the names of its ports.
-        state: buffers by name, of which those count that the graph does not update, such as positions.
+        step: the whole step graph.
+        batch: name -> (rows, ...) tensor on the CPU, with which the graph was called.
+        constants: constants of the graph, by the names of its ports.
+        state: buffers by name. Only those that the graph does not update are used, such as positions.
     """
     placeholders, _ = ends(step.module)
     ports = dict(zip(placeholders, step.inputs, strict=True))
@@ -125,13 +131,13 @@ def _failed_assertion(node: Node, values: _Values) -> Rejected | None:
 
 
 def _row(values: _Values, node: Node, inputs: Sequence[str], is_bad: Callable[[Any], bool]) -> int | None:
-    """Return the first row that alone leads to a bad value of a node."""
+    """Return the first row from which alone a bad value of a node is computed; None if there is none."""
     counts = {values.batch[name].shape[0] for name in inputs if values.batch[name].ndim}
     if len(counts) != 1:
         return None
     for row in range(counts.pop()):
         found = values.of_row(row, inputs).of(node)
-        if found is None:  # a size of the whole batch is in the graph
+        if found is None:  # the graph contains a size of the whole batch
             return None
         if is_bad(found):
             return row
@@ -139,19 +145,19 @@ def _row(values: _Values, node: Node, inputs: Sequence[str], is_bad: Callable[[A
 
 
 class _Values:
-    """The values of nodes that are computed from a batch and constants alone."""
+    """Values of nodes that are computed from a batch and constants alone."""
 
     def __init__(self, ports: Mapping[Node, Port], batch: Mapping[str, Tensor], constants: Mapping[Node, Tensor]) -> None:
         self._ports, self.batch, self._constants = ports, batch, constants
         self._known: dict[Node, Any] = {}
 
     def of_row(self, row: int, inputs: Collection[str]) -> _Values:
-        """Return the same for one row of these inputs."""
+        """Return the values for one row of these inputs."""
         batch = {name: tensor[row : row + 1] if name in inputs else tensor for name, tensor in self.batch.items()}
         return _Values(self._ports, batch, self._constants)
 
     def of(self, wanted: Node) -> Any:
-        """Return a node's value; None where it depends on anything else, or cannot be computed."""
+        """Return a node's value; None if it depends on anything else, or cannot be computed."""
         stack = [wanted]
         while stack:
             node = stack[-1]
@@ -165,7 +171,7 @@ class _Values:
         return self._known[wanted]
 
     def inputs_of(self, wanted: Node) -> tuple[str, ...]:
-        """Return the inputs of the batch that a node's value is computed from."""
+        """Return the names of the batch inputs from which a node's value is computed."""
         ports = [self._ports[node] for node in computed_from([wanted], values=True) if node.op == "placeholder"]
         return tuple(sorted(port.name for port in ports if port.role is Role.BATCH))
 
@@ -180,12 +186,12 @@ class _Values:
         given = torch.fx.node.map_aggregate(given, lambda each: torch.device("cpu") if isinstance(each, torch.device) else each)
         try:
             return node.target(*given[0], **given[1])  # type: ignore[operator]
-        except (RuntimeError, IndexError):  # an index within it is out of range, or a size of the whole batch is in the graph
+        except (RuntimeError, IndexError):  # an earlier index is out of range, or the graph contains a size of the whole batch
             return None
 
 
 def _uses(node: Node) -> Iterator[_Use]:
-    """Yield the indices that an operator takes, with their ranges."""
+    """Yield the indices that an operator uses, with their valid ranges."""
     if node.op == "call_function" and is_overload(node.target) and node.target.overloadpacket in _INDEXING:
         yield from _INDEXING[node.target.overloadpacket](arguments(node))
 

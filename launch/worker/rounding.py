@@ -1,8 +1,9 @@
-"""Measures how much rounding alone changes a graph's values: the greatest difference that a compiled graph may have.
+"""Measure how much rounding alone changes a graph's values, which bounds the error of a compiled graph.
 
-A compiler sums in another order, fuses multiplications with additions, and keeps low-precision values in registers with more digits. The
-effect on a result depends on the graph and on its inputs: the gradient of a bias before a BatchNorm consists of rounding errors, and a
-comparison may have another outcome. So the graph is run again with a random error of one unit in the last place of every result.
+A compiler sums in another order, fuses multiplications with additions, and keeps low-precision values
+in registers with more digits. The effect on a result depends on the graph and its inputs: the gradient
+of a bias before a BatchNorm consists of rounding errors, and a comparison may have another outcome. So
+the graph is run again with a random error of one unit in the last place of every result.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from trainload.capture.operators import is_collective
 from trainload.capture.parity.distance import relative_distance
 
 EXPLAINED = 1e-5
-"""A relative distance that float32 explains in any graph: no run is made for less."""
+"""Relative distance that float32 rounding explains in any graph; smaller distances need no runs."""
 _RUNS = 2
-"""The number of runs; the greatest distance counts."""
+"""Number of runs, of which the greatest distance counts."""
 _FACTOR = 10.0
 """A compiled graph may differ by this many times that distance: a sum of many terms rounds more than once."""
 _FURTHER_RUNS = 6
@@ -33,16 +34,16 @@ for rounding takes another branch, in one run or another, and in the compiled gr
 _FURTHER_FACTOR = 3.0
 """A compiled graph may differ by this many times the distance of a further run."""
 _CANCELLED = 0.1
-"""Above this distance a value consists of rounding errors: what it is computed from has cancelled, as in the mean of a normalised batch."""
+"""Distance above which a value consists of rounding errors, because its terms cancel, as in the mean of a normalized batch."""
 _FACTOR_CANCELLED = 1000.0
-"""The same factor for such a value. Its size depends on the order of a sum, by up to the square root of the number of terms."""
+"""Factor for such a value: its size depends on the order of a sum, by up to the square root of the number of terms."""
 
 
 class Rounding(Interpreter):
-    """Runs a graph with each element of a floating-point result changed by up to some units in its last place, up or down.
+    """An interpreter that changes each element of a floating-point result by up to some units in its last place.
 
-    Results that share memory with an input are left as they are: they are views, or are written in place. So are those of collectives,
-    which are not complete before a wait.
+    Results that share memory with an input are not changed: they are views, or are written in place.
+    Neither are results of collectives, which are not complete before a wait.
 
     Args:
         module: the graph.
@@ -85,9 +86,9 @@ def rounded_runs(
     """Yield the arguments and results of each run, one at a time.
 
     Args:
-        module: the graph. Every rank that its collectives name must take all runs.
-        given: makes the arguments of a run, which may be written in place.
-        further: the further runs, instead of the first ones.
+        module: the graph. All ranks that take part in its collectives must make all runs.
+        given: returns the arguments of a run, which may be written in place.
+        further: make the further runs instead of the first ones.
     """
     for seed in range(_RUNS, _RUNS + _FURTHER_RUNS) if further else range(_RUNS):
         arguments = given()
@@ -97,11 +98,11 @@ def rounded_runs(
 
 
 def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], *, further: bool = False) -> list[float]:
-    """Return the greatest relative distance that rounding explains, of each value.
+    """Return the greatest relative distance that rounding explains, for each value.
 
     Args:
         expected: values of the interpreted graph.
-        runs: the same values of `rounded_runs`.
+        runs: the same values in each run of `rounded_runs`.
         further: they are of the further runs.
     """
     return [max(EXPLAINED, *(_explained(relative_distance(value, run[at]), further) for run in runs)) for at, value in enumerate(expected)]

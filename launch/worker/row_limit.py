@@ -1,4 +1,7 @@
-"""Computes how many rows of a batch fit into a GPU's free memory when a graph runs interpreted, which needs more memory than compiled."""
+"""Compute the number of rows that fit into a GPU's free memory when a graph runs interpreted.
+
+Interpreted graphs need more memory than compiled ones.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from trainload.sharding.analysis.liveness import held
 from trainload.sharding.planner.plan_costs import sizes_of
 
 _PART = 0.5
-"""The part of the free memory that is counted on: kernels need workspace, and the allocator's memory is fragmented. With 0.8, fragments of
-512 MiB on an H200 could not be used, and a call with one more row ran out of memory."""
+"""Usable fraction of the free memory: kernels need workspace, and the allocator's memory is fragmented. With 0.8, fragments
+of 512 MiB on an H200 could not be used, and a call with one more row ran out of memory."""
 
 
 def fitting_rows(module: GraphModule, inputs: Sequence[Port], rows: int, device: torch.device) -> int:
@@ -21,9 +24,9 @@ def fitting_rows(module: GraphModule, inputs: Sequence[Port], rows: int, device:
 
     Args:
         module: the graph; every node has `meta["val"]`.
-        inputs: what its arguments are. Those of a batch have a symbolic number of rows.
-        rows: the number of rows of the call.
-        device: where it runs. On a CPU all rows are returned.
+        inputs: ports of its arguments. Those of a batch have a symbolic number of rows.
+        rows: number of rows of the call.
+        device: device of the call. For a CPU, `rows` is returned.
     """
     if device.type != "cuda":
         return rows

@@ -1,4 +1,4 @@
-"""When a rank writes checkpoints, and what it does where storage fails: it trains on, and tries again."""
+"""Write a rank's checkpoints; if storage fails, training continues and the checkpoint is retried."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from trainload.launching.run.contact import Contact
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _HOLD_SECONDS = 30.0
-"""How long a step waits for the checkpoint before to be written, when another one is due."""
+"""Time that a step waits for the previous checkpoint to be written when the next one is due."""
 
 
 class Saver:
-    """A rank's part in the checkpoints of a run. All ranks call it in the same order.
+    """A rank's part of the checkpoints of a run. All ranks must call it in the same order.
 
-    A checkpoint that could not be written costs no step: rank 0 warns, and asks for another one soon (`wanted`). One that is due while
-    the one before is still being written is put off until that is done, where it takes long. Only at the end of a run are they waited for.
+    A failed checkpoint loses no steps: rank 0 warns, and requests another one soon (`wanted`). A
+    checkpoint that is due while the previous one is still being written is deferred if that takes
+    long. Only the end of a run waits for checkpoints.
 
     Args:
-        writer: writes them.
-        contact: what is told of them.
-        control: all ranks, on a backend of its own; None where there is one rank.
-        leading: whether this is rank 0.
-        patience: seconds that the end of a run waits for storage that fails.
+        writer: writer of checkpoints.
+        contact: connection to the driver, which receives reports.
+        control: group of all ranks, on a separate backend; None if there is one rank.
+        leading: True for rank 0.
+        patience: seconds that the end of a run waits for failing storage.
     """
 
     def __init__(self, writer: CheckpointWriter, contact: Contact, control: dist.ProcessGroup | None, *, leading: bool, patience: float):
@@ -41,14 +42,17 @@ class Saver:
 
     @property
     def wanted(self) -> bool:
-        """Whether it is time to try again after a checkpoint that could not be written, or was put off. Of this rank alone."""
+        """True if it is time to retry a checkpoint that failed or was deferred, on this rank."""
         if self._writer.writing:
             return False
         self._settle()
         return (self._failures > 0 or self._put_off) and time.monotonic() >= self._again_at
 
     def save(self, step: int, state: ShardedState, data: DataPosition, user: dict[str, object]) -> None:
-        """Begins a checkpoint, once the one before is done with; or puts it off. Arguments: as of `CheckpointWriter.save`."""
+        """Start a checkpoint once the previous one is written, or defer it.
+
+        The arguments are those of `CheckpointWriter.save`.
+        """
         began = time.perf_counter()
         if any(gathered(not self._writer.idle(0.0 if self._put_off else _HOLD_SECONDS), self._control)):
             if self._leading and not self._put_off:
@@ -63,13 +67,15 @@ class Saver:
             self._contact.write("stage", name="checkpoint", step=step, seconds=time.perf_counter() - began)
 
     def finish(self, save: Callable[[], None]) -> None:
-        """Begins the last checkpoint by `save`, and waits until it is published; again, where it cannot be written.
+        """Start the last checkpoint by calling `save`, and wait until it is published; retry if that fails.
 
-        Raises: StorageError or CheckpointError on every rank, where storage fails for longer than `patience`.
+        Raises:
+            StorageError, CheckpointError: storage has failed for longer than `patience`; raised on
+                every rank.
         """
         until = time.monotonic() + self._patience
         while True:
-            self._settle()  # so that this one is not put off
+            self._settle()  # so that this checkpoint is not deferred
             gathered(None, self._control)
             save()
             failure = self._agreed(self._settle())
@@ -80,11 +86,11 @@ class Saver:
             time.sleep(_pause(self._failures))
 
     def _agreed(self, failure: TrainloadError | None) -> TrainloadError | None:
-        """The failure of the first rank that has one, on all of them."""
+        """Return, on all ranks, the failure of the first rank that has one."""
         return next((each for each in gathered(failure, self._control) if each is not None), None)
 
     def _settle(self) -> TrainloadError | None:
-        """What the last save came to."""
+        """Wait for the last save, report its outcome, and return its error if it failed."""
         try:
             published = self._writer.wait()
         except (StorageError, CheckpointError) as error:
@@ -101,5 +107,5 @@ class Saver:
 
 
 def _pause(failures: int) -> float:
-    """Seconds until the next try."""
+    """Return the seconds to wait before the next attempt."""
     return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (failures - 1)) if failures else 0.0

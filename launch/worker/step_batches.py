@@ -1,4 +1,4 @@
-"""The global batches of a step, out of the stream of a rank's calls."""
+"""Group the stream of a rank's calls into the global batches of a step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from trainload.launching.worker.engine import Draw
 
 
 def next_calls(stream: Iterator[Call], recipe: Recipe, step: int, accumulate: int) -> list[list[Call]]:
-    """A rank's calls of a step, by the global batches that it draws. Waits until they are read."""
+    """Return a rank's calls of a step, grouped by global batch. Waits until they are read."""
     return [list(itertools.islice(stream, accumulate)) for _ in range(draws_of(recipe, step))]
 
 
 def draw_of(calls: Sequence[Call], data: RunData, dispatcher: Dispatcher) -> Draw:
-    """A global batch with the variant that takes it: the same one on every rank, since all of them have rows of one part."""
+    """Return a global batch with the variant that accepts it.
+
+    It is the same variant on every rank, since the rows of all ranks are of one part.
+    """
     constants = data.parts[calls[0].part].constants
     return Draw(
         [Microbatch(call.batch, call.first_row, call.rows, call.part) for call in calls], dispatcher.pick({**calls[0].batch, **constants})

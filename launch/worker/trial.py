@@ -1,7 +1,8 @@
-"""A step of a run, tried out by its first rank alone: what a dry run does on one node.
+"""Trial steps of a run by its first rank alone, which a dry run executes on one node.
 
-Everything is as in the run (the node's cache, compiled graphs, weights, rows), but for the other ranks, who do not exist: what they would
-have sent is left as it is. So the times are those of a rank that waits for nobody, and the loss means nothing.
+Everything is as in the run (the node's cache, compiled graphs, weights, rows), except that the other
+ranks do not exist and buffers for their data stay unchanged. So the times are those of a rank that
+never waits, and the loss is meaningless.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ _STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Seconds of each part, as rank 0 has them.
+    """Durations of the parts of a trial on rank 0, in seconds.
 
     Attributes:
-        package: opening it, every file that is read checked.
-        data: converting it into the node's cache, or finding it there.
+        package: opening the package, including the check of every file that is read.
+        data: converting the data into the node's cache, or opening it from there.
         compile: compiling the graphs, or loading them from the node's cache.
-        weights: reading this rank's.
-        first_step: with the first update, which makes the optimizer's state.
-        step: a later one.
-        compare: comparing compiled graphs with the interpreted ones, which is part of the first steps.
-        compiled: whether the graphs are compiled.
-        interpreted: for each graph that runs interpreted all the same, why. Those that call other ranks are compared when the run begins.
+        weights: reading this rank's weights.
+        first_step: the first step, whose update creates the optimizer state.
+        step: the fastest later step.
+        compare: comparing compiled graphs with interpreted ones, which is part of the first steps.
+        compiled: True if the graphs are compiled.
+        interpreted: for each graph that runs interpreted nevertheless, the reason. Graphs that
+            communicate with other ranks are compared only when the run begins.
     """
 
     package: float
@@ -56,15 +58,16 @@ class Trial:
 
 
 def try_out(spec: RunSpec, local_world: int) -> Trial:
-    """Tries a run out in this process, which must have no process group.
+    """Run trial steps of a run in this process, which must have no process group.
 
     Args:
         spec: the run. Nothing is written into its folder.
-        local_world: ranks that will share this node's cores.
+        local_world: number of ranks that will share this node's cores.
 
     Raises:
-        PlanError: a pipeline's rank waits for what others send, and cannot be tried out alone.
-        TrainloadError: what package, plan and data raise.
+        PlanError: the plan has a pipeline, whose ranks cannot run alone, since they wait for each
+            other's messages.
+        TrainloadError: an error of the package, the plan or the data.
     """
     plan = spec.plan
     if plan.pipeline is not None:

@@ -1,10 +1,11 @@
-"""Compares each compiled graph with the interpreted one when a build's graph is first called, and runs it interpreted where they differ.
+"""Compare each compiled graph with the interpreted one at its first call; if they differ, run it interpreted.
 
-The freeze has compared the interpreted graph with eager PyTorch; a run trains what Inductor makes of it. So the first call of every
-compiled graph is made twice, on what the run gives it: parameters, the optimizer's state, rows, as many as there is memory for. A graph
-of a batch is then called on one more row as well. Whether they differ beyond what rounding explains (`rounding.py`) is decided by all
-ranks together. What a rank's node has found of a build is kept beside it; what a run has decided is stored in its checkpoints, so that a
-restart anywhere continues with the same graphs.
+The freeze has compared the interpreted graph with eager PyTorch, but a run trains the code that Inductor
+generates from it. So the first call of every compiled graph is made twice, on the run's own arguments:
+parameters, optimizer state, and as many rows as there is memory for. A graph with a dynamic batch is then
+also called with one more row. All ranks together decide whether the results differ by more than rounding
+explains (`rounding.py`). Comparisons are stored beside the build in the node's cache; the decisions of a
+run are stored in its checkpoints, so that a restart anywhere continues with the same graphs.
 """
 
 from __future__ import annotations
@@ -42,22 +43,25 @@ from trainload.sharding.rewriting.rewrite import BETWEEN
 
 _FOLDER = "verified"
 Labelled = list[tuple[str, Tensor]]
-"""Values of a call, with what each is called in a message."""
+"""Values of a call, each with its name in messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The outcome of comparing a compiled graph with the interpreted one.
+    """Outcome of comparing a compiled graph with the interpreted one.
 
     Attributes:
         graph: its name within the build, such as "train.only".
-        interpreted: whether it runs interpreted from then on.
-        output: what differs: "gradient of layer.weight". Empty where nothing does, or the graph cannot be compiled or called.
-        distance: by how much, as an L2 distance relative to the interpreted value's norm; None where there is none, as of another shape.
-        explained: the greatest distance that rounding explains.
-        operator: at which operator the compiled graph departs; empty where that is not known.
-        place: the user's line that it comes from, such as `model.py:12: low = image.amin(1)`; empty where that is not known.
-        error: what the compiler or the compiled graph says where it fails; empty where it does not.
+        interpreted: True if it runs interpreted from now on.
+        output: value that differs, such as "gradient of layer.weight"; "" if none does, or the graph
+            cannot be compiled or called.
+        distance: L2 distance relative to the norm of the interpreted value; None if it is not
+            finite.
+        explained: greatest distance that rounding explains.
+        operator: operator at which the compiled graph diverges; "" if unknown.
+        place: the user's line of that operator, such as `model.py:12: low = image.amin(1)`; "" if
+            unknown.
+        error: error of the compiler or of the compiled graph; "" if there is none.
     """
 
     graph: str
@@ -83,24 +87,28 @@ class Comparison:
 
 
 class Verifier:
-    """Compares the graphs of one rank's build.
+    """Comparison of the graphs of one rank's build.
 
     Args:
-        package: what is trained.
-        plan: how.
+        package: package that is trained.
+        plan: plan of the run.
         rank: this rank.
-        device: where it computes.
-        folder: of the build, in which the comparisons are kept.
-        control: the ranks that call the same graphs in the same order, on a backend of their own: all, of a pipeline those with the same
-            stages, since the others wait for what these send. None: there is one rank, or the others do not exist.
-        required: whether a graph that would run interpreted ends the run instead.
-        decided: graph -> whether it runs interpreted, as the run has decided before.
-        tell: told of every graph that will run interpreted; the same on every rank.
-        comparing: entered while a graph is compared.
+        device: device of this rank.
+        folder: folder of the build, in which comparisons are stored.
+        control: group of the ranks that call the same graphs in the same order, on a separate
+            backend: all ranks or, in a pipeline, those with the same stages, since the others wait
+            for messages of these. None if there is one rank, or the others do not exist.
+        required: True to raise an error instead of running a graph interpreted.
+        decided: earlier decisions of the run: graph -> True if it runs interpreted.
+        tell: called with the comparison of every graph that will run interpreted, the same on every
+            rank.
+        comparing: context that is entered while a graph is compared.
 
     Attributes:
-        device: as given.
-        decided: as given, of the graphs of this build, and what has been decided since.
+        device: device of this rank.
+        decided: decisions about the graphs of this build so far: graph -> True if it runs
+            interpreted.
+        seconds: time spent on comparisons since the last call of `taken`.
     """
 
     def __init__(
@@ -129,10 +137,11 @@ class Verifier:
         self.seconds = 0.0
 
     def verified(self, built: Built) -> Built:
-        """Return the build with graphs that are compared at their first call, but for those about which it is decided.
+        """Return the build with graphs that are compared at their first call, unless they are decided already.
 
         Raises:
-            CompileError: one that runs interpreted is among these, and the run requires that none does.
+            CompileError: a graph runs interpreted by an earlier decision, and the run requires
+                compiled graphs.
         """
         self._collectives, self._names = built.collectives, built.names()
         self.decided = {name: interpreted for name, interpreted in self.decided.items() if name in self._names}
@@ -159,12 +168,12 @@ class Verifier:
         return self._plain[name]
 
     def taken(self) -> float:
-        """Return how many seconds comparing has taken since this was last asked."""
+        """Return the seconds that comparing has taken since the last call."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 
     def agreed(self, flag: bool) -> bool:
-        """Return whether it is so on any rank. All ranks call it."""
+        """Return True if the flag is set on any rank. All ranks must call it."""
         if self._control is None:
             return flag
         said = torch.tensor(int(flag))
@@ -172,22 +181,22 @@ class Verifier:
         return bool(said)
 
     def fewest(self, count: int) -> int:
-        """Return the least of the ranks' numbers. All ranks call it."""
+        """Return the minimum of the ranks' counts. All ranks must call it."""
         return min(gathered(count, self._control))
 
     def first(self, comparison: Comparison | None) -> Comparison | None:
-        """Return what the first rank that has found something has found. All ranks call it."""
+        """Return the comparison of the first rank that has one; None if none has. All ranks must call it."""
         return next((each for each in gathered(comparison, self._control) if each is not None), None)
 
     def decide(self, comparison: Comparison) -> None:
-        """Keep a comparison, which is the same on every rank, and say it where a graph will run interpreted.
+        """Store a comparison, which is the same on every rank, and report it if the graph will run interpreted.
 
         Raises:
-            CompileError: one will, and the run requires that none does.
+            CompileError: the graph will run interpreted, and the run requires compiled graphs.
         """
         self.decided[comparison.graph] = comparison.interpreted
         self._release()
-        with suppress(OSError):  # in a cache that cannot be written, as one that came with an image: the next run compares again
+        with suppress(OSError):  # a read-only cache, such as one in a container image: the next run compares again
             self._folder.mkdir(exist_ok=True)
             replace_file(self._folder / f"{comparison.graph}.json", canonical_json(asdict(comparison)), durable=False)
         if comparison.interpreted:
@@ -196,7 +205,7 @@ class Verifier:
                 raise _refused(comparison)
 
     def labelled(self, graph: BuiltGraph, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Labelled:
-        """Return what a call of a graph gave, and what an update wrote, with what each is called; of a bucket, each parameter's part."""
+        """Return the results of a call, or the values that an update wrote, with their names; buckets are split by parameter."""
         found: Labelled = []
         if not is_update(graph):
             for port, value in zip(graph.outputs, results, strict=True):
@@ -214,19 +223,19 @@ class Verifier:
         return [*found, ("gradient's norm", results[0])]
 
     def place(self, graph: str, nodes: Sequence[str]) -> str:
-        """Return the user's line that the first of these nodes comes from; empty where none is known."""
+        """Return the user's line of the first of these nodes for which it is known; "" if there is none."""
         if graph.endswith(update_name("")) or not nodes:
             return ""
         places = places_in_step(self._package, self._captured(graph), self.device)
         return next((places[node] for node in nodes if node in places), "")
 
     def _release(self) -> None:
-        """Drop the interpreted graphs when all graphs are decided about: those that run are held by their callers."""
+        """Drop the interpreted graphs once all graphs are decided: their callers hold those that run."""
         if self.decided.keys() >= self._names:
             self._plain = {}
 
     def _captured(self, graph: str) -> str:
-        """The captured graph that one of the build is made of, or that it updates after."""
+        """Return the name of the captured graph from which a graph of the build is made, or whose update it is."""
         return max((name for name in self._package.manifest.step_graphs() if f"{graph}.".startswith(f"{name}.")), key=len)
 
     def _chosen(self, graph: BuiltGraph) -> Call:
@@ -237,7 +246,7 @@ class Verifier:
         return _Compared(self, graph)
 
     def _known(self, names: Collection[str]) -> dict[str, Comparison]:
-        """The earlier comparisons of this build that all ranks' nodes have in common."""
+        """Return the stored comparisons of this build that are the same on the nodes of all ranks."""
         mine = {name: comparison for name in sorted(names) if (comparison := self._read(name)) is not None}
         every = gathered(mine, self._control)
         return {name: comparison for name, comparison in mine.items() if all(each.get(name) == comparison for each in every)}
@@ -250,7 +259,7 @@ class Verifier:
             return None
 
     def _slots(self, bucket: Bucket, value: Tensor, what: str) -> Labelled:
-        """The part of each parameter in a flat tensor of a bucket, or of this rank's share of it."""
+        """Split a flat tensor of a bucket, or of this rank's share of it, by parameter."""
         start = 0 if len(value) == bucket.length else self._plan.shard_index(self._rank) * len(value)
         found: Labelled = []
         for slot in bucket.slots:
@@ -261,7 +270,7 @@ class Verifier:
 
 
 def is_update(graph: BuiltGraph) -> bool:
-    """Return whether a graph is an optimizer's update, which writes its arguments; the others write nothing."""
+    """Return True if a graph is an optimizer's update, which writes to its arguments; other graphs write nothing."""
     return not graph.inputs
 
 
@@ -275,7 +284,7 @@ def _refused(comparison: Comparison) -> CompileError:
 
 
 class _Compared:
-    """A compiled graph whose first call is compared. Later ones call what was chosen."""
+    """A compiled graph whose first call is compared. Later calls use the graph that was chosen."""
 
     def __init__(self, verifier: Verifier, graph: BuiltGraph) -> None:
         self._verifier, self._graph = verifier, graph
@@ -303,7 +312,7 @@ class _Compared:
         if comparison is None and batch:
             try:
                 longer = _Trial(verifier, graph, plain, _one_more_row(few, batch))
-            except (RuntimeError, ValueError, IndexError) as error:  # the graph does not take this number of rows: nothing is compared
+            except (RuntimeError, ValueError, IndexError) as error:  # the graph rejects this number of rows: nothing is compared
                 if is_out_of_memory(error):
                     raise
             else:
@@ -314,12 +323,12 @@ class _Compared:
 
 
 class _Trial:
-    """One call of a graph, made interpreted and compiled on the same arguments.
+    """An interpreted and a compiled call of a graph on the same arguments.
 
-    What is compared is kept in host memory, so that a GPU needs memory for one call at a time. An update writes to the arguments
-    themselves, which are restored before each call.
+    The compared values are copied to host memory, so that a GPU needs memory for one call at a time. An
+    update writes to its arguments, so they are restored before each call.
 
-    Raises: what the interpreted graph raises, and what an allocator does.
+    The constructor raises errors of the interpreted graph and of the allocator.
     """
 
     def __init__(self, verifier: Verifier, graph: BuiltGraph, plain: GraphModule, arguments: Sequence[Tensor]) -> None:
@@ -333,14 +342,14 @@ class _Trial:
         try:
             self._got = graph.call(*self._again())
             if verifier.device.type == "cuda":
-                torch.cuda.synchronize(verifier.device)  # a kernel's error is raised at some later call
-        except Exception as error:  # generated code may raise anything, and the interpreted graph has raised nothing
+                torch.cuda.synchronize(verifier.device)  # otherwise a kernel's error is raised by some later call
+        except Exception as error:  # generated code may raise anything; the interpreted graph succeeded
             if is_out_of_memory(error):
                 raise
             self._error = raised(error)
 
     def results(self, *, compiled: bool) -> Sequence[Tensor]:
-        """Return what the chosen call gave, and leave in the arguments what it wrote."""
+        """Return the results of the chosen call, and write its updates to the arguments."""
         chosen = self._kept if compiled else self._expected
         if chosen is None:
             return self._got
@@ -348,7 +357,7 @@ class _Trial:
         return [value.to(self._verifier.device) for value in chosen.results]
 
     def difference(self) -> Comparison | None:
-        """Return how they differ beyond what rounding explains, the same on every rank; None where they do not."""
+        """Return the difference that rounding does not explain, the same on every rank; None if there is none."""
         verifier = self._verifier
         labelled = self._labelled(self._expected)
         expected = [value for _, value in labelled]
@@ -369,7 +378,7 @@ class _Trial:
         mine: Comparison | None = None
         if differs:
             nodes: Sequence[Node] = ()
-            with suppress(torch.OutOfMemoryError):  # then it is not said which operator it is
+            with suppress(torch.OutOfMemoryError):  # then the comparison does not name the operator
                 nodes = departing(self._plain, values, fails=bool(self._error))
             place = verifier.place(self._graph.name, [node.name for node in nodes])
             mine = Comparison(self._graph.name, interpreted=True, operator=named(nodes), place=place, error=self._error)
@@ -386,7 +395,7 @@ class _Trial:
         return explained_distances(expected, found, further=further)
 
     def _distances(self, expected: Sequence[Tensor]) -> list[float]:
-        """By how much what the compiled graph gave and wrote is away from what is expected."""
+        """Return the relative distances of the compiled graph's values from the expected ones."""
         found = self._verifier.labelled(self._graph, self._arguments, self._got)
         return [relative_distance(value, other.cpu()) for value, (_, other) in zip(expected, found, strict=True)]
 
@@ -397,7 +406,7 @@ class _Trial:
         return _Outcome(self._written(), [value.cpu() for value in results])
 
     def _written(self) -> list[Tensor]:
-        """A copy of the arguments, if the graph writes to them."""
+        """Return copies of the arguments if the graph writes to them, otherwise []."""
         return [value.to("cpu", copy=True) for value in self._arguments] if is_update(self._graph) else []
 
     def _write(self, values: Sequence[Tensor]) -> None:
@@ -406,14 +415,14 @@ class _Trial:
                 argument.copy_(value)
 
     def _again(self) -> Sequence[Tensor]:
-        """The arguments, as they were before the first call."""
+        """Restore the arguments to their values before the first call, and return them."""
         self._write(self._before)
         return self._arguments
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The results of a call, and the arguments that it wrote to, copied to host memory."""
+    """Results of a call, and the arguments that it wrote to, copied to host memory."""
 
     written: list[Tensor]
     results: list[Tensor]
@@ -426,7 +435,7 @@ def _free_cached(device: torch.device) -> None:
 
 
 def _batch(plain: GraphModule, inputs: Sequence[Port]) -> list[int]:
-    """Return the positions of the arguments that have the batch's rows; none where that number is fixed or other arguments have it."""
+    """Return the positions of the arguments with the batch's rows; [] if their number is fixed or other arguments depend on it."""
     values = [node.meta["val"] for node in plain.graph.nodes if node.op == "placeholder"]
     batch = [number for number, port in enumerate(inputs) if port.role is Role.BATCH]
     fixed = any(not values[number].ndim or isinstance(values[number].shape[0], int) for number in batch)
@@ -438,5 +447,5 @@ def _first_rows(arguments: Sequence[Tensor], batch: Sequence[int], rows: int) ->
 
 
 def _one_more_row(arguments: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
-    """A graph's arguments with the batch's first row once more at its end."""
+    """Return a graph's arguments with the batch's first row repeated at the end."""
     return [torch.cat([value, value[:1]]) if number in batch else value for number, value in enumerate(arguments)]

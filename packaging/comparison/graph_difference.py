@@ -1,4 +1,4 @@
-"""What differs between two graphs: operators, nodes by module, sizes of values."""
+"""Differences between two graphs: operators, nodes by module, sizes of values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from trainload.packaging.comparison.graph_lines import GraphLines, Line
 from trainload.packaging.comparison.json_change import Change
 
 MOST_PAIRS = 50_000
-"""Pairs of equal lines of one module up to which the shortest way from one order to the other is looked for, in a second or so; of modules
-with more, how often each line occurs is compared.
+"""Maximum number of pairs of equal lines in a module for a sequence diff (about a second).
+
+For modules with more, only the number of times that each line occurs is compared.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLine:
-    """A node that is there before ("-") or after ("+") alone."""
+    """A node that exists only before ("-") or only after ("+")."""
 
     mark: str
     text: str
@@ -26,7 +27,10 @@ class NodeLine:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDifference:
-    """The nodes of one module that differ, in order. "" is the model itself, or the loss."""
+    """The nodes of one module that differ, in order.
+
+    The module "" is the model itself, or the loss.
+    """
 
     module: str
     lines: tuple[NodeLine, ...]
@@ -34,14 +38,14 @@ class ModuleDifference:
 
 @dataclass(frozen=True, slots=True)
 class GraphDifference:
-    """What differs between two graphs of one name.
+    """The differences between two graphs of the same name.
 
     Attributes:
-        name: of the graph: "train", "update-rest-first".
-        operators: operator -> calls before and after, where they differ.
-        modules: nodes that were added and taken away.
-        values: values of nodes that are in both, with other dtypes or sizes.
-        unseen: the files differ, and none of this says how: in names, strides or the like.
+        name: name of the graph: "train", "update-rest-first".
+        operators: number of calls of each operator before and after, where they differ.
+        modules: nodes that were added or removed.
+        values: values with changed dtypes or sizes, of nodes that are in both graphs.
+        unseen: True if the files differ only in other ways: in names, strides or similar.
     """
 
     name: str
@@ -52,7 +56,7 @@ class GraphDifference:
 
 
 def graph_difference(name: str, before: GraphLines, after: GraphLines) -> GraphDifference:
-    """Compares the lines of two graphs whose files differ."""
+    """Compare the lines of two graphs whose files differ."""
     calls = sorted({*before.calls, *after.calls})
     counts = ((operator, before.calls.get(operator, 0), after.calls.get(operator, 0)) for operator in calls)
     operators = tuple(Change(operator, str(was) if was else None, str(now) if now else None) for operator, was, now in counts if was != now)

@@ -1,7 +1,8 @@
-"""A graph file as lines that can be compared: one for each node, under the module that it belongs to.
+"""Conversion of a graph file to comparable lines, one for each node, grouped by module.
 
-A node's name in a file ("linear_3") changes when a node is put in anywhere before it. So a line names a value by what it is: a parameter,
-an input, or the n-th call of an operator within a module. Nothing here asks torch: the graph is the JSON of a package's file.
+A node's name in a file ("linear_3") changes when a node is inserted before it. So a line names a
+value by its origin: a parameter, an input, or the n-th call of an operator within a module. torch
+is not used: the graph is the JSON of a package's file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SYMBOL = re.compile(r"Symbol\('([a-z]+\d+)'[^)]*\)")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One node, or one output: `text` says what it does, `values` the dtypes and sizes of what it gives."""
+    """One node, or one output: `text` is the call, `values` has its results' dtypes and sizes."""
 
     module: str
     text: str
@@ -29,17 +30,17 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class GraphLines:
-    """A graph's lines in order, and operator -> calls, bodies of control flow included."""
+    """A graph's lines in order, and operator -> number of calls, bodies of control flow included."""
 
     lines: tuple[Line, ...]
     calls: Mapping[str, int]
 
 
 def graph_lines(document: Mapping[str, Any], inputs: Sequence[str]) -> GraphLines:
-    """The lines of a graph file.
+    """Return the lines of a graph file.
 
     Args:
-        document: a file that `validate_graph` has passed.
+        document: a graph file that passed `validate_graph`.
         inputs: names for its user inputs, in order.
     """
     module = document["graph_module"]
@@ -68,7 +69,10 @@ class _Reader:
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def nodes(self, graph: Mapping[str, Any], labels: dict[str, str], outer: str, indent: str) -> None:
-        """Reads a graph or a body. `labels`: what its inputs are called; those of its values are added. `outer`: the module around it."""
+        """Add the lines of a graph or body.
+
+        `labels` has its inputs' labels and receives those of its values; `outer` is its module.
+        """
         for node in graph["nodes"]:
             stack = node["metadata"].get("nn_module_stack", "")
             module = module_path(stack) if stack else outer
@@ -78,7 +82,7 @@ class _Reader:
             count = self._seen[module, operator]
             label = operator.rpartition("higher_order.")[2] + (f"#{count}" if count > 1 else "")
             bodies = [entry["arg"]["as_graph"] for entry in node["inputs"] if "as_graph" in entry["arg"]]
-            numbers = {body["name"]: f"body {number}" for number, body in enumerate(bodies, 1)}  # a body's own name counts those before it
+            numbers = {body["name"]: f"body {number}" for number, body in enumerate(bodies, 1)}  # own names depend on earlier bodies
             given = ", ".join(self._named(entry, ChainMap(numbers, labels) if bodies else labels, module) for entry in node["inputs"])
             self.lines.append(Line(module, f"{indent}{operator}({given})", self._values(node["outputs"], graph)))
             for body in bodies:
@@ -100,7 +104,7 @@ class _Reader:
         return f"{entry['name']}={shown}" if entry["kind"] == 2 and entry["name"] else shown
 
     def argument(self, value: Any, labels: Mapping[str, str], module: str) -> str:
-        """An argument as a person would write it."""
+        """Return an argument in readable form."""
         if isinstance(value, list):
             return f"[{', '.join(self.argument(entry, labels, module) for entry in value)}]"
         if not isinstance(value, dict):
@@ -121,7 +125,7 @@ class _Reader:
         if kind == "as_graph":
             return labels.get(entry["name"], str(entry["name"]))
         if kind == "as_layout":
-            return "strided"  # the only one that graphs have
+            return "strided"  # the only layout in graphs
         if kind == "as_operator":
             return str(entry).removeprefix("torch.ops.").removesuffix(".default")
         return self.argument(entry, labels, module)
@@ -147,7 +151,7 @@ def _size(size: Mapping[str, Any]) -> str:
 
 
 def _names(value: Any) -> list[str]:
-    """The names of the values in an input, output or result."""
+    """Return the names of the values in an input, output or result."""
     if isinstance(value, list):
         return [name for entry in value for name in _names(entry)]
     if not isinstance(value, dict):
@@ -160,5 +164,5 @@ def _name(value: Any) -> str:
 
 
 def _within(label: str, module: str) -> str:
-    """A label as seen from a module: without its name, if it is of the same one."""
+    """Return a label as seen from a module: without the module's name if it is the same one."""
     return label.removeprefix(f"{module}:")

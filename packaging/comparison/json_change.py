@@ -9,13 +9,13 @@ from typing import Any
 from trainload.core.canonical_json import canonical_json
 
 _KEYS = ("name", "group", "graph")
-"""Fields that name an object in a list of them."""
+"""Fields that name an object in a list of objects."""
 _LONG = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that differs, as text. None: it is not there."""
+    """A difference, as text. None: absent."""
 
     name: str
     before: str | None
@@ -23,17 +23,18 @@ class Change:
 
 
 class _Absent:
-    """What a side does not have."""
+    """The type of ABSENT, which marks a value that one side does not have."""
 
 
 ABSENT = _Absent()
 
 
 def changes(name: str, before: Any, after: Any) -> Iterator[Change]:
-    """Every difference between two values of JSON's types, or ABSENT; none where they are the same JSON.
+    """Yield every difference between two JSON values, either of which may be ABSENT.
 
-    Objects are compared by key; lists of named objects by name; lists of strings by what is in them; lists of numbers at the first one that
-    differs. Law: there is no change if and only if the canonical JSON of both is the same.
+    Objects are compared by key, lists of named objects by name, lists of strings as sets, and lists
+    of numbers at the first difference. Law: there is no change if and only if the canonical JSON of
+    both is the same.
     """
     if _same(before, after):
         return
@@ -58,7 +59,7 @@ def changes(name: str, before: Any, after: Any) -> Iterator[Change]:
 
 
 def spelled(value: Any) -> str | None:
-    """A value as short text; None: it is not there."""
+    """Return a value as short text; None if it is absent."""
     if value is ABSENT:
         return None
     text = value if isinstance(value, str) else canonical_json(value).decode()
@@ -76,7 +77,9 @@ def _all(values: Sequence[Any], kind: Any) -> bool:
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any] | None:
-    """Objects by the field that names them; None: they have none, or not each its own."""
+    """Return objects by the field that names them; None if there is no such field, or the names are
+    not unique.
+    """
     for key in _KEYS:
         found = {value[key]: value for value in values if isinstance(value, Mapping) and isinstance(value.get(key), str)}
         if len(found) == len(values):

@@ -1,4 +1,7 @@
-"""What differs between two packages, by name. It reads files and loads no graph, so it works where operators or weights are missing."""
+"""Differences between two packages, by name.
+
+No graph is loaded, so missing operators or weights do not matter.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from trainload.packaging.format.package_files import read_checked
 from trainload.packaging.package import Package, check_graph, open_to_look
 
 MAX_TEXT = 2**20
-"""Bytes of an asset whose lines are compared."""
+"""Maximum bytes of an asset whose lines are compared."""
 _UPDATE_INPUTS = ("param", "grad", "lr")
 
 
@@ -34,7 +37,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of the manifest, and what differs in it."""
+    """One part of the manifest, and the changes in it."""
 
     title: str
     changes: tuple[Change, ...]
@@ -42,7 +45,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class TextDifference:
-    """The lines of an asset that differ, as a unified diff without its head."""
+    """The lines of an asset that differ, as a unified diff without its header."""
 
     file: str
     lines: tuple[str, ...]
@@ -50,18 +53,20 @@ class TextDifference:
 
 @dataclass(frozen=True, slots=True)
 class PackageDifference:
-    """What differs between two packages.
+    """The differences between two packages.
 
-    Laws: `same` says that the digests are the same; if they are not, there is a change in a section.
+    Laws: `same` is True if and only if the digests are equal; if they are not, a section has a
+    change.
 
     Attributes:
         before, after: the packages.
-        relation: what the packages say of their descent.
-        sections: those of the manifest in which something differs.
-        graphs: of those that both have, those whose files differ.
-        texts: of the assets that both have, those that differ and are text.
-        weights: parameters, buffers and constants of other values; None: they were not compared.
-        weights_note: why not, and what else is to be said of them.
+        relation: relation of the packages, by their recorded parents.
+        sections: sections of the manifest with changes.
+        graphs: graphs in both packages whose files differ.
+        texts: text assets in both packages that differ.
+        weights: parameters, buffers and constants with other values; None if they were not
+            compared.
+        weights_note: a remark on the weights, for example why they were not compared.
     """
 
     before: Side
@@ -75,21 +80,23 @@ class PackageDifference:
 
     @property
     def same(self) -> bool:
-        """Whether they are one package. debug/, derived/ and signatures/ are no part of it."""
+        """True if both are the same package. debug/, derived/ and signatures/ do not count."""
         return self.before.digest == self.after.digest
 
 
 def package_difference(before: Path, after: Path, *, weights: bool = True) -> PackageDifference:
-    """Compares two packages.
+    """Compare two packages.
 
     Args:
         before: a package's folder.
-        after: another one.
-        weights: whether tensors are compared too. What has other digests is read, block by block.
+        after: another package's folder.
+        weights: if True, compare tensors too. Those with different digests are read, block by
+            block.
 
     Raises:
         StorageError: there is no package.
-        IntegrityError, UnsafePackageError, PackageError: one of them is not what its manifest says, or not safe.
+        IntegrityError, UnsafePackageError, PackageError: a package does not match its manifest, or
+            is not safe.
     """
     a, b = open_to_look(before), open_to_look(after)
     apart = a.digest != b.digest
@@ -123,7 +130,10 @@ def _relation(a: Package, b: Package) -> str:
 
 
 def _sections(a: Manifest, b: Manifest) -> Iterator[Section]:
-    """The manifest part by part. What no part below has taken is in the last one but files: nothing of a manifest is left out."""
+    """Yield the manifest section by section.
+
+    Section "manifest" has all remaining fields, so that nothing is left out.
+    """
     one, other = ({**manifest.model_dump(mode="json"), "files": {}} for manifest in (a, b))
     for title, fields in (
         ("format", ("format_version", "features", "abstract", "parent", "training")),
@@ -151,7 +161,7 @@ def _take(one: dict[str, Any], other: dict[str, Any], field: str) -> tuple[Any, 
 
 
 def _ordered(title: str, one: dict[str, str], other: dict[str, str]) -> tuple[Change, ...]:
-    """Changes of two tables whose order means something."""
+    """Return the changes between two tables whose order matters."""
     found = tuple(changes("", one, other))
     if not found and list(one) != list(other):
         return (Change("order", f"{title} in one order", f"{title} in another"),)
@@ -176,7 +186,7 @@ def _constant(entry: Mapping[str, Any]) -> str:
 
 
 def _graph(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A graph's entry with its inputs as a person writes them."""
+    """Return a graph's entry with its inputs and outputs in readable form."""
     inputs = {f"input {i['name']}": _shape(i) for i in entry["inputs"]}
     examples = {f"input {i['name']}, quantiles of the example": i["quantiles"] for i in entry["inputs"]}
     outputs = {f"output {number}": f"{output['name']}, {output['role']}" for number, output in enumerate(entry["outputs"])}
@@ -218,7 +228,7 @@ def _texts(a: Package, b: Package) -> Iterator[TextDifference]:
             continue
         try:
             texts = [read_checked(package.path, path, entry).decode("utf-8") for package, entry in zip((a, b), entries, strict=True)]
-        except UnicodeDecodeError:  # no text
+        except UnicodeDecodeError:  # not text
             continue
         lines = list(difflib.unified_diff(texts[0].splitlines(), texts[1].splitlines(), lineterm="", n=1))
         yield TextDifference(path, tuple(lines[2:]))

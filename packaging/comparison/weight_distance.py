@@ -1,4 +1,4 @@
-"""How far the tensors of two packages are apart, read in blocks."""
+"""Numeric differences between the tensors of two packages, read in blocks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from trainload.packaging.format.manifest import CONSTANTS
 from trainload.packaging.package import Package
 
 BLOCK = 2**20
-"""Elements of each of the two tensors that are in memory at once."""
+"""Maximum number of elements of each of the two tensors in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How a tensor changed.
+    """The change of a tensor.
 
     Attributes:
-        name: of the parameter or buffer; of a constant, "constant " and its name.
-        dtype, shape: of both.
-        elements: how many it has.
-        changed: how many have other bits.
-        greatest: the greatest absolute difference of two finite elements, in float64.
-        relative: the root of the sum of squared differences over that of squares before, of finite elements; None: they were all 0.
-        not_finite: how many elements were NaN or infinite before, and are.
+        name: name of the parameter or buffer; for a constant, "constant " and its name.
+        dtype, shape: dtype and shape of both tensors.
+        elements: number of elements.
+        changed: number of elements with different bits.
+        greatest: greatest absolute difference of two finite elements, in float64.
+        relative: L2 norm of the differences divided by that of the old values, over finite
+            elements; None if all old values were 0 and some changed.
+        not_finite: number of NaN or infinite elements before and after.
     """
 
     name: str
@@ -40,16 +41,19 @@ class TensorDifference:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Greatest change first: what is no longer finite, then the greatest difference of an element. A relative one would put first
-        whatever began at 0, as most biases do.
+        """Sort key, greatest change first: by new non-finite elements, then by the greatest
+        absolute difference.
+
+        A relative difference would put first all tensors that began at 0, as most biases do.
         """
         return self.not_finite[0] - self.not_finite[1], -self.greatest
 
 
 def weight_differences(before: Package, after: Package) -> tuple[TensorDifference, ...]:
-    """Every parameter, buffer and constant that both packages have, in one dtype and shape, with other values; the greatest change first.
+    """Return the changed parameters, buffers and constants, greatest change first.
 
-    What has the same digests is not read.
+    Tensors are compared if both packages have them with the same dtype and shape. Those with equal
+    digests are not read.
 
     Raises:
         IntegrityError: bytes are damaged.
@@ -91,7 +95,9 @@ def _constants(before: Package, after: Package) -> Iterator[TensorDifference]:
 def tensor_difference(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[tuple[torch.Tensor, torch.Tensor]]
 ) -> TensorDifference:
-    """The difference of two tensors, given in blocks of the same elements: pairs of (n,)."""
+    """Return the difference of two tensors, given as pairs of blocks of the same elements, each of
+    shape (n,).
+    """
     changed = 0
     greatest = squares = reference = 0.0
     lost = [0, 0]
@@ -113,7 +119,7 @@ def tensor_difference(
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor:
-    """(n, 1) float64, or (n, 2) of complex numbers."""
+    """Convert a block to float64: (n, 1), or (n, 2) for complex numbers."""
     if block.dtype.is_complex:
         return torch.view_as_real(block).double()
     return block.double().reshape(-1, 1)

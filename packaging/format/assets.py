@@ -1,7 +1,7 @@
-"""assets/: files that travel in a package. What they are is told by their names and media types, and nothing reads them by itself.
+"""assets/: extra files of a package, which trainload itself does not interpret.
 
-docs/assets.md has the names that mean something. Media types come from a table of our own: the system's differs from machine to machine,
-and they are part of a package's identity.
+docs/assets.md lists the conventional names. Media types come from a table in this module: the
+system's table differs between machines, and media types are part of a package's identity.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BY_SUFFIX: Mapping[str, str] = {
     ".zip": "application/zip",
 }
 _PLAIN = frozenset({"AUTHORS", "COPYING", "LICENCE", "LICENSE", "NOTICE", "README"})
-"""Names without a suffix that are text."""
+"""Names without a suffix that denote text files."""
 _ROLES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("licence", re.compile(r"(LICEN[SC]E|COPYING|NOTICE)([.-][^/]*)?", re.IGNORECASE)),
     ("model card", re.compile(r"(README|MODEL_CARD)(\.(md|txt))?", re.IGNORECASE)),
@@ -67,11 +67,12 @@ class AssetFile:
     """An asset of a package.
 
     Attributes:
-        name: its path below assets/.
-        role: "licence", "model card", "label map", "tokenizer", "configuration", or "": what its name says that it is.
-        media_type: as the manifest has it.
-        size: in bytes.
-        sha256: of its bytes, in hex.
+        name: path below assets/.
+        role: "licence", "model card", "label map", "tokenizer", "configuration", or "": the role
+            that follows from the name.
+        media_type: media type, as in the manifest.
+        size: size in bytes.
+        sha256: digest of the bytes, in hex.
     """
 
     name: str
@@ -82,24 +83,24 @@ class AssetFile:
 
 
 def assets_of(manifest: Manifest) -> tuple[AssetFile, ...]:
-    """The assets that a manifest lists, in order of their names."""
+    """Return the assets that a manifest lists, sorted by name."""
     files = {file.removeprefix(ASSETS): entry for file, entry in manifest.files.items() if file.startswith(ASSETS)}
     return tuple(AssetFile(name, role_of(name), entry.media_type, entry.size, entry.sha256) for name, entry in sorted(files.items()))
 
 
 def role_of(name: str) -> str:
-    """What an asset is by its name; "": no convention says."""
+    """Return the role of an asset by its name, or "" if no convention applies."""
     return next((role for role, pattern in _ROLES if pattern.fullmatch(name)), "")
 
 
 def media_type_of(name: str) -> str:
-    """A file's media type by its name."""
+    """Return a file's media type by its name."""
     base = name.rsplit("/", 1)[-1]
     return "text/plain" if base.upper() in _PLAIN else _BY_SUFFIX.get(Path(base).suffix.lower(), UNKNOWN)
 
 
 def no_such_asset(manifest: Manifest, name: str) -> StorageError:
-    """The error that says what there is instead."""
+    """Return the error for an unknown asset, with a hint that lists the existing ones."""
     names = [asset.name for asset in assets_of(manifest)]
     close = difflib.get_close_matches(name, names, n=3) or names[:8]
     hint = f"There are: {', '.join(close)}." if names else "There are none: give Job(assets={...}) or freeze --asset."
@@ -107,7 +108,7 @@ def no_such_asset(manifest: Manifest, name: str) -> StorageError:
 
 
 def save_assets(root: Path, manifest: Manifest, name: str, target: Path) -> tuple[AssetFile, ...]:
-    """`Package.save_asset`."""
+    """Write an asset, or all assets of a folder, to a new path; see `Package.save_asset`."""
     assets = assets_of(manifest)
     for asset in assets:
         if asset.name == name:
@@ -128,7 +129,9 @@ def save_assets(root: Path, manifest: Manifest, name: str, target: Path) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class AssetSource:
-    """A file that is to become an asset: its path in the package, where it comes from, and its media type where one was given."""
+    """A file that is to become an asset: its path in the package, its source, and its media type if
+    the user gave one.
+    """
 
     path: str
     source: Path | bytes
@@ -136,10 +139,11 @@ class AssetSource:
 
 
 def asset_sources(assets: Mapping[str, AssetLike]) -> tuple[AssetSource, ...]:
-    """What `Job.assets` stands for, file by file. Nothing is written.
+    """Return the files that `Job.assets` stands for. Nothing is written.
 
     Raises:
-        PackageError: a name is none that a package may hold, two assets have one name, or a media type is none.
+        PackageError: a name is not allowed in a package, two assets have the same name, or a media
+            type is malformed.
         StorageError: a source is missing or cannot be read.
     """
     found: dict[str, AssetSource] = {}
@@ -156,14 +160,14 @@ def asset_sources(assets: Mapping[str, AssetLike]) -> tuple[AssetSource, ...]:
 
 
 def write_assets(root: Path, assets: Mapping[str, AssetLike]) -> dict[str, str]:
-    """Writes assets/ of a package.
+    """Write assets/ of a package.
 
     Args:
         root: the package's folder.
         assets: as `Job.assets`.
 
     Returns:
-        Path in the package -> media type, for those whose media type was given.
+        Path in the package -> media type, for the assets whose media type was given.
 
     Raises: as `asset_sources`.
     """
@@ -177,7 +181,7 @@ def write_assets(root: Path, assets: Mapping[str, AssetLike]) -> dict[str, str]:
 
 
 def _files(name: str, source: str | os.PathLike[str] | bytes) -> Iterator[tuple[str, Path | bytes]]:
-    """(name, source) of each file that an asset stands for, in order of their names."""
+    """Yield (name, source) of each file that an asset stands for, sorted by name."""
     if isinstance(source, bytes):
         yield name, source
         return

@@ -1,4 +1,7 @@
-"""debug/: stack traces and the source map. Outside the package's identity, with digests of its own in debug/index.json."""
+"""debug/: stack traces and the source map.
+
+Not part of the package's identity; debug/index.json has the digests.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def write_debug(root: Path, documents: Mapping[str, object]) -> None:
 
 
 def read_debug(root: Path, name: str) -> Any:
-    """The JSON value of debug/NAME.json; None where there is none, or it is damaged: nothing depends on it."""
+    """Return the JSON value of debug/NAME.json, or None if it is absent or damaged."""
     path = f"debug/{name}.json"
     try:
         index = _read_index(root)
@@ -57,7 +60,7 @@ def _read_index(root: Path) -> dict[str, Any]:
 
 
 def debug_problems(root: Path) -> list[tuple[str, str]]:
-    """(file, what is wrong with it) for every damaged, missing or unlisted file of debug/."""
+    """Return (file, problem) for every damaged, missing or unlisted file of debug/."""
     present = {f"debug/{path}" for path, _ in walk(root / "debug")} if (root / "debug").is_dir() else set()
     if not present:
         return []

@@ -1,4 +1,4 @@
-"""Between the dataclasses that the stages hand on and their entries in a manifest."""
+"""Conversions between the dataclasses that the stages exchange and their entries in a manifest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainload.packaging.format.manifest import BufferEntry, GraphEntry, InputEn
 
 
 def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
-    """What the manifest says of a captured graph."""
+    """Return the manifest entry of a captured graph."""
     return GraphEntry(
         file=file,
         inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape), quantiles=i.quantiles) for i in graph.inputs),
@@ -22,7 +22,9 @@ def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
 
 
 def graph_guard(entry: GraphEntry) -> Guard:
-    """Which batches a graph takes; by its inputs alone where the package is from before guards."""
+    """Return the guard of a graph; for packages from before guards, one derived from the graph's
+    inputs alone.
+    """
     if entry.guard is not None:
         return guard_of(entry.guard, [(i.name, i.dtype) for i in entry.inputs])
     symbols = {size for i in entry.inputs for size in i.shape if isinstance(size, str)}
@@ -30,41 +32,41 @@ def graph_guard(entry: GraphEntry) -> Guard:
 
 
 def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
-    """The inverse of `graph_entry`."""
+    """Return the inputs and outputs of a graph: the inverse of `graph_entry`."""
     inputs = tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in entry.inputs)
     return inputs, tuple(OutputSpec(o.name, OutputRole(o.role)) for o in entry.outputs)
 
 
 def data_specs(manifest: Manifest, variant: str) -> tuple[InputSpec, ...]:
-    """What a run reads of its data for one variant: `Manifest.data_inputs` as specs."""
+    """Return `Manifest.data_inputs` of one variant as specs."""
     return tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in manifest.data_inputs(variant).values())
 
 
 def parameter_entry(spec: ParameterSpec) -> ParameterEntry:
-    """What the manifest says of a parameter."""
+    """Return the manifest entry of a parameter."""
     return ParameterEntry(name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape), trainable=spec.trainable, alias_of=spec.alias_of)
 
 
 def parameter_spec(entry: ParameterEntry) -> ParameterSpec:
-    """The inverse of `parameter_entry`."""
+    """Return the spec of a parameter: the inverse of `parameter_entry`."""
     return ParameterSpec(entry.name, entry.dtype, entry.shape, entry.trainable, entry.alias_of)
 
 
 def buffer_entry(spec: BufferSpec) -> BufferEntry:
-    """What the manifest says of a buffer."""
+    """Return the manifest entry of a buffer."""
     return BufferEntry(name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape), persistent=spec.persistent)
 
 
 def buffer_spec(entry: BufferEntry) -> BufferSpec:
-    """The inverse of `buffer_entry`."""
+    """Return the spec of a buffer: the inverse of `buffer_entry`."""
     return BufferSpec(entry.name, entry.dtype, entry.shape, entry.persistent)
 
 
 def state_entry(spec: StateSpec) -> StateEntry:
-    """What the manifest says of an entry of an optimizer's state."""
+    """Return the manifest entry of an optimizer's state entry."""
     return StateEntry(name=spec.name, dtype=spec.dtype, like_parameter=spec.like_parameter, shape=spec.shape)
 
 
 def state_spec(entry: StateEntry) -> StateSpec:
-    """The inverse of `state_entry`."""
+    """Return the spec of an optimizer's state entry: the inverse of `state_entry`."""
     return StateSpec(entry.name, entry.dtype, entry.like_parameter, entry.shape)

@@ -1,4 +1,4 @@
-"""Guards of graphs as the manifest holds them, and what they must be like to be believed."""
+"""Guards of graphs in the manifest, and their validation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ GuardText = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH)]
 
 
 class FixedEntry(Record):
-    """A constant of a variant's batch, as `FixedValue`."""
+    """A constant in a variant's batch, as `FixedValue`."""
 
     kind: Literal["none", "bool", "int", "float", "str", "enum"]
     text: Annotated[str, Field(max_length=65_536)]
 
 
 class GuardEntry(Record):
-    """Which batches a graph takes, as `Guard`: `sizes` of its inputs, in their order."""
+    """The conditions on batches that a graph accepts, as `Guard`; `sizes` lists the sizes of its
+    inputs, in their order.
+    """
 
     sizes: tuple[tuple[Size | GuardText, ...], ...]
     ranges: dict[GuardText, tuple[Size, Size | None]]
@@ -36,7 +38,7 @@ class GuardEntry(Record):
 
 
 def guard_entry(guard: Guard) -> GuardEntry:
-    """What the manifest says of a guard."""
+    """Return the manifest entry of a guard."""
     return GuardEntry(
         sizes=tuple(entry.sizes for entry in guard.inputs),
         ranges={symbol: (least, most) for symbol, (least, most) in guard.ranges.items()},
@@ -47,7 +49,10 @@ def guard_entry(guard: Guard) -> GuardEntry:
 
 
 def guard_of(entry: GuardEntry, inputs: Sequence[tuple[str, str]]) -> Guard:
-    """The inverse of `guard_entry`. `inputs`: name and dtype of the graph's."""
+    """Return a guard: the inverse of `guard_entry`.
+
+    `inputs` has the name and dtype of each input of the graph.
+    """
     return Guard(
         inputs=tuple(InputGuard(name, dtype, sizes) for (name, dtype), sizes in zip(inputs, entry.sizes, strict=True)),
         ranges=entry.ranges,
@@ -58,15 +63,16 @@ def guard_of(entry: GuardEntry, inputs: Sequence[tuple[str, str]]) -> Guard:
 
 
 def check_guard(guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | str]]], where: str) -> None:
-    """Check that a graph's guard is of its inputs, in the grammar of guards, and that sizes determine its symbols.
+    """Check that a guard fits its graph's inputs, follows the grammar of guards, and that sizes
+    determine its symbols.
 
     Args:
-        guard: what the manifest says.
-        inputs: name and shape of the graph's inputs.
-        where: of the graph, for errors.
+        guard: the manifest's entry.
+        inputs: name and shape of each input of the graph.
+        where: place of the graph, for errors.
 
     Raises:
-        PackageError: it is not.
+        PackageError: one of these does not hold.
     """
     if [len(sizes) for sizes in guard.sizes] != [len(shape) for _, shape in inputs]:
         raise PackageError("the guard is not one of the graph's inputs", where=where)

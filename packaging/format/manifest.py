@@ -1,4 +1,4 @@
-"""manifest.json: the one file that says what a package is. Its sha256 is the package's identity.
+"""manifest.json: the file that describes a package. Its sha256 is the package's identity.
 
 docs/format.md specifies every field.
 """
@@ -30,11 +30,12 @@ from trainload.packaging.format.upgrade import oldest_form, upgraded
 FORMAT_VERSION = 2
 """History:
 
-    1 (2026-11-21)  the first.
-    2 (2026-11-22)  `op_libraries` says of each namespace what registers it: distribution, version, digest, modules, Triton kernels, and
-                    the wheels in extensions/ that bring it; the feature `extensions`. 2026-11-23: the feature `training`.
+    1 (2026-11-21)  First version.
+    2 (2026-11-22)  `op_libraries` describes what registers each namespace: distribution, version, digest, modules, Triton
+                    kernels, and wheels in extensions/; feature `extensions`. 2026-11-23: feature `training`.
 
-A reader upgrades older manifests: packaging/format/upgrade.py. A package of each version stays in tests/golden.
+A reader upgrades older manifests: packaging/format/upgrade.py. tests/golden keeps a package of each
+version.
 """
 FEATURES: Mapping[str, str] = {
     "abstract": "the package has shapes and no weights, and cannot be trained: `abstract` says what was proven",
@@ -50,34 +51,37 @@ FEATURES: Mapping[str, str] = {
     "variants": "graphs have variants, each with a guard, which are tried in the order of `variants`",
     "whole-updates": "the update of a group takes whole parameters of one shape, which the update states",
 }
-"""What a package may ask of its reader beyond the version, and what each means. An unknown one is refused."""
+"""Features that a package may require of its reader besides the version -> meaning.
+
+Unknown ones are rejected.
+"""
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST = 64 * 2**20
-"""Bytes of manifest.json."""
+"""Maximum size of manifest.json in bytes."""
 CONSTANTS = "constants.safetensors"
 INDEX = "weights/model.safetensors.index.json"
 NON_PERSISTENT = "weights/non-persistent.safetensors"
 CHUNKS = "weights/chunks.json"
 OUTSIDE = ("debug", "derived", "signatures")
-"""Folders whose files are no part of the package's identity."""
+"""Folders whose files are not part of the package's identity."""
 EXTENSIONS = "extensions"
 """The folder of wheels."""
 BUILT_IN_NAMESPACES = frozenset({"aten", "prims", "trainload"})
 """Namespaces of operators that every reader has."""
 
 SAFE_PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
-"""What stands between the slashes of a path."""
+"""Pattern of one part of a path, between slashes."""
 _PATH = re.compile(rf"{SAFE_PART}(/{SAFE_PART})*")
 _TOKEN = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"
 _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 
 
 def safe_path(path: str) -> str:
-    """A path that a package may hold.
+    """Return `path` if a package may contain it.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a safe relative path.
     """
     parts = path.split("/")
     if len(path) > 512 or not _PATH.fullmatch(path) or any(part.endswith(".") or _RESERVED.fullmatch(part) for part in parts):
@@ -101,7 +105,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 SafePath = Annotated[str, AfterValidator(safe_path)]
 Fqn = Annotated[str, AfterValidator(_fqn)]
 MediaType = Annotated[str, Field(pattern=rf"^{_TOKEN}/{_TOKEN}(; charset={_TOKEN})?$")]
-"""As RFC 6838 spells them, with a charset at most: "text/plain", "text/csv; charset=utf-8"."""
+"""A media type as in RFC 6838, with at most a charset: "text/plain", "text/csv; charset=utf-8"."""
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
 Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
@@ -110,13 +114,13 @@ DistributionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A
 DistributionVersion = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.!+-]+$", max_length=256)]
 Quantile = Annotated[int | float, AfterValidator(_of_64_bits)]
 Option = bool | int | float | Annotated[str, Field(max_length=8192)] | tuple[Annotated[str, Field(max_length=8192)], ...] | None
-"""What a pass may be given."""
+"""Value of an option of a pass."""
 SettingName = Annotated[str, Field(pattern=r"^[a-z][a-z_]{0,31}(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,63})?$")]
-"""As `--set` has it: "lr", "lr.group0", "adapters.rank"."""
+"""A setting's name as for `--set`: "lr", "lr.group0", "adapters.rank"."""
 
 
 class FileEntry(Record):
-    """A file: `size` in bytes."""
+    """A file of the package; `size` is in bytes."""
 
     media_type: MediaType
     sha256: Sha256
@@ -124,7 +128,7 @@ class FileEntry(Record):
 
 
 class InputEntry(Record):
-    """One entry of a graph's batch; `quantiles` as in `InputSpec`."""
+    """One entry of a graph's batch; `quantiles` is as in `InputSpec`."""
 
     name: InputName
     dtype: Identifier
@@ -140,7 +144,7 @@ class OutputEntry(Record):
 
 
 class GraphEntry(Record):
-    """A captured graph and the file that holds it."""
+    """A captured graph and its file."""
 
     later: ClassVar[frozenset[str]] = frozenset({"coupled", "guard", "reached"})
 
@@ -148,10 +152,10 @@ class GraphEntry(Record):
     inputs: tuple[InputEntry, ...]
     outputs: tuple[OutputEntry, ...]
     reached: tuple[Fqn, ...] | None = None
-    """As `GraphCapture.reached`."""
+    """Names of the parameters that the graph reaches; see `GraphCapture.reached`."""
     guard: GuardEntry | None = None
     coupled: Literal[True] | None = None
-    """Whether the rows of a call depend on each other; see `GraphCapture.coupled`."""
+    """True if the rows of a call depend on each other; see `GraphCapture.coupled`."""
 
 
 class ParameterEntry(Record):
@@ -174,7 +178,7 @@ class BufferEntry(Record):
 
 
 class ConstantEntry(Record):
-    """A tensor constant: `name` is graph name, "/", name in the graph."""
+    """A tensor constant; `name` is "GRAPH/NAME_IN_THE_GRAPH"."""
 
     name: SafePath
     dtype: Identifier
@@ -190,11 +194,15 @@ class StateEntry(Record):
     dtype: Identifier
     like_parameter: bool
     shape: tuple[Size, ...] = ()
-    """Where it is not like the parameter."""
+    """Shape of the entry, if `like_parameter` is false."""
 
 
 class UpdateEntry(Record):
-    """The update of one parameter group: two graph files. `shape`: of the parameters that it takes whole, None where it is elementwise."""
+    """The update of one parameter group: two graph files.
+
+    `shape` is the shape of the parameters that the update takes whole; None if the update is
+    elementwise.
+    """
 
     later: ClassVar[frozenset[str]] = frozenset({"shape"})
 
@@ -211,10 +219,11 @@ class PassEntry(Record):
 
     Attributes:
         name: MODULE:FUNCTION.
-        distribution: what provides the module, where known, and its `version`.
-        source: the sha256 of the module's source file, where it has one.
-        options: what the function was given by name.
-        preserving: whether the graphs before and after it gave the same values; if not, the change was allowed by who ran it.
+        distribution: distribution that provides the module, if known, and its `version`.
+        source: sha256 of the module's source file, if it has one.
+        options: keyword arguments of the function.
+        preserving: True if the graphs before and after the pass computed the same values; if False,
+            the user who ran the pass allowed the change.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+:[A-Za-z0-9_]+$", max_length=512)]
@@ -230,8 +239,8 @@ class KernelEntry(Record):
 
     Attributes:
         name: MODULE:FUNCTION.
-        distribution: what provides the module, where known, and its `version`.
-        source: the sha256 of the module's source file, where it has one.
+        distribution: distribution that provides the module, if known, and its `version`.
+        source: sha256 of the module's source file, if it has one.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+:[A-Za-z0-9_]+$", max_length=512)]
@@ -241,14 +250,17 @@ class KernelEntry(Record):
 
 
 class OpLibraryEntry(Record):
-    """What registers the operators of a namespace that is not built in, as it was where the package was made.
+    """The library that registered the operators of a namespace where the package was written.
 
     Attributes:
-        distribution: its name, and `version`; None where none is known, or where modules of several register operators.
-        digest: `Provider.digest` of the distribution, or of the files where there is none; None where no module is known.
-        modules: to import, so that the operators are registered.
+        distribution: name of the distribution, with its `version`; None if unknown, or if modules
+            of several distributions register operators.
+        digest: `Provider.digest` of the distribution, or of the files if there is no distribution;
+            None if no module is known.
+        modules: modules to import in order to register the operators.
         kernels: Triton kernels that the operators launch.
-        wheels: files in extensions/ that bring it: one, or one for each kind of Python and machine.
+        wheels: wheels of the library in extensions/: one, or one for each kind of Python and
+            machine.
     """
 
     distribution: DistributionName | None
@@ -260,13 +272,15 @@ class OpLibraryEntry(Record):
 
 
 class AbstractEntry(Record):
-    """What was proven of a package without weights.
+    """The proof for a package without weights.
 
     Attributes:
-        reduced_parameters: elements of the parameters of the job that was compared with eager in its place.
-        reduced_program: the sha256 of the canonical JSON of that job's captured graphs, name -> graph file.
-        structure: the sha256 that the structures of both have.
-        check: how the reduced job was compared.
+        reduced_parameters: number of parameter elements of the reduced job, which was compared with
+            eager mode instead.
+        reduced_program: sha256 of the canonical JSON of the reduced job's captured graphs, name ->
+            graph file.
+        structure: sha256 of the structure of the graphs, which is the same for both jobs.
+        check: check by which the reduced job was compared.
     """
 
     reduced_parameters: Size
@@ -276,11 +290,11 @@ class AbstractEntry(Record):
 
 
 class SettingsEntry(Record):
-    """What a run was asked to do otherwise than its package says, from a step on.
+    """Settings that override those of the package from a step of the run on.
 
     Attributes:
-        step: of the run; 0 for what it was launched with.
-        settings: name, as `--set` has it, -> value.
+        step: step of the run; 0 for the settings of the launch.
+        settings: name, as for `--set` -> value.
     """
 
     step: Size
@@ -288,12 +302,12 @@ class SettingsEntry(Record):
 
 
 class TrainingEntry(Record):
-    """How a package's weights came of its parent's.
+    """The training run that made a package's weights from its parent's.
 
     Attributes:
-        steps: how many the run did.
-        data: the fingerprint of what it was trained on: a sha256 of all rows.
-        changed: in order of steps; () where the run was as the parent says.
+        steps: number of steps of the run.
+        data: fingerprint of the training data: a sha256 of all rows.
+        changed: changed settings in order of steps; () if the run used those of the parent.
     """
 
     steps: Size
@@ -304,9 +318,9 @@ class TrainingEntry(Record):
 class Manifest(Record):
     """manifest.json.
 
-    Laws: `from_bytes(m.to_bytes(), w) == m`. `to_bytes` of what `from_bytes` returns is what it was given, if that was of the present
-    format version; an older manifest is upgraded when it is read, and would be written in the present one. A package's identity is that
-    of the bytes that lie there.
+    Laws: `from_bytes(m.to_bytes(), w) == m`. `from_bytes(b, w).to_bytes() == b` if `b` has the
+    present format version; an older manifest is upgraded when it is read, and would be written in
+    the present version. A package's identity is the digest of the stored bytes.
     """
 
     later: ClassVar[frozenset[str]] = frozenset({"abstract", "training", "variants"})
@@ -315,38 +329,38 @@ class Manifest(Record):
     features: tuple[str, ...]
     graphs: dict[Label, GraphEntry]
     variants: Annotated[tuple[Label, ...], Field(max_length=256)] = ()
-    """The job's variants but for the first, in the order in which a batch is tried on them."""
+    """Variants of the job except the first, in the order in which they are tried for a batch."""
     parameters: tuple[ParameterEntry, ...]
     buffers: tuple[BufferEntry, ...]
     constants: tuple[ConstantEntry, ...]
     recipe: Recipe
     updates: tuple[UpdateEntry, ...]
     ops: dict[str, Annotated[str, Field(max_length=8192)]]
-    """Every operator that a graph calls ("torch.ops.aten.add.Tensor") -> its schema where the package was made."""
+    """Operator of a graph ("torch.ops.aten.add.Tensor") -> schema where the package was written."""
     higher_order_ops: tuple[Identifier, ...]
     op_libraries: dict[Identifier, OpLibraryEntry]
-    """Namespace that is not built in -> what registers its operators."""
+    """Namespace that is not built in -> library that registers its operators."""
     passes: tuple[PassEntry, ...]
-    """What was done to the graphs since they were captured, in order."""
+    """Passes that changed the graphs since their capture, in order."""
     parent: Sha256 | None
     files: dict[SafePath, FileEntry]
     abstract: AbstractEntry | None = None
-    """Where there are no weights."""
+    """The proof, if the package has no weights."""
     training: TrainingEntry | None = None
-    """Where the weights were trained from the parent's."""
+    """The training run, if the weights were trained from the parent's."""
 
     def to_bytes(self) -> bytes:
-        """The file: canonical JSON of the fields and of `checksum`, the sha256 of the same without `checksum`."""
+        """Return the file: canonical JSON of the fields, and their sha256 as `checksum`."""
         fields = self.model_dump(mode="json")
         return canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
-        """Read the file, which may be hostile.
+        """Parse the file, which may be hostile.
 
         Raises:
-            IntegrityError: it is not canonical, or its checksum is not its own.
-            PackageError: a newer format, an unknown feature, or fields that do not hold together.
+            IntegrityError: it is not canonical JSON, or its checksum is wrong.
+            PackageError: a newer format, an unknown feature, or inconsistent fields.
         """
         raw = parse_canonical(data, where)
         if not isinstance(raw, dict):
@@ -367,11 +381,11 @@ class Manifest(Record):
 
     @property
     def program_digest(self) -> str:
-        """The sha256 of all that retraining leaves as it is: the manifest without weights, parent and what it says of training, as
-        canonical JSON.
+        """Digest of everything that retraining does not change.
 
-        It is taken in the oldest format version that can say the same. So it is what it was before a package was read by a reader of a
-        newer version, or retrained by one.
+        It is the sha256 of the manifest as canonical JSON, without weights, parent and training, in
+        the oldest format version that can express it. So it stays the same when a newer reader
+        reads or retrains the package.
         """
         fields = oldest_form(self.model_dump(mode="json", exclude={"parent", "training"}))
         fields["features"] = [feature for feature in fields["features"] if feature != "training"]
@@ -380,15 +394,15 @@ class Manifest(Record):
 
     @property
     def weights_digest(self) -> str:
-        """The sha256 of the entries of `files` under weights/, as canonical JSON."""
+        """Digest of the weights: the sha256 of the canonical JSON of `files` under weights/."""
         return sha256_bytes(canonical_json({p: e.model_dump() for p, e in self.files.items() if p.startswith("weights/")}))
 
     def modes(self) -> dict[str, Mode]:
-        """Graph -> what it is for."""
+        """Return graph name -> mode."""
         return {name: mode_of(name, any(o.role == "loss" for o in entry.outputs)) for name, entry in self.graphs.items()}
 
     def training_graphs(self) -> list[str]:
-        """The names of the training graphs, those of the main graph first."""
+        """Return the names of the training graphs, those of the main graph first."""
         found = [name for name, mode in self.modes().items() if mode is Mode.TRAIN]
         return sorted(found, key=lambda name: (graph_of(name) != self.recipe.main, name))
 
@@ -396,16 +410,18 @@ class Manifest(Record):
         """Return the names of the graphs that a run calls, the training graphs first.
 
         Args:
-            evaluates: whether the run has held-out data. Without them no graph of evaluation is called.
+            evaluates: True if the run has held-out data. Without it no evaluation graph is called.
         """
         called = (Mode.EVAL, Mode.COMPUTE) if evaluates else (Mode.COMPUTE,)
         return [*self.training_graphs(), *(name for name, mode in self.modes().items() if mode in called)]
 
     def data_inputs(self, variant: str | None = None) -> dict[str, InputEntry]:
-        """What a run reads of its data: the inputs of its graphs, but for predict, without what other graphs feed them.
+        """Return the inputs that a run reads from its data.
+
+        These are the inputs of all graphs except predict, without those that other graphs feed.
 
         Args:
-            variant: of the graphs; None: of all variants together.
+            variant: variant of the graphs; None: all variants together.
         """
         found: dict[str, InputEntry] = {}
         for name, mode in self.modes().items():
@@ -415,7 +431,7 @@ class Manifest(Record):
         return dict(sorted(found.items()))
 
     def graph_files(self) -> dict[str, str]:
-        """Graph file -> the name that its constants are stored under ("train", "update-decay-first")."""
+        """Return graph file -> prefix of its constants' names ("train", "update-decay-first")."""
         files = {entry.file: name for name, entry in self.graphs.items()}
         for update in self.updates:
             files[update.first] = f"update-{update.group}-first"
@@ -423,10 +439,10 @@ class Manifest(Record):
         return files
 
     def check(self, where: str) -> None:
-        """What the fields must say of each other.
+        """Check that the fields are consistent with each other.
 
         Raises:
-            PackageError: they do not.
+            PackageError: they are not.
         """
         parameters = {p.name: p for p in self.parameters}
         names = [*parameters, *(b.name for b in self.buffers)]
@@ -490,10 +506,10 @@ class Manifest(Record):
                     raise UnsafePackageError("two paths differ only in case", where=where, got=f"{other} and {prefix}")
 
     def _check_recipe(self, where: str) -> None:
-        """What the recipe must say of the graphs.
+        """Check that the recipe is consistent with the graphs.
 
         Raises:
-            PackageError: it does not.
+            PackageError: it is not.
         """
         recipe, modes = self.recipe, self.modes()
         trained = {name for name, mode in modes.items() if mode is Mode.TRAIN}
@@ -563,7 +579,7 @@ def _check_version(raw: dict[str, Any], where: str) -> None:
 
 
 def _check_abstract(manifest: Manifest, where: str) -> None:
-    """A package has weights, or says that it is abstract and has none."""
+    """Check that a package either has weights, or says that it is abstract and has none."""
     if ("abstract" in manifest.features) != (manifest.abstract is not None):
         raise PackageError(
             "the feature abstract and the field of that name are not there together",
@@ -576,7 +592,7 @@ def _check_abstract(manifest: Manifest, where: str) -> None:
 
 
 def _check_extensions(manifest: Manifest, where: str) -> None:
-    """The wheels that operator libraries name are those in extensions/, and the feature is there where they are."""
+    """Check that operator libraries name exactly the wheels in extensions/, and check the feature."""
     named = {wheel for entry in manifest.op_libraries.values() for wheel in entry.wheels}
     there = {path for path in manifest.files if path.split("/")[0] == EXTENSIONS}
     if named != there:

@@ -1,4 +1,4 @@
-"""Files of a package: checked against its manifest, and written as a whole or not at all."""
+"""Files of a package: read with checks against the manifest, and written atomically."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainload.packaging.format.manifest import MANIFEST, OUTSIDE, FileEntry
 
 
 def read_checked(root: Path, path: str, entry: FileEntry) -> bytes:
-    """A file's bytes, once their size and digest are those of the manifest.
+    """Return a file's bytes after checking their size and digest against the manifest.
 
     Raises:
-        IntegrityError: they are not.
+        IntegrityError: the size or the digest differs.
         UnsafePackageError: it is a link, or too large to be read at once.
     """
     if entry.size > MAX_BYTES:
@@ -43,12 +43,12 @@ def _check_listed(path: str, entry: FileEntry, size: int, digest: str) -> None:
 
 
 def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file under `root` with its path relative to it and its status, in sorted order.
+    """Yield (path relative to `root`, status) of every file under `root`, in sorted order.
 
-    What vanishes meanwhile is left out: another process may be replacing a derived graph.
+    Files that vanish meanwhile are skipped: another process may be replacing a derived graph.
 
     Raises:
-        UnsafePackageError: something is a link or no plain file.
+        UnsafePackageError: there is a link or a special file.
     """
 
     def visit(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -74,7 +74,7 @@ def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def check_outside_packages(path: Path) -> None:
-    """Raise StorageError where something at this path would be a file that a package does not list: nobody could open it any more."""
+    """Raise StorageError if `path` is inside a package, which an unlisted file would make invalid."""
     whole = path.absolute()
     for parent in whole.parents:
         if (parent / MANIFEST).is_file() and (parent / "graphs").is_dir() and whole.relative_to(parent).parts[0] not in OUTSIDE:
@@ -88,13 +88,14 @@ def check_outside_packages(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder that appears at `path` when the block ends, whole, or never.
+    """Create a folder atomically: it appears, complete, when the block ends without an error.
 
     Yields:
         A hidden sibling to write into.
 
     Raises:
-        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
+        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full;
+            nothing is left behind.
     """
     with _draft_beside(Path(path)) as folder:
         yield folder
@@ -106,13 +107,15 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A file that appears at `path` when the block ends, whole, or never.
+    """Create a file atomically: it appears, complete, when the block ends without an error.
 
     Yields:
-        A path of the same name in a hidden folder beside it. What else the block leaves in that folder goes with it.
+        A path of the same name in a hidden sibling folder. Anything else that the block leaves in
+        that folder is removed.
 
     Raises:
-        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full; nothing is left behind.
+        StorageError: `path` is taken, its parent is missing or not writable, or the disk is full;
+            nothing is left behind.
     """
     path = Path(path)
     with _draft_beside(path) as folder:
@@ -123,7 +126,10 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _draft_beside(path: Path) -> Iterator[Path]:
-    """A hidden folder beside a path that is free. What is left of it when the block ends is removed."""
+    """Yield a hidden folder beside a free path.
+
+    Its remaining contents are removed when the block ends.
+    """
     check_name(path)
     check_outside_packages(path)
     if os.path.lexists(path):
@@ -142,7 +148,7 @@ def _draft_beside(path: Path) -> Iterator[Path]:
 
 
 def _put(made: Path, path: Path) -> None:
-    """Move what was made to its path, on disk too."""
+    """Move a finished file or folder to its path and sync the parent folder to disk."""
     if os.path.lexists(path):
         raise StorageError("the path was taken meanwhile", where=str(path), hint="Choose another, or remove it.")
     made.rename(path)
@@ -150,10 +156,11 @@ def _put(made: Path, path: Path) -> None:
 
 
 def copy_checked(root: Path, path: str, entry: FileEntry, target: Path) -> None:
-    """Copies a package's file of any size to a new place, through to disk.
+    """Copy a package's file of any size to a new path and sync it to disk.
 
     Raises:
-        IntegrityError: its bytes are not those that the manifest lists; `target` holds some of them then.
+        IntegrityError: the bytes are not those that the manifest lists; `target` then contains a
+            part of them.
         OSError: `target` exists, or the disk is full.
     """
     digest, size = hashlib.sha256(), 0

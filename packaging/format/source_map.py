@@ -1,9 +1,9 @@
-"""debug/source-map.json: where each node of a graph comes from: module, file, line, and the line's text.
+"""debug/source-map.json: the origin of each node of a graph: module, file, line and its text.
 
     {"files": [[PATH, SHA256 or null], ...], "graphs": {GRAPH: {NODE: [MODULE, FILE or null, LINE, TEXT]}}}
 
-FILE is a number in `files`. A node of a body is named NODE/BODY/NODE. Like all of debug/, it is outside the package's identity, and may be
-absent or wrong: nothing depends on it.
+FILE is an index into `files`. A node of a body is named NODE/BODY/NODE. Like all of debug/, the map
+is not part of the package's identity and may be absent or wrong: nothing depends on it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ _MAX_SOURCE = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node comes from. `file` is None where no line of the user's is known; `unchanged`: the file is there, with the same bytes."""
+    """The origin of a node.
+
+    `file` is None if no line of the user's code is known; `unchanged` is True if the file exists
+    with the same bytes.
+    """
 
     module: str
     file: str | None
@@ -41,22 +45,25 @@ class Place:
 
 
 def module_path(stack: str) -> str:
-    """The user's module of a serialised `nn_module_stack`: "layers.3"; "" is the model itself, or the loss."""
+    """Return the user's module of a serialised `nn_module_stack`: "layers.3"; "" is the model
+    itself, or the loss.
+    """
     parts = stack.split(";")[-1].split(",")
     return users_path(parts[1]) if len(parts) > 1 else ""
 
 
 def users_path(path: str) -> str:
-    """A path as the user knows it: what is captured holds the user's model as `model`."""
+    """Return a module path relative to the user's model, which is `model` in the captured module."""
     return "" if path == "model" else path.removeprefix("model.")
 
 
 def make_source_map(notes: Mapping[str, Mapping[str, Mapping[str, str]]], known: Mapping[str, str | None]) -> dict[str, Any]:
-    """The document.
+    """Return the document.
 
     Args:
-        notes: graph -> node -> what `graph_to_json` notes of it.
-        known: file -> sha256 that was recorded before, when the graph was captured; other files are read now.
+        notes: graph -> node -> notes of `graph_to_json` on it.
+        known: file -> sha256 that was recorded when the graph was captured; other files are read
+            now.
     """
     files: list[list[str | None]] = []
     numbers: dict[str, int] = {}
@@ -78,7 +85,7 @@ def make_source_map(notes: Mapping[str, Mapping[str, Mapping[str, str]]], known:
 
 
 class SourceMap:
-    """What a package tells of its nodes' origins; empty where it tells nothing."""
+    """The origins of a package's nodes; empty if the package does not have them."""
 
     def __init__(self, root: Path) -> None:
         document = read_debug(root, NAME)
@@ -95,16 +102,18 @@ class SourceMap:
                     else Place(str(module), _printable(listed[number][0]), int(line), _printable(str(text)), same[listed[number][0]])
                     for node, (module, number, line, text) in nodes.items()
                 }
-        except (TypeError, ValueError, LookupError, AttributeError):  # not what a writer of this format writes
+        except (TypeError, ValueError, LookupError, AttributeError):  # not a document of this format
             self.files, self._graphs = {}, {}
 
     def place(self, graph: str, node: str) -> Place | None:
-        """Where a node comes from; None: it is not said."""
+        """Return the origin of a node, or None if unknown."""
         return self._graphs.get(graph, {}).get(node)
 
 
 def restore_traces(root: Path, name: str, exported: ExportedProgram) -> None:
-    """Gives the nodes of a graph that was read from a package the stack traces that debug/ holds, so that a pass can hand them on."""
+    """Restore stack traces from debug/ on the nodes of a graph that was read from a package, so
+    that passes can keep them.
+    """
     document = read_debug(root, name)
     notes = document.get("nodes") if isinstance(document, dict) else None
     if not isinstance(notes, dict):
@@ -117,7 +126,7 @@ def restore_traces(root: Path, name: str, exported: ExportedProgram) -> None:
 
 
 def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]:
-    """Every node of a graph and its bodies, under the name that debug/ has for it."""
+    """Return (name in debug/, node) for every node of a graph and its bodies."""
     found: list[tuple[str, Node]] = []
     for node in module.graph.nodes:
         found.append((prefix + node.name, node))
@@ -129,13 +138,13 @@ def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]
 
 
 def users_line(trace: str) -> str:
-    """Return the user's line of a stack trace as "model.py:12: y = x.amin(1)"; empty where there is none."""
+    """Return the user's line of a stack trace, as "model.py:12: y = x.amin(1)", or ""."""
     frame = _users_frame(trace)
     return "" if frame is None else f"{_printable(frame[0])}:{frame[1]}: {_printable(frame[2])}"
 
 
 def _users_frame(trace: str) -> tuple[str, int, str] | None:
-    """The innermost frame outside of torch and of this library's tracing."""
+    """Return the innermost frame outside torch and this library's tracing."""
     for path, line, text in reversed(_FRAME.findall(trace)):
         if not path.startswith(_LIBRARIES) and not any(stage in path for stage in _INSTALLED):
             return path, int(line), text.strip()
@@ -143,14 +152,14 @@ def _users_frame(trace: str) -> tuple[str, int, str] | None:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Replace control characters, which a terminal might interpret, with "?"."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _sha256(path: str) -> str | None:
     try:
         file = Path(path)
-        if not file.is_file() or file.stat().st_size > _MAX_SOURCE:  # a package from elsewhere may name anything
+        if not file.is_file() or file.stat().st_size > _MAX_SOURCE:  # an untrusted package may name any path
             return None
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except (OSError, ValueError):

@@ -1,8 +1,9 @@
-"""Manifests of older format versions, brought to the present form when they are read.
+"""Upgrades of manifests of older format versions when they are read.
 
-An upgrade is a function over parsed JSON, from one version to the next. It says of what the older version did not know that it is not
-known, and it adds nothing that a reader would have to trust. What it is given may be hostile: it refuses what it cannot take, and all
-else is checked when the result is.
+An upgrade is a function over parsed JSON, from one version to the next. It marks as unknown what
+the older version did not record, and adds nothing that a reader would have to trust. Its input may
+be hostile: it rejects what it cannot convert, and everything else is checked with the upgraded
+manifest.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ Fields = dict[str, Any]
 """manifest.json without its checksum."""
 
 _UNKNOWN: Mapping[str, object] = {"distribution": None, "version": None, "digest": None, "modules": [], "kernels": [], "wheels": []}
-"""An operator library of which nothing is known."""
+"""Entry of an operator library about which nothing is known."""
 
 
 def _from_1(fields: Fields, where: str) -> Fields:
-    """Version 1 had of an operator library the distribution's name, or null."""
+    """Upgrade version 1, which recorded only the distribution (or null) of an operator library."""
     libraries = fields.get("op_libraries")
     if not isinstance(libraries, dict) or not all(name is None or isinstance(name, str) for name in libraries.values()):
         raise PackageError("the manifest's field op_libraries is wrong", where=where, expected="names of distributions, or null")
@@ -36,16 +37,20 @@ def _to_1(fields: Fields) -> Fields | None:
 
 
 UPGRADES: Mapping[int, Callable[[Fields, str], Fields]] = {1: _from_1}
-"""Version -> what makes a manifest of it one of the next version."""
+"""Version -> function that converts its manifest to the next version."""
 DOWNGRADES: Mapping[int, Callable[[Fields], Fields | None]] = {2: _to_1}
-"""Version -> what says the same in the version before it; None where that one cannot say it. The inverse of `UPGRADES`."""
+"""Version -> function that converts its manifest to the previous version, or returns None if that
+cannot express it.
+
+The inverse of `UPGRADES`.
+"""
 
 
 def upgraded(fields: Fields, where: str) -> Fields:
-    """The same manifest in the present version. `fields["format_version"]` is one that there was.
+    """Return the manifest in the present version. `fields["format_version"]` is a known version.
 
     Raises:
-        PackageError: a field that an upgrade reads is not what its version had.
+        PackageError: a field that an upgrade reads is not valid in its version.
     """
     while (upgrade := UPGRADES.get(fields["format_version"])) is not None:
         fields = upgrade(fields, where)
@@ -53,7 +58,10 @@ def upgraded(fields: Fields, where: str) -> Fields:
 
 
 def oldest_form(fields: Fields) -> Fields:
-    """The same manifest in the oldest version that can say it. Law: it is that of `upgraded(fields)` too."""
+    """Return the manifest in the oldest version that can express it.
+
+    Law: `oldest_form(upgraded(fields))` is the same.
+    """
     while (downgrade := DOWNGRADES.get(fields["format_version"])) is not None:
         older = downgrade(fields)
         if older is None:

@@ -1,4 +1,4 @@
-"""The user's secret, by which what was made here is known again."""
+"""The user's secret key, which authenticates graphs that this user derived."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEY_BYTES = 32
 
 
 def user_key(*, create: bool) -> bytes:
-    """The user's secret; b"" where there is none and `create` is false."""
+    """Return the user's secret key, or b"" if there is none and `create` is false."""
     folder = Path(os.environ.get(STATE_DIR) or Path.home() / ".local" / "state" / "trainload")
     path = folder / "derived.key"
     if create and not path.exists():

@@ -1,4 +1,7 @@
-"""Which operators a graph may call, by name. Everything else is refused before torch sees the graph."""
+"""Operators that a graph may call, by name.
+
+Everything else is rejected before torch sees the graph.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ HIGHER_ORDER = frozenset(
     | {"trainload_backward", "trainload_checkpoint", "trainload_func_grad", "trainload_vmap", "trainload_autograd_grad"}
     | {"trainload_require_grad", "trainload_backward_by_use", "trainload_selective_checkpoint"}
 )
-"""Operators that take graphs."""
+"""Operators that take graphs as arguments."""
 
 _ARITHMETIC = "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ lshift rshift"
 SIZE_FUNCTIONS = frozenset(
     {f"_operator.{name}" for name in _ARITHMETIC.split(" ")}
     | {"math.trunc", "torch.sym_not", "torch.sym_int", "torch.sym_float", "torch.sym_ite", "torch.sym_max", "torch.sym_min"}
 )
-"""Python functions of sizes."""
+"""Python functions that graphs may apply to symbolic sizes."""
 
 _DENIED = frozenset(
     {"from_file", "_print", "set_", "set_data", "_backward", "retain_grad", "retains_grad", "requires_grad_", "record_stream"}
@@ -29,7 +32,9 @@ _DENIED = frozenset(
     | {"_fw_primal", "_make_dual", "_unpack_dual", "_propagate_xla_data", "_nnpack_available"}
     | {"_debug_has_internal_overlap", "_has_compatible_shallow_copy_type"}
 )
-"""ATen operators that read files, print, meddle with autograd, storage or streams, or trust what they are given."""
+"""ATen operators that read files, print, change autograd state, storage or streams, or do not check
+their arguments.
+"""
 _DENIED_PATTERN = re.compile(r"(_cufft_|_cslt_|_sparse_semi_structured|_test_|_nested_|_use_|.*_unsafe$|to_mkldnn).*")
 _DUNDER = frozenset(f"__{i}{name}__" for i in ("", "i") for name in ("and", "or", "xor", "lshift", "rshift"))
 
@@ -38,18 +43,18 @@ _HIGHER_ORDER = re.compile(r"torch\.ops\.higher_order\.([a-z_]{1,64})")
 
 
 def check_operator(target: str, where: str, namespaces: Set[str] = frozenset()) -> str | None:
-    """Raise for an operator that no graph may call.
+    """Check that a graph may call an operator.
 
     Args:
-        target: as graphs spell it: "torch.ops.aten.add.Tensor".
+        target: the operator as graphs spell it: "torch.ops.aten.add.Tensor".
         where: file and node, for errors.
-        namespaces: those of other libraries that the reader has been told to trust.
+        namespaces: trusted namespaces of other libraries.
 
     Returns:
         The operator's namespace; None for one of HIGHER_ORDER or SIZE_FUNCTIONS.
 
     Raises:
-        UnsafePackageError: it is refused; the message says by which rule.
+        UnsafePackageError: the operator is rejected; the message states the rule.
     """
     if target in SIZE_FUNCTIONS:
         return None

@@ -1,4 +1,4 @@
-"""Symbolic sizes of a graph: the grammar that they must have before torch hands them to sympy, which would evaluate anything.
+"""Grammar of symbolic sizes, checked first because torch lets sympy evaluate any expression.
 
     expression := integer | "-" integer | float | "true" | "false" | symbol | call
     symbol     := "Symbol('" name "'" {", " assumption "=" ("True" | "False")} ")"
@@ -41,7 +41,7 @@ _DECIMAL = re.compile(r"-?\d{1,40}(\.\d{0,40})?([eE][+-]?\d{1,3})?")
 
 
 def check_expression(text: str, where: str) -> None:
-    """Raise unless `text` is in the grammar above, and cheap to evaluate.
+    """Check that `text` is in the grammar above, and cheap to evaluate.
 
     Raises:
         UnsafePackageError: it is not.
@@ -51,7 +51,7 @@ def check_expression(text: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What an expression holds: its value where it is an integer, a symbol, a power."""
+    """Facts about an expression: its literal integer, and whether it has a symbol or a power."""
 
     literal: int | None = None
     symbolic: bool = False
@@ -125,7 +125,7 @@ class _Parser:
                 raise self.refuse("Integer takes one integer")
             return arguments[0]
         if name in _POWERS:
-            # A power of a power, or of a number, can be made as large as memory; a size to a small power cannot.
+            # A power of a power, or of a number, could grow as large as memory; a size to a small power cannot.
             if len(arguments) != 2 or not arguments[0].symbolic or arguments[0].power:
                 raise self.refuse(f"{name} takes a base with a symbol and without powers")
             if arguments[1].literal is None or abs(arguments[1].literal) > MAX_EXPONENT:

@@ -1,4 +1,4 @@
-"""The digest of captured graphs that are in no package."""
+"""Digest of captured graphs that are not in a package."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from trainload.packaging.graphs.graph_json import graph_to_json
 
 
 def graphs_digest(program: Program) -> str:
-    """The sha256, in hex, of the canonical JSON of a program's graphs, name -> graph file as a package would hold it."""
+    """Return the sha256, in hex, of the canonical JSON of a program's graphs, name -> graph file."""
     graphs = {name: graph_to_json(graph.exported, name).document for name, graph in program.graphs.items()}
     return sha256_bytes(canonical_json(graphs))

@@ -1,4 +1,6 @@
-"""From torch.export's JSON to a package's: the fields that the format has, without what names machine, folder or source."""
+"""Conversion of torch.export's JSON to a package's: only the format's fields, without names of
+machines, folders or sources.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ _GRAPH_FIELDS = (
 
 
 def strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: str) -> None:
-    """Keep the format's own fields, and of the metadata only the paths and calls of modules; the rest goes to `notes`."""
+    """Keep the format's own fields, with module paths and calls; move other metadata to `notes`."""
     _keep(graph, _GRAPH_FIELDS, where)
     for meta in graph["tensor_values"].values():
-        meta["storage_offset"] = {"as_int": 0}  # torch's reader knows no other, and a graph read back is to be written as it was
+        meta["storage_offset"] = {"as_int": 0}  # torch's reader drops offsets; a graph that is read back must be written as it was
     for node in graph["nodes"]:
         _keep(node, _NODE_FIELDS, where)
         metadata = node["metadata"]
@@ -53,9 +55,11 @@ def _keep(record: dict[str, Any], fields: Sequence[str], where: str) -> None:
 
 
 def _module_paths(stack: str) -> str:
-    """From "key,path,class;..." to "path@1,path,torch.nn.Module;...": classes, and the keys of strict mode, name the source.
+    """Convert "key,path,class;..." to "path@1,path,torch.nn.Module;...": classes and strict-mode
+    keys name the source.
 
-    Of a key its number stays, which tells a module's second call from its first: unflattening needs it.
+    The number of a key stays. It distinguishes a module's second call from its first, which torch's
+    unflattening needs.
     """
     entries: list[str] = []
     for item in stack.split(";") if stack else ():
@@ -69,7 +73,7 @@ def _module_paths(stack: str) -> str:
 
 
 def plain_treespec(text: str) -> str:
-    """The treespec as canonical JSON, its contexts too."""
+    """Return the treespec as canonical JSON, contexts included."""
 
     def plain(spec: dict[str, Any]) -> dict[str, Any]:
         context = spec["context"]

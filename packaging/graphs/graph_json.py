@@ -1,9 +1,9 @@
-"""Graphs to JSON and back: the one module of packaging/ that touches torch's private names.
+"""Conversion of graphs to JSON and back. No other module of packaging/ uses torch's private names.
 
-Run on torch 2.13.0. The private names are those of `torch._export.serde` (torch.export's own schema, major version 8), `torch._ops`,
-`torch._C.parse_schema`, `torch._C._dispatch_dump`, what `torch._library` knows of who registered an operator, and the constructor of
-ExportedProgram. Nothing here reads pickles, and nothing here may be given a
-document that `validate.validate_graph` has not passed.
+Run on torch 2.13.0. The private names are those of `torch._export.serde` (torch.export's own
+schema, major version 8), `torch._ops`, `torch._C.parse_schema`, `torch._C._dispatch_dump`, the
+registries of `torch._library` (who registered an operator), and the constructor of ExportedProgram.
+Nothing here reads pickles. Every document that is read must have passed `validate.validate_graph`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from trainload.packaging.graphs.graph_fields import plain_treespec, strip_graph
 
 _DIALECT = "TRAINING"
 _SYMBOL = re.compile(r"Symbol\('([a-z]+[0-9]+)'")
-"""A symbol in a size, as sympy spells expressions."""
+"""A symbol in a size, as in sympy's expressions."""
 _POSITIONAL, _KEYWORD = serde.ArgumentKind.POSITIONAL.value, serde.ArgumentKind.KEYWORD.value
 _REFUSALS = (
     SerializeError,
@@ -71,11 +71,11 @@ _REFUSALS = (
     AssertionError,
     SyntaxError,
 )
-"""What torch's reader and writer raise for a graph that they cannot take."""
+"""Exceptions of torch's reader and writer for a graph that they do not support."""
 
 
 class GraphJson(NamedTuple):
-    """A graph as JSON: what it computes, and apart from it what names the machine, the folder and the source."""
+    """A graph as JSON, and separately everything that names the machine, the folder and the source."""
 
     document: dict[str, Any]
     debug: dict[str, Any]
@@ -84,10 +84,11 @@ class GraphJson(NamedTuple):
 def graph_to_json(exported: ExportedProgram, where: str = "graph") -> GraphJson:
     """Serialise a training-IR graph, without weights, constants and example inputs.
 
-    Law: the document depends on the program alone: not on folder, process, hash seed or torch's patch version.
+    Law: the document depends only on the program, not on folder, process, hash seed or torch's
+    patch version.
 
     Raises:
-        PackageError: torch's schema cannot say it; the message names the node.
+        PackageError: torch's schema cannot express the graph; the message names the node.
     """
     with _refused(where), serialisable_values(exported.graph_module):
         exported.validate()  # type: ignore[no-untyped-call]
@@ -95,7 +96,7 @@ def graph_to_json(exported: ExportedProgram, where: str = "graph") -> GraphJson:
         exported.graph_module,
         exported.graph_signature,
         [entry for entry in exported.module_call_graph if entry.fqn == ""],
-        # A derived dim (2*s0) has a range too, which follows from its root's.
+        # torch.export keeps a range for a derived dim (2*s0) too, although it follows from its root's.
         {symbol: span for symbol, span in exported.range_constraints.items() if symbol.is_Symbol},
         list(exported._guards_code),
         where,
@@ -108,14 +109,14 @@ def graph_from_json(
     """Rebuild a graph from a validated document.
 
     Args:
-        document: as `graph_to_json` made it and `validate_graph` passed it.
-        state: a tensor (of any device, so also a meta one) for every parameter and buffer that the graph reads. Names that share a
-            tensor stay tied.
+        document: a document of `graph_to_json` that passed `validate_graph`.
+        state: a tensor (on any device, meta included) for every parameter and buffer that the graph
+            reads. Names that share a tensor stay tied.
         constants: a tensor for every tensor constant.
         where: file name, for errors.
 
     Raises:
-        PackageError: torch refuses it, or a tensor is missing.
+        PackageError: torch rejects the graph, or a tensor is missing.
     """
     module, signature, calls, symbols, ranges = _from_json(document, where)
     bound: dict[str, Any] = {}
@@ -144,10 +145,10 @@ def graph_from_json(
 
 
 def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: str = "graph") -> ExportedProgram:
-    """The same program with another graph, of the same inputs and as many outputs.
+    """Return the program with another graph of the same inputs and the same number of outputs.
 
     Raises:
-        PackageError: the inputs are others, or torch refuses the graph.
+        PackageError: the inputs differ, or torch rejects the graph.
     """
     signature = exported.graph_signature
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
@@ -163,16 +164,18 @@ def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: s
 def with_parameters(
     exported: ExportedProgram, module: torch.fx.GraphModule, added: Mapping[str, tuple[str, torch.Tensor]], where: str = "graph"
 ) -> ExportedProgram:
-    """The same program with another graph, which takes more parameters.
+    """Return the program with another graph, which has additional parameters.
 
     Args:
         exported: the program.
-        module: a graph of its inputs, in their order, with those of `added` among them, and of as many outputs.
-        added: name of a placeholder -> the parameter that it stands for, and a tensor of its shape, which may be a meta one.
-        where: for errors.
+        module: a graph with the program's inputs, in their order, those of `added` among them, and
+            the same number of outputs.
+        added: placeholder name -> name of the parameter, and a tensor of its shape, which may be a
+            meta tensor.
+        where: place for errors.
 
     Raises:
-        PackageError: torch refuses the graph.
+        PackageError: torch rejects the graph.
     """
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     for name, (parameter, _) in added.items():
@@ -208,10 +211,11 @@ def _of_graph(
 
 
 def flat_to_json(module: torch.fx.GraphModule, where: str = "graph") -> GraphJson:
-    """Serialise a flat graph whose inputs and outputs are all plain values with `meta["val"]` (a step graph).
+    """Serialise a flat graph whose inputs and outputs are all plain values with `meta["val"]` (a
+    step graph).
 
     Raises:
-        PackageError: torch's schema cannot say it.
+        PackageError: torch's schema cannot express the graph.
     """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     output = next(node for node in module.graph.nodes if node.op == "output")
@@ -221,27 +225,29 @@ def flat_to_json(module: torch.fx.GraphModule, where: str = "graph") -> GraphJso
 
 
 def flat_from_json(document: Mapping[str, Any], where: str = "graph") -> torch.fx.GraphModule:
-    """The inverse of `flat_to_json`, from a validated document. Every node has `meta["val"]` of one FakeTensorMode.
+    """Rebuild a flat graph from a validated document: the inverse of `flat_to_json`.
+
+    Every node has a `meta["val"]`, all of one FakeTensorMode.
 
     Raises:
-        PackageError: torch refuses it.
+        PackageError: torch rejects the graph.
     """
     return _from_json(document, where)[0]
 
 
 def running_schema(name: str) -> str | None:
-    """The schema that the running torch has for "torch.ops.aten.add.Tensor"; None: it has no such operator."""
+    """Return the running torch's schema of an operator ("torch.ops.aten.add.Tensor"), or None."""
     overload = _overload(name)
     return None if overload is None else str(overload._schema)
 
 
 def has_higher_order(name: str) -> bool:
-    """Whether the running torch, with trainload's own operators, has an operator that takes graphs of this name ("cond")."""
+    """Return True if there is a higher-order operator of this name ("cond") in torch or trainload."""
     return isinstance(getattr(torch.ops.higher_order, name, None), HigherOrderOperator)
 
 
 def schema_still_fits(name: str, recorded: str) -> bool:
-    """Whether the running torch's operator takes every call that the recorded schema allowed."""
+    """Return True if the running torch's operator accepts every call of the recorded schema."""
     overload = _overload(name)
     if overload is None:
         return False
@@ -250,15 +256,17 @@ def schema_still_fits(name: str, recorded: str) -> bool:
     try:
         running: Any = overload._schema  # the stubs lack its methods
         return bool(running.is_backward_compatible_with(torch._C.parse_schema(recorded)))
-    except (RuntimeError, UnicodeDecodeError):  # the recorded text is no schema; torch's complaint may cut a letter in two
+    except (RuntimeError, UnicodeDecodeError):  # not a schema; torch's message may be cut within a UTF-8 character
         return False
 
 
 def registered_by(name: str) -> tuple[str, ...]:
-    """Who registered an operator, as far as torch knows, the surest first: names of modules, and paths of Python files.
+    """Return the modules or Python files that registered an operator, as far as torch knows, the
+    most certain first.
 
-    In this order: the function given to `torch.library.custom_op` or `triton_op`; the file that made the `torch.library.Library` which
-    defined it; the file that registered its fake kernel, which is what a library of C++ operators does in Python.
+    In this order: the module of the function passed to `torch.library.custom_op` or `triton_op`;
+    the file that created the `torch.library.Library` which defined the operator; the file that
+    registered its fake kernel, which libraries of C++ operators do in Python.
 
     Args:
         name: "torch.ops.my_library.double.default".
@@ -280,19 +288,19 @@ def registered_by(name: str) -> tuple[str, ...]:
 
 
 def triton_kernels(name: str) -> tuple[Any, ...]:
-    """The functions of the Triton kernels that an operator launches, as torch found them in its source; () for what is no `triton_op`."""
+    """Return the Triton kernels that torch found in the source of a `triton_op`, otherwise ()."""
     overload = _overload(name)
     found = [] if overload is None else get_triton_kernels_for_op(name_of(overload).partition(".")[0])
     functions = []
     for kernel in found:
-        while hasattr(kernel, "fn"):  # of an autotuner, of what was compiled by Triton
+        while hasattr(kernel, "fn"):  # unwrap autotuners and triton.jit
             kernel = kernel.fn
         functions.append(kernel)
     return tuple(functions)
 
 
 def name_of(overload: OpOverload) -> str:
-    """The name that torch has for an operator: "aten::add.Tensor"."""
+    """Return torch's name of an operator: "aten::add.Tensor"."""
     name: str = overload.name()  # type: ignore[no-untyped-call]
     return name
 
@@ -360,12 +368,12 @@ def _to_json(
         call["in_spec"], call["out_spec"] = plain_treespec(call["in_spec"]), plain_treespec(call["out_spec"])
     kept = {key: graph_module[key] for key in ("graph", "signature", "module_call_graph")}
     debug = {"nodes": notes, "guards": guards, "torch": torch.__version__, "schema": list(serde.SCHEMA_VERSION)}
-    limits, used = document["range_constraints"], _symbols(kept)  # torch may limit a symbol that it has replaced everywhere
+    limits, used = document["range_constraints"], _symbols(kept)  # torch keeps ranges of symbols that it has replaced everywhere
     return GraphJson({"graph_module": kept, "range_constraints": {name: limits[name] for name in limits if name in used}}, debug)
 
 
 def _symbols(value: Any) -> set[str]:
-    """The symbols of all sizes in a document."""
+    """Return the symbols of all sizes in a document."""
     found: set[str] = set()
     stack = [value]
     while stack:
@@ -380,8 +388,10 @@ def _symbols(value: Any) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A record of torch's schema as JSON values, each object and list a new one. torch's own way there goes over every field's description
-    and through text.
+    """Convert a record of torch's schema to JSON values; each object and list is a new one.
+
+    torch's own conversion looks at every field's description and goes through text, which is
+    slower.
     """
     if isinstance(value, _Union):
         return {str(value.type): _plain(value.value)}
@@ -400,7 +410,9 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
-    """Within it, higher-order calls have tuples as values (torch's writer takes no lists there), and never none at all."""
+    """Within the block, values of higher-order calls are tuples: torch's writer accepts neither
+    lists nor missing values.
+    """
     before: list[tuple[torch.fx.Node, bool, Any]] = []
     for node in calls_in(module):
         value = node.meta.get("val")
@@ -419,7 +431,9 @@ def serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
 
 @functools.cache
 def _fields(kind: type) -> Mapping[str, Any]:
-    """Return the fields of a class of torch's schema with their types, which torch's own reader evaluates anew for every node."""
+    """Return the fields of a class of torch's schema with their types, which torch's own reader
+    evaluates again for every node.
+    """
     return get_type_hints(kind, globalns=vars(serde))
 
 
@@ -427,7 +441,8 @@ def _decoded(kind: Any, data: Any) -> Any:
     """Return a value of torch's schema.
 
     Args:
-        kind: its type: a class of the schema, `list[...]`, `dict[str, ...]`, `... | None`, or what JSON has.
+        kind: its type: a class of the schema, `list[...]`, `dict[str, ...]`, `... | None`, or a
+            JSON type.
         data: its JSON, which validate.py has accepted.
     """
     if isinstance(kind, type) and is_dataclass(kind):
@@ -456,23 +471,25 @@ def _from_json(
             for name, span in document["range_constraints"].items()
         }
         reader = GraphModuleDeserializer()
-        # the same few sizes stand in the shapes of all nodes: each is parsed once
+        # All shapes use the same few sizes: parse each of them once.
         reader._parse_sym_expr = functools.lru_cache(None, typed=True)(reader._parse_sym_expr)  # type: ignore[method-assign]
         result = reader.deserialize(serialised, {}, {}, None, ranges)
     _check_whole(result.graph_module, document["graph_module"]["graph"], where)
     for node in calls_in(result.graph_module):
         if "val" not in node.meta and node.target is not operator.getitem:
-            node.meta["val"] = ()  # a region that only writes to buffers returns nothing; torch's verifier wants a value
+            node.meta["val"] = ()  # a region that only writes to buffers returns nothing, but torch's verifier requires a value
     _forget_hints_of_expressions(result.graph_module)
     return result.graph_module, result.signature, result.module_call_graph, result.names_to_symbols, ranges
 
 
 def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
-    """Check that torch has read every argument of every node, each under its name and as it is passed, and every example of a size: its
-    reader passes over names that an operator has not, and takes a symbol's example from wherever it comes first.
+    """Check that torch has read all arguments of all nodes, and all examples of sizes.
+
+    torch's reader ignores names that an operator does not have, and uses the first example of a
+    symbol.
 
     Raises:
-        PackageError: it has not.
+        PackageError: torch has read something else.
     """
     for node in module.graph.nodes:
         _check_examples(node, told, where)
@@ -505,7 +522,7 @@ def _check_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) ->
     """Check that a node's sizes have the examples that the file states.
 
     Raises:
-        PackageError: they have not.
+        PackageError: they do not.
     """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and node.name in told["tensor_values"]:
@@ -528,12 +545,14 @@ def _check_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) ->
 
 
 def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:
-    """The reader of torch notes example values for expressions (32*s0) beside those of symbols; Inductor stumbles over them."""
+    """Remove example values of expressions (32*s0), which torch's reader adds to those of symbols:
+    Inductor fails on them.
+    """
     for node in module.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None and mode.shape_env is not None:
             environment = mode.shape_env
-            # torch 2.11 has the older name
+            # torch 2.11 uses the older name.
             hints = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
             for key in [k for k in hints if not k.is_Symbol]:
                 del hints[key]
@@ -541,5 +560,5 @@ def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:
 
 
 def operator_namespaces(module: torch.fx.GraphModule) -> frozenset[str]:
-    """The namespaces of the operators that a graph and its bodies call."""
+    """Return the namespaces of the operators that a graph and its bodies call."""
     return frozenset(node.target.namespace for node in nodes_in(module) if isinstance(node.target, OpOverload))

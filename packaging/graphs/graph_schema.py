@@ -1,6 +1,6 @@
-"""The schema of a graph file, as a table: the subset of torch.export's schema that a package may contain.
+"""Schema of a graph file, as a table: a subset of torch.export's schema.
 
-A leaf names the method of the validator that checks it (`packaging/graphs/validate.py`).
+A leaf is the name of the validator's method that checks it (`packaging/graphs/validate.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 MAX_NODES = 500_000
-"""Nodes of one file, bodies of control flow included."""
+"""Maximum number of nodes in one file, bodies of control flow included."""
 _MAX_ENTRIES = 100_000
 _MAX_DIMS = 64
 
@@ -41,7 +41,7 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An object whose keys and values are checked alike."""
+    """An object of any keys; all keys and all values are checked in the same way."""
 
     key: Schema
     item: Schema
@@ -56,7 +56,7 @@ class Maybe:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of some strings or numbers."""
+    """One of several strings or numbers."""
 
     allowed: frozenset[Any]
 
@@ -68,7 +68,7 @@ _STRIDED = Choice(frozenset({7}))
 _TENSOR = Record({"name": "identifier"})
 _DEVICE = Record({"type": Choice(frozenset({"cpu", "cuda", "meta"})), "index": Maybe("small")})
 
-# Sizes: in the description of a value, and as an argument.
+# Sizes, in the description of a value and as an argument.
 _SYM_INT = Union({"as_expr": "sized_expression", "as_int": "integer"})
 _SYM_FLOAT = Union({"as_expr": "sized_expression", "as_float": "number"})
 _SYM_BOOL = Union({"as_expr": "sized_expression", "as_bool": "boolean"})

@@ -1,4 +1,4 @@
-"""Whether a graph file reads and returns what its manifest says."""
+"""Comparison of a graph file's inputs, outputs and state with its manifest."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ SCALAR_TYPES = {
 def check_signature(
     document: Mapping[str, Any], manifest: Manifest, prefix: str, where: str, *, inputs: Sequence[str] | int, outputs: int
 ) -> None:
-    """Compare a validated graph file with the manifest.
+    """Check a validated graph file against the manifest.
 
     Args:
         document: the graph file.
-        manifest: the package's.
-        prefix: what the graph's constants are stored under.
+        manifest: the package's manifest.
+        prefix: prefix of the names of the graph's constants.
         where: file name, for errors.
-        inputs: the keys of its one dict of inputs, in order; or how many tensors it takes.
-        outputs: how many values it returns.
+        inputs: keys of the graph's single dict of inputs, in order; or the number of tensors that
+            it accepts.
+        outputs: number of values that it returns.
 
     Raises:
         PackageError: state of another name, dtype or shape, or other inputs or outputs.

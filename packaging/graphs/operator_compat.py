@@ -1,4 +1,4 @@
-"""A package's operators against those of the running torch: each schema that was recorded beside the one that is there."""
+"""Comparison of a package's operators with those of the running torch, by their schemas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from trainload.packaging.graphs.graph_json import has_higher_order, running_sche
 
 
 class Verdict(Enum):
-    """What became of an operator: every call that its recorded schema allowed is allowed still, but for the last two."""
+    """Result for one operator.
+
+    SAME and COMPATIBLE: every call that the recorded schema allowed is still allowed.
+    """
 
     SAME = "same"
     COMPATIBLE = "compatible"
@@ -24,9 +27,9 @@ class Comparison:
 
     Attributes:
         name: "torch.ops.aten.add.Tensor", "torch.ops.higher_order.cond".
-        was: the schema where the package was made; "" for one that takes graphs, which has none.
-        now: the schema here; None where it is missing, or is of a library that was not imported.
-        verdict: what follows from the two.
+        was: schema where the package was written; "" for a higher-order operator, which has none.
+        now: schema here; None if the operator is missing, or its library was not imported.
+        verdict: result of the comparison.
     """
 
     name: str
@@ -36,17 +39,20 @@ class Comparison:
 
     @property
     def fits(self) -> bool:
-        """Whether the package's graphs can call it."""
+        """True if the package's graphs can call the operator."""
         return self.verdict in (Verdict.SAME, Verdict.COMPATIBLE)
 
     @property
     def told(self) -> str:
-        """What an error says of it."""
+        """Both schemas, for an error message."""
         return f"was {self.was}, is {self.now or 'missing'}"
 
 
 def compare_operators(manifest: Manifest) -> tuple[Comparison, ...]:
-    """Every operator of a package's graphs, sorted by name. Libraries of operators must have been imported."""
+    """Compare every operator of a package's graphs, sorted by name.
+
+    Operator libraries must have been imported.
+    """
     found = [_compare(name, was) for name, was in manifest.ops.items()]
     for name in manifest.higher_order_ops:
         there = has_higher_order(name)
@@ -64,6 +70,6 @@ def _compare(name: str, was: str) -> Comparison:
 
 
 def _is_operator(name: str) -> bool:
-    """Whether a name from a manifest is spelled as one of the dispatcher's."""
+    """Return True if a name from a manifest has the form of a dispatcher operator's."""
     parts = name.split(".")
     return len(parts) == 5 and parts[:2] == ["torch", "ops"] and all(part.isidentifier() for part in parts)

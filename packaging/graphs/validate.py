@@ -1,7 +1,8 @@
-"""What a graph file may hold, checked before torch reads it.
+"""Validation of graph files before torch reads them.
 
-torch's own reader evaluates symbolic expressions, imports what a treespec names and executes guards. So a graph file is a subset of
-torch.export's schema in which none of these can be said: every field is known here, and every string has a grammar.
+torch's own reader evaluates symbolic expressions, imports names from treespecs and executes guards.
+So a graph file is restricted to a subset of torch.export's schema that cannot express any of these:
+every field is known here, and every string has a grammar.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _SCHEMAS: Mapping[str, Schema] = {
     "argument": ARGUMENT,
     "sized_expression": SIZED_EXPRESSION,
 }
-"""Those that methods of the validator apply, which check more than the table says."""
+"""Schemas that methods of the validator apply; these methods check more than the table says."""
 
 MAX_BODIES = 12
-"""Bodies of control flow inside one another."""
+"""Maximum nesting depth of control flow bodies."""
 MAX_STRING = 4096
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}")
@@ -57,14 +58,18 @@ _QUOTED = re.compile(r"Symbol\('([a-z]{1,8}[0-9]{1,6})'")
 _SINGLE = frozenset({"as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float"})
 _INFINITE = frozenset({"Infinity", "-Infinity", "NaN"})
 _NODE = b'"is_hop_single_tensor_return":'
-"""A key that each node has, and nothing else that is not refused. A quote within a string has a backslash before it."""
+"""A key that occurs once per node and in nothing else that is accepted: quotes within strings are
+escaped by a backslash.
+"""
 MODULE_TYPE = "torch.nn.Module"
-"""What stands for a module's class in a graph file."""
+"""Placeholder for a module's class in a graph file."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What a valid graph file calls: operators with a schema ("torch.ops.aten.add.Tensor"), and operators that take graphs ("cond")."""
+    """Operators that a valid graph file calls: with a schema ("torch.ops.aten.add.Tensor"), and
+    higher-order ones ("cond").
+    """
 
     operators: frozenset[str]
     higher_order: frozenset[str]
@@ -72,12 +77,14 @@ class GraphFacts:
 
 
 def parse_graph(data: bytes, where: str) -> Any:
-    """Decode a graph file, or a step graph's, that may be hostile; what it holds is still to be validated.
+    """Decode the file of a graph or step graph, which may be hostile.
 
-    Its nodes are counted before it is parsed: that takes a thousandth of the time.
+    The result has not been validated.
+
+    Nodes are counted before parsing, which takes a thousandth of the time.
 
     Raises:
-        UnsafePackageError: it has too many nodes; otherwise as `parse_canonical`.
+        UnsafePackageError: the file has too many nodes; otherwise as `parse_canonical`.
         IntegrityError: as `parse_canonical`.
     """
     nodes = data.count(_NODE)
@@ -90,12 +97,12 @@ def validate_graph(document: object, where: str, namespaces: Set[str] = frozense
     """Check a parsed graph file.
 
     Args:
-        document: what `parse_canonical` returned.
+        document: result of `parse_canonical`.
         where: the file's name, for errors.
-        namespaces: of operators of other libraries that the reader trusts.
+        namespaces: trusted namespaces of operators of other libraries.
 
     Raises:
-        UnsafePackageError: it breaks a rule; the message names file, node and rule.
+        UnsafePackageError: the file breaks a rule; the message names file, node and rule.
     """
     validator = _Validator(where, namespaces)
     validator.document(document)
@@ -118,7 +125,7 @@ class _Validator:
         self._checks = {name: self.compiled(schema) for name, schema in _SCHEMAS.items()}
 
     def compiled(self, schema: Schema) -> Check:
-        """Return the check of a schema, which is made once."""
+        """Return the check of a schema, which is compiled once."""
         if isinstance(schema, str):
             check: Check = getattr(self, schema)
             return check
@@ -142,7 +149,7 @@ class _Validator:
                 return self.choice(allowed)
         raise AssertionError(schema)
 
-    # Shapes of JSON.
+    # JSON structures.
 
     def refuse(self, rule: str, got: object) -> NoReturn:
         shown = repr(got)
@@ -307,7 +314,7 @@ class _Validator:
             self.tree(child)
 
     def check_known_symbols(self, document: Any) -> None:
-        """Limits are of symbols that a size has."""
+        """Check that range constraints limit only symbols that occur in a size."""
         known = {symbol for expression in self.hints for symbol in _QUOTED.findall(expression)}
         for symbol in document["range_constraints"]:
             if symbol not in known:
@@ -387,13 +394,13 @@ class _Validator:
 
 
 def _argument(spec: Mapping[str, Any]) -> Any:
-    """The value that an entry of a signature is about, as the graph lists it."""
+    """Return the value of a signature's entry, as the graph lists it."""
     ((kind, entry),) = spec.items()
     return entry["arg"] if kind in ("user_input", "user_output") else {"as_tensor": entry["arg"]}
 
 
 def _names(result: Mapping[str, Any]) -> list[str]:
-    """The values that an entry of a node's outputs, or of a graph's inputs, makes."""
+    """Return the names of the values that an entry of a node's outputs or a graph's inputs defines."""
     ((_, entry),) = result.items()
     entries = entry if isinstance(entry, list) else [entry]
     return [name for each in entries if isinstance(each, dict) for name in (each.get("name"), each.get("as_name")) if isinstance(name, str)]

@@ -1,4 +1,6 @@
-"""What registers the operators of other libraries: told by the user, or found in what is imported; recorded in the manifest."""
+"""Libraries that register operators: named by the user or found among imported modules, and
+recorded in the manifest.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,18 @@ from trainload.packaging.graphs.graph_json import registered_by, triton_kernels
 from trainload.packaging.libraries.providers import Provider, import_name, module_of_file, provider_of
 
 Libraries = Mapping[str, str | None]
-"""Namespace of operators -> what registers them: a module, or the path of a Python file; None: they are registered already."""
+"""Namespace -> module or path of a Python file that registers its operators; None: they are
+registered already.
+"""
 
 
 def describe_libraries(operators: Iterable[str], namespaces: Iterable[str], named: Libraries) -> dict[str, OpLibraryEntry]:
-    """What registers the operators of some namespaces here, as the manifest says it. No wheels yet.
+    """Return manifest entries, without wheels, of the libraries that register operators here.
 
     Args:
-        operators: names of operators that graphs call; those of other namespaces do not matter.
-        namespaces: those that are not built in.
-        named: what the user said of some of them. It is imported.
+        operators: names of operators that graphs call; those of other namespaces are ignored.
+        namespaces: namespaces that are not built in.
+        named: libraries that the user named for some of them. They have been imported.
 
     Raises:
         PackageError: a file of a library cannot be read.
@@ -46,10 +50,11 @@ def describe_libraries(operators: Iterable[str], namespaces: Iterable[str], name
 
 
 def modules_of(namespace: str, operators: Sequence[str], named: str | None) -> tuple[ModuleType, ...]:
-    """The imported modules that register the operators of a namespace; () where nobody knows.
+    """Return the imported modules that register the operators of a namespace; () if unknown.
 
-    `named` is what the user says registers them, a module or a file. Otherwise torch is asked about each operator, and where it knows
-    nothing (operators in C++ without anything in Python), the module of the namespace's own name is taken, if it is imported.
+    `named` is the module or file that registers them according to the user. Without it, torch is
+    queried for each operator; if it knows nothing (C++ operators without any Python code), the
+    module with the namespace's name is used, if it is imported.
     """
     if named is not None:
         told = module_of_file(str(Path(named).absolute())) if named.endswith(".py") else sys.modules.get(named)
@@ -66,7 +71,7 @@ def modules_of(namespace: str, operators: Sequence[str], named: str | None) -> t
 
 
 def one_provider(modules: Sequence[ModuleType]) -> Provider | None:
-    """What provides all of some modules; None where nobody knows, or where several do."""
+    """Return the provider of all of the modules; None if it is unknown, or if there are several."""
     providers = [provider_of(module) for module in modules]
     known = [provider for provider in providers if provider is not None]
     if not known or len(known) < len(providers) or len({(each.distribution, *sorted(each.files)) for each in known}) > 1:
@@ -75,11 +80,13 @@ def one_provider(modules: Sequence[ModuleType]) -> Provider | None:
 
 
 def differences(manifest: Manifest, named: Libraries) -> list[str]:
-    """How the operator libraries that are imported here differ from those that a package was made with: a sentence for each.
+    """Describe how the operator libraries imported here differ from those that a package was made
+    with, a sentence for each.
 
     Args:
-        manifest: the package's.
-        named: namespace -> what the user says registers its operators. Namespaces that are not named are left out.
+        manifest: the package's manifest.
+        named: namespace -> library that registers its operators according to the user. Other
+            namespaces are left out.
 
     Raises:
         PackageError: a file of a library cannot be read.
@@ -100,7 +107,9 @@ def differences(manifest: Manifest, named: Libraries) -> list[str]:
 
 
 def spelled_library(entry: OpLibraryEntry) -> str:
-    """How an error or a table names an operator library: "my-ops 1.2", "the module operators", "a library that is not known"."""
+    """Return the name of a library for messages: "my-ops 1.2", "the module operators", "a library
+    that is not known".
+    """
     if entry.distribution is not None:
         return " ".join(part for part in (entry.distribution, entry.version) if part)
     return f"the module {', '.join(entry.modules)}" if entry.modules else "a library that is not known"

@@ -1,8 +1,8 @@
-"""What provides a module: the distribution that it is installed from, or the files beside it.
+"""Providers of modules: the distribution from which a module was installed, or its files.
 
-A provider's digest is the sha256 of the canonical JSON of path -> sha256 over the files that a wheel of it puts among the installed
-packages, less those that describe it (`.dist-info/`). So it is the same for a wheel, for what was installed from it, and for the source
-folder of a module of Python alone.
+A provider's digest is the sha256 of the canonical JSON of path -> sha256 over the files that its
+wheel installs, without metadata (`.dist-info/`). So it is the same for a wheel, for its
+installation, and for the source folder of a pure Python module.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _OF_INSTALLERS = frozenset({"RECORD", "RECORD.jws", "RECORD.p7s", "INSTALLER", "
 
 @dataclass(frozen=True)
 class Provider:
-    """What provides a module.
+    """The provider of a module.
 
     Attributes:
-        distribution: its name and `version`, where it is installed; else None.
-        files: path in a wheel -> file. Those of an installed distribution with its `.dist-info/`; of a module without one, or of one that
-            is installed in place (editable), the files of its outermost package, or its one file.
-        metadata: METADATA, where `files` lack it and it is known.
+        distribution: name of the distribution, with its `version`, if it is installed; otherwise
+            None.
+        files: path in a wheel -> file. For an installed distribution: its files, `.dist-info/`
+            included. For a module without one, or an editable installation: the files of its
+            outermost package, or its single file.
+        metadata: contents of METADATA, if known and not among `files`.
     """
 
     distribution: str | None
@@ -41,7 +43,7 @@ class Provider:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of what it consists of.
+        """Digest of the provider's files.
 
         Raises:
             PackageError: a file cannot be read.
@@ -55,12 +57,12 @@ class Provider:
 
 
 def digest_of(files: Iterable[tuple[str, str]]) -> str:
-    """A provider's digest, from (path in a wheel, sha256 of the file)."""
+    """Return a provider's digest from pairs of (path in a wheel, sha256 of the file)."""
     return sha256_bytes(canonical_json({path: digest for path, digest in files if not path.partition("/")[0].endswith(".dist-info")}))
 
 
 def counts(path: str) -> bool:
-    """Whether a file is of a distribution's wheel, and was not written by installers or by Python."""
+    """Return True if a file comes from a wheel, and was not written by an installer or by Python."""
     parts = PurePosixPath(path).parts
     if ".." in parts or "__pycache__" in parts or path.startswith("/") or path.endswith(".pyc"):
         return False
@@ -68,7 +70,9 @@ def counts(path: str) -> bool:
 
 
 def import_name(module: ModuleType) -> str:
-    """The name by which another process can import a module: of a script or a file that was loaded by its path, the file's."""
+    """Return the name by which another process can import a module: for a script or a module loaded
+    by path, the file's stem.
+    """
     file = getattr(module, "__file__", None)
     name = module.__name__
     if file is not None and "." not in name and Path(file).stem not in (name, "__init__"):
@@ -77,12 +81,12 @@ def import_name(module: ModuleType) -> str:
 
 
 def module_of_file(file: str) -> ModuleType | None:
-    """The imported module whose source a file is."""
+    """Return the imported module whose source is `file`, or None."""
     return next((module for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file), None)
 
 
 def provider_of(module: ModuleType) -> Provider | None:
-    """What provides an imported module; None for what has no file."""
+    """Return the provider of an imported module; None if the module has no file."""
     named = getattr(module, "__file__", None)
     if named is None:
         return None
@@ -101,19 +105,21 @@ def provider_of(module: ModuleType) -> Provider | None:
 
 
 def distributions_with(module: str) -> Sequence[str]:
-    """The names of the installed distributions that a module's outermost package comes from."""
+    """Return the names of the installed distributions that provide a module's outermost package."""
     places = tuple((place, Path(place).stat().st_mtime_ns) for place in sys.path if Path(place).is_dir())
     return _by_package(places).get(module.partition(".")[0], ())
 
 
 @cache
 def _by_package(places: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[str]]:
-    """`packages_distributions()`, which reads a file of each distribution, for as long as nothing is installed in these places."""
+    """Return `packages_distributions()`, which reads a file of each distribution; cached until
+    something is installed in `places`.
+    """
     return packages_distributions()
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution that is installed here, if any."""
+    """Return the installed version of a distribution, or None."""
     try:
         return distribution(name).version
     except PackageNotFoundError:
@@ -121,7 +127,7 @@ def installed_version(name: str) -> str | None:
 
 
 def _editable(file: Path) -> Distribution | None:
-    """The distribution that is installed in place from a folder above a file."""
+    """Return the editable distribution whose source folder contains a file, or None."""
     for installed in distributions():
         url = json.loads(installed.read_text("direct_url.json") or "{}")
         if url.get("dir_info", {}).get("editable") and Path(unquote(urlparse(url["url"]).path)) in file.parents:
@@ -130,7 +136,10 @@ def _editable(file: Path) -> Distribution | None:
 
 
 def _beside(name: str, file: Path) -> dict[str, Path]:
-    """The files of the outermost package of a module, or the module's own; folders without `__init__.py` may hold anything."""
+    """Return the files of a module's outermost package, or its own file.
+
+    Folders without `__init__.py` do not count as packages, since they may contain anything.
+    """
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         package = sys.modules.get(".".join(parts[:end]))

@@ -1,6 +1,6 @@
-"""Wheels: made of what is installed, the same bytes each time; and read without trust in them.
+"""Wheels: built reproducibly from installed files, and read as untrusted input.
 
-A wheel is a zip file of Python modules, often with native code. Nothing here imports what is in one.
+A wheel is a zip file of Python modules, often with native code. Nothing here imports its contents.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from trainload.packaging.libraries.providers import Provider, digest_of
 
 MAX_FILES = 100_000
 MAX_UNPACKED = 8 * 2**30
-"""Bytes."""
+"""Maximum total size of a wheel's unpacked files in bytes."""
 _NATIVE = frozenset({".so", ".pyd", ".dylib", ".dll"})
 _COMPRESSION = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 _TIME = (1980, 1, 1, 0, 0, 0)
 _BLOCK = 2**20
-# PyPI's library; to mypy the name is the project's own folder.
+# PyPI's library `packaging`; for mypy the name is this project's folder.
 _tags: Any = importlib.import_module("packaging.tags")
 _utils: Any = importlib.import_module("packaging.utils")
 _requirements: Any = importlib.import_module("packaging.requirements")
@@ -40,14 +40,14 @@ _requirements: Any = importlib.import_module("packaging.requirements")
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A wheel, as its name and its metadata describe it.
+    """A wheel, described by its file name and its metadata.
 
     Attributes:
-        name: of its distribution, normalised.
-        version: of it.
-        requires: requirements of other distributions, as the metadata spells them.
-        digest: `Provider.digest` of what it holds.
-        paths: of its files, as they are put among the installed packages.
+        name: normalised name of the distribution.
+        version: version of the distribution.
+        requires: requirements of other distributions, as in the metadata.
+        digest: `Provider.digest` of the contents.
+        paths: installed paths of its files.
     """
 
     name: str
@@ -57,42 +57,42 @@ class Wheel:
     paths: frozenset[str]
 
     def has_module(self, name: str) -> bool:
-        """Whether a module of this name is in it."""
+        """Return True if the wheel contains a module of this name."""
         base = name.replace(".", "/")
         native = re.compile(rf"{re.escape(base)}(\.[^/]*)?\.(so|pyd)")
         return not self.paths.isdisjoint({f"{base}.py", f"{base}/__init__.py"}) or any(native.fullmatch(path) for path in self.paths)
 
 
 def normalised(name: str) -> str:
-    """A distribution's name as PyPI compares it."""
+    """Return a distribution's name in normalised form, in which PyPI compares names."""
     return str(_utils.canonicalize_name(name))
 
 
 def running_tag() -> str:
-    """The kind of Python that runs, at its most exact."""
+    """Return the most specific wheel tag of the running Python."""
     return str(next(_tags.sys_tags()))
 
 
 def fits(tags: Set[str]) -> bool:
-    """Whether the running Python can use a wheel of these tags."""
+    """Return True if the running Python can use a wheel with these tags."""
     return not tags.isdisjoint(str(tag) for tag in _tags.sys_tags())
 
 
 def tags_of(file_name: str) -> frozenset[str]:
-    """The tags in a wheel's file name.
+    """Return the tags in a wheel's file name.
 
     Raises:
-        PackageError: it is no name of a wheel.
+        PackageError: it is not the file name of a wheel.
     """
     return frozenset(str(tag) for tag in _parsed(file_name)[3])
 
 
 def missing_requirements(requires: Sequence[str], installed: Mapping[str, str | None]) -> list[str]:
-    """The requirements that apply to the running Python and are not met.
+    """Return the requirements that apply to the running Python and are not met.
 
     Args:
-        requires: as `Wheel.requires`.
-        installed: normalised name -> version, None where it is not installed; what it lacks counts as not installed.
+        requires: requirements as in `Wheel.requires`.
+        installed: normalised name -> version. None and missing names count as not installed.
     """
     left = []
     for text in requires:
@@ -106,10 +106,10 @@ def missing_requirements(requires: Sequence[str], installed: Mapping[str, str | 
 
 
 def required_names(requires: Sequence[str], where: str) -> list[str]:
-    """The distributions that requirements name, normalised.
+    """Return the normalised names of the distributions that requirements name.
 
     Raises:
-        PackageError: one is no requirement.
+        PackageError: a requirement is malformed.
     """
     try:
         return [normalised(_requirements.Requirement(text).name) for text in requires]
@@ -118,17 +118,19 @@ def required_names(requires: Sequence[str], where: str) -> list[str]:
 
 
 def make_wheel(provider: Provider, name: str, folder: Path) -> Path:
-    """Write the wheel of what a provider consists of.
+    """Write a wheel of a provider's files.
 
     Args:
         provider: an installed distribution, or loose files.
-        name: of the wheel's distribution, where the provider has none.
-        folder: where to write it.
+        name: name of the wheel's distribution, if the provider has none.
+        folder: folder in which to write the wheel.
 
-    Law: the same files give the same bytes: sorted, not compressed, with a time of their own. What installers added is left out.
+    Law: equal files yield equal bytes: entries are sorted, not compressed, and have a fixed time.
+    Files that installers added are left out.
 
     Raises:
-        PackageError: the distribution does not say which wheel it is from, or the name cannot be that of a file in a package.
+        PackageError: the distribution does not say which wheel it comes from, or the file name is
+            not allowed in a package.
         StorageError: a file cannot be read, or the disk is full.
     """
     contents: dict[str, Path | bytes] = dict(provider.files)
@@ -147,7 +149,7 @@ def make_wheel(provider: Provider, name: str, folder: Path) -> Path:
 
 
 def _write(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
-    """Write a wheel of some files, `info` being the folder among them that describes it."""
+    """Write a wheel of the given files; `info` is its `.dist-info` folder."""
     with _read(contents.get(f"{info}/WHEEL", b"")) as source:
         described = source.read().decode("utf-8", "replace")
     tags = re.findall(r"^Tag: *([^\s-]+-[^\s-]+-[^\s-]+)\s*$", described, re.MULTILINE)
@@ -165,11 +167,12 @@ def _write(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
 
 
 def read_wheel(file: IO[bytes], file_name: str) -> Wheel:
-    """What a wheel is. Every entry is checked as `unpack_wheel` does, and read.
+    """Describe a wheel. Every entry is read, with the same checks as in `unpack_wheel`.
 
     Raises:
-        PackageError: it is no wheel.
-        UnsafePackageError: it holds what no wheel needs: paths that leave its folder, links, too much.
+        PackageError: it is not a wheel.
+        UnsafePackageError: it contains what no wheel needs: paths that leave its folder, links, or
+            too much data.
     """
     name, version, _, _ = _parsed(file_name)
     with _opened(file, file_name) as archive:
@@ -199,7 +202,9 @@ def read_wheel(file: IO[bytes], file_name: str) -> Wheel:
 
 
 def unpack_wheel(file: IO[bytes], file_name: str, folder: Path) -> None:
-    """Write what a wheel puts among the installed packages into a folder. Scripts, headers and data files are left out.
+    """Write the importable files of a wheel into a folder.
+
+    Scripts, headers and data files are left out.
 
     Raises: as `read_wheel`, and OSError.
     """
@@ -225,7 +230,7 @@ def _parsed(file_name: str) -> tuple[Any, Any, Any, Any]:
 
 @contextmanager
 def _opened(file: IO[bytes], name: str) -> Iterator[zipfile.ZipFile]:
-    """The wheel as an archive; what is wrong with it as one is a PackageError."""
+    """Open a wheel as an archive. Errors of the zip format are raised as PackageError."""
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError) as error:
@@ -238,10 +243,11 @@ def _opened(file: IO[bytes], name: str) -> Iterator[zipfile.ZipFile]:
 
 
 def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile.ZipInfo]]:
-    """(path among the installed packages, entry) of every file.
+    """Yield (installed path, entry) of every file.
 
     Raises:
-        UnsafePackageError: a path leaves the folder or comes twice, something is no plain file, or there is too much.
+        UnsafePackageError: a path leaves the folder or occurs twice, an entry is not a plain file,
+            or there is too much data.
     """
     found = archive.infolist()
     total = sum(entry.file_size for entry in found)
@@ -250,7 +256,7 @@ def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile
         raise UnsafePackageError("a wheel holds too much", where=name, expected=f"at most {MAX_FILES} files, {MAX_UNPACKED} bytes", got=got)
     seen: set[str] = set()
     for entry in found:
-        # What Python made of the name must be the name: it cuts at a NUL, and turns a backslash on Windows.
+        # zipfile changes some names: it cuts them at NUL, and replaces backslashes on Windows. Such names are rejected.
         parts = entry.filename.removesuffix("/").split("/")
         plain = entry.orig_filename == entry.filename and not any(ord(letter) < 32 or letter in '\\:*?"<>|' for letter in entry.filename)
         if not plain or any(part in ("", ".", "..") for part in parts):
@@ -273,7 +279,7 @@ def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile
 
 
 def _zip(target: Path, contents: Mapping[str, Path | bytes]) -> None:
-    """Sorted, with what describes the distribution last, as wheels have it."""
+    """Write the archive: sorted, with `.dist-info` last, as is usual in wheels."""
     with target.open("xb") as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             for path in sorted(contents, key=lambda path: (".dist-info/" in path, path)):
@@ -293,7 +299,7 @@ def _read(data: Path | bytes) -> IO[bytes]:
 
 
 def _recorded(data: Path | bytes) -> str:
-    """Digest and size, as RECORD has them."""
+    """Return digest and size in the form of RECORD."""
     digest, size = hashlib.sha256(), 0
     with _read(data) as source:
         while block := source.read(_BLOCK):

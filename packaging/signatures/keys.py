@@ -1,4 +1,7 @@
-"""Keys and certificates of signers, from PEM files. Needs the library `cryptography`, which comes with the extra `signing`."""
+"""Keys and certificates of signers, from PEM files.
+
+Requires the library `cryptography` (extra `signing`).
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,22 @@ from trainload.core.errors import SignatureError, StorageError, first_line
 PASSWORD = "TRAINLOAD_KEY_PASSWORD"
 """Environment variable: the password of a private key."""
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
-"""The elliptic curves of OpenSSF model signing."""
+"""Elliptic curves of OpenSSF model signing."""
 MAX_PEM = 2**20
 _KINDS = "a public key or certificates in PEM, of an elliptic curve (P-256, P-384, P-521)"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Somebody whose signature is asked for.
+    """An identity whose signature is required.
 
     Attributes:
-        name: where the key was found, for people.
-        kind: "key": who signed with the private key of this public one; "certificate": who signed with a key whose certificate was issued,
-            directly or not, by one of these, or is one of them.
-        fingerprint: the sha256 of the public key as PEM, or of the first certificate as DER.
-        pem: the file's text.
+        name: source of the key, for messages.
+        kind: "key": signatures by the private key of this public key; "certificate": signatures by
+            a key whose certificate is one of these, or was issued by one of them, directly or
+            indirectly.
+        fingerprint: sha256 of the public key as PEM, or of the first certificate as DER.
+        pem: text of the file.
     """
 
     name: str
@@ -41,7 +45,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class PrivateKey:
-    """A private key's file that can be used with this password. `fingerprint`: the sha256 of its public key as PEM."""
+    """A private key file and its password. `fingerprint` is the sha256 of the public key as PEM."""
 
     path: Path
     fingerprint: str
@@ -50,10 +54,10 @@ class PrivateKey:
 
 
 def library(name: str) -> Any:
-    """A module of the libraries that signatures need.
+    """Import a module of the libraries that signatures need.
 
     Raises:
-        SignatureError: it is not installed.
+        SignatureError: the library is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -66,11 +70,11 @@ def library(name: str) -> Any:
 
 
 def read_pem(path: Path) -> str:
-    """The text of a small file of keys.
+    """Return the text of a PEM file.
 
     Raises:
-        StorageError: it cannot be read.
-        SignatureError: it is no PEM.
+        StorageError: the file cannot be read.
+        SignatureError: it is not a PEM file, or too large.
     """
     try:
         with path.open("rb") as file:
@@ -83,7 +87,7 @@ def read_pem(path: Path) -> str:
 
 
 def read_identity(path: Path) -> Identity:
-    """The identity in a file.
+    """Return the identity in a PEM file.
 
     Raises: as `read_pem` and `identity_of`.
     """
@@ -91,10 +95,12 @@ def read_identity(path: Path) -> Identity:
 
 
 def identity_of(pem: str, name: str) -> Identity:
-    """The identity that PEM text holds: one public key, or certificates. `name`: where it is from.
+    """Return the identity in PEM text: one public key, or certificates.
+
+    `name` is its source, for messages.
 
     Raises:
-        SignatureError: it holds something else, or the libraries are missing.
+        SignatureError: the text contains something else, or the libraries are missing.
     """
     if "PRIVATE KEY" in pem:
         raise SignatureError(
@@ -113,7 +119,9 @@ def identity_of(pem: str, name: str) -> Identity:
 
 
 def is_encrypted(path: Path) -> bool:
-    """Whether a private key needs a password. False also for what is no key: `read_private_key` says so.
+    """Return True if a private key needs a password.
+
+    Also False if it is not a key, which `read_private_key` reports.
 
     Raises: as `read_pem`.
     """
@@ -128,20 +136,21 @@ def is_encrypted(path: Path) -> bool:
 
 
 def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
-    """A private key to sign with.
+    """Read a private key for signing.
 
     Args:
-        path: a PEM file, of an elliptic curve.
-        password: of an encrypted one.
+        path: a PEM file with a key of an elliptic curve.
+        password: password of an encrypted key.
 
     Raises:
-        SignatureError: it is no such key, it is encrypted, or the password is wrong; otherwise as `read_pem`.
+        SignatureError: it is not such a key, it is encrypted, or the password is wrong; otherwise
+            as `read_pem`.
     """
     data = read_pem(path).encode()
     serialization = library("cryptography.hazmat.primitives.serialization")
     try:
         key = serialization.load_pem_private_key(data, password)
-    except TypeError as error:  # there is a password too many, or one is missing
+    except TypeError as error:  # a password is missing, or was given for a key without one
         if password is None:
             raise SignatureError("the private key is encrypted", where=str(path), hint=f"Set {PASSWORD}.") from error
         raise SignatureError("the private key is not encrypted, and a password was given", where=str(path)) from error
@@ -153,10 +162,10 @@ def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
 
 
 def certificate_key(der: bytes, where: str) -> str:
-    """The sha256, as PEM, of the public key that a certificate names.
+    """Return the sha256 of a certificate's public key as PEM.
 
     Raises:
-        SignatureError: it is no certificate, or its key cannot sign packages.
+        SignatureError: it is not a certificate, or its key cannot sign packages.
     """
     try:
         key = library("cryptography.x509").load_der_x509_certificate(der).public_key()
@@ -166,7 +175,7 @@ def certificate_key(der: bytes, where: str) -> str:
 
 
 def _public_pem(key: Any, name: str) -> str:
-    """A public key as PEM, in the one form that its fingerprint is taken of."""
+    """Return a public key as PEM, in the canonical form from which its fingerprint is computed."""
     curve = getattr(getattr(key, "curve", None), "name", type(key).__name__)
     if curve not in CURVES:
         raise SignatureError("a key of this kind cannot sign packages", where=name, expected=", ".join(CURVES), got=curve)

@@ -1,7 +1,8 @@
-"""What a cluster's owner demands of packages before they are run: policy files, and the one place that holds packages to them.
+"""Policies: rules of a cluster's owner that a package must meet before it is run.
 
-All policies that are found hold: the machine's, the one that the environment names, the one that the user names, and, on a worker, those
-that its driver found. So a user can add to a policy and cannot weaken one. docs/trust.md says what each rule protects against.
+All policies that are found apply: the machine's, the one named by the environment, the one named by
+the user, and, on a worker, those that its driver found. So a user can tighten a policy but not
+weaken it. docs/trust.md says what each rule protects against.
 """
 
 from __future__ import annotations
@@ -23,24 +24,27 @@ from trainload.packaging.signatures.vouching import Refused, vouched_for
 POLICY = "TRAINLOAD_POLICY"
 """Environment variable: a policy file."""
 SYSTEM_POLICY = Path("/etc/trainload/policy.toml")
-"""The machine's, if it is there."""
+"""The machine's policy file, which may be absent."""
 MAX_POLICY = 2**20
-"""Bytes of a policy file."""
+"""Maximum size of a policy file in bytes."""
 
 
 class Policy(BaseModel):
-    """A policy, complete: it can be sent to another machine.
+    """A self-contained policy, which can be sent to another machine.
 
     Attributes:
-        source: where it was found, for messages.
-        require_signature: every package must be signed by `signatures` of the `identities`.
-        identities: PEM of public keys or of certificates.
-        signatures: how many of the identities must have signed, with as many keys.
-        allow: digests of packages that the other rules leave alone.
+        source: path of the policy file, for messages.
+        require_signature: if True, every package must be signed by `signatures` of the
+            `identities`.
+        identities: public keys or certificates, as PEM.
+        signatures: number of identities that must have signed, each with a different key.
+        allow: digests of packages that are exempt from the other rules.
         deny: digests of packages that are never run.
-        namespaces: of other libraries' operators, those that packages may call; None: those that the user allows.
-        extensions: what becomes of packages that hold operator libraries, in extensions/: "never": they are not run; "signed": they must be
-            signed as `require_signature` says, and load them then; None: as the user says.
+        namespaces: namespaces of operators of other libraries that packages may call; None: those
+            that the user allows.
+        extensions: rule for packages with operator libraries in extensions/. "never": they are not
+            run; "signed": they must be signed as for `require_signature`, and then load the
+            libraries; None: the user decides.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -69,10 +73,12 @@ class Policy(BaseModel):
 
 
 def read_policy(path: Path) -> Policy:
-    """The policy in a TOML file. An identity is PEM itself, or the path of a PEM file, relative to the policy's folder.
+    """Read a policy from a TOML file.
+
+    An identity is PEM text, or the path of a PEM file relative to the policy's folder.
 
     Raises:
-        PolicyError: it cannot be read, or something in it is wrong.
+        PolicyError: the file cannot be read, or is invalid.
         SignatureError: a key cannot be read.
     """
     where = str(path)
@@ -116,9 +122,10 @@ def _policy(fields: dict[str, Any], where: str) -> Policy:
 
 
 def find_policies(named: Path | None = None) -> tuple[Policy, ...]:
-    """Every policy that holds in this process: the machine's, $TRAINLOAD_POLICY, and `named`. Each file once.
+    """Return every policy that applies in this process: the machine's, $TRAINLOAD_POLICY, and
+    `named`. Each file occurs once.
 
-    Raises: as `read_policy`. A file that is named and missing is an error; the machine's may be missing, and nothing else.
+    Raises: as `read_policy`. Only the machine's file may be missing.
     """
     from_environment = os.environ.get(POLICY)
     files = [Path(from_environment)] if from_environment else []
@@ -128,25 +135,26 @@ def find_policies(named: Path | None = None) -> tuple[Policy, ...]:
 
 
 def check_policies(path: Path, policies: Sequence[Policy]) -> str:
-    """Check that a package may be run.
+    """Check that all policies allow a package to be run.
 
-    The answer is about the manifest's bytes as they were read here; whoever opens the package afterwards compares its digest with the one
-    that this returns, and every file is compared with the manifest when it is read.
+    The result is valid for the bytes of the manifest that were read here: code that opens the
+    package afterwards must compare its digest with the returned one. Every other file is compared
+    with the manifest when it is read.
 
     Args:
         path: the package's folder.
-        policies: all must hold.
+        policies: the policies.
 
     Returns:
         The package's digest.
 
     Raises:
-        PolicyError: a policy does not let it be run; the message says which, and which rule.
+        PolicyError: a policy forbids it; the message names the policy and the rule.
         SignatureError: the libraries that check signatures are missing.
         PackageError: the manifest cannot be read.
     """
     from trainload.packaging.package import (
-        read_manifest,  # imports torch's serialization, and every file that names a policy this one
+        read_manifest,  # imported late: it imports torch's serialization, which modules that only name a policy do not need
     )
 
     data = read_manifest(path)
@@ -158,11 +166,13 @@ def check_policies(path: Path, policies: Sequence[Policy]) -> str:
 
 
 def which_trusts_extensions(policies: Sequence[Policy], digest: str) -> Policy | None:
-    """The policy that lets a package load the operator libraries that it brings, without its user's word; None: none does.
+    """Return the policy that lets a package load its bundled operator libraries without the user's
+    consent, or None.
 
     Args:
-        policies: those that `check_policies` has held the package to.
-        digest: the package's, as that returned it. One that a policy always allows was not asked for signatures by it.
+        policies: the policies of `check_policies`.
+        digest: the digest that it returned. A policy whose `allow` lists it has not checked
+            signatures, and so does not count.
     """
     return next((policy for policy in policies if policy.extensions == "signed" and digest not in policy.allow), None)
 
@@ -189,7 +199,7 @@ def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
     if policy.require_signature or (bundled and policy.extensions == "signed"):
         identities = [identity_of(pem, f"identity {number} of {policy.source}") for number, pem in enumerate(policy.identities, 1)]
         held, lacking = vouched_for(path, manifest, digest, identities)
-        count = min(len(held), len({vouched.signer for vouched in held}))  # two identities that one key satisfies are one signature
+        count = min(len(held), len({vouched.signer for vouched in held}))  # two identities with the same key count once
         if count < policy.signatures:
             wanted = f"{policy.signatures} of {len(identities)} identities to have signed it"
             raise refuse("it is not signed as it must be", _why(count, lacking), expected=wanted, hint="Have it signed: trainload sign.")

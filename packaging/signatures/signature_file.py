@@ -1,7 +1,10 @@
-"""signatures/NAME.sig: what a signature says, read as hostile input. Nothing here asks whether it is true.
+"""signatures/NAME.sig: parser of signature files as hostile input.
 
-A file is a Sigstore bundle around an in-toto statement, as OpenSSF model signing 1.0 writes them; docs/format.md says which part of that
-a package holds. It is read without the library that signs, so that every reader can say what is there.
+Signatures are not verified here.
+
+A file is a Sigstore bundle around an in-toto statement, as in OpenSSF model signing 1.0;
+docs/format.md specifies the subset that packages use. It is parsed without the signing library, so
+that every reader can list signatures.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ from trainload.packaging.format.package_files import walk
 FOLDER = "signatures"
 SUFFIX = ".sig"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
-"""What a signature may be called, without its suffix."""
+"""Pattern of a signature's name, without its suffix."""
 MAX_SIGNATURE = 4 * 2**20
-"""Bytes of one file."""
+"""Maximum size of one file in bytes."""
 MAX_DEPTH = 32
 MAX_SIGNATURES = 100
-"""Files in signatures/."""
+"""Maximum number of files in signatures/."""
 
 Kind = Literal["key", "certificate", "keyless"]
 Parsed = TypeVar("Parsed", bound=BaseModel)
@@ -41,15 +44,17 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class SignatureFile:
-    """What a well-formed signature says of itself.
+    """The unverified claims of a well-formed signature.
 
     Attributes:
-        file: its path in the package.
-        kind: "key": made with a bare key; "certificate": with one that a certificate names; "keyless": through Sigstore's services.
-        signer: of a key, the sha256 of its public key as PEM; else the sha256 of the certificate as DER. The signature's own word.
-        files: path -> sha256 of what was signed.
+        file: path in the package.
+        kind: "key": made with a bare key; "certificate": with the key of a certificate; "keyless":
+            by Sigstore's services.
+        signer: for a key, the sha256 of the public key as PEM; otherwise the sha256 of the
+            certificate as DER.
+        files: path -> sha256 of every signed file.
         data: the file's bytes.
-        certificate: DER, of who signed; b"" where it is a key.
+        certificate: the signer's certificate as DER; b"" for a key.
     """
 
     file: str
@@ -61,15 +66,15 @@ class SignatureFile:
 
     @property
     def by(self) -> str:
-        """Who says that it is theirs."""
+        """The claimed signer, for messages."""
         return f"a {self.kind} {'certificate ' if self.kind == 'keyless' else ''}{self.signer}"
 
     def difference(self, manifest: Manifest, digest: str) -> str | None:
-        """What was signed that is not the package, or the other way round, in words; None: it is exactly the package.
+        """Describe how the signed files differ from the package, or return None if they do not.
 
         Args:
-            manifest: the package's.
-            digest: the sha256 of manifest.json.
+            manifest: the package's manifest.
+            digest: sha256 of manifest.json.
         """
         wanted = signed_files(manifest, digest)
         missing, extra = sorted(set(wanted) - set(self.files)), sorted(set(self.files) - set(wanted))
@@ -82,14 +87,16 @@ class SignatureFile:
 
 
 def signed_files(manifest: Manifest, digest: str) -> dict[str, str]:
-    """What a signature must cover, and all that it may: path -> sha256 of manifest.json and of every file that it lists."""
+    """Return exactly the files that a signature must cover: path -> sha256 of manifest.json and
+    every file that it lists.
+    """
     return {MANIFEST: digest, **{path: entry.sha256 for path, entry in manifest.files.items()}}
 
 
 def signature_paths(root: Path) -> tuple[str, ...]:
-    """The files in signatures/, sorted.
+    """Return the files in signatures/, sorted.
 
-    Those whose names begin with a dot are left out: they are being written, or were left by a killed writer.
+    Names that begin with a dot are left out: they are temporary files, perhaps of a killed writer.
 
     Raises:
         UnsafePackageError: a link or special file, or too many files.
@@ -112,7 +119,7 @@ def read_signature(root: Path, path: str) -> SignatureFile:
     """Read a file of signatures/.
 
     Raises:
-        UnsafePackageError: a link, too large or too deep.
+        UnsafePackageError: it is a link, too large, or nested too deeply.
         IntegrityError: it is missing or malformed.
     """
     name = path.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
@@ -123,7 +130,7 @@ def read_signature(root: Path, path: str) -> SignatureFile:
 
 
 def parse_signature(data: bytes, where: str) -> SignatureFile:
-    """What the bytes of a signature say. `where` is the file's path in the package.
+    """Parse the bytes of a signature. `where` is the file's path in the package.
 
     Raises: as `read_signature`.
     """
@@ -145,7 +152,9 @@ def _some(paths: Sequence[str]) -> str:
 
 
 class _Strict(BaseModel):
-    """An object of a bundle: these fields and no others, under these names alone, since another reader might take another spelling."""
+    """An object of a bundle: exactly these fields and spellings, since another reader might
+    interpret other spellings differently.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, alias_generator=to_camel, validate_by_alias=True, validate_by_name=False
@@ -233,7 +242,7 @@ def _record(kind: type[Parsed], value: object, where: str) -> Parsed:
 
 
 def _signer(material: _Material, where: str) -> tuple[Kind, bytes]:
-    """How it was signed, and the certificate of who did."""
+    """Return the kind of signature, and the signer's certificate."""
     given = [value for value in (material.public_key, material.x509_certificate_chain, material.certificate) if value is not None]
     if len(given) != 1:
         raise IntegrityError("the signature is malformed: it names no signer, or several", where=where)
@@ -252,7 +261,7 @@ def _decoded(text: str, where: str) -> bytes:
 
 
 def _parse(data: bytes, where: str) -> Any:
-    """Decode JSON of anybody's writing: it need not be canonical, but says everything once."""
+    """Decode JSON of any writer: it need not be canonical, but keys must be unique."""
     if len(data) > MAX_SIGNATURE:
         raise UnsafePackageError("a signature is too large", where=where, expected=f"at most {MAX_SIGNATURE} bytes", got="more")
     if (depth := nesting(data)) > MAX_DEPTH:

@@ -21,20 +21,23 @@ from trainload.packaging.signatures.vouching import check_signed_by, listed
 def sign_package(
     path: Path, key: PrivateKey, name: str | None = None, *, certificate: Path | None = None, chain: Sequence[Path] = ()
 ) -> SignatureFile:
-    """Sign a package: write signatures/NAME.sig. Its digest stays the same; other signatures stay.
+    """Sign a package: write signatures/NAME.sig.
+
+    The package's digest and other signatures do not change.
 
     Every byte that the manifest lists is read and compared first.
 
     Args:
         path: the package's folder.
-        key: what to sign with.
+        key: the signing key.
         name: NAME; None: the first 16 digits of the key's fingerprint.
-        certificate: PEM, of the key: the signature holds it, and is checked by who issued it.
-        chain: PEM, of the issuers between it and its root.
+        certificate: PEM file with the key's certificate. It becomes part of the signature, which is
+            then verified by the certificate's issuer.
+        chain: PEM files of the issuers between the certificate and its root.
 
     Raises:
-        SignatureError: the package is not sound, or the key or certificate cannot be used.
-        StorageError: there is a signature of this name, or a file cannot be read or written.
+        SignatureError: the package is damaged, or the key or certificate cannot be used.
+        StorageError: a signature of this name exists, or a file cannot be read or written.
         PackageError: there is no package, or its manifest cannot be read.
     """
     path = Path(path)
@@ -62,7 +65,7 @@ def sign_package(
     refusals = (ValueError, TypeError, library("cryptography.exceptions").UnsupportedAlgorithm)
     try:
         if certificate is not None:
-            issuers = chain or (certificate,)  # the library wants a file there; an issuer that is the certificate itself changes nothing
+            issuers = chain or (certificate,)  # the library requires a chain; the certificate itself changes nothing
             config.use_certificate_signer(private_key=key.path, signing_certificate=certificate, certificate_chain=issuers)
         else:
             config.use_elliptic_key_signer(private_key=key.path, password=key.password)
@@ -78,10 +81,10 @@ def sign_package(
 
 
 def _put(path: Path, signature: SignatureFile) -> None:
-    """Make the file appear, whole or not at all.
+    """Write the signature file atomically.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: it exists or cannot be written.
     """
     target = path / signature.file
     try:

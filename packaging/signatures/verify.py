@@ -1,4 +1,4 @@
-"""Checking every byte of a package."""
+"""Verification of every byte of a package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainload.packaging.tensors.weight_shards import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with one file of a package."""
+    """A problem with one file of a package."""
 
     file: str
     problem: str
@@ -34,10 +34,11 @@ class SignatureState:
     """A well-formed signature of exactly this package's bytes.
 
     Attributes:
-        file: its path in the package.
-        kind: how it was made: with a "key", with a key and its "certificate", or "keyless".
-        signer: the fingerprint of the key or certificate, as the signature itself has it.
-        identity: whose it is, of those that were asked for; None: nobody's, so its word was not checked.
+        file: path in the package.
+        kind: "key", "certificate" (a key and its certificate), or "keyless".
+        signer: fingerprint of the key or certificate, as claimed by the signature.
+        identity: the requested identity that made it; None: none of them, so the claim was not
+            verified.
     """
 
     file: str
@@ -48,7 +49,10 @@ class SignatureState:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify_package` found. `digest` is the manifest's sha256, whether or not the manifest is sound; `bytes` were read."""
+    """Result of `verify_package`.
+
+    `digest` is the manifest's sha256, even if the manifest is invalid; `bytes` were read.
+    """
 
     digest: str
     files: int
@@ -58,19 +62,20 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no problems."""
         return not self.problems
 
 
 def verify_package(path: Path, identities: Sequence[Identity] = ()) -> VerifyReport:
-    """Read every byte of a package, weights, debug and derived files too, and say what is wrong with which file.
+    """Read every byte of a package, debug/ and derived/ included, and report all problems.
 
-    It runs nothing and needs no trust: operators of other libraries are not asked for, and the running torch's operators do not matter.
-    A signature that is malformed, or of other bytes, is wrong; whose it is, is asked for `identities` alone.
+    Nothing of the package is run, and no trust is needed: neither the operators of other libraries
+    nor those of the running torch matter. A signature that is malformed or covers other bytes is a
+    problem; signers are verified only for `identities`.
 
     Args:
         path: the package's folder.
-        identities: each of them must have signed it.
+        identities: identities that must all have signed the package.
 
     Raises:
         StorageError: there is no package.
@@ -109,7 +114,7 @@ def verify_package(path: Path, identities: Sequence[Identity] = ()) -> VerifyRep
 def _signatures(
     path: Path, manifest: Manifest, digest: str, identities: Sequence[Identity]
 ) -> tuple[tuple[SignatureState, ...], list[Problem]]:
-    """The signatures that are of this package, and what is wrong with the others, or missing."""
+    """Return the signatures of this package, and problems with other signatures or missing ones."""
     problems: list[Problem] = []
     found: list[SignatureState] = []
     try:
@@ -151,7 +156,9 @@ def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list
 
 
 def _contents(path: Path, manifest: Manifest) -> list[Problem]:
-    """What digests cannot say: that graphs are safe, and that weights and constants are those of the manifest."""
+    """Return problems that digests do not show: unsafe graphs, and weights or wheels that do not
+    match the manifest.
+    """
     problems: list[Problem] = []
     for file in manifest.graph_files():
         try:
@@ -171,7 +178,7 @@ def _contents(path: Path, manifest: Manifest) -> list[Problem]:
 
 
 def _wheels(path: Path, manifest: Manifest) -> list[Problem]:
-    """What is wrong with wheels as such, and with what the manifest says of their distributions."""
+    """Return problems with wheels, and with the modules that the manifest expects in them."""
     problems = []
     for entry in manifest.op_libraries.values():
         for wheel in entry.wheels:

@@ -1,8 +1,9 @@
-"""Whose signature a package has, asked of OpenSSF's library `model-signing` (extra `signing`).
+"""Verification of signers by OpenSSF's library `model-signing` (extra `signing`).
 
-A signature lists the sha256 of manifest.json and of every file that the manifest lists, so that any tool of that specification can
-check the folder. The manifest holds all the other digests. So here a signature is compared with the manifest alone, and the files with
-the manifest when they are read: a worker need not read a hundred gigabytes to know who signed them.
+A signature lists the sha256 of manifest.json and of every file that the manifest lists, so that any
+tool of that specification can verify the folder. The manifest contains all the other digests. So a
+signature is compared only with the manifest here, and files with the manifest when they are read: a
+worker need not read a hundred gigabytes in order to verify their signer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trainload.packaging.signatures.signature_file import FOLDER, SignatureFile,
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """An identity whose signature a package has: `file` in signatures/, and the sha256 of the key that made it, as PEM."""
+    """An identity that has signed a package, with the `file` and the sha256 of the key as PEM."""
 
     identity: Identity
     file: str
@@ -31,7 +32,7 @@ class Vouched:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An identity whose signature a package lacks: what is wrong with which file."""
+    """An identity that has not signed a package, and the reason for one file."""
 
     identity: Identity
     file: str
@@ -41,20 +42,21 @@ class Refused:
 def vouched_for(
     path: Path, manifest: Manifest, digest: str, identities: Sequence[Identity]
 ) -> tuple[tuple[Vouched, ...], tuple[Refused, ...]]:
-    """Which of the identities have signed a package, and of the others, what is wrong with which signature.
+    """Return the identities that have signed a package and, for the others, the reasons for each
+    signature file.
 
     Args:
         path: the package's folder.
         manifest: its manifest, as it was read.
-        digest: the sha256 of the bytes that were read.
-        identities: whose signatures are asked for.
+        digest: sha256 of the bytes that were read.
+        identities: the identities to look for.
 
     Raises:
-        UnsafePackageError: signatures/ holds links, or too many files.
+        UnsafePackageError: signatures/ contains links, or too many files.
         SignatureError: the libraries are missing.
     """
     if identities:
-        library("model_signing.verifying")  # that it is missing is no fault of a signature
+        library("model_signing.verifying")  # raise here if it is missing, since that is not a problem of a signature
     signatures: list[SignatureFile] = []
     broken: list[tuple[str, str]] = []
     for file in signature_paths(path):
@@ -78,10 +80,12 @@ def vouched_for(
 
 
 def check_signed_by(signature: SignatureFile, path: Path, manifest: Manifest, digest: str, identity: Identity) -> str:
-    """Check that a signature is by this identity and of this package. Return the sha256 of its key, as PEM.
+    """Check that a signature is by this identity and of this package.
+
+    Return the sha256 of its key as PEM.
 
     Raises:
-        SignatureError: it is another's, of other bytes, or not what its key gives.
+        SignatureError: it is by another identity, of other bytes, or invalid.
     """
     where = signature.file
     if signature.kind != identity.kind:
@@ -93,7 +97,7 @@ def check_signed_by(signature: SignatureFile, path: Path, manifest: Manifest, di
     different = signature.difference(manifest, digest)
     if different is not None:
         raise SignatureError(different, where=where)
-    with tempfile.TemporaryDirectory() as folder:  # the library reads files: these are the bytes that were looked at, whatever is there now
+    with tempfile.TemporaryDirectory() as folder:  # the library reads files: give it the bytes that were parsed, even if the file changed
         signed, pem = Path(folder) / "signature", Path(folder) / "identity"
         write_bytes(signed, signature.data)
         write_bytes(pem, identity.pem.encode())
@@ -118,16 +122,18 @@ def _verify(config: Any, path: Path, signed: Path, where: str, identity: Identit
 
 
 def listed(manifest: Manifest, digest: str) -> Any:
-    """A hashing configuration of the library that knows a package's digests already: of exactly what a signature must cover."""
+    """Return a hashing configuration of the library that uses the manifest's digests instead of
+    hashing the files.
+    """
     base: Any = library("model_signing.hashing").Config
     manifests = library("model_signing.manifest")
-    of_digest = library("model_signing._hashing.hashing").Digest  # nothing public makes one
+    of_digest = library("model_signing._hashing.hashing").Digest  # there is no public constructor
     kind = manifests.SerializationType.from_args(
         {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": sorted(OUTSIDE)}
     )
     items = [kind.new_item(file, of_digest("sha256", bytes.fromhex(sha))) for file, sha in signed_files(manifest, digest).items()]
 
-    class Listed(base):  # type: ignore[misc]  # a class of a library that may be missing
+    class Listed(base):  # type: ignore[misc]  # the library may be missing, so that its class is Any
         def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
             return manifests.Manifest(Path(model_path).name or Path(model_path).resolve().name, items, kind)
 

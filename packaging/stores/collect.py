@@ -1,4 +1,4 @@
-"""Removing from a store what no release needs."""
+"""Garbage collection of a store: removal of files that no release needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _BLOB = re.compile(r"blobs/sha256/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What `gc` removed, or would have. `removed_releases`: "LINE NUMBER" whose files went; `drafts`: left by killed writers."""
+    """Result of `gc`, or of its dry run.
+
+    `removed_releases` lists "LINE NUMBER" of releases whose files were removed; `drafts` counts
+    files that killed writers left.
+    """
 
     store: str
     dry_run: bool
@@ -45,22 +49,28 @@ def gc(
     dry_run: bool = False,
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> GcReport:
-    """Remove the blobs of a store that no release needs: of pushes that were broken off long ago, and of old releases, if asked for.
+    """Remove blobs that no release of a store needs: those of aborted pushes and, with `keep`, of
+    old releases.
 
-    Records of releases stay: the line's history can be read for ever.
+    Records of releases stay, so a line's history remains readable.
 
     Args:
         store: a folder or fsspec URL.
-        keep: of each line, keep the files of its last `keep` releases and of its current one; None: of all.
-        lines: that `keep` is said of; None: all. The others keep the files of all releases.
-        spared: line and id of releases whose files are kept, however old they are.
-        grace: seconds after which a push that has said nothing is taken for dead.
-        dry_run: say what would be removed.
-        options: for fsspec.
+        keep: keep the files of the last `keep` releases of each line and of its current one; None:
+            of all releases.
+        lines: lines to which `keep` applies; None: all. The others keep the files of all releases.
+        spared: line and id of releases whose files are kept regardless of age.
+        grace: seconds after which a push that has not renewed its lease counts as dead.
+        dry_run: if True, only report what would be removed.
+        options: options for fsspec.
 
     Raises:
-        StorageError: another gc is at work, or the store cannot be written.
-        IntegrityError: a record is damaged: nothing is removed, since nobody knows what it needs.
+        StorageError: another gc is running, or the store cannot be written. IntegrityError: a
+            record is damaged. Nothing is removed then, since the blobs that it needs are unknown.
+
+    Example:
+        report = trainload.gc("s3://models/gpt", keep=10, dry_run=True)
+        print(report.removed_releases, report.removed_bytes)
     """
     if keep is not None and keep < 1:
         raise StorageError("gc keeps one release of a line at least", where="keep", got=str(keep))
@@ -82,7 +92,9 @@ def gc(
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Which releases keep their files: the last `keep` of each of `lines`, all of other lines, and those that are spared."""
+    """Rule for the releases that keep their files: the last `keep` of each of `lines`, all of other
+    lines, and `spared` ones.
+    """
 
     keep: int
     lines: tuple[str, ...]
@@ -90,7 +102,7 @@ class _Rule:
 
 
 def _collect(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule | None, grace: float) -> GcReport:
-    # The order matters: pushes before releases, since a push gives back its lease after its release was published.
+    # The order matters: list pushes before releases, since a push releases its lease after publishing its release.
     pushes = push_leases(store)
     began = time.time()
     live = {path for path, lease in pushes.items() if began - lease.renewed < grace}
@@ -111,7 +123,7 @@ def _collect(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule | N
             drafts.append(file)
     dead = [path for path in pushes if path not in live]
     if guard is not None:
-        for path in dead:  # first: a push that was taken for dead and is not sees that its lease is gone
+        for path in dead:  # leases first: a push that is still alive must notice that its lease is gone
             guard.check()
             store.files.delete(path)
         for file in (*unneeded, *drafts):
@@ -132,7 +144,7 @@ def _collect(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule | N
 
 
 def _retire(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule) -> tuple[str, ...]:
-    """Mark the releases whose files go. Returns: "LINE NUMBER" of each."""
+    """Mark the releases whose files are to be removed. Return "LINE NUMBER" of each."""
     retired: list[str] = []
     for line in rule.lines:
         for state in store.releases(line)[: -rule.keep]:
@@ -144,7 +156,7 @@ def _retire(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule) -> 
                 before = store.mark_of(line, release.id)
                 store.mark(line, release.name, "removed", f"gc kept the last {rule.keep} releases, {now()}")
                 pointer = store.current(line)
-                if pointer is not None and pointer.release == release.id:  # promoted meanwhile: it stays
+                if pointer is not None and pointer.release == release.id:  # promoted meanwhile: keep it
                     verdict, reason = (before.verdict, before.reason) if before is not None else (release.verdict, release.reason)
                     store.mark(line, release.name, verdict, reason)
                     continue
@@ -153,5 +165,5 @@ def _retire(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule) -> 
 
 
 def _is_draft(path: str) -> bool:
-    """Whether a writer leaves a file of this name only if it is killed."""
+    """Return True if a file of this name is temporary: it remains only if its writer is killed."""
     return path.rpartition("/")[2].startswith(".") or path.startswith("probes/")

@@ -1,6 +1,6 @@
 """Packages in OCI registries: oci://HOST[:PORT]/NAME[:TAG] or oci://HOST[:PORT]/NAME@sha256:DIGEST.
 
-The library oras speaks with the registry: it finds credentials where docker keeps them, asks for tokens, and repeats what failed.
+The library oras is the client: it reads docker's credentials, requests tokens, and retries.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ _REFERENCE = re.compile(
 )
 _LOOPBACK = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]+)?")
 _SECONDS = 30.0
-"""Until a registry that does not answer is given up."""
+"""Timeout for a registry that does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
 class OciPushReport:
-    """What `push` to a registry did. `artifact`: the digest by which to pull or sign it. Files of equal bytes count once.
+    """Result of a push to a registry.
+
+    `artifact` is the digest by which to pull or sign it. Files with equal bytes count once.
 
     Law: bytes == sent_bytes + present_bytes.
     """
@@ -56,7 +58,7 @@ class OciPushReport:
 
 
 def is_oci(store: str | Path) -> bool:
-    """Whether this names a repository of a registry."""
+    """Return True if `store` is a reference to an OCI registry."""
     return str(store).startswith(_SCHEME)
 
 
@@ -69,19 +71,20 @@ def push_oci(
     options: Mapping[str, Any] = NO_OPTIONS,
     on_progress: OnProgress = unwatched,
 ) -> OciPushReport:
-    """Push a package as an artifact. Blobs that the repository has are not sent; the tag appears last, and moves as a whole.
+    """Push a package as an artifact. Only missing blobs are sent; the tag is set last, atomically.
 
     Args:
-        package: its folder.
-        reference: oci://HOST/NAME:TAG; the tag is "latest" where there is none.
-        message: kept as the artifact's description.
-        debug: whether debug/ travels.
-        options: `insecure`: speak HTTP (by default with this machine alone); `tls_verify`: False, or a file of certificates.
-        on_progress: told of bytes.
+        package: the package's folder.
+        reference: oci://HOST/NAME:TAG; the tag defaults to "latest".
+        message: description of the artifact.
+        debug: if True, include debug/.
+        options: `insecure`: use HTTP (default: only for this machine); `tls_verify`: False, or a
+            file of certificates.
+        on_progress: called with the numbers of finished and total bytes.
 
     Raises:
-        StorageError: the registry cannot be reached, or refuses.
-        PackageError: the package is not whole.
+        StorageError: the registry cannot be reached, or rejects a request.
+        PackageError: the package is incomplete or damaged.
     """
     local = local_package(package, debug=debug)
     place = _Repository(reference, options)
@@ -115,20 +118,22 @@ def pull_oci(
     options: Mapping[str, Any] = NO_OPTIONS,
     on_progress: OnProgress = unwatched,
 ) -> PullReport:
-    """Get a package from a registry, as `trainload.packaging.stores.pull.pull` does from a store.
+    """Pull a package from a registry, like `trainload.packaging.stores.pull.pull` from a store.
 
     Args:
-        reference: oci://HOST/NAME:TAG, or with @sha256:DIGEST of the artifact, which is then demanded.
+        reference: oci://HOST/NAME:TAG, or with @sha256:DIGEST of the artifact, which is then
+            verified.
         path: the package to write; a folder that does not exist.
-        debug: whether debug/ is wanted.
-        reuse: further packages whose files may be used.
-        options: as `push_oci`.
-        on_progress: told of bytes.
+        debug: if True, include debug/.
+        reuse: further local packages whose files may be reused.
+        options: as for `push_oci`.
+        on_progress: called with the numbers of finished and total bytes.
 
     Raises:
-        StorageError: the registry cannot be reached or refuses, or there is no such artifact.
-        IntegrityError: what came is damaged.
-        UnsafePackageError: the artifact is no package.
+        StorageError: the registry cannot be reached or rejects a request, or there is no such
+            artifact.
+        IntegrityError: received data is damaged.
+        UnsafePackageError: the artifact is not a package.
     """
     place = _Repository(reference, options)
     data = place.manifest()
@@ -142,7 +147,7 @@ def pull_oci(
 
 
 def pin_oci(reference: str, options: Mapping[str, Any] = NO_OPTIONS) -> tuple[str, str]:
-    """The artifact that a reference names now, with its own digest in place of any other, and the digest of its package.
+    """Return the reference pinned to its artifact's current digest, and the digest of the package.
 
     Raises:
         StorageError, IntegrityError, UnsafePackageError: as `pull_oci`.
@@ -152,7 +157,7 @@ def pin_oci(reference: str, options: Mapping[str, Any] = NO_OPTIONS) -> tuple[st
 
 
 class _Repository:
-    """A repository of a registry, as a place of blobs and manifests."""
+    """A repository of a registry, with its blobs and manifests."""
 
     def __init__(self, reference: str, options: Mapping[str, Any]) -> None:
         self.url = reference
@@ -171,26 +176,26 @@ class _Repository:
         except ImportError as error:
             raise StorageError("oras is not installed", where=reference, hint='Install it: pip install "trainload[oci]".') from error
         whole = reference.removeprefix(_SCHEME)
-        known = set(match["host"]) & {".", ":"}  # oras takes other hosts for part of the name
+        known = set(match["host"]) & {".", ":"}  # oras parses other hosts as part of the name
         self._container: Container = Container(whole if known else whole.partition("/")[2], registry=match["host"])
         with self._reaching():
             self._registry: Registry = Registry(match["host"], insecure=insecure, tls_verify=options.get("tls_verify", True))
-            # oras repeats for minutes what fails; so a registry that is not there is found out first, by one request.
+            # oras retries for minutes, so an unreachable registry is detected first, by a single request.
             url = f"{self._registry.prefix}://{match['host']}/v2/"
             self._registry.session.get(url, timeout=_SECONDS, verify=options.get("tls_verify", True))
             self._registry.auth.load_configs(self._container)
 
     def has(self, digest: str, size: int) -> bool:
-        """Whether the repository has a blob."""
+        """Return True if the repository has a blob."""
         layer = {"digest": f"sha256:{digest}", "size": size}
         with self._reaching():
             return bool(self._registry.blob_exists(layer, self._container))
 
     def send(self, file: Path, digest: str, size: int) -> None:
-        """Send a file. The registry compares its digest."""
+        """Send a file. The registry verifies its digest."""
         layer = {"digest": f"sha256:{digest}", "size": size}
         with self._reaching():
-            chunked = size > BLOCK  # else oras reads the file at once
+            chunked = size > BLOCK  # otherwise oras reads the whole file into memory
             answer = self._registry.upload_blob(str(file), self._container, layer, do_chunked=chunked, chunk_size=BLOCK)
         if answer.status_code not in (200, 201, 202):
             hint = "Check with `trainload verify` that the package is whole." if answer.status_code == 400 else ""
@@ -204,7 +209,7 @@ class _Repository:
             self.send(file, sha256_bytes(data), len(data))
 
     def publish(self, data: bytes) -> str:
-        """Put the manifest under the tag. Returns: its digest."""
+        """Store the manifest under the tag. Return its digest."""
         with self._reaching():
             answer = self._request("PUT", self._container.manifest_url(), data=data, headers={"Content-Type": IMAGE_MANIFEST})
         if answer.status_code not in (200, 201, 202):
@@ -212,10 +217,10 @@ class _Repository:
         return f"sha256:{sha256_bytes(data)}"
 
     def manifest(self) -> bytes:
-        """The bytes of the manifest that the reference names.
+        """Return the bytes of the reference's manifest.
 
         Raises:
-            IntegrityError: they are not of the digest that was asked for.
+            IntegrityError: they do not have the digest in the reference.
         """
         with self._reaching():
             answer = self._request("GET", self._container.manifest_url(), headers={"Accept": IMAGE_MANIFEST}, stream=True)
@@ -232,7 +237,7 @@ class _Repository:
         return data
 
     def receive(self, digest: str, size: int) -> Iterator[bytes]:
-        """A blob's bytes in blocks, at most `size` and a block."""
+        """Yield a blob's bytes in blocks, at most `size` plus one block."""
         with self._reaching():
             answer = self._registry.get_blob(self._container, f"sha256:{digest}", stream=True)
             if answer.status_code == 404:
@@ -263,12 +268,12 @@ class _Repository:
             raise StorageError(f"the registry cannot be reached: {error}", where=self.url) from error
         except AuthenticationException as error:
             raise StorageError(f"the registry refuses: {error}", where=self.url, hint="Log in: docker login, or oras login.") from error
-        except ValueError as error:  # oras's own, for answers that it does not understand
+        except ValueError as error:  # raised by oras for responses that it does not understand
             raise StorageError(f"the registry refuses: {error}", where=self.url) from error
 
 
 def _limited(answer: requests.Response, most: int) -> Iterator[bytes]:
-    """The body, cut off after the block that goes past `most` bytes."""
+    """Yield the body in blocks, up to and including the block that exceeds `most` bytes."""
     size = 0
     with answer:
         for block in answer.iter_content(BLOCK):

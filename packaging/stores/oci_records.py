@@ -1,8 +1,9 @@
-"""What a package is in an OCI registry: an artifact with the media types of ModelPack.
+"""Records of a package in an OCI registry: an artifact with the media types of ModelPack.
 
-ModelPack (github.com/modelpack/model-spec) is the CNCF's form for models in registries: an image manifest with an artifact type, a config
-that describes the model, and a layer for each file, which is neither packed nor compressed. `org.opencontainers.image.title` of a layer is
-its path too, so that `oras pull` writes the package's folder.
+ModelPack (github.com/modelpack/model-spec) is the CNCF's format for models in registries: an image
+manifest with an artifact type, a config that describes the model, and a layer for each file,
+neither packed nor compressed. `org.opencontainers.image.title` of a layer is its path too, so that
+`oras pull` writes the package's folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainload.packaging.format.manifest import MANIFEST, FileEntry, Manifest, S
 from trainload.packaging.stores.releases import check_files
 
 MAX_MANIFEST = 4 * 2**20
-"""Bytes of an OCI manifest: what registries take."""
+"""Maximum size of an OCI manifest in bytes, which is the limit of registries."""
 IMAGE_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
 CONFIG_TYPE = "application/vnd.cncf.model.config.v1+json"
@@ -32,11 +33,11 @@ FILEPATH = "org.cncf.model.filepath"
 TITLE = "org.opencontainers.image.title"
 DESCRIPTION = "org.opencontainers.image.description"
 PACKAGE = "trainload.package"
-"""Annotation of the manifest: the package's digest."""
+"""Annotation of the manifest with the package's digest."""
 
 
 class Descriptor(BaseModel):
-    """What an OCI manifest says of a blob. Fields that are not named here are of no interest."""
+    """A blob's entry in an OCI manifest. Other fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, populate_by_name=True)
 
@@ -47,11 +48,11 @@ class Descriptor(BaseModel):
 
 
 class Layer(Descriptor):
-    """A file."""
+    """A file of the package."""
 
     @property
     def path(self) -> str:
-        """Its path in the package, as it was told."""
+        """Unvalidated path in the package."""
         return self.annotations.get(FILEPATH, "")
 
 
@@ -70,7 +71,7 @@ class _Path(BaseModel):
 
 
 def media_type(path: str) -> str:
-    """ModelPack's media type for a package's file."""
+    """Return ModelPack's media type for a package's file."""
     top, name = path.split("/")[0], path.rpartition("/")[2]
     if path.endswith(".safetensors"):
         return WEIGHT
@@ -86,7 +87,7 @@ def media_type(path: str) -> str:
 
 
 def config_bytes(name: str, manifest: Manifest, files: Mapping[str, FileEntry]) -> bytes:
-    """The artifact's config: what ModelPack's readers show of a model."""
+    """Return the artifact's config: the facts about a model that ModelPack's readers show."""
     owners = [entry for entry in manifest.parameters if entry.alias_of is None]
     count = 0
     for entry in owners:
@@ -101,7 +102,7 @@ def config_bytes(name: str, manifest: Manifest, files: Mapping[str, FileEntry]) 
 
 
 def manifest_bytes(digest: str, config: bytes, files: Mapping[str, FileEntry], message: str) -> bytes:
-    """The artifact's manifest. Law: the same package and message give the same bytes."""
+    """Return the artifact's manifest. Law: the same package and message yield the same bytes."""
     return canonical_json(
         {
             "schemaVersion": 2,
@@ -123,11 +124,12 @@ def manifest_bytes(digest: str, config: bytes, files: Mapping[str, FileEntry], m
 
 
 def files_of(data: bytes, where: str) -> dict[str, FileEntry]:
-    """The files that an OCI manifest lists, which may be hostile.
+    """Return the files that an OCI manifest lists. The manifest may be hostile.
 
     Raises:
-        IntegrityError: it is not readable.
-        UnsafePackageError: it is too large, no package, or lists what no package may hold.
+        IntegrityError: the manifest is not JSON.
+        UnsafePackageError: it is too large, not of a package, or lists files that a package must
+            not contain.
     """
     if len(data) > MAX_MANIFEST:
         raise UnsafePackageError("the artifact's manifest is too large", where=where, expected=f"at most {MAX_MANIFEST} bytes")
@@ -165,7 +167,7 @@ def files_of(data: bytes, where: str) -> dict[str, FileEntry]:
 
 
 def _short(count: int) -> str:
-    """`1234567` -> "1.2M"."""
+    """Abbreviate a number: `1234567` -> "1.2M"."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.1f}{unit}"

@@ -1,4 +1,4 @@
-"""Getting a release out of a store: what is not on this machine is fetched, and the package appears whole."""
+"""Pull a release from a store: fetch missing files, and write the package atomically."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from trainload.packaging.stores.push import OnProgress, unwatched
 from trainload.packaging.stores.store import Store, blob_path
 
 Fetch = Callable[[FileEntry], Iterator[bytes]]
-"""The bytes of a file that a manifest or record lists, in blocks; they may be hostile."""
+"""Yields the bytes of a listed file in blocks; they may be hostile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """What `pull` did. `fetched_*` moved; `local_bytes` were on this machine already. Files of equal bytes count once.
+    """Result of `pull`.
+
+    `local_bytes` were on this machine already. Files with equal bytes count once.
 
     Law: bytes == fetched_bytes + local_bytes.
     """
@@ -55,25 +57,28 @@ def pull(
     options: Mapping[str, Any] = NO_OPTIONS,
     on_progress: OnProgress = unwatched,
 ) -> PullReport:
-    """Get a release as a package. Every byte is compared with its digest before the package is visible.
+    """Pull a release as a package.
 
-    Files that packages beside `path` have already are not fetched: they are linked, where the file system can, after their digests were
-    compared. So only what changed is moved.
+    Every byte is compared with its digest before the package appears.
+
+    Files that sibling packages of `path` have already are not fetched: they are linked, where the
+    file system can, after their digests were compared. So only changes are transferred.
 
     Args:
         store: a folder or fsspec URL.
         path: the package to write; a folder that does not exist.
-        line: which line. None: the store's only one.
-        release: its number, or "latest". None: the current one.
-        debug: whether debug/ is wanted.
-        reuse: further packages whose files may be used.
-        options: for fsspec.
-        on_progress: told of bytes.
+        line: name of the line. None: the store's only line.
+        release: number of the release, or "latest". None: the current release.
+        debug: if True, include debug/.
+        reuse: further local packages whose files may be reused.
+        options: options for fsspec.
+        on_progress: called with the numbers of finished and total bytes.
 
     Raises:
-        StorageError: there is no such store, line or release; `path` is taken; or the disk has no room.
-        IntegrityError: something in the store is damaged; nothing is left at `path`.
-        UnsafePackageError: something in the store is not what the format allows.
+        StorageError: there is no such store, line or release; `path` is taken; or the disk is too
+            full.
+        IntegrityError: data in the store is damaged; nothing is left at `path`.
+        UnsafePackageError: the store contains something that the format does not allow.
     """
     path = Path(path)
     source = Store(store, options)
@@ -92,7 +97,7 @@ def pull(
 
 
 def pull_report(source: str, line: str | None, release: str, path: Path, files: Mapping[str, FileEntry], fetched: list[str]) -> PullReport:
-    """What was done, counted."""
+    """Count files and bytes of a pull."""
     blobs = {entry.sha256: entry.size for entry in files.values()}
     moved = {files[file].sha256: files[file].size for file in fetched}
     return PullReport(
@@ -117,22 +122,22 @@ def write_pulled(
     reuse: Sequence[str | Path] = (),
     on_progress: OnProgress = unwatched,
 ) -> list[str]:
-    """Write the package of these files at `path`, whole or not at all.
+    """Write a package of these files at `path` atomically.
 
     Args:
         path: a folder that does not exist.
-        files: manifest.json, exactly what that lists, and files of debug/ and signatures/.
-        fetch: where bytes come from.
-        reuse: packages whose files may be used, beside those that lie beside `path`.
-        on_progress: told of bytes.
+        files: manifest.json, exactly the files that it lists, and files of debug/ and signatures/.
+        fetch: fetches the bytes of a file.
+        reuse: local packages whose files may be reused, in addition to the siblings of `path`.
+        on_progress: called with the numbers of finished and total bytes.
 
     Returns:
         The files that were fetched.
 
     Raises:
-        IntegrityError: what came is not of the size and digest of `files`.
-        UnsafePackageError: `files` is not what the manifest says.
-        StorageError: `path` is taken, or the disk has no room.
+        IntegrityError: fetched data does not have the size and digest of `files`.
+        UnsafePackageError: `files` does not match the manifest.
+        StorageError: `path` is taken, or the disk is too full.
     """
     if os.path.lexists(path):
         raise StorageError("the path is taken", where=str(path), hint="Choose another; files of packages beside it are not fetched again.")
@@ -191,7 +196,10 @@ def _fetch_manifest(files: Mapping[str, FileEntry], fetch: Fetch) -> bytes:
 
 
 def _write(blocks: Iterator[bytes], target: Path, entry: FileEntry, file: str, moved: Callable[[int], None]) -> None:
-    """Write a file through to disk, and compare it with its entry. No more than it says is written."""
+    """Write a file, sync it to disk, and compare it with its entry.
+
+    At most the entry's size is written.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with target.open("xb") as write:
@@ -219,7 +227,10 @@ def _damaged(file: str, entry: FileEntry, size: int, digest: str) -> IntegrityEr
 
 
 def _link(candidates: Sequence[Path], target: Path, entry: FileEntry) -> bool:
-    """Make `target` of a local file, if one still has the bytes."""
+    """Link or copy a local file to `target`.
+
+    Return False if none of them has the right bytes any more.
+    """
     for source in candidates:
         with suppress(OSError):
             link_or_copy(source, target)
@@ -230,15 +241,16 @@ def _link(candidates: Sequence[Path], target: Path, entry: FileEntry) -> bool:
 
 
 def _beside(path: Path) -> Iterator[Path]:
-    """The packages in the folder that `path` will be in, and what pulls that were killed have left there."""
+    """Yield the packages next to `path`, including unfinished ones of killed pulls."""
     with suppress(OSError):
         yield from sorted(found for found in path.absolute().parent.iterdir() if (found / MANIFEST).is_file())
 
 
 def _local_files(wanted: Mapping[str, FileEntry], packages: Iterable[Path]) -> dict[str, list[Path]]:
-    """Digest -> files of local packages that may have these bytes: their manifests say so, or, where those say nothing, path and size do.
+    """Return digest -> files of local packages that may have these bytes.
 
-    What cannot be read is left out: whatever is found is compared with its digest before it is used.
+    Files are matched by the packages' manifests or, outside of these, by path and size. Unreadable
+    ones are left out. The caller compares digests before it uses a file.
     """
     sizes = {entry.sha256: entry.size for entry in wanted.values()}
     outside = {file: entry.sha256 for file, entry in wanted.items() if file.split("/")[0] in OUTSIDE}
@@ -250,7 +262,7 @@ def _local_files(wanted: Mapping[str, FileEntry], packages: Iterable[Path]) -> d
             continue
         for file, digest in (*((file, entry.sha256) for file, entry in entries.items()), *outside.items()):
             place = package / file
-            with suppress(OSError):  # somebody may be removing the package
+            with suppress(OSError):  # another process may be removing the package
                 if digest in sizes and not place.is_symlink() and place.is_file() and place.stat().st_size == sizes[digest]:
                     found.setdefault(digest, []).append(place)
     return found

@@ -1,4 +1,4 @@
-"""Publishing a package in a store: what it lacks is sent, then the release appears."""
+"""Push a package to a store: send missing files, then publish the release."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ FIRST_LINE = "main"
 """The line of an empty store, unless another is named."""
 
 OnProgress = Callable[[int, int], None]
-"""Told how many bytes of how many are where they belong."""
+"""Callback with the numbers of finished and total bytes."""
 
 
 def unwatched(_done: int, _total: int) -> None:
-    """For callers that do not watch."""
+    """Ignore progress: the default of `on_progress`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPackage:
-    """A package's files as they will be published: everything that travels, by path, with sizes and digests."""
+    """The files of a package that will be published, by path, with sizes and digests."""
 
     path: Path
     digest: str
@@ -41,11 +41,14 @@ class LocalPackage:
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What `push` did. `sent_*` moved; `present_bytes` were in the store already. Files of equal bytes count once.
+    """Result of `push`.
+
+    `present_bytes` were in the store already. Files with equal bytes count once.
 
     Law: bytes == sent_bytes + present_bytes.
 
-    `new`: whether a release was published; not where the line has this very package. `current`: the line's current release now.
+    `new` is False if the line had this package already, so that no release was published. `current`
+    is the line's current release after the push.
     """
 
     store: str
@@ -63,15 +66,15 @@ class PushReport:
 
 
 def local_package(path: Path, *, debug: bool = True) -> LocalPackage:
-    """Read what a package holds. Its large files are not read.
+    """List the files of a package. Large files are not read.
 
     Args:
-        path: its folder.
-        debug: whether debug/ travels.
+        path: the package's folder.
+        debug: if True, include debug/.
 
     Raises:
         StorageError: there is no package.
-        PackageError: it is not whole, or not safe.
+        PackageError: the package is incomplete or not safe.
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
@@ -106,26 +109,30 @@ def push(
     on_progress: OnProgress = unwatched,
     on_wait: Callable[[str], None] = lambda _text: None,
 ) -> PushReport:
-    """Publish a package as a release of a line. Only files that the store lacks are sent; a push that was broken off goes on there.
+    """Publish a package as a release of a line.
+
+    Only files that the store lacks are sent, so a repeated push resumes.
 
     Args:
-        package: its folder.
-        store: a folder or fsspec URL; it becomes a store if there is nothing yet.
-        line: which line. None: the store's only one, or "main" in an empty store.
-        promote: whether the release becomes the line's current one.
-        only_if: promote only if this release is current now ("none": if none is); otherwise the release is published and not promoted.
-        rejected: why the release must not be used; it is published as rejected, and not promoted.
-        message: one for who reads the list of releases.
-        facts: names and values that are kept with it: metrics, the data's snapshot.
-        debug: whether debug/ travels.
-        options: for fsspec.
-        on_progress: told of bytes.
-        on_wait: told what is waited for.
+        package: the package's folder.
+        store: a folder or fsspec URL; a store is created if it is empty.
+        line: name of the line. None: the store's only line, or "main" in an empty store.
+        promote: if True, the release becomes the line's current one.
+        only_if: promote only if this release is current now ("none": if none is); otherwise the
+            release is published but not promoted.
+        rejected: reason why the release must not be used; it is published as rejected, and not
+            promoted.
+        message: message that the list of releases shows.
+        facts: names and values that are stored with the release: metrics, the snapshot of the data.
+        debug: if True, include debug/.
+        options: options for fsspec.
+        on_progress: called with the numbers of finished and total bytes.
+        on_wait: called with a text that says what the push waits for.
 
     Raises:
         StorageError: there is no package, or the store cannot be reached or written.
         PackageError: the package is damaged; nothing was published.
-        ConflictError: another release is current than `only_if` says; the release was published.
+        ConflictError: another release than `only_if` is current; the release was published.
     """
     local = local_package(Path(package), debug=debug)
     target = Store(store, options, create=True)
@@ -163,14 +170,14 @@ def push(
 
 
 def _promote(store: Store, release: Release, only_if: str | int | None, reason: str) -> None:
-    """Make the release current, unless it is: a push that was repeated says the same once."""
+    """Make the release current unless it is, so that a repeated push adds no entry."""
     pointer = store.current(release.line)
     if pointer is None or pointer.release != release.id:
         store.promote(release.line, release.name, only_if=only_if, reason=reason)
 
 
 def _check_whole(store: Store, release: Release, lease: PushedBlobs) -> None:
-    """Check that gc did not take this push for dead just before its release appeared; withdraw the release if it did."""
+    """Withdraw the release and raise if gc declared this push dead before the release appeared."""
     try:
         lease.check()
     except StorageError:
@@ -179,7 +186,7 @@ def _check_whole(store: Store, release: Release, lease: PushedBlobs) -> None:
 
 
 def _send(store: Store, local: LocalPackage, lease: PushedBlobs, on_progress: OnProgress) -> list[str]:
-    """Send the blobs that are not there. Returns: their digests."""
+    """Send the blobs that the store lacks. Return their digests."""
     blobs: dict[str, tuple[str, FileEntry]] = {}
     for path, entry in local.files.items():
         blobs.setdefault(entry.sha256, (path, entry))

@@ -1,4 +1,4 @@
-"""What a store says of releases: records that are written once, one after another. docs/store.md specifies every field."""
+"""Records of releases in a store; most are append-only. docs/store.md specifies every field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from trainload.core.records import Nonce, Sealed, Text, Time, check_finite
 from trainload.packaging.format.manifest import MANIFEST, FileEntry, SafePath, Sha256
 
 TRAVELLING = ("debug", "signatures")
-"""Folders outside a package's identity that travel with it. derived/ is a cache of the machine that made it."""
+"""Folders outside a package's identity that are published with it. derived/ is a cache of one
+machine and is not.
+"""
 _ID = re.compile(r"[0-9]{8}(-[0-9a-f]{16})?")
 _LINE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
@@ -32,22 +34,24 @@ Verdict = Literal["candidate", "rejected"]
 
 
 class StoreInfo(Sealed):
-    """store.json: it says that a folder is a store."""
+    """store.json, which marks a folder as a store."""
 
 
 class Release(Sealed):
-    """A package that was published in a line. Never changed.
+    """A package that was published in a line. Immutable.
 
     Attributes:
-        id: its place in the line: the name of its file.
-        package: the package's digest, which is that of its manifest.json; `program` and `weights`: of its parts.
-        parent: the release of this line that it was made from, where there is one.
-        files: every file of the package that the store holds: manifest.json, what that lists, and of debug/ and signatures/.
-        verdict: what its publisher thought of it; `reason`: of a rejected one, why.
-        message: what its publisher said of it.
-        facts: whatever its publisher wants to find again: metrics, the data's snapshot, the run.
-        created: when, in UTC.
-        nonce: 16 random bytes; no two records are the same.
+        id: position in the line, and name of the record's file.
+        package: digest of the package, that is of its manifest.json; `program` and `weights` are
+            digests of its parts.
+        parent: release of this line from which the package was made, if any.
+        files: every stored file of the package: manifest.json, the files that it lists, and those
+            of debug/ and signatures/.
+        verdict: the publisher's verdict; `reason` says why a release was rejected.
+        message: the publisher's message.
+        facts: facts recorded by the publisher: metrics, the snapshot of the data, the run.
+        created: time of publication in UTC.
+        nonce: 16 random bytes in hex, so that no two records are equal.
     """
 
     line: Line
@@ -66,17 +70,19 @@ class Release(Sealed):
 
     @property
     def name(self) -> str:
-        """The id, for people: "7"."""
+        """Readable id: "7"."""
         return shown(self.id)
 
     @property
     def bytes(self) -> int:
-        """Of all its files; those of equal bytes count once."""
+        """Total size of the files in bytes; files with equal bytes count once."""
         return sum({entry.sha256: entry.size for entry in self.files.values()}.values())
 
 
 class Pointer(Sealed):
-    """One entry of a line's history of `current`: from here on it is `release`, and the package `package`. `reason`: why."""
+    """One entry of a line's history of current releases: from this entry on, `release` with
+    `package` is current, for `reason`.
+    """
 
     line: Line
     id: ReleaseId
@@ -88,7 +94,9 @@ class Pointer(Sealed):
 
 
 class Mark(Sealed):
-    """What became of a release after it was published: it was rejected after all, or its files were removed."""
+    """A later verdict on a published release: it was rejected, reinstated as a candidate, or its
+    files were removed.
+    """
 
     line: Line
     release: ReleaseId
@@ -100,10 +108,10 @@ class Mark(Sealed):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseState:
-    """A release and what is known of it now.
+    """A release and its present status.
 
-    `status`: "removed" (its files are no longer there), "current", "rejected", "promoted" (it was current once), or "candidate".
-    `reason`: why it was rejected, removed or made current.
+    `status` is "removed" (its files were removed), "current", "rejected", "promoted" (it was
+    current once), or "candidate"; `reason` says why it was rejected, removed or made current.
     """
 
     ORDER: ClassVar[tuple[str, ...]] = ("removed", "current", "rejected", "promoted", "candidate")
@@ -114,16 +122,16 @@ class ReleaseState:
 
 
 def shown(release: str) -> str:
-    """An id for people: "00000007" -> "7"."""
+    """Return an id in readable form: "00000007" -> "7"."""
     number, _, rest = release.partition("-")
     return f"{int(number)}-{rest}" if rest else str(int(number))
 
 
 def release_id(text: str | int) -> str:
-    """The inverse of `shown`.
+    """Return the id of a readable release name: the inverse of `shown`.
 
     Raises:
-        StorageError: it is no such name.
+        StorageError: it is not a release's name.
     """
     number, dash, rest = str(text).partition("-")
     found = f"{int(number):08d}{dash}{rest}" if re.fullmatch(r"[0-9]{1,8}", number) else ""
@@ -133,20 +141,21 @@ def release_id(text: str | int) -> str:
 
 
 def is_id(name: str) -> bool:
-    """Whether a file's name without .json is an id."""
+    """Return True if a file's name without .json is an id."""
     return _ID.fullmatch(name) is not None
 
 
 def is_line(name: str) -> bool:
-    """Whether a line may have this name."""
+    """Return True if a line may have this name."""
     return _LINE.fullmatch(name) is not None and not name.endswith(".")
 
 
 def check_files(files: dict[str, FileEntry], where: str) -> None:
-    """Check that a release's files are those of a package, or may accompany one.
+    """Check that a release may contain these files.
 
     Raises:
-        UnsafePackageError: a manifest is missing, a path may not travel, or two paths differ in case only.
+        UnsafePackageError: the manifest is missing, a path is not allowed, or two paths differ in
+            case only.
     """
     if MANIFEST not in files:
         raise UnsafePackageError("a release has no manifest", where=where)

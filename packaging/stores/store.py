@@ -1,14 +1,15 @@
-"""A store of releases: blobs by digest, releases by line and number, and which release of a line is current.
+"""A store of releases: blobs by digest, releases by line and number, and each line's current one.
 
-    store.json                              it says that this is a store
+    store.json                              marks the folder as a store
     blobs/sha256/ab/abcd...                 files, by the sha256 of their bytes
-    lines/LINE/releases/00000007.json       what was published: `Release`
-    lines/LINE/current/00000003.json        which release became current, one after another: `Pointer`; the last one holds
-    lines/LINE/marks/00000007.json          what became of a release since: `Mark`
-    pushes/..., gc/...                      what is being pushed, and whether what nobody needs is being removed
+    lines/LINE/releases/00000007.json       published releases: `Release`
+    lines/LINE/current/00000003.json        history of the current release: `Pointer`; the last one is valid
+    lines/LINE/marks/00000007.json          later verdicts on releases: `Mark`
+    pushes/..., gc/...                      leases of running pushes, and of a running garbage collection
 
-Everything but marks is written once. Two writers agree by trying to create the file of the next number: one of them does, and the other
-reads what that one wrote and takes the number after it. So nothing is lost, and no lock outlives a writer.
+Everything except marks is written once. If several writers append concurrently, each tries to
+create the file of the next number: exactly one succeeds, and the others read its record and try the
+number after it. So nothing is lost, and no lock outlives a writer.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from trainload.packaging.stores.releases import (
 
 INFO = "store.json"
 NOBODY = "none"
-"""For `only_if`: the line has no current release."""
+"""Value of `only_if` for a line without a current release."""
 _READERS = 8
 _TRIES = 1000
 
@@ -52,15 +53,15 @@ R = TypeVar("R", bound=Sealed)
 
 
 def blob_path(sha256: str) -> str:
-    """Where a store keeps the file of a digest."""
+    """Return the path of the blob of a digest in a store."""
     return f"blobs/sha256/{sha256[:2]}/{sha256}"
 
 
 class Store:
     """A store, in a folder or at an fsspec URL.
 
-    Laws: a release is there with all its files, or not at all; releases that were published are never lost, whoever writes at the same
-    time; what is read was compared with its checksum.
+    Laws: a release exists with all its files, or not at all; published releases are never lost,
+    even with concurrent writers; every record that is read is compared with its checksum.
 
     Raises:
         StorageError: there is no store, or it cannot be reached.
@@ -71,7 +72,7 @@ class Store:
         if self._read(StoreInfo, INFO) is not None:
             return
         there = self.files.names("")
-        if there and self._read(StoreInfo, INFO) is not None:  # another writer has just made it; its store.json came first
+        if there and self._read(StoreInfo, INFO) is not None:  # another writer has just created it, store.json first
             return
         if there:
             raise StorageError("there is no store here, but something else", where=self.url, got=", ".join(there[:5]))
@@ -81,18 +82,20 @@ class Store:
 
     @property
     def url(self) -> str:
-        """What it is called in messages."""
+        """URL of the store, for messages."""
         return self.files.url
 
     def lines(self) -> tuple[str, ...]:
-        """The names of its lines, sorted."""
+        """Return the names of the store's lines, sorted."""
         return tuple(name for name in self.files.names("lines") if is_line(name))
 
     def line(self, name: str | None, default: str | None = None) -> str:
-        """The line of this name; of no name, the only one that there is, or `default` where there is none.
+        """Return a valid line name: `name`, or if it is None, the store's only line, or `default`
+        if the store is empty.
 
         Raises:
-            StorageError: there is no such line, or there are several.
+            StorageError: the name is invalid, or it is None and the store has several lines, or
+                none and no default is given.
         """
         if name is not None:
             if not is_line(name):
@@ -106,7 +109,7 @@ class Store:
         raise StorageError("the store has several lines", where=self.url, got=", ".join(found[:10]), hint="Name one with --line.")
 
     def known_line(self, name: str) -> str:
-        """The line of this name.
+        """Return `name` if the store has a line of this name.
 
         Raises:
             StorageError: there is none.
@@ -118,18 +121,18 @@ class Store:
         return name
 
     def release_ids(self, line: str) -> list[str]:
-        """The ids of a line's releases, in order."""
+        """Return the ids of a line's releases, in order."""
         return self._ids(f"lines/{line}/releases")
 
     def release(self, line: str, release: str | int | None = None) -> Release:
-        """A release of a line.
+        """Return a release of a line.
 
         Args:
-            line: its line.
-            release: its number, "latest", or None: the current one.
+            line: name of the line.
+            release: number of the release, or "latest". None: the current one.
 
         Raises:
-            StorageError: there is none.
+            StorageError: there is no such release.
             IntegrityError: its record is damaged.
         """
         wanted = self._wanted(line, release)
@@ -140,17 +143,17 @@ class Store:
         return found
 
     def current(self, line: str) -> Pointer | None:
-        """What says which release of a line is current; None: none is."""
+        """Return the entry of a line's current release, or None if no release is current."""
         ids = self._ids(f"lines/{line}/current")
         return self._read_pointer(line, ids[-1]) if ids else None
 
     def history(self, line: str) -> tuple[Pointer, ...]:
-        """What was current, one after another."""
+        """Return the history of a line's current releases, oldest first."""
         found = self._many(lambda each: self._read_pointer(line, each), self._ids(f"lines/{line}/current"))
         return tuple(pointer for pointer in found if pointer is not None)
 
     def mark_of(self, line: str, release: str) -> Mark | None:
-        """What became of a release since it was published; None: nothing."""
+        """Return the mark of a release, or None."""
         path = f"lines/{line}/marks/{release}.json"
         found = self._read(Mark, path)
         if found is not None and (found.line, found.release) != (line, release):
@@ -158,7 +161,7 @@ class Store:
         return found
 
     def releases(self, line: str) -> tuple[ReleaseState, ...]:
-        """A line's releases, in order, and what is known of them.
+        """Return a line's releases with their present status, in order.
 
         Raises:
             IntegrityError: a record is damaged.
@@ -171,13 +174,13 @@ class Store:
         promoted: dict[str, str] = {}
         current = None
         for pointer in history:
-            if pointer.release != current:  # else it only confirms the one before
+            if pointer.release != current:  # otherwise it only confirms the entry before
                 promoted[pointer.release] = pointer.reason
             current = pointer.release
         return tuple(_state(release, marks[release.id], promoted, current) for release in releases if release is not None)
 
     def blob_sizes(self, digests: Iterable[str]) -> dict[str, int | None]:
-        """Digest -> size in bytes of its blob; None: the store has none."""
+        """Return digest -> size of its blob in bytes, or None if the store does not have it."""
         asked = list(digests)
         with ThreadPoolExecutor(_READERS) as pool:
             return dict(zip(asked, pool.map(lambda digest: self.files.size(blob_path(digest)), asked), strict=True))
@@ -196,11 +199,11 @@ class Store:
     ) -> tuple[Release, bool]:
         """Publish a release whose blobs are in the store already.
 
-        One that the line has already, with the same verdict on it, is not published twice; nor is one of the same facts, whatever the
-        verdict by now, unless its files were removed.
+        A package that the line has already with the same verdict is not published again; nor is one
+        with the same facts, whatever its present verdict, unless its files were removed.
 
         Returns:
-            It, and whether it is new.
+            The release, and True if it is new.
 
         Raises:
             StorageError: a text is too long, or the store cannot be written.
@@ -250,16 +253,19 @@ class Store:
         """Make a release current.
 
         Args:
-            line: its line.
-            release: its number.
-            only_if: the number of the release that must be current now, or "none"; None: whatever is.
-            after: the id of the entry that must be the last one of the history; None: whatever is.
-            reason: why, for who reads the history.
-            rejected: promote it even if it was rejected, or rolled back; it is a candidate again then.
+            line: name of the line.
+            release: number of the release.
+            only_if: number of the release that must be current now, or "none"; None: no condition.
+            after: id of the entry that must be the last one of the history; None: no condition.
+            reason: reason that the history shows.
+            rejected: if True, promote the release even if it was rejected or rolled back; it
+                becomes a candidate again.
 
         Raises:
-            ConflictError: another release is current than `only_if` says, or another entry the last than `after`; nothing was changed.
-            StorageError: there is no such release, it was rejected, its files were removed, or the store offers no conditions.
+            ConflictError: another release than `only_if` is current, or another entry than `after`
+                is the last one; nothing was changed.
+            StorageError: there is no such release, it was rejected, its files were removed, or the
+                store does not support conditions.
         """
         found = self.release(line, release)
         if rejected and _verdict(found, self.mark_of(line, found.id))[0] == "rejected":
@@ -295,10 +301,11 @@ class Store:
         return pointer
 
     def confirm(self, line: str, reason: str) -> Pointer | None:
-        """Say once more which release is current, so that a promotion which must follow the entry before fails.
+        """Append an entry that repeats the current release, so that a promotion with `after` set to
+        the entry before it fails.
 
         Returns:
-            The entry; None where no release is current.
+            The entry, or None if no release is current.
         """
         nonce = secrets.token_hex(16)
         if self.current(line) is None:
@@ -313,7 +320,9 @@ class Store:
         return self._append(f"lines/{line}/current", make)
 
     def mark(self, line: str, release: str | int, verdict: str, reason: str) -> Mark:
-        """Say what became of a release: "rejected", "candidate" again, or "removed". The last word holds.
+        """Set the present verdict on a release: "rejected", "candidate" again, or "removed".
+
+        It replaces an earlier one.
 
         Raises:
             StorageError: there is no such release.
@@ -324,7 +333,11 @@ class Store:
         return mark
 
     def _take_back_if_removed(self, line: str, release: Release, pointer: Pointer) -> None:
-        """A gc marks a release and then looks what is current; this looks in the other order, so that one of the two sees the other."""
+        """Undo a promotion if gc has removed the release's files.
+
+        gc marks a release and then checks which one is current; this checks in the opposite order,
+        so that at least one of the two notices the other.
+        """
         mark = self.mark_of(line, release.id)
         if mark is None or mark.verdict != "removed":
             return
@@ -357,13 +370,16 @@ class Store:
         return pointer.release
 
     def _append(self, folder: str, make: Callable[[str, str | None], R]) -> R:
-        """Write the record of the next number. `make` is given its id, and the id of the one before."""
+        """Write the record with the next number.
+
+        `make` receives its id, and the id of the last record.
+        """
         for attempt in range(_TRIES):
             ids = self._ids(folder)
             number = int(ids[-1][:8]) + 1 if ids else 1
             name = f"{number:08d}" if self.files.exclusive else f"{number:08d}-{secrets.token_hex(8)}"
             record = make(name, ids[-1] if ids else None)
-            if not self.files.exclusive:  # two writers may take one number: their ids differ, and both are kept
+            if not self.files.exclusive:  # two writers may use the same number: their ids differ, and both records stay
                 self.files.replace(f"{folder}/{name}.json", record.to_bytes())
                 return record
             if self.files.create(f"{folder}/{name}.json", record.to_bytes()):
@@ -401,10 +417,10 @@ class Store:
 
 
 def _checked(kind: type[R], **fields: object) -> R:
-    """A record of fields that a caller gave.
+    """Return a record of fields that the caller passed.
 
     Raises:
-        StorageError: one is not allowed.
+        StorageError: a field is not allowed.
     """
     try:
         return kind.model_validate(fields)
@@ -414,7 +430,7 @@ def _checked(kind: type[R], **fields: object) -> R:
 
 
 def _verdict(release: Release, mark: Mark | None) -> tuple[str, str]:
-    """Return a release's verdict and the reason for it: the mark's, where there is one."""
+    """Return a release's present verdict and its reason: those of the mark, if there is one."""
     return (release.verdict, release.reason) if mark is None else (mark.verdict, mark.reason)
 
 

@@ -1,6 +1,7 @@
-"""Files of which every chunk of some bytes has a digest: who reads a part checks that part, and reads no more.
+"""Files with a digest for every chunk, so that a part can be read and checked without the rest.
 
-A file may be larger than a rank's share of it, so a digest of the whole would make every rank read every byte.
+A rank's share may be only a part of a file: with a digest of the whole file, every rank would have
+to read every byte.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ from typing import BinaryIO, Protocol
 from trainload.core.errors import TrainloadError
 
 CHUNK = 4 * 2**20
-"""Bytes under one digest, unless a file says otherwise."""
+"""Bytes per chunk, unless a file says otherwise."""
 LEAST_CHUNK = 2**16
 CHUNKS_OF_A_FILE = 2**10
-"""About as many digests are worth writing down of a file of which many will read a little each."""
+"""Approximate number of chunks of a file that many processes read in small parts."""
 SPAN = 16 * CHUNK
-"""Bytes that are checked at a time where they are not kept, and that are read ahead of who reads on."""
+"""Bytes per block when a file is only checked, and bytes of read-ahead for sequential reads."""
 FEW = 4
-"""CHUNKs of bytes for which threads are not worth it."""
+"""Number of chunk groups below which threads are not worth their cost."""
 _READERS = 4
-"""Threads that read and check: the disk answers one while others reckon digests, for which Python lets go of its lock."""
+"""Threads that read and check: one waits for the disk while others compute digests, for which
+Python releases the GIL.
+"""
 
 
 class ChunkDigests:
-    """Takes a file's bytes in pieces of any length, and gives the sha256 of each `chunk` of them; the last chunk may be shorter."""
+    """Incremental sha256 of each `chunk` bytes of a file that arrives in pieces of any length; the
+    last chunk may be shorter.
+    """
 
     def __init__(self, chunk: int | None = None) -> None:
         self._chunk = chunk or CHUNK
@@ -37,7 +42,7 @@ class ChunkDigests:
         self._found: list[str] = []
 
     def update(self, piece: bytes | memoryview) -> None:
-        """The next bytes of the file."""
+        """Add the next bytes of the file."""
         view = memoryview(piece)
         while len(view):
             part = view[: self._chunk - self._open]
@@ -48,7 +53,7 @@ class ChunkDigests:
                 self._close()
 
     def finish(self) -> tuple[str, ...]:
-        """The digests, in hex. Nothing may be added after."""
+        """Return the digests, in hex. No bytes may be added afterwards."""
         if self._open:
             self._close()
         return tuple(self._found)
@@ -59,7 +64,9 @@ class ChunkDigests:
 
 
 def chunk_for(size: int) -> int:
-    """Bytes under one digest for a file of this size that will be read in parts: a power of two up to CHUNK."""
+    """Return the chunk size for a file of `size` bytes that will be read in parts: a power of two
+    up to CHUNK.
+    """
     wanted = min(LEAST_CHUNK, CHUNK)
     while wanted < CHUNK and wanted * CHUNKS_OF_A_FILE < size:
         wanted *= 2
@@ -67,23 +74,26 @@ def chunk_for(size: int) -> int:
 
 
 def chunk_digests(file: BinaryIO) -> Iterator[str]:
-    """The digests of a file that exists."""
+    """Yield the digests of an open file's chunks."""
     while block := file.read(CHUNK):
         yield hashlib.sha256(block).hexdigest()
 
 
 class Ranges(Protocol):
-    """A file that is open for reading, by places in it, from several threads."""
+    """A file that is open for reads at given offsets, from several threads."""
 
     def announce(self, start: int, stop: int) -> None:
-        """These bytes will be read soon."""
+        """Announce that bytes [start, stop) will be read soon."""
 
     def fill(self, start: int, into: memoryview) -> None:
-        """Reads bytes from `start` on, as many as `into` has. Where the file ends too early the rest stays as it was."""
+        """Fill `into` with the bytes from `start` on.
+
+        If the file ends too early, the rest of `into` is unchanged.
+        """
 
 
 class _FileRanges:
-    """`Ranges` of a file of this machine's."""
+    """`Ranges` of a local file."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -102,13 +112,15 @@ class _FileRanges:
 
 @contextmanager
 def ranges_of(file: BinaryIO) -> Iterator[Ranges]:
-    """An open file of this machine's, which is closed afterwards."""
+    """Yield the ranges of an open local file, which is closed afterwards."""
     with file:
         yield _FileRanges(file.fileno())
 
 
 class LastChunk:
-    """The chunk that was last read in part, of whichever file shares this: what is read next often needs the same."""
+    """The chunk that was last read in part, among the files that share this object: the next read
+    often needs it again.
+    """
 
     __slots__ = ("block", "file", "number")
 
@@ -121,16 +133,16 @@ class LastChunk:
 class ChunkedFile:
     """A file that is read in parts.
 
-    Laws: a byte is handed out only after the digest of its chunk was checked; each time, since the file may change meanwhile; nothing is
-    kept but `last`.
+    Laws: a byte is returned only after the digest of its chunk was checked, each time, since the
+    file may change meanwhile; only `last` is cached.
 
     Args:
         opened: opens the file.
-        size: its bytes.
-        digests: of its chunks.
-        damaged: the error for a chunk, by its number, whose digest is another one.
-        last: shared by the files of one reader, so that it keeps one chunk however many they are.
-        chunk: bytes under one digest.
+        size: size of the file in bytes.
+        digests: digests of its chunks.
+        damaged: returns the error for a chunk number whose digest does not match.
+        last: shared by the files of one reader, so that only one chunk is cached for all of them.
+        chunk: bytes per chunk.
     """
 
     def __init__(
@@ -148,32 +160,41 @@ class ChunkedFile:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size of the file in bytes."""
         return self._size
 
     def digests(self, start: int, stop: int) -> tuple[str, ...]:
-        """Those of the chunks that hold bytes [start, stop)."""
+        """Return the digests of the chunks that contain bytes [start, stop)."""
         return tuple(self._digests[start // self._chunk : -(-stop // self._chunk)])
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop). Raises: what `damaged` gives."""
+        """Return bytes [start, stop).
+
+        Raises the error of `damaged` if a chunk's digest does not match.
+        """
         data = bytearray(stop - start)
         self.fill(start, memoryview(data))
         return bytes(data)
 
     def check(self, start: int = 0, stop: int | None = None) -> None:
-        """Reads bytes [start, stop) and keeps none. Raises: what `damaged` gives."""
+        """Check bytes [start, stop) without keeping them.
+
+        Raises the error of `damaged` if a chunk's digest does not match.
+        """
         end = self._size if stop is None else stop
         for at in range(start, end, SPAN):
             self.fill(at, memoryview(bytearray(min(SPAN, end - at))), onward=True)
 
     def fill(self, start: int, into: memoryview, *, onward: bool = False) -> None:
-        """Reads bytes from `start` on, as many as `into` has. `onward`: the reader goes on from there, so what comes next is fetched too.
+        """Fill `into` with the bytes from `start` on.
 
-        Chunks that lie wholly within are read and checked where they are to be, some at a time; of the others a copy is kept.
+        `onward` announces sequential reads, for which the next bytes are read ahead.
+
+        Chunks that are wholly inside the range are read directly into `into` and checked there,
+        several at a time; the chunks at the edges are read into a copy.
 
         Raises:
-            what `damaged` gives. What `into` holds then is nothing to be used.
+            TrainloadError: the error of `damaged`. The contents of `into` must not be used then.
         """
         if not len(into):
             return
@@ -204,7 +225,7 @@ class ChunkedFile:
                     pass
 
     def _announce(self, file: Ranges, start: int, stop: int, onward: bool) -> None:
-        """Tell what will be read, so that the disk is at work while digests are reckoned."""
+        """Announce the next reads, so that the disk works while digests are computed."""
         file.announce(start, stop + (SPAN if onward and self._end == start else 0))
         self._end = stop
 

@@ -1,7 +1,7 @@
-"""The safetensors format: headers that distrust their input, and files written in any order with the same bytes.
+"""The safetensors format: validated headers, and bytes that do not depend on the order of writing.
 
-Specification: https://huggingface.co/docs/safetensors. A file is the header's length (8 bytes, little endian), the header (JSON),
-and the tensors' bytes without holes.
+Specification: https://huggingface.co/docs/safetensors. A file consists of the header's length (8
+bytes, little endian), the header (JSON), and the tensors' bytes without holes.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ CODES: Mapping[str, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""torch's name of a dtype -> safetensors'."""
+"""torch's name of a dtype -> its name in safetensors."""
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in CODES}
 _NAMES = {code: name for name, code in CODES.items()}
 MAX_HEADER = 64 * 2**20
 _LARGE = 4 * 2**20
-"""Bytes from which memory is asked for in huge pages: filling it costs a fault for each 2 MiB instead of one for each 4 KiB."""
+"""Bytes from which memory uses huge pages: one page fault per 2 MiB instead of one per 4 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies: `[start, stop)` in bytes of its file. `dtype` as torch spells it."""
+    """The place of a tensor: bytes [start, stop) of its file. `dtype` is torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that a file is to hold."""
+    """A tensor that a file is to contain."""
 
     name: str
     dtype: str
@@ -67,10 +67,10 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor.
+        """Size of the tensor in bytes.
 
         Raises:
-            PackageError: a dtype that packages do not hold.
+            PackageError: the dtype is not supported in packages.
         """
         if self.dtype not in DTYPES:
             raise PackageError(
@@ -83,13 +83,14 @@ class TensorSpec:
 
 
 class TensorFileWriter:
-    """Writes one safetensors file whose tensors may come in any order. A context manager; leaving it syncs the file to disk.
+    """Writer of one safetensors file whose tensors may be added in any order.
 
-    Law: the bytes depend on the specs and on the tensors, not on the order of `add`.
+    A context manager; leaving it syncs the file to disk. Law: the bytes depend on the specs and the
+    tensors, not on the order of `add`.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
-        # Wider dtypes first: then every tensor is aligned.
+        # Wider dtypes first, so that every tensor is aligned.
         ordered = sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize if spec.nbytes >= 0 else 0, spec.name))
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
@@ -112,7 +113,8 @@ class TensorFileWriter:
         """Write one tensor.
 
         Raises:
-            PackageError: it is not one of the specs, comes twice, or has another dtype or shape.
+            PackageError: the tensor is not one of the specs, occurs twice, or has another dtype or
+                shape.
             OSError: the disk is full.
         """
         if name not in self._missing:
@@ -143,10 +145,10 @@ class TensorFileWriter:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a whole file at once.
+    """Write a complete file.
 
     Raises:
-        PackageError: a dtype that packages do not hold.
+        PackageError: a dtype is not supported in packages.
         OSError: the disk is full.
     """
     specs = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
@@ -156,16 +158,16 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSpec]) -> dict[str, Place]:
-    """Read a header that may be hostile, and demand that it holds what the manifest says.
+    """Parse a header that may be hostile, and check it against the manifest.
 
     Args:
         head: the file's first bytes, at least the header.
-        size: of the file, in bytes.
+        size: size of the file in bytes.
         where: the file's name, for errors.
-        expected: the tensors that must be there, and no others.
+        expected: exactly the tensors that the file must contain.
 
     Raises:
-        IntegrityError: it is malformed, has holes, overlaps, or other tensors.
+        IntegrityError: the header is malformed, has holes or overlaps, or lists other tensors.
     """
     length = header_length(head, size, where)
     entries = parse_canonical(head[8 : 8 + length].rstrip(b" "), where, max_bytes=MAX_HEADER, max_depth=4)
@@ -206,15 +208,18 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
 
 
 def _whole_numbers(value: object) -> bool:
-    """Whether it is a list of such. 8.0 and true are none, though Python takes them for equal to 8 and 1."""
+    """Return True for a list of integers.
+
+    8.0 and True do not count, although they equal 8 and 1 in Python.
+    """
     return isinstance(value, list) and all(type(each) is int for each in value)
 
 
 def header_length(head: bytes, size: int, where: str) -> int:
-    """The length that the first 8 bytes state.
+    """Return the header length that the first 8 bytes state.
 
     Raises:
-        IntegrityError: it cannot be.
+        IntegrityError: the length is impossible.
     """
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > MAX_HEADER or 8 + length > size:
@@ -223,40 +228,40 @@ def header_length(head: bytes, size: int, where: str) -> int:
 
 
 def tensor_of(data: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of its own memory from raw bytes."""
+    """Return a tensor that copies raw bytes."""
     tensor = torch.empty(shape, dtype=DTYPES[dtype])
     bytes_of(tensor)[:] = memoryview(data)
     return tensor
 
 
 def to_fill(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor on CPU that is about to be filled: `shape`, `dtype`, its values anything."""
+    """Return an uninitialised contiguous CPU tensor of `shape` and `dtype`."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages: the memory is as good, the filling slower
+    with suppress(OSError):  # without huge pages in the kernel, only filling is slower
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on CPU."""
+    """Return the memory of a contiguous CPU tensor."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
 
 
 def tensor_places(data: bytes, where: str, specs: Iterable[TensorSpec]) -> dict[str, Place]:
-    """Where the tensors of a whole file lie.
+    """Return the places of the tensors of a complete file.
 
     Raises:
-        IntegrityError: it is malformed or holds other tensors than `specs`.
+        IntegrityError: the file is malformed or contains other tensors than `specs`.
     """
     length = header_length(data[:8], len(data), where)
     return parse_header(data[: 8 + length], len(data), where, specs)
 
 
 def read_tensors(data: bytes, where: str, specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
-    """The tensors of a whole file, each in memory of its own.
+    """Return the tensors of a complete file, each with its own memory.
 
     Raises:
         IntegrityError: as `tensor_places`.

@@ -1,6 +1,7 @@
-"""weights/: shards that any Hugging Face tool reads, digests of their chunks, and a reader that takes only the bytes it is asked for.
+"""weights/: shards that any Hugging Face tool can read, digests of their chunks, and a lazy reader.
 
-weights/chunks.json lists the sha256 of every chunk of every file, and the reader checks each chunk that it touches, each time.
+weights/chunks.json lists the sha256 of every chunk of every file. The reader reads only the
+requested bytes, and checks each chunk that it touches, each time.
 """
 
 from __future__ import annotations
@@ -31,18 +32,22 @@ from trainload.packaging.tensors.safetensors_file import (
 )
 
 MAX_SHARD = 2 * 2**30
-"""Bytes of tensors in one shard, unless one tensor alone is larger."""
+"""Maximum bytes of tensors in one shard, unless a single tensor is larger."""
 
 
 def stored_tensors(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """What weights/ holds: (parameters that are no alias and persistent buffers, other buffers)."""
+    """Return the tensors in weights/: (parameters that are not aliases and persistent buffers,
+    other buffers).
+    """
     state = [TensorSpec(p.name, p.dtype, p.shape) for p in manifest.parameters if p.alias_of is None]
     state += [TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if b.persistent]
     return tuple(state), tuple(TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if not b.persistent)
 
 
 def trained_tensors(manifest: Manifest, parameters: Collection[str] | None = None) -> frozenset[str]:
-    """Names of what training may change: parameters (None: those that the package trains), and all buffers."""
+    """Return the names of tensors that training may change: `parameters` (None: those that the
+    package trains), and all buffers.
+    """
     if parameters is None:
         parameters = [entry.name for entry in manifest.parameters if entry.trainable]
     return frozenset(parameters) | {entry.name for entry in manifest.buffers}
@@ -51,14 +56,16 @@ def trained_tensors(manifest: Manifest, parameters: Collection[str] | None = Non
 def shard_layout(
     specs: Sequence[TensorSpec], max_shard: int = MAX_SHARD, changing: Collection[str] | None = None
 ) -> dict[str, tuple[TensorSpec, ...]]:
-    """File -> its tensors: those of `changing` first, then the others, in files of their own, each in the order of `specs`.
+    """Return file -> its tensors: those of `changing` first, then the others in separate files,
+    each in the order of `specs`.
 
-    So the files of what training leaves alone are the same bytes before and after it, and a store has them once.
+    So files of tensors that training does not change are byte for byte the same before and after
+    it, and a store keeps them once.
 
     Args:
-        specs: what to lay out.
-        max_shard: bytes; a new file begins where the next tensor would exceed it.
-        changing: names; None: all of them.
+        specs: the tensors.
+        max_shard: maximum bytes of a file; a tensor that would exceed it begins a new file.
+        changing: names of tensors that may change; None: all of them.
     """
     first = [spec for spec in specs if changing is None or spec.name in changing]
     others = [spec for spec in specs if changing is not None and spec.name not in changing]
@@ -86,12 +93,12 @@ def write_weights(
     max_shard: int = MAX_SHARD,
     changing: Collection[str] | None = None,
 ) -> list[str]:
-    """Write weights/ under `root`, one tensor of `tensors` in memory at a time, in whatever order they come.
+    """Write weights/ under `root`, with one tensor of `tensors` in memory at a time, in any order.
 
     Args:
-        root: a package that is being made.
-        specs: as of `stored_tensors`.
-        tensors: (name, tensor), all of them.
+        root: folder of a package that is being written.
+        specs: tensors as returned by `stored_tensors`.
+        tensors: (name, tensor) for each of them.
         max_shard: as for `shard_layout`.
         changing: as for `shard_layout`.
 
@@ -99,7 +106,7 @@ def write_weights(
         The files written, relative to `root`.
 
     Raises:
-        PackageError: a tensor is missing, unknown, comes twice or does not fit.
+        PackageError: a tensor is missing, unknown, occurs twice or does not fit.
         OSError: the disk is full.
     """
     state, others = specs
@@ -120,13 +127,15 @@ def write_weights(
 
 
 def add_weights(package: Path, manifest: Manifest, root: Path, added: Mapping[str, torch.Tensor]) -> list[str]:
-    """Write the lists of weights/ under `root` for the files of another package and one more, and the new file itself.
+    """Write a weight file of new parameters under `root`, and the lists of weights/ for it and the
+    files of another package.
 
     Args:
         package: the other package's folder.
         manifest: its manifest.
-        root: a package that is being made. The other's files of tensors are put there by who calls this, unchanged.
-        added: name -> a parameter that the other lacks; at least one.
+        root: folder of a package that is being written. The caller puts the other package's weight
+            files there, unchanged.
+        added: name -> parameter that the other package lacks; at least one.
 
     Returns:
         The files written, relative to `root`.
@@ -163,9 +172,12 @@ def _digests(path: Path) -> list[str]:
 
 
 class WeightReader:
-    """Reads a package's parameters and buffers lazily. Opening it reads two small JSON files; nothing is kept but the last chunk.
+    """Lazy reader of a package's parameters and buffers.
 
-    Laws: a byte is returned only after the digest of its chunk was checked; a tensor that was returned has memory of its own.
+    Opening it reads two small JSON files; only the last chunk is cached.
+
+    Laws: a byte is returned only after the digest of its chunk was checked; a returned tensor has
+    its own memory.
     """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
@@ -190,26 +202,26 @@ class WeightReader:
         self._files = {path: _chunked(root, path, sizes[path], digests, last) for path, digests in table.items()}
 
     def names(self) -> tuple[str, ...]:
-        """Every parameter that is not an alias, and every buffer."""
+        """Return the names of every parameter that is not an alias, and of every buffer."""
         return tuple(self._specs)
 
     def __contains__(self, name: object) -> bool:
         return name in self._specs
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a parameter or buffer. KeyError: there is none of this name."""
+        """Return the dtype of a parameter or buffer. Raises KeyError if the name is unknown."""
         return DTYPES[self._find(name)[1].dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a parameter or buffer. KeyError: there is none of this name."""
+        """Return the shape of a parameter or buffer. Raises KeyError if the name is unknown."""
         return self._find(name)[1].shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A parameter (an alias too) or buffer, on CPU.
+        """Read a parameter (or alias) or buffer into CPU memory.
 
         Raises:
-            KeyError: there is none of this name.
-            IntegrityError: its bytes are damaged.
+            KeyError: the name is unknown.
+            IntegrityError: the bytes are damaged.
         """
         path, spec = self._find(name)
         place = self._place(path, name)
@@ -218,12 +230,14 @@ class WeightReader:
         return tensor
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor: (stop - start,). Only the chunks that hold them are read.
+        """Return elements [start, stop) of the flattened tensor, of shape (stop - start,).
+
+        Only their chunks are read.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: the name is unknown.
             ValueError: the range is not within the tensor.
-            IntegrityError: its bytes are damaged.
+            IntegrityError: the bytes are damaged.
         """
         path, spec = self._find(name)
         place = self._place(path, name)
@@ -235,25 +249,32 @@ class WeightReader:
         return tensor
 
     def check_headers(self) -> None:
-        """Check, by the headers, that every file of weights holds the tensors of the manifest. No tensor is made.
+        """Check, by the headers, that every weight file contains the tensors of the manifest.
+
+        No tensor is read.
 
         Raises:
-            IntegrityError: one does not, or its header is damaged.
+            IntegrityError: a file does not, or its header is damaged.
         """
         for name, (path, _) in self._specs.items():
             self._place(path, name)
 
     def file(self, name: str) -> str:
-        """The file that holds a parameter or buffer. KeyError: there is none of this name."""
+        """Return the file that contains a parameter or buffer.
+
+        Raises KeyError if the name is unknown.
+        """
         return self._find(name)[0]
 
     def digests(self, name: str) -> tuple[int, tuple[str, ...]]:
-        """What tells a tensor's bytes without reading them: where it begins in its first chunk, and the digests of the chunks that hold it.
+        """Identify a tensor's bytes without reading them: return its offset in its first chunk, and
+        the digests of its chunks.
 
-        Law: where these are equal for two tensors of one dtype and shape, so are the tensors. They may differ for equal ones.
+        Law: if these are equal for two tensors of the same dtype and shape, so are the tensors.
+        They may differ for equal tensors.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: the name is unknown.
             IntegrityError: the file's header is damaged.
         """
         path, _ = self._find(name)
@@ -264,8 +285,8 @@ class WeightReader:
         """Read a tensor's bytes and compare their digests, without keeping them.
 
         Raises:
-            KeyError: there is none of this name.
-            IntegrityError: its bytes are damaged.
+            KeyError: the name is unknown.
+            IntegrityError: the bytes are damaged.
         """
         path, _ = self._find(name)
         place = self._place(path, name)

@@ -1,7 +1,9 @@
-"""The collectives of rank graphs: read off the graphs, and compared across ranks before any of them is called.
+"""Read the collectives of rank graphs from the graphs, and compare them across ranks before any of
+them is called.
 
-Ranks that call other collectives than their peers, or in another order, wait for one another until a timeout ends them all. What each rank
-will call stands in its graphs, so that is known before.
+Ranks that call other collectives than their peers, or in another order, wait for one another until
+a timeout. The collectives that each rank will call are in its graphs, so mismatches can be detected
+beforehand.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from trainload.core.errors import PlanError
 
 _SYMBOL = re.compile(r"\b[a-z]+[0-9]+\b")
 _UNBACKED = re.compile(r"\bu[0-9]+\b")
-"""A size that the data decides."""
+"""A data-dependent size."""
 _PREFIX = "_c10d_functional."
 _WAIT = "wait_tensor"
 _SIZED = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor"})
@@ -30,8 +32,10 @@ _CURE = "Every rank must run the same package, plan, trainload and torch: compar
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective as one rank calls it. `elements`: of its input; where they depend on the rows of a call, an expression of symbols
-    n0, n1, ..., numbered as the graph's collectives name them.
+    """One collective as one rank calls it.
+
+    `elements`: elements of its input; if they depend on the rows of a call, an expression of
+    symbols n0, n1, ..., numbered in the order in which the graph's collectives use them.
     """
 
     operator: str
@@ -42,7 +46,9 @@ class Collective:
 
     @property
     def is_called(self) -> bool:
-        """Whether it is a collective, and not something else that has to be the same on all ranks of a group."""
+        """True if it is a collective, False if it is another property that must be the same on all
+        ranks of a group.
+        """
         return self.operator in _CALLED
 
     def __str__(self) -> str:
@@ -51,25 +57,26 @@ class Collective:
 
 
 def as_json(collectives: Mapping[str, Sequence[Collective]]) -> dict[str, list[list[Any]]]:
-    """The collectives of some graphs, by name, as JSON has them."""
+    """Return the collectives of some graphs, by name, as JSON values."""
     return {name: [list(astuple(each)) for each in called] for name, called in collectives.items()}
 
 
 def of_json(told: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, tuple[Collective, ...]]:
-    """The inverse of `as_json`."""
+    """Return the collectives that `as_json` wrote."""
     return {name: tuple(Collective(*each) for each in called) for name, called in told.items()}
 
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
-"""Name -> how the process groups of that name divide the ranks that are in one: `Plan.groups`."""
+"""Name -> the process groups of that name, as in `Plan.groups`."""
 
 
 def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Collective, ...]:
-    """The collectives that a rank graph calls, in order.
+    """Return the collectives that a rank graph calls, in order.
 
     Raises:
-        PlanError: one names a group that the plan has not, or takes it for another size; its result is not waited for; or it stands in the
-            body of an operator, where the data could decide whether a rank calls it.
+        PlanError: a collective uses an unknown group or a wrong group size; its result is not
+            waited for; or it is in the body of an operator, where the data could decide whether a
+            rank calls it.
     """
     found: list[Collective] = []
     symbols: dict[str, str] = {}
@@ -108,8 +115,10 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
 
 
 def graph_digest(module: GraphModule) -> str:
-    """Of what a graph computes: its nodes in order with what they take and give. Ranks with equal collectives and other graphs would not
-    hang; they would train on each other's values.
+    """Return the digest of a graph's computation: its nodes in order with their inputs and results.
+
+    Ranks with equal collectives but different graphs would not hang; they would train on each
+    other's values.
     """
     symbols: dict[str, str] = {}
     lines = [_SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), line) for line in _lines(module)]
@@ -127,15 +136,18 @@ def _lines(module: GraphModule) -> Iterator[str]:
 
 
 def check_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where: str) -> None:
-    """Check that every rank's collectives match those of its peers: in each group the same ones, and in one order among groups.
+    """Check that every rank's collectives match those of its peers: the same ones in each group,
+    and in the same order across groups.
 
     Args:
-        ranks: what each rank calls, by rank. Equal sequences may be one object; comparing then costs next to nothing.
-        groups: the plan's.
-        where: the graph's name, for errors.
+        ranks: the collectives of each rank, by rank. Equal sequences may be one object, which makes
+            the comparison almost free.
+        groups: the plan's groups.
+        where: name of the graph, for errors.
 
     Raises:
-        PlanError: they do not meet: the ranks would hang. It names two of them, and the first collective that differs.
+        PlanError: the ranks would hang; the message names two of them, and the first collective
+            that differs.
     """
     kinds: dict[tuple[Collective, ...], int] = {}
     identities: dict[int, int] = {}
@@ -162,10 +174,11 @@ def check_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where
 
 
 def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], frozenset[str]]:
-    """Pairs of ranks of different kinds -> the names of the groups that they share.
+    """Return pairs of ranks of different kinds -> the names of the groups that they share.
 
-    For each two kinds that meet in a group: the first rank of one with those of the other, one pair for each set of names. The axes of a
-    mesh are regular, so that the first rank sees every set that there is.
+    For each two kinds that share a group, the first rank of one is paired with those of the other,
+    one pair for each set of names. The axes of a mesh are regular, so the first rank sees every
+    existing set.
     """
     homes = {name: {rank: number for number, part in enumerate(parts) for rank in part} for name, parts in groups.items()}
     found: dict[tuple[int, int, frozenset[str]], tuple[int, int]] = {}
@@ -181,7 +194,9 @@ def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], f
 
 
 def _read(node: Node, where: str, symbols: dict[str, str]) -> tuple[Collective, int | None]:
-    """A node's collective, and how large it takes its group for, where it says so. `symbols`: what those met so far are called here."""
+    """Return a node's collective, and the group size that it states, if any. `symbols`: names of
+    the symbols so far; updated.
+    """
     name = _name(node)
     value: Any = node.all_input_nodes[0].meta["val"]
     assert is_overload(node.target)
@@ -198,7 +213,9 @@ def _read(node: Node, where: str, symbols: dict[str, str]) -> tuple[Collective, 
 
 
 def _calls(module: GraphModule, inside: bool = False) -> Iterator[tuple[Node, bool]]:
-    """The nodes that call a collective, in order, and whether they stand in the body of an operator."""
+    """Yield the nodes that call a collective, in order, each with True if it is in the body of an
+    operator.
+    """
     for node in module.graph.nodes:
         if _name(node) not in ("", _WAIT):
             yield node, inside
@@ -207,6 +224,6 @@ def _calls(module: GraphModule, inside: bool = False) -> Iterator[tuple[Node, bo
 
 
 def _name(node: Node) -> str:
-    """The name of a functional collective, "" of any other node."""
+    """Return the name of a functional collective, "" for any other node."""
     spelled = str(node.target) if node.op == "call_function" else ""
     return spelled.removeprefix(_PREFIX).partition(".")[0] if spelled.startswith(_PREFIX) else ""

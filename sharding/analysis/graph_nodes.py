@@ -1,4 +1,6 @@
-"""Helpers for rewriting flat graphs: their inputs and results, what a value is computed from, and nodes appended with fake values."""
+"""Helpers for rewriting flat graphs: their inputs and results, the sources of a value, and
+appending nodes with fake values.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from trainload.capture.operators import bodies_of
 
 
 class LazyGraphModule(GraphModule):
-    """A graph module that generates its Python code on the first call. Most graphs of a plan are never called, only rewritten."""
+    """A graph module that generates its Python code on the first call. Most graphs of a plan are
+    only rewritten, never called.
+    """
 
     def recompile(self) -> None:  # type: ignore[override]  # there is no code to return
         type(self).forward = LazyGraphModule.forward  # type: ignore[method-assign]  # each module has a class of its own
@@ -25,29 +29,31 @@ class LazyGraphModule(GraphModule):
 
 
 def ends(module: GraphModule) -> tuple[list[Node], Sequence[Node]]:
-    """The nodes of a graph's inputs and outputs."""
+    """Return the nodes of a graph's inputs and outputs."""
     nodes = list(module.graph.nodes)
     return [node for node in nodes if node.op == "placeholder"], nodes[-1].args[0]
 
 
 def mode_of(placeholders: Sequence[Node]) -> Any:
-    """The fake mode of a graph's values."""
+    """Return the fake mode of a graph's values."""
     return next(value.fake_mode for node in placeholders if hasattr(value := node.meta["val"], "fake_mode"))
 
 
 def holds_tensors(node: Node) -> bool:
-    """Return whether a node's value is a tensor or several, not a size."""
+    """Return True if a node's value is a tensor or several, not a size."""
     return isinstance(node.meta.get("val"), Tensor | tuple | list)
 
 
 def computed_from(nodes: Iterable[Node], *, values: bool = False, owner: GraphModule | None = None) -> set[Node]:
-    """Return the nodes that some nodes are computed from, themselves included.
+    """Return the nodes that some nodes are computed from, including themselves.
 
     Args:
-        nodes: of one graph.
-        values: whether sizes do not count: what has the size of an input need not depend on its values.
-        owner: the module that holds the branches of the graph's `cond` operators. With it a result of a `cond` depends on the predicate and
-            on the operands that this result is computed from; without it, on all operands.
+        nodes: nodes of one graph.
+        values: True to ignore sizes: a tensor with the size of an input need not depend on its
+            values.
+        owner: the module that holds the branches of the graph's `cond` operators. With it, a result
+            of a `cond` depends on the predicate and on the operands that this result is computed
+            from; without it, on all operands.
     """
     found = set(nodes)
     stack = list(found)
@@ -74,7 +80,7 @@ def _sources(node: Node, owner: GraphModule | None) -> Iterable[Node]:
 
 
 def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Appends a call, with its value."""
+    """Append a call with its fake value."""
     node = graph.call_function(target, args, kwargs)
     values = torch.fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
     with mode:
@@ -83,7 +89,7 @@ def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kw
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """A node's arguments by their names in the schema, defaults among them."""
+    """Return a node's arguments by their names in the schema, including defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     found = {a.name: a.default_value for a in schema if a.has_default_value()}
     found |= dict(zip([a.name for a in schema], node.args, strict=False))

@@ -1,4 +1,6 @@
-"""What a graph holds in memory while it runs: storages, when each comes into being, and when the last value that lies in it is used."""
+"""Memory of a running graph: its storages, when each is allocated, and the last use of the values
+in it.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,23 @@ from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, number
 
 aten = torch.ops.aten
 _SAME: set[Any] = {aten._unsafe_view.default, aten.lift_fresh.default, torch.ops._c10d_functional.wait_tensor.default}
-"""Their results lie where their first operand does, though their schemas do not say so."""
+"""Operators whose result shares the first operand's storage, although their schemas do not say so."""
 _SAME_IF_CONTIGUOUS: set[Any] = {aten.reshape.default, aten.contiguous.default}
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _READING: set[Any] = {torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
 ROUNDED = 64
-"""Allocators give multiples of this many bytes; CUDA's, of 512."""
+"""Allocators round to multiples of this number of bytes; CUDA's, to 512."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a graph holds beside its inputs while it runs.
+    """Memory that a running graph holds in addition to its inputs.
 
     Attributes:
-        peak: bytes, at most.
-        left: bytes of what it returns and was not given.
-        communication: of the peak, what collectives have made.
-        at: the node that was computed at the peak; empty where nothing was.
+        peak: maximum, in bytes.
+        left: bytes of its results that are not inputs.
+        communication: bytes of the peak that collectives have made.
+        at: the node that was computed at the peak; empty if nothing was.
     """
 
     peak: int
@@ -42,7 +44,7 @@ class Held:
 
 
 def storage_bytes(value: Tensor, sizes: Sizes = EXAMPLE) -> int:
-    """Bytes that a tensor takes; of one that repeats elements, those that are there."""
+    """Return the bytes of a tensor's storage; repeated elements of an expanded tensor count once."""
     shape, strides = ([number(each, sizes) for each in found] for found in (value.shape, value.stride()))
     if 0 in shape:
         return 0
@@ -51,16 +53,16 @@ def storage_bytes(value: Tensor, sizes: Sizes = EXAMPLE) -> int:
 
 
 class Storages:
-    """Which storage each value of a graph lies in.
+    """The storage of each value of a graph.
 
     Args:
-        module: every node has `meta["val"]`.
+        module: the graph; every node has `meta["val"]`.
         sizes: the value of each symbol.
 
     Attributes:
-        of: node -> for each tensor of its value, the number of a storage.
-        bytes: of each storage; nothing of those that the graph is given.
-        made: node -> the storages that it makes.
+        of: node -> the index of the storage of each tensor of its value.
+        bytes: bytes of each storage; 0 for those of inputs.
+        made: node -> the storages that it allocates.
     """
 
     def __init__(self, module: GraphModule, sizes: Sizes = EXAMPLE) -> None:
@@ -97,7 +99,7 @@ class Storages:
         return len(self.bytes) - 1
 
     def _base(self, node: Node) -> Node | None:
-        """The operand in whose storage a node's value lies."""
+        """Return the operand whose storage a node's value shares, or None."""
         target = node.target
         if not is_overload(target) or not node.args or not isinstance(node.args[0], Node):
             return None
@@ -123,10 +125,11 @@ def _contiguous(value: Tensor) -> bool:
 
 
 def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> Held:
-    """What a flat graph holds when its nodes are computed one after the other, each value until its last use.
+    """Return the memory of a flat graph whose nodes run one after the other, with each value kept
+    until its last use.
 
     Args:
-        module: every node has `meta["val"]`.
+        module: the graph; every node has `meta["val"]`.
         sizes: the value of each symbol.
     """
     storages = Storages(module, sizes)
@@ -162,12 +165,16 @@ def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> Held:
 
 
 def _used(node: Node) -> Iterator[Node]:
-    """What a node needs to be there: its operands, and, of a wait, what the collective reads until then. Others work on a copy."""
+    """Yield the values that a node needs in memory: its operands and, for a wait, the inputs that
+    the collective reads until then.
+
+    Other collectives work on a copy.
+    """
     yield from node.all_input_nodes
     if node.target is _WAIT and isinstance(node.args[0], Node) and node.args[0].target in _READING:
         yield from node.args[0].all_input_nodes
 
 
 def _inside(module: GraphModule, node: Node, sizes: Sizes) -> int:
-    """What the bodies of an operator hold while it runs."""
+    """Return the memory that the bodies of an operator hold while it runs."""
     return max((held(body, sizes).peak for body in bodies_of(module, node).values()), default=0)

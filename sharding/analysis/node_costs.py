@@ -1,4 +1,4 @@
-"""What a node of a step graph costs to compute: operations, and bytes that are read and written."""
+"""Costs of a node of a step graph: operations, and bytes read and written."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ aten = torch.ops.aten
 Sizes = Mapping[str, int]
 """Symbol of a size -> its value."""
 EXAMPLE: Sizes = MappingProxyType({})
-"""All sizes as in the example batch."""
+"""Sizes of the example batch."""
 
 
 def number(size: Any, sizes: Sizes = EXAMPLE) -> int:
-    """A size as a number: where `sizes` lacks a symbol of it, what it is in the example batch; 0 where the data decide."""
+    """Return a size as a number: the example batch's if `sizes` lacks one of its symbols; 0 if it
+    is data-dependent.
+    """
     if not isinstance(size, SymInt):
         return int(size)
     expression = size.node.expr
@@ -39,13 +41,13 @@ def _symbols(expression: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _evaluated(expression: Any, values: tuple[int, ...]) -> int:
-    """An expression of sympy with values for its symbols, in the order of their names."""
+    """Evaluate a sympy expression with values for its symbols, in the order of their names."""
     named = dict(zip(_symbols(expression), values, strict=True))
     return max(0, int(expression.xreplace({symbol: named[str(symbol)] for symbol in expression.free_symbols})))
 
 
 def flops(node: Node, sizes: Sizes = EXAMPLE) -> float:
-    """Multiplications and additions of a node that multiplies matrices; 0 of any other."""
+    """Return the multiplications and additions of a node that multiplies matrices; 0 for any other."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
         left: Any = node.args[1 if packet in (aten.addmm, aten.baddbmm) else 0]
@@ -66,20 +68,20 @@ def flops(node: Node, sizes: Sizes = EXAMPLE) -> float:
 
 
 def elements(value: object, sizes: Sizes = EXAMPLE) -> float:
-    """Elements of a tensor; of several, of the first; of what is none, 0."""
+    """Return the number of elements of a tensor, or of the first of several; 0 for any other value."""
     found = value[0] if isinstance(value, tuple | list) and value else value
     return float(math.prod(number(size, sizes) for size in found.shape)) if isinstance(found, Tensor) else 0.0
 
 
 def bytes_of(node: Node, sizes: Sizes = EXAMPLE) -> float:
-    """Bytes of a node's tensors; 0 of what is none."""
+    """Return the bytes of a node's tensors; 0 if it has none."""
     value = node.meta.get("val")
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
     return sum((elements(t, sizes) * t.element_size() for t in tensors), 0.0)
 
 
 def moved_bytes(node: Node, sizes: Sizes = EXAMPLE) -> float:
-    """Bytes of the tensors that a node reads and writes."""
+    """Return the bytes of the tensors that a node reads and writes."""
     return bytes_of(node, sizes) + sum(bytes_of(source, sizes) for source in node.all_input_nodes)
 
 

@@ -1,4 +1,6 @@
-"""Chooses which stage of a pipeline holds which parameter: as even as the graph allows, with little to send between stages."""
+"""Choose the pipeline stage of each parameter: as even as the graph allows, with little to send
+between stages.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,25 @@ from trainload.sharding.analysis.node_costs import bytes_of, flops, moved_bytes
 from trainload.sharding.pipeline.items import updated_buffers
 
 FLOPS_PER_BYTE = 50.0
-"""Operations that take as long as to read or write a byte of memory, about: devices have 10 to 300."""
+"""Operations that take about as long as reading or writing a byte of memory: devices have 10 to
+300.
+"""
 FLOPS_PER_SENT_BYTE = 2000.0
-"""Operations that take as long as to send a byte: 100 TFLOP/s, and 50 GB/s."""
+"""Operations that take as long as sending a byte: 100 TFLOP/s, and 50 GB/s."""
 
 Homes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """The forward part of a step graph, as far as it has to be divided.
+    """The divisible part of a step graph's forward.
 
-    nodes: those that have a place, in order. needs: each with the parameters and buffers that it needs, itself or through nodes that are
-    computed of such alone. alone: those, with what they are computed of. held: the names of all parameters, and of the buffers that have
-    a stage.
+    Attributes:
+        nodes: nodes that have a place, in order.
+        needs: each of them -> the parameters and buffers that it needs, directly or through nodes
+            computed from such only.
+        alone: nodes computed from parameters and buffers only -> those parameters and buffers.
+        held: names of all parameters, and of the buffers that have a stage.
     """
 
     nodes: tuple[Node, ...]
@@ -39,14 +46,15 @@ class _Forward:
 
 
 def choose_stages(steps: Sequence[StepGraph], count: int) -> Homes:
-    """Parameter, or buffer that is updated by what depends on parameters -> the stages that hold it.
+    """Return the stages that hold each parameter and each buffer whose update depends on
+    parameters.
 
     Args:
-        steps: the training graphs, the main one first; what is decided for one holds for those after it.
-        count: how many stages there are.
+        steps: the training graphs, the main one first; a decision for one holds for the later ones.
+        count: number of stages.
 
     Raises:
-        PlanError: the graph has not so many places at which it could be cut.
+        PlanError: the graph has too few places at which it could be cut.
     """
     homes = _first(steps[0], count)
     for step in steps[1:]:
@@ -79,7 +87,9 @@ def _first(step: StepGraph, count: int) -> Homes:
 
 
 def _add_unread(step: StepGraph, forward: _Forward, homes: Homes) -> None:
-    """Gives what no placed node reads a stage: a buffer that of the parameters which its new value is computed of."""
+    """Assign a stage to parameters and buffers that no placed node reads. A buffer gets that of the
+    parameters in its new value.
+    """
     _, results = ends(step.module)
     for node, port in zip(results, step.outputs, strict=True):
         if port.role is Role.BUFFER and port.name in forward.held and port.name not in homes:
@@ -90,7 +100,9 @@ def _add_unread(step: StepGraph, forward: _Forward, homes: Homes) -> None:
 
 
 def _follow(step: StepGraph, homes: Homes) -> None:
-    """Adds what only this graph has: each parameter where the values are that it meets."""
+    """Assign parameters that only this graph has: each to the stage of the values that it is used
+    with.
+    """
     forward = _forward_of(step)
     at: dict[Node, int] = {}
     for node in forward.nodes:
@@ -105,7 +117,9 @@ def _forward_of(step: StepGraph) -> _Forward:
     placeholders, _ = ends(step.module)
     buffers = set(updated_buffers(step))
     alone: dict[Node, frozenset[str]] = {}
-    """Nodes computed of parameters alone, and of what is the same everywhere -> those parameters."""
+    """Nodes computed from parameters only, and from values that are the same everywhere -> those
+    parameters.
+    """
     for node, port in zip(placeholders, step.inputs, strict=True):
         held = port.role is Role.PARAMETER or (port.role is Role.BUFFER and port.name in buffers)
         alone[node] = frozenset({port.name}) if held else frozenset()
@@ -132,7 +146,9 @@ def _forward_of(step: StepGraph) -> _Forward:
 
 
 def _boundaries(forward: _Forward, starts: Sequence[int], count: int) -> list[int]:
-    """The positions at which stages 1, 2, ... begin: those with the least greatest time of a stage."""
+    """Return the positions at which stages 1, 2, ... begin, such that the slowest stage is as fast
+    as possible.
+    """
     work = torch.tensor([0.0, *(cost(node) for node in forward.nodes)], dtype=torch.float64).cumsum(0)
     sent = _crossing(forward) * FLOPS_PER_SENT_BYTE
     edges = torch.tensor([0, *starts[1:], len(forward.nodes)])
@@ -153,7 +169,7 @@ def _boundaries(forward: _Forward, starts: Sequence[int], count: int) -> list[in
 
 
 def _crossing(forward: _Forward) -> Tensor:
-    """(nodes + 1,): bytes made before each position that are used from it on."""
+    """Return (nodes + 1,): bytes made before each position that are used from there on."""
     position = {node: i for i, node in enumerate(forward.nodes)}
     change = torch.zeros(len(forward.nodes) + 2, dtype=torch.float64)
     for node, at in position.items():
@@ -165,5 +181,5 @@ def _crossing(forward: _Forward) -> Tensor:
 
 
 def cost(node: Node) -> float:
-    """What a forward node takes, and its backward with it, about, in operations."""
+    """Return the approximate cost of a forward node and its backward, in operations."""
     return 3 * (flops(node) + FLOPS_PER_BYTE * moved_bytes(node))

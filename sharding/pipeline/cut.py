@@ -1,7 +1,9 @@
-"""Finds the stage of every placed node: as few bytes as possible cross from stage to stage, by one minimal cut for each boundary.
+"""Find the stage of every placed node so that as few bytes as possible cross stages, by one minimal
+cut for each boundary.
 
-A boundary has a lower side and an upper one. A forward value is computed below all that forward computes of it; backward values go down.
-What backward takes of forward may have been sent up with forward, or be sent down with backward: both cost its bytes.
+A boundary has a lower and an upper side. A forward value is computed below all forward values that
+depend on it; backward values go down. A forward value that backward needs may have been sent up
+with forward, or is sent down with backward: both cost its bytes.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ import networkx as nx
 from trainload.sharding.pipeline.items import Item, Items, is_sendable
 
 _BELOW, _ABOVE = -1, -2
-"""The ends of a flow: what is below a boundary for certain, and what is above."""
+"""Source and sink of the flow: items that are certainly below, and certainly above, a boundary."""
 
 
 def stages_of(items: Items) -> dict[Item, int]:
-    """The stage of every item."""
+    """Return the stage of every item."""
     found: dict[Item, int] = {}
     open_items = list(items.all)
     for boundary in range(items.count - 1):
@@ -28,7 +30,7 @@ def stages_of(items: Items) -> dict[Item, int]:
 
 
 def _below(items: Items, open_items: Sequence[Item], placed: dict[Item, int], boundary: int) -> list[Item]:
-    """Those of the items that have no stage yet which come below a boundary."""
+    """Return the items without a stage that belong below a boundary."""
     sides: dict[Item, int] = dict.fromkeys(placed, _BELOW)
     for item in open_items:
         if item.high <= boundary:
@@ -44,7 +46,10 @@ def _below(items: Items, open_items: Sequence[Item], placed: dict[Item, int], bo
 
 
 def _flow(items: Items, sides: dict[Item, int]) -> nx.DiGraph[int]:
-    """The network whose minimal cut has the fewest bytes; the lower side is that of the source. An edge without a capacity is never cut."""
+    """Return the network whose minimal cut has the fewest bytes.
+
+    The lower side is that of the source. An edge without a capacity is never cut.
+    """
     graph: nx.DiGraph[int] = nx.DiGraph()
     graph.add_nodes_from((_BELOW, _ABOVE))
     count = len(items.all)

@@ -1,8 +1,9 @@
-"""What of a step graph has a place among the stages of a pipeline, and which stages come into question for it.
+"""Items of a step graph that must be assigned to pipeline stages, and the possible stages of each.
 
-Values are of three kinds. Those that are computed of the batch, of random numbers and of constants alone are *free*: every stage that
-wants one computes it for itself. Those that are computed of parameters alone are *derived*: a stage that holds the parameters computes
-them for itself, in forward and again in backward. All others are *placed*: one stage computes each, and others are sent it.
+There are three kinds of values. *Free* values are computed from the batch, random numbers and
+constants only: every stage that needs one computes it itself. *Derived* values are computed from
+parameters only: a stage that holds the parameters computes them itself, in forward and again in
+backward. All others are *placed*: one stage computes each and sends it to the others.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ Homes = Mapping[str, Sequence[int]]
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """A node that has a place, or an output, which is to be had at one.
+    """A placed node, or an output, which is available at one stage.
 
     Attributes:
-        node: the node; of an output, what is put out.
-        output: number of the step graph's output; None of a node.
-        backward: whether it is of the backward part.
-        sources: placed items that it is computed of.
-        homes: the stages that hold the parameters and buffers that it needs; None where it needs none.
+        node: the node; for an output, the node that is returned.
+        output: index of the step graph's output; None for a node.
+        backward: True if it belongs to the backward part.
+        sources: placed items that it is computed from.
+        homes: the stages that hold the parameters and buffers that it needs; None if it needs none.
         users: the inverse of `sources`.
         size: bytes of its value, in the example batch.
     """
@@ -55,16 +56,18 @@ class Items:
 
     Args:
         step: the graph.
-        homes: of its parameters, and of the buffers that it updates and that depend on more than what is free.
-        count: how many stages there are.
+        homes: stages of its parameters, and of the buffers that it updates and that depend on more
+            than free values.
+        count: number of stages.
 
     Attributes:
         free, derived: nodes of these kinds.
         of: placed node -> its item.
-        all: in an order in which sources come first.
+        all: the items, sources first.
 
     Raises:
-        PlanError: a gradient would have to be sent forward, or a buffer's readers and its new value cannot be on one stage.
+        PlanError: a gradient would have to be sent forward, or a buffer's readers and its new value
+            cannot be on one stage.
     """
 
     def __init__(self, step: StepGraph, homes: Homes, count: int) -> None:
@@ -79,7 +82,7 @@ class Items:
         self.derived: dict[Node, frozenset[int]] = {}
         self._classify(nodes)
         self._late = set(nodes[begin:]) - self._before_backward()
-        for node in nodes[begin:]:  # one of several results is taken where they are made
+        for node in nodes[begin:]:  # an element of a tuple is taken on the stage that computes the tuple
             sources = [source for source in node.all_input_nodes if source.op == "call_function" and source not in self.free]
             if any(source not in self._late and not is_sendable(source) for source in sources):
                 self._late.discard(node)
@@ -94,7 +97,9 @@ class Items:
         self.of = {item.node: item for item in self.all if item.output is None}
 
     def _before_backward(self) -> set[Node]:
-        """What forward's outputs are computed of: it may stand among the nodes of backward."""
+        """Return the nodes that forward's outputs are computed from; some may be located among the
+        nodes of backward.
+        """
         return computed_from(n for n, port in zip(self._results, self.step.outputs, strict=True) if port.role is not Role.GRADIENT)
 
     def _classify(self, nodes: Sequence[Node]) -> None:
@@ -115,7 +120,9 @@ class Items:
         return all(s in self.derived for s in node.all_input_nodes) and is_overload(node.target) and not node.target._schema.is_mutable
 
     def _terms(self, result: Node, number: int) -> list[Node]:
-        """What an output is the sum of: the gradient that each of several stages has of a parameter that they share."""
+        """Return the terms of an output: the gradients that several stages compute of a parameter
+        that they share.
+        """
         port = self.step.outputs[number]
         if port.role is not Role.GRADIENT or len(self._homes[port.name]) < 2:
             return [result]
@@ -139,7 +146,7 @@ class Items:
                 continue
             port = self._ports.get(node)
             if port is not None and node not in self._materialised:
-                continue  # a buffer that has a home: whoever reads it is there
+                continue  # a buffer with a home: its readers are on the same stage
             made[node] = self._item(node, None, node in self._late, [node] if node.op == "placeholder" else node.all_input_nodes, made)
         for number, port in enumerate(self.step.outputs):
             if port.role is Role.BUFFER and port.name not in self._homes:
@@ -151,7 +158,7 @@ class Items:
                 item.homes = self._homes[port.name] if port.role in (Role.GRADIENT, Role.BUFFER) else frozenset({self.count - 1})
 
     def _sums(self) -> set[Node]:
-        """The additions of terms, which no stage carries out."""
+        """Return the additions of terms, which no stage performs."""
         found: set[Node] = set()
         for number, terms in self.terms.items():
             stack = [self._results[number]]
@@ -182,9 +189,14 @@ class Items:
         return self._homes.get(port.name) if port is not None and port.role is Role.BUFFER else None
 
     def _bound(self) -> set[Node]:
-        """Sets every item's `low` and `high`. Returns derived nodes that must be placed themselves: no stage that holds them will do."""
+        """Set every item's `low` and `high`.
+
+        Returns:
+            Derived nodes that must be placed themselves, because no stage that holds their
+            parameters is possible.
+        """
         last = self.count - 1
-        for item in self.all:  # forward goes up, backward down: first what earlier items leave
+        for item in self.all:  # forward goes up, backward down: first apply the limits of earlier items
             early = [s for s in item.sources if not s.backward]
             late = [s for s in item.sources if s.backward]
             item.low = 0 if item.backward else max((s.low for s in early), default=0)
@@ -195,7 +207,7 @@ class Items:
                     return self._refused(item)
                 item.homes = frozenset(fits)
                 item.low, item.high = max(item.low, min(fits)), min(item.high, max(fits))
-        for item in reversed(self.all):  # then what later ones leave
+        for item in reversed(self.all):  # then apply the limits of later ones
             for user in item.users:
                 if user.backward == item.backward:
                     if item.backward:
@@ -227,13 +239,15 @@ class Items:
 
 
 def is_sendable(node: Node) -> bool:
-    """Whether its value can go from one graph to another: one tensor, and no collective that is under way."""
+    """Return True if a node's value can go from one graph to another: one tensor, and not a
+    collective in flight.
+    """
     started = str(node.target).startswith("_c10d_functional.") and "wait_tensor" not in str(node.target)
     return isinstance(node.meta["val"], torch.Tensor) and not started
 
 
 def updated_buffers(step: StepGraph) -> list[str]:
-    """Buffers whose new value depends on more than the batch, constants and old values of such buffers: they have a home."""
+    """Return the buffers whose new value depends on parameters, and which therefore have a home."""
     placeholders, results = ends(step.module)
     outputs = {port.name: node for port, node in zip(step.outputs, results, strict=True) if port.role is Role.BUFFER}
     parameters = {placeholder for placeholder, port in zip(placeholders, step.inputs, strict=True) if port.role is Role.PARAMETER}

@@ -1,4 +1,6 @@
-"""The pipeline axis of a plan: stages for a package's graphs, an order for their work, and what their ranks send one another."""
+"""The pipeline axis of a plan: the stages of a package's graphs, the order of their work, and the
+messages of its ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ DEFAULT: Schedule = "1f1b"
 
 @dataclass(frozen=True, slots=True)
 class PipelineAxis:
-    """pipeline: of the plan. homes: parameter or buffer -> its stages. stages: of the main training graph. microbatches: of one update."""
+    """Pipeline of a package.
+
+    Attributes:
+        pipeline: the plan's pipeline.
+        homes: parameter or buffer -> its stages.
+        stages: stages of the main training graph.
+        microbatches: microbatches of one update.
+    """
 
     pipeline: Pipeline
     homes: Homes
@@ -32,7 +41,9 @@ class PipelineAxis:
     microbatches: int
 
     def sent(self, rows: int) -> float:
-        """Bytes that the rank which sends most sends for one microbatch of so many rows."""
+        """Return the bytes that the rank with the most communication sends for one microbatch of
+        this number of rows.
+        """
         symbols = {name: rows if at == 0 else self.stages.example[name] for name, (_, at) in self.stages.symbols.items()}
         by_rank = [0.0] * self.pipeline.ranks
         ranks = self.pipeline.stage_ranks
@@ -45,17 +56,19 @@ class PipelineAxis:
 
 
 def bytes_of(values: Iterable[Value], symbols: Mapping[str, int]) -> int:
-    """Bytes of values that are sent, where the batch's symbols have these values."""
+    """Return the bytes of values that are sent, for these values of the batch's symbols."""
     return sum(math.prod(shape_of(value, symbols)) * item_bytes(value.dtype) for value in values)
 
 
 def shape_of(value: Value, symbols: Mapping[str, int]) -> tuple[int, ...]:
-    """The sizes of a value that is sent, where the batch's symbols have these values."""
+    """Return the sizes of a value that is sent, for these values of the batch's symbols."""
     return tuple(size if isinstance(size, int) else parse(size).value(symbols) for size in value.shape)
 
 
 def default_microbatches(rows: int, ranks: int, schedule: Schedule | None, per_rank: int | None) -> int:
-    """Up to twice the ranks of a pipeline: as many as divide the rows of a rank of the data axis, and the schedule takes."""
+    """Return the greatest number of microbatches, up to twice the ranks, that divides the rows of a
+    data rank and that the schedule accepts.
+    """
     for count in range(2 * ranks, 0, -1):
         if rows % count == 0:
             try:
@@ -75,16 +88,16 @@ def pipe(
     per_rank: int | None,
     microbatches: int,
 ) -> PipelineAxis:
-    """Finds stages for a package's graphs.
+    """Find stages for a package's graphs.
 
     Args:
-        package: what is to be trained.
+        package: the package.
         training: its training graphs, the main one first.
-        local: its step graphs by name, as one rank of the other axes has them.
-        ranks: of the pipeline.
-        schedule: None: DEFAULT.
-        per_rank: stages of each rank; None: what the schedule has at least.
-        microbatches: of one update.
+        local: its step graphs by name, for one rank of the other axes.
+        ranks: ranks of the pipeline.
+        schedule: schedule; None for DEFAULT.
+        per_rank: stages of each rank; None for the schedule's minimum.
+        microbatches: microbatches of one update.
 
     Raises:
         PlanError: the graphs cannot be cut so, or the schedule cannot be made.
@@ -106,7 +119,7 @@ def pipe(
     buffers = {name: stages[0] for name, stages in homes.items() if name not in parameters}
     pipeline = Pipeline(ranks=ranks, schedule=name, stage_ranks=homes_of_stages, order=order, buffers=dict(sorted(buffers.items())))
     found: Stages | None = None
-    for graph, step in local.items():  # what cannot be cut is said now
+    for graph, step in local.items():  # report now which graph cannot be cut
         made = cut(step, homes, len(homes_of_stages))
         found = made if graph == package.manifest.training_graphs()[0] else found
     assert found is not None
@@ -114,7 +127,7 @@ def pipe(
 
 
 def cut_for(step: StepGraph, plan: Plan) -> Stages:
-    """Cuts a step graph, as one rank of the other axes has it, into the stages of a plan."""
+    """Cut a step graph, for one rank of the other axes, into the stages of a plan."""
     assert plan.pipeline is not None
     homes: dict[str, tuple[int, ...]] = {slot.parameter: bucket.stages for bucket in plan.buckets for slot in bucket.slots}
     homes |= {name: (stage,) for name, stage in plan.pipeline.buffers.items()}
@@ -126,6 +139,6 @@ def _stages_of(schedule: Schedule | None) -> int:
 
 
 def dtype_of(value: Value) -> torch.dtype:
-    """The dtype of a value that is sent."""
+    """Return the dtype of a value that is sent."""
     found: torch.dtype = getattr(torch, value.dtype)
     return found

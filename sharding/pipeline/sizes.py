@@ -1,4 +1,6 @@
-"""Sizes that depend on the batch, computed from the batch itself, so that a stage needs no other stage's tensors for them."""
+"""Compute sizes that depend on the batch from the batch itself, so that a stage needs no other
+stage's tensors for them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def symbols_of(step: StepGraph) -> dict[str, tuple[str, int]]:
-    """Symbol of a size -> the input of the batch, and its dim, that the symbol is the size of."""
+    """Return symbol of a size -> the batch input and the dim whose size it is."""
     placeholders, _ = ends(step.module)
     found: dict[str, tuple[str, int]] = {}
     for node, port in zip(placeholders, step.inputs, strict=True):
@@ -39,7 +41,9 @@ def symbols_of(step: StepGraph) -> dict[str, tuple[str, int]]:
 
 
 def sizes_of_batch(step: StepGraph) -> StepGraph:
-    """The same graph with every size computed from the batch's sizes. Those that the data decide stay as they are."""
+    """Return the same graph with every size computed from the batch's sizes. Data-dependent sizes
+    stay as they are.
+    """
     known = symbols_of(step)
     placeholders, _ = ends(step.module)
     inputs = {port.name: node for node, port in zip(placeholders, step.inputs, strict=True) if port.role is Role.BATCH}
@@ -83,7 +87,9 @@ def sizes_of_batch(step: StepGraph) -> StepGraph:
 
 
 def _computed(expression: Any, symbol: Callable[[sympy.Symbol], Node | None], graph: Graph) -> Node | int | None:
-    """A node that computes an expression; None where a part of it is no size of the batch, or no function that is known here."""
+    """Return a node that computes an expression; None if a part of it is not a size of the batch,
+    or is an unknown function.
+    """
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:
@@ -114,10 +120,11 @@ def _computed(expression: Any, symbol: Callable[[sympy.Symbol], Node | None], gr
 
 
 def shape_text(shape: torch.Size, known: Mapping[str, tuple[str, int]], where: str) -> tuple[int | str, ...]:
-    """A shape as data: numbers, and expressions (capture/guards/size_expressions.py) of the symbols that the batch has.
+    """Return a shape as data: numbers, and expressions (capture/guards/size_expressions.py) of the
+    batch's symbols.
 
     Raises:
-        PlanError: the data decide a size.
+        PlanError: a size is data-dependent.
     """
     found: list[int | str] = []
     for size in shape:

@@ -1,7 +1,8 @@
-"""When each rank of a pipeline does what: torch's schedules as tables, checked, and the messages that go with them.
+"""Schedule of each rank of a pipeline: torch's schedules as tables, checked, with the messages that
+belong to them.
 
-A table is data. torch's classes make it; nothing of theirs runs in training. An action is spelled as torch spells it: stage, part,
-microbatch, as in "0F3".
+A table is data. torch's classes make it; none of them runs in training. An action is in torch's
+notation: stage, part, microbatch, as in "0F3".
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _V_SHAPED = frozenset({"zbv", "dualpipev"})
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """What a rank does with a microbatch at a stage of its own."""
+    """Work of a rank on a microbatch at one of its stages."""
 
     stage: int
     part: Part
@@ -36,7 +37,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of `str`. Raises: PlanError."""
+        """Return the action that `str` wrote. Raise PlanError if the text is malformed."""
         found = _ACTION.fullmatch(text)
         if found is None:
             raise PlanError(
@@ -47,8 +48,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What crosses a boundary for a microbatch: `up` from stage `boundary` to the next, or down to it. `source`, `target`: ranks of the
-    pipeline.
+    """A message across a boundary for a microbatch: `up` from stage `boundary` to the next, or down
+    to it.
+
+    `source` and `target` are ranks of the pipeline.
     """
 
     boundary: int
@@ -63,17 +66,17 @@ Order = tuple[tuple[str, ...], ...]
 
 
 def stage_ranks(schedule: Schedule, ranks: int, per_rank: int) -> tuple[int, ...]:
-    """Which rank of the pipeline has stage 0, 1, ..."""
+    """Return the pipeline rank of stage 0, 1, ..."""
     if schedule in _V_SHAPED:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * per_rank
 
 
 def make_order(schedule: Schedule, ranks: int, per_rank: int, microbatches: int) -> Order:
-    """For each rank of a pipeline, its actions in order.
+    """Return the actions of each rank of a pipeline, in order.
 
     Raises:
-        PlanError: the schedule does not go with so many stages or microbatches.
+        PlanError: the schedule does not support this number of stages or microbatches.
     """
     if (schedule in _V_SHAPED) != (per_rank == 2) and schedule in _V_SHAPED:
         raise PlanError(f"the schedule {schedule} has two stages on each rank", where="pipeline", expected="2", got=str(per_rank))
@@ -101,7 +104,7 @@ def _table(schedule: Schedule, homes: Sequence[int], ranks: int, per_rank: int, 
         "zbv": pipelining.ScheduleZBVZeroBubble,
         "dualpipev": pipelining.ScheduleDualPipeV,
     }
-    # The classes look at no more of a stage than where it stands.
+    # The classes only look at a stage's position.
     stages = [
         SimpleNamespace(
             num_stages=len(homes),
@@ -133,7 +136,9 @@ def _spelled(row: Sequence[object]) -> list[Action]:
 
 
 def _renumbered(actions: Sequence[Action]) -> list[Action]:
-    """Forwards numbered as they come: before 2.15, torch's table of 1F1B numbers the last rank's from 1."""
+    """Number forwards in order: before torch 2.15, its 1F1B table numbers those of the last rank
+    from 1.
+    """
     counts: dict[int, int] = {}
     found: list[Action] = []
     for action in actions:
@@ -147,18 +152,20 @@ def _renumbered(actions: Sequence[Action]) -> list[Action]:
 
 
 def instructions(order: Order, homes: Sequence[int], microbatches: int) -> list[list[Instruction]]:
-    """What each rank of a pipeline does, messages among it, in such an order that all ranks can go through to the end.
+    """Return the actions and messages of each rank of a pipeline, in an order in which the ranks do
+    not deadlock.
 
-    A message stands in its sender's list after the action that makes it. It stands in its receiver's where that one has come to by then,
-    so that any two ranks have their messages in the same order.
+    A message comes after the action that makes it in its sender's list. In its receiver's list it
+    comes at the position that the receiver has reached by then, so that any two ranks have their
+    messages in the same order.
 
     Args:
         order: the actions of each rank.
         homes: stage -> its rank.
-        microbatches: of one step.
+        microbatches: microbatches of one step.
 
     Raises:
-        PlanError: a stage does not do all of its work once, or the ranks would wait for one another.
+        PlanError: a stage does not do all of its work exactly once, or the ranks would deadlock.
     """
     rows = [[Action.parse(text) for text in row] for row in order]
     _check_complete(rows, homes, microbatches)
@@ -190,7 +197,9 @@ def instructions(order: Order, homes: Sequence[int], microbatches: int) -> list[
 
 
 def message_of(action: Action, homes: Sequence[int]) -> Message | None:
-    """What an action makes for another stage, whether that is on another rank or not. `homes`: stage -> its rank."""
+    """Return the message that an action makes for another stage, even one on the same rank, or
+    None. `homes`: stage -> its rank.
+    """
     stage = action.stage
     if action.part is Part.FORWARD and stage < len(homes) - 1:
         return Message(stage, True, action.microbatch, homes[stage], homes[stage + 1])

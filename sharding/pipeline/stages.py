@@ -1,4 +1,6 @@
-"""Cuts a step graph into the graphs of a pipeline's stages, and says what is sent between them."""
+"""Cut a step graph into the graphs of a pipeline's stages, and determine the values sent between
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,22 @@ aten = torch.ops.aten
 
 
 class Part(StrEnum):
-    """What a stage does with a microbatch."""
+    """A part of a stage's work on a microbatch."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """All of backward."""
+    """The whole backward pass."""
     INPUT = "I"
-    """As much of backward as the stage before waits for."""
+    """The part of backward that the previous stage waits for."""
     WEIGHT = "W"
-    """The rest of it."""
+    """The rest of backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that is sent: its name, its dtype as torch spells it, its sizes: numbers, or expressions of the batch's symbols."""
+    """A tensor that is sent between stages: its name, its dtype in torch's notation, and its sizes
+    (numbers or expressions of the batch's symbols).
+    """
 
     name: str
     dtype: str
@@ -43,17 +47,21 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A step graph, cut.
+    """A step graph, cut into stages.
 
-    Laws: calling the stages' FORWARD in order, then their BACKWARD (or INPUT and WEIGHT) in reverse, each with the values that it names as
-    inputs, computes what the graph computes; the gradient of a parameter is the sum of those that stages put out. A part's inputs of the
-    roles ACTIVATION, COTANGENT and SAVED are values by name, which an earlier part of the stage puts out or `up` or `down` brings.
+    Laws: calling the stages' FORWARD in order, then their BACKWARD (or INPUT and WEIGHT) in
+    reverse, each with the values that its inputs name, computes the same as the graph; the gradient
+    of a parameter is the sum of the gradients that the stages return. Inputs of a part with the
+    roles ACTIVATION, COTANGENT and SAVED are values by name, which an earlier part of the stage
+    returns or which `up` or `down` brings.
 
     Attributes:
         parts: (stage, part) -> its graph. A graph that does nothing is left out.
-        up: number k is what stage k sends stage k + 1 after FORWARD, whether it is its own or was sent to it.
-        down: number k is what stage k + 1 sends stage k in backward (after INPUT, where it is divided).
-        symbols: symbol in the values' sizes -> the input of the batch, and its dim, that it is the size of.
+        up: entry k has the values that stage k sends to stage k + 1 after FORWARD, its own and
+            those sent to it.
+        down: entry k has the values that stage k + 1 sends to stage k in backward (after INPUT, if
+            backward is divided).
+        symbols: symbol in the values' sizes -> the batch input and the dim whose size it is.
         example: symbol -> that size in the example batch.
     """
 
@@ -65,16 +73,17 @@ class Stages:
 
 
 def cut(step: StepGraph, homes: Homes, count: int) -> Stages:
-    """Cuts a step graph into `count` stages.
+    """Cut a step graph into `count` stages.
 
     Args:
-        step: the graph, with gradients or without.
-        homes: parameter -> the stages that hold it; buffer that the graph updates -> its stage, where it depends on parameters.
-        count: how many stages there are.
+        step: the graph, with or without gradients.
+        homes: parameter -> the stages that hold it; buffer that the graph updates -> its stage, if
+            it depends on parameters.
+        count: number of stages.
 
     Raises:
-        PlanError: the graph cannot be computed so: a value would have to be where it cannot, or the data decide the size of one that is
-            sent.
+        PlanError: the graph cannot be cut so: a value would be needed where it cannot be, or the
+            data decide the size of a value to send.
     """
     return _Cutter(sizes_of_batch(step), homes, count).run()
 
@@ -94,7 +103,7 @@ class _Cutter:
         self.sizes = {symbol: inputs[name] for symbol, (name, _) in symbols_of(step).items()}
 
     def _drawn(self) -> set[Node]:
-        """Free nodes that random numbers are computed for: a stage draws them once."""
+        """Return the free nodes from which random numbers are computed: a stage draws them once."""
         found: set[Node] = set()
         for node in self._items.free:
             port = self._ports.get(node)
@@ -122,10 +131,10 @@ class _Cutter:
         example = {symbol: number(inputs[name][at]) for symbol, (name, at) in known.items()}
         return Stages(parts, tuple(map(values, up)), tuple(map(values, down)), known, example)
 
-    # What is sent
+    # Values that are sent
 
     def _sent_up(self, boundary: int) -> list[Node]:
-        """Forward values from below a boundary that are wanted above it."""
+        """Return the forward values from below a boundary that are needed above it."""
         return [
             item.node
             for item in self._items.all
@@ -134,7 +143,7 @@ class _Cutter:
         ]
 
     def _sent_down(self, boundary: int) -> list[Node]:
-        """Values from above a boundary that backward wants below it."""
+        """Return the values from above a boundary that backward needs below it."""
         return [
             item.node
             for item in self._items.all
@@ -154,7 +163,9 @@ class _Cutter:
         return found
 
     def _backward(self, stage: int, items: Sequence[Item], below: Sequence[Node]) -> tuple[dict[Part, StepGraph], list[Node]]:
-        """The graphs of a stage's backward, and what of the stage's forward they take."""
+        """Return the graphs of a stage's backward, and the values of the stage's forward that they
+        read.
+        """
         nodes = [item.node for item in items if item.output is None]
         gradients: dict[Port, list[Node]] = {}
         for item in items:
@@ -185,7 +196,7 @@ class _Cutter:
         ports |= self._ports_of([n for n in wanted if n not in up], Role.SAVED)
         read = {*made.ports, *(self._ports[n] for n in wanted if n in self._ports)}
         for node, port in zip(self._results, self._step.outputs, strict=True):
-            # Every stage that reads a buffer that is counted up, say, counts for itself.
+            # Every stage that reads such a buffer (a counter, say) updates its own copy.
             if port.role is Role.BUFFER and port not in outputs and node in self._items.free and (port in read or stage == 0):
                 outputs[port] = [node]
         return made.finish(ports, outputs)
@@ -194,12 +205,16 @@ class _Cutter:
         return {Port(role, node.name): [node] for node in nodes}
 
     def _is_of_forward(self, node: Node, stage: int) -> bool:
-        """Whether a value that backward takes is one that the stage's own forward has: no cotangent, nothing that was sent to it."""
+        """Return True if a value that backward reads comes from the stage's own forward, so not a
+        cotangent or a value that was sent to it.
+        """
         item = self._items.of.get(node)
         return item is None or (not item.backward and self._stage[item] == stage)
 
     def role_of(self, node: Node, stage: int, late: bool) -> Role | None:
-        """As what a slice takes a node that it does not compute itself; None of one that it does compute."""
+        """Return the role in which a slice receives a node that it does not compute itself; None
+        for a node that it computes.
+        """
         port = self._ports.get(node)
         item = self._items.of.get(node)
         if item is not None:
@@ -228,7 +243,9 @@ class _Cutter:
 
 
 def _needed(nodes: Sequence[Node], wanted: Sequence[Node]) -> set[Node]:
-    """Those of the nodes that others of them, the wanted ones, are computed of; and what takes a result of theirs that cannot be saved."""
+    """Return the nodes that the wanted ones are computed from, and the users of those whose results
+    cannot be saved.
+    """
     among, found, stack = set(nodes), set[Node](), list(wanted)
     while stack:
         node = stack.pop()
@@ -240,7 +257,9 @@ def _needed(nodes: Sequence[Node], wanted: Sequence[Node]) -> set[Node]:
 
 
 class _Slice:
-    """A graph of some nodes. What they take of others comes in through ports, unless it is free or derived: that is computed in it."""
+    """A graph of some nodes. Other values that they need come in through ports, except free or
+    derived ones, which are computed in it.
+    """
 
     def __init__(self, cutter: _Cutter, nodes: Sequence[Node], stage: int, *, late: bool) -> None:
         self._cutter, self._stage, self._late = cutter, stage, late
@@ -255,7 +274,9 @@ class _Slice:
             self.get(node)
 
     def get(self, wanted: Node) -> Node:
-        """The copy of a node; with all that it needs, in the order of the whole graph."""
+        """Return the copy of a node, after copying everything that it needs in the order of the
+        whole graph.
+        """
         missing, stack = set[Node](), [wanted]
         while stack:
             node = stack.pop()
@@ -292,7 +313,7 @@ class _Slice:
         return made
 
     def _take_sizes(self) -> None:
-        """Takes the inputs of the batch that tell sizes which no other input has as such."""
+        """Add the batch inputs that determine sizes which no other input has as one of its own."""
         shapes = [node.meta["val"].shape for node in self._graph.nodes if node.op == "placeholder"]
         expressions = {size.node.expr for shape in shapes for size in shape if isinstance(size, SymInt)}
         symbols = {str(symbol) for expression in expressions for symbol in expression.free_symbols}
@@ -301,7 +322,7 @@ class _Slice:
                 self.get(self._cutter.sizes[symbol])
 
     def finish(self, *outputs: Mapping[Port, Sequence[Node]]) -> StepGraph:
-        """The graph, with these outputs: each the sum of some nodes."""
+        """Return the graph with these outputs, each the sum of some nodes."""
         ports = [port for some in outputs for port in some]
         results: list[Node] = []
         for some in outputs:

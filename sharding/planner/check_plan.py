@@ -1,4 +1,4 @@
-"""Checks plans: whether one fits its package, whoever has made or edited it."""
+"""Check that a plan fits its package, whoever made or edited it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from trainload.sharding.plans.plan import Plan
 
 
 def rows_of_update(package: Package, global_batch: int | None) -> int:
-    """Return the rows of one optimizer update: `global_batch`, or the recipe's if it is None."""
+    """Return the number of rows of one optimizer update: `global_batch`, or the recipe's if it is
+    None.
+    """
     return package.recipe.global_batch if global_batch is None else global_batch
 
 
@@ -88,7 +90,11 @@ def check_plan(plan: Plan, package: Package) -> None:
 
 
 def _share_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes that slots must have. Raises: PlanError where the tensor axis divides what there is not, or what it cannot."""
+    """Return the shapes that slots must have.
+
+    Raises:
+        PlanError: the tensor axis divides an unknown parameter, or one that it cannot divide.
+    """
     found = dict(shapes)
     for name, shard in plan.tensor_shards.items():
         where = f"plan.tensor_shards: {name}"
@@ -107,7 +113,7 @@ def _share_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def groups_of(package: Package) -> dict[str, tuple[str, ...]]:
-    """Parameter -> its groups, in the recipe's order."""
+    """Return parameter -> its groups, in the recipe's order."""
     found: dict[str, tuple[str, ...]] = {}
     for group in package.recipe.groups:
         for name in group.parameters:
@@ -116,7 +122,12 @@ def groups_of(package: Package) -> dict[str, tuple[str, ...]]:
 
 
 def check_batch(package: Package, rows: int, world: int, accumulate: int) -> None:
-    """Check that so many rows make `accumulate` calls on each of `world` ranks that have rows of their own. Raises: PlanError."""
+    """Check that a global batch of `rows` rows can be split into `accumulate` calls on each of
+    `world` ranks with different rows.
+
+    Raises:
+        PlanError: it cannot.
+    """
     calls = world * accumulate
     if rows % calls:
         raise PlanError(

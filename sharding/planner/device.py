@@ -1,4 +1,6 @@
-"""What devices and their links can do: files of figures, of which some come with trainload, and `trainload profile` writes others."""
+"""Performance figures of devices and their links: files, some included in trainload, others written
+by `trainload profile`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ class _Record(BaseModel):
 
 
 class Link(_Record):
-    """What connects devices. `seconds`: until the first byte is there; `bytes_per_second`: of one device, in one direction, as collectives
-    reach it.
+    """A connection between devices.
+
+    `seconds`: latency until the first byte arrives; `bytes_per_second`: bandwidth of one device in
+    one direction, as collectives achieve it.
     """
 
     seconds: float = Field(ge=0)
@@ -31,7 +35,7 @@ class Link(_Record):
 
 
 class Measured(_Record):
-    """A collective that was timed: `operator` of `bytes` on `ranks` ranks."""
+    """A measured collective: `operator` of `bytes` on `ranks` ranks."""
 
     operator: str
     ranks: int
@@ -40,51 +44,57 @@ class Measured(_Record):
 
 
 class DeviceProfile(_Record):
-    """A kind of device. All figures are what programs reach, not what data sheets promise; `source` says where they are from."""
+    """A kind of device. All figures are what programs achieve, not data sheet values; `source` says
+    where they come from.
+    """
 
     name: str
     kind: DeviceKind
     source: str
     memory_bytes: int = Field(gt=0)
     reserved_bytes: int = Field(default=0, ge=0)
-    """What a process takes before it holds a tensor, and what its allocator cannot use: libraries, their buffers, fragments."""
+    """Memory of a process before it holds a tensor, and what its allocator cannot use: libraries,
+    their buffers, fragmentation.
+    """
     product_names: tuple[str, ...] = ()
-    """Words of the product's name as the driver reports it ("H100" of "NVIDIA H100 80GB HBM3")."""
+    """Words of the product name that the driver reports ("H100" of "NVIDIA H100 80GB HBM3")."""
     peak_flops: dict[str, float] = Field(default_factory=dict)
-    """dtype -> operations a second of dense products by the data sheet, without sparsity or TF32: 100 % of model FLOPs utilisation."""
+    """dtype -> operations per second of dense products from the data sheet, without sparsity or
+    TF32: 100 % of model FLOPs utilisation.
+    """
     flops: dict[str, float] = Field(min_length=1)
-    """dtype -> operations a second of large matrix products. What is missing is taken for float32."""
+    """dtype -> operations per second of large matrix products. A missing dtype counts as float32."""
     attention: float = Field(default=1.0, gt=0)
-    """What fused attention reaches of `flops`."""
+    """Fraction of `flops` that fused attention achieves."""
     memory_bytes_per_second: float = Field(gt=0)
-    """Read and written by operators on large tensors."""
+    """Bandwidth of operators on large tensors, reads and writes together."""
     kernel_seconds: float = Field(default=0.0, ge=0)
-    """What each kernel takes beside its work."""
+    """Overhead of each kernel."""
     node: Link
-    """Among the devices of a node."""
+    """Link between the devices of a node."""
     network: Link
-    """Among nodes, for each device."""
+    """Link between nodes, for each device."""
     collectives: tuple[Measured, ...] = ()
-    """What the figures of `node` come from, where it was measured."""
+    """Measurements from which the figures of `node` were derived, if any."""
 
     def rate(self, dtype: str) -> float:
-        """Operations a second of matrix products in a dtype."""
+        """Return the operations per second of matrix products in a dtype."""
         return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
 
 
 def names() -> list[str]:
-    """The devices whose figures come with trainload."""
+    """Return the names of the devices whose figures are included in trainload."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def read(name: str) -> DeviceProfile:
-    """The profile of a device.
+    """Read the profile of a device.
 
     Args:
         name: one of `names()`, or the path of a file.
 
     Raises:
-        PlanError: there is none, or the file does not hold one.
+        PlanError: the file does not exist or does not contain a profile.
     """
     path = FOLDER / f"{name}.json" if name in names() else Path(name)
     if not path.is_file():
@@ -108,10 +118,10 @@ def read(name: str) -> DeviceProfile:
 
 @functools.cache
 def profile_of_product(product: str) -> DeviceProfile | None:
-    """Return the profile of a device by its product name, or None if no profile comes with trainload.
+    """Return the profile of a device by its product name, or None if trainload includes none.
 
     Args:
-        product: as `torch.cuda.get_device_name` gives it, say "NVIDIA H100 80GB HBM3".
+        product: name from `torch.cuda.get_device_name`, such as "NVIDIA H100 80GB HBM3".
     """
     profiles = [(word, profile) for profile in map(read, names()) for word in profile.product_names]
     matching = [(word, profile) for word, profile in profiles if re.search(rf"\b{re.escape(word)}\b", product)]
@@ -120,33 +130,36 @@ def profile_of_product(product: str) -> DeviceProfile | None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How a process group lies on a cluster: its `ranks`, and how many of them a node has."""
+    """Distribution of a process group over nodes: its `ranks`, and the number of them `on_node`."""
 
     ranks: int
     on_node: int
 
 
 def span_of(groups: Sequence[Sequence[int]], devices_per_node: int) -> Span:
-    """How the process groups of one name lie: as the one does that has the fewest neighbours on a node."""
+    """Return the span of the process groups of one name: that of the group with the fewest ranks on
+    a node.
+    """
     spread = [len({rank // devices_per_node for rank in group}) for group in groups]
     ranks = len(groups[0])
     return Span(ranks, max(1, ranks // max(spread)))
 
 
 def seconds_of(operator: str, size: float, span: Span, device: DeviceProfile) -> float:
-    """How long a collective takes, by the ring that crosses the slowest link.
+    """Return the seconds of a collective, for a ring that crosses the slowest link.
 
     Args:
-        operator: "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast" or "send".
-        size: bytes of the whole: of a gather's result, of a scatter's and a reduction's operand.
-        span: of its group.
+        operator: "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast" or
+            "send".
+        size: bytes of the whole tensor: a gather's result, a scatter's or a reduction's operand.
+        span: span of its group.
         device: the devices.
     """
     if span.ranks == 1:
         return 0.0
     inside = span.on_node == span.ranks
     link = device.node if inside else device.network
-    # The ranks of a node that are in one group each send through a link of their own.
+    # Each of the ranks of one group on a node sends through its own network link.
     speed = link.bytes_per_second if inside else min(device.node.bytes_per_second, link.bytes_per_second * span.on_node)
     rounds = {"all_reduce": 2, "send": 0}.get(operator, 1)
     if rounds == 0:

@@ -1,4 +1,4 @@
-"""Makes plans: from a package and a cluster's shape alone, without a cluster."""
+"""Make plans from a package and a cluster's shape only; no cluster is needed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from trainload.sharding.plans.strategies import STRATEGIES, BatchNorm, Divide, R
 from trainload.sharding.rewriting.local_step import Local
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""Of parameters in one bucket; as DistributedDataParallel's default."""
+"""Bytes of parameters in one bucket, as in DistributedDataParallel."""
 REPLICATED_BYTES = 2**30
-"""Parameters, gradients and optimizer state up to this size are replicated where no strategy is asked for."""
+"""Parameters, gradients and optimizer state up to this size are replicated if no strategy is given."""
 
 
 @neutrally
@@ -50,30 +50,36 @@ def make_plan(
     batch_norm: BatchNorm = "averaged",
     recompute: Recompute = "job",
 ) -> Plan:
-    """Spreads a package over a cluster.
+    """Make a plan that distributes a package over a cluster.
 
     Args:
-        package: what is to be trained; a `Source`, where several plans are made.
+        package: the package; a `Source` if several plans are made.
         cluster: the cluster's shape.
-        strategy: of the data axis. None: "single" where it has one rank; else "zero0" while a replica of everything takes up to
-            REPLICATED_BYTES, then "zero3".
-        global_batch: rows of one optimizer update; None: the recipe's.
-        accumulate: microbatches of one update on each rank of the data axis; None: one, or, with a pipeline, up to twice its ranks.
-        bucket_bytes: bytes of parameters in one bucket; a bucket ends with the parameter that reaches it.
-        prefetch: how many buckets ahead of its use a bucket's gather starts.
-        shard_ranks: for "hybrid": how many ranks of the data axis share one copy; None: those of a node.
-        tensor_ranks: how many neighbours divide the work on the same rows.
-        tensor_rules: pattern of parameter names (as in a shell) -> how the tensor axis divides them; None: not. What no pattern fits is
+        strategy: strategy of the data axis. None: "single" if the axis has one rank; otherwise
+            "zero0" while a replica of everything needs at most REPLICATED_BYTES, then "zero3".
+        global_batch: rows of one optimizer update; None for the recipe's.
+        accumulate: microbatches of one update on each rank of the data axis; None for one, or, with
+            a pipeline, up to twice its ranks.
+        bucket_bytes: bytes of parameters in one bucket; a bucket ends with the parameter that
+            reaches it.
+        prefetch: number of buckets by which a bucket's gather precedes its use.
+        shard_ranks: for "hybrid", the number of ranks of the data axis that share one copy; None
+            for those of a node.
+        tensor_ranks: number of adjacent ranks that divide the work on the same rows.
+        tensor_rules: pattern of parameter names (as in a shell) -> how the tensor axis divides
+            them; None to leave them whole. The division of parameters that match no pattern is
             found from the graph.
-        divide: what the tensor axis divides: as `Plan` says.
-        pipeline_ranks: how many ranks a microbatch passes through, one after the other.
-        schedule: of the pipeline; None: "1f1b".
-        stages_per_rank: of the pipeline; None: two for schedules that are shaped like a V, else one.
-        batch_norm: whose statistics a batch norm takes, and what becomes of the running ones: as `Plan` says.
-        recompute: what of forward is computed again for backward: as `Plan` says.
+        divide: what the tensor axis divides, as documented in `Plan`.
+        pipeline_ranks: number of ranks that a microbatch passes through, one after the other.
+        schedule: schedule of the pipeline; None for "1f1b".
+        stages_per_rank: stages of each pipeline rank; None for two with V-shaped schedules,
+            otherwise one.
+        batch_norm: statistics that a batch norm uses, and handling of the running ones, as
+            documented in `Plan`.
+        recompute: forward values that are recomputed for backward, as documented in `Plan`.
 
     Raises:
-        PlanError: no such plan can be made; the message says what would do.
+        PlanError: no such plan can be made; the message says what would be possible.
     """
     source = package if isinstance(package, Source) else Source(package)
     package = source.package
@@ -130,7 +136,7 @@ _NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gath
 
 
 plan = make_plan
-"""Its name in `trainload`."""
+"""Name of `make_plan` in `trainload`."""
 
 
 def _default_strategy(owners: Sequence[ParameterSpec], source: Source, lanes: int) -> Strategy:
@@ -150,7 +156,7 @@ def _data_ranks(
     schedule: Schedule | None,
     stages_per_rank: int | None,
 ) -> int:
-    """How many ranks the other axes leave for the data axis."""
+    """Return the number of ranks that the other axes leave for the data axis."""
     left, spelled = cluster.world_size, f"the cluster's {cluster.world_size} devices"
     for name, ranks in (("tensor", tensor_ranks), ("pipeline", pipeline_ranks)):
         if left % ranks:

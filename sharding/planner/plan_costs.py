@@ -1,4 +1,4 @@
-"""What a plan costs on a device: the memory of a rank at its peak, and the seconds of an update."""
+"""Compute the costs of a plan on a device: the peak memory of a rank, and the seconds of an update."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from trainload.sharding.rewriting.rewrite import Phase, RankGraph
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank.
+    """Memory of one rank at its peak, in bytes.
 
     Attributes:
-        parameters, optimizer, buffers: held all the time. `buffers`: of the model, its constants, and the rows of an update.
-        gradients: held at the peak, beside what a graph makes.
-        activations: what a step makes and still needs at the peak, but for
-        communication: what collectives have made by then: gathered parameters, gradients on their way.
-        reserved: what the process takes beside its tensors.
-        at: where the peak is: a graph, and the node that is computed.
+        parameters: always held.
+        optimizer: always held.
+        buffers: always held: the model's buffers and constants, and the rows of an update.
+        gradients: held at the peak in addition to the values of a graph.
+        activations: values that a step has made and still needs at the peak, except communication.
+        communication: results of collectives at the peak: gathered parameters, gradients in flight.
+        reserved: memory of the process besides its tensors.
+        at: place of the peak: a graph, and the node that is computed.
     """
 
     parameters: int
@@ -49,22 +51,22 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """Total memory."""
         return self.tensors + self.reserved
 
     @property
     def tensors(self) -> int:
-        """All that is in tensors."""
+        """Memory of all tensors."""
         return self.parameters + self.optimizer + self.buffers + self.gradients + self.activations + self.communication
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one update on the rank that takes longest.
+    """Time of one update on the slowest rank, in seconds.
 
     Attributes:
-        compute: kernels, but for the optimizer's.
-        exposed: waiting for collectives and messages that nothing hides.
+        compute: kernels, except the optimizer's.
+        exposed: waiting for collectives and messages that do not overlap with compute.
         bubble: waiting for other stages of the pipeline.
         update: the optimizer.
         flops: operations of matrix products of one rank.
@@ -78,32 +80,34 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Total time."""
         return self.compute + self.exposed + self.bubble + self.update
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a plan costs: of a pipeline's ranks, the memory of the one that needs most, and the time of the slowest."""
+    """Costs of a plan; for a pipeline, the memory of the rank that needs most, and the time of the
+    slowest.
+    """
 
     memory: Memory
     time: StepTime
     timelines: Mapping[str, Timeline] = field(repr=False)
 
     def tokens_per_second(self, tokens: int) -> float:
-        """How many of the `tokens` of an update are done in a second."""
+        """Return the throughput, given the number of tokens of one update."""
         return tokens / self.time.seconds
 
 
 def costs(package: Package, plan: Plan, ranks: Sequence[RankGraphs], device: DeviceProfile, *, compiled: bool = True) -> Costs:
-    """Estimates what a plan costs.
+    """Estimate the costs of a plan.
 
     Args:
-        package: what is trained.
-        plan: how.
-        ranks: the graphs of each rank of the pipeline, in order; of one rank, where there is none.
-        device: what each rank computes with.
-        compiled: whether graphs are compiled.
+        package: the package.
+        plan: the plan.
+        ranks: graphs of each pipeline rank, in order; of one rank if there is no pipeline.
+        device: device of each rank.
+        compiled: True if graphs are compiled.
     """
     spans = {name: span_of(groups, plan.cluster.devices_per_node) for name, groups in plan.groups().items()}
     found = [_Rank(package, plan, graphs, device, spans, index, compiled=compiled) for index, graphs in enumerate(ranks)]
@@ -114,7 +118,7 @@ def costs(package: Package, plan: Plan, ranks: Sequence[RankGraphs], device: Dev
 
 
 class _Rank:
-    """One rank of the pipeline, or any rank where there is none."""
+    """One rank of the pipeline, or any rank without one."""
 
     def __init__(
         self,
@@ -149,25 +153,25 @@ class _Rank:
         return {name: rows if at == 0 else stages.example[name] for name, (_, at) in stages.symbols.items()}
 
     def name_of(self, action: Action) -> str | None:
-        """The name of an action's graph, if it does anything."""
+        """Return the name of an action's graph, or None if the action does nothing."""
         name = stage_name(self.main, action.stage, action.part)
         return name if name in self.lines else None
 
     def message_bytes(self, message: Message) -> int:
-        """Bytes of what crosses a boundary."""
+        """Return the bytes of a message between stages."""
         stages, rows = self._graphs.cuts[self.main], self._plan.rows_per_call
         symbols = {name: rows if at == 0 else stages.example[name] for name, (_, at) in stages.symbols.items()}
         return bytes_sent((stages.up if message.up else stages.down)[message.boundary], symbols)
 
     @property
     def update(self) -> Timeline:
-        """The update that follows the main graph."""
+        """Timeline of the update that follows the main graph."""
         return self.lines[update_name(update_owners(self._package)[self.main])]
 
     # Time
 
     def time(self) -> StepTime:
-        """Without a pipeline: all training graphs in turn."""
+        """Return the time of a step without a pipeline: all training graphs in turn."""
         plan, lines = self._plan, []
         for graph in self._package.manifest.training_graphs():
             if plan.accumulate == 1:
@@ -189,7 +193,7 @@ class _Rank:
     # Memory
 
     def memory(self) -> Memory:
-        """At the peak of an update."""
+        """Return the memory at the peak of an update."""
         plan, package = self._plan, self._package
         static = of_rank(plan, package, self._index)
         peaks = [self._train_peak(graph, static.gradient_bytes) for graph in package.manifest.training_graphs()]
@@ -214,7 +218,9 @@ class _Rank:
         return name, self.held[name], gradients if self._plan.accumulate > 1 else 0
 
     def _piped_peak(self) -> Held:
-        """Plays the rank's actions through: what is kept of each microbatch that is under way, and what an action makes beside it."""
+        """Simulate the rank's actions: values kept of each microbatch in flight, and the values of
+        the running action.
+        """
         pipeline = self._plan.pipeline
         assert pipeline is not None
         kept: dict[tuple[int, int], int] = {}
@@ -237,7 +243,7 @@ class _Rank:
         return most
 
     def _buffers(self) -> int:
-        """Of the model, and the rows of one update."""
+        """Return the bytes of the model's buffers and of the rows of one update."""
         manifest, plan = self._package.manifest, self._plan
         own = sum(_bytes(buffer.shape, buffer.dtype) for buffer in manifest.buffers)
         inputs = manifest.data_inputs().values()
@@ -246,13 +252,13 @@ class _Rank:
 
 
 def _piped(plan: Plan, ranks: Sequence[_Rank], device: DeviceProfile, span: Span) -> StepTime:
-    """Plays the actions of all ranks of a pipeline through."""
+    """Simulate the actions of all ranks of a pipeline."""
     pipeline = plan.pipeline
     assert pipeline is not None
     homes = pipeline.stage_ranks
     rows = [[Action.parse(text) for text in row] for row in pipeline.order]
     ready: dict[tuple[int, Part, int], float] = {}
-    """When what an action needs of another stage is there."""
+    """Time at which the input of an action from another stage is available."""
     clock, busy, exposed = ([0.0] * len(rows) for _ in range(3))
     at = [0] * len(rows)
     while any(at[rank] < len(row) for rank, row in enumerate(rows)):
@@ -283,7 +289,7 @@ def _piped(plan: Plan, ranks: Sequence[_Rank], device: DeviceProfile, span: Span
 
 
 def _key(action: Action, count: int) -> tuple[int, Part, int] | None:
-    """What an action waits for of another stage; None where there is nothing."""
+    """Return the input from another stage that an action waits for, or None."""
     if action.part is Part.WEIGHT or (action.part is Part.FORWARD and action.stage == 0):
         return None
     if action.part is not Part.FORWARD and action.stage == count - 1:
@@ -301,7 +307,9 @@ def _bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def sizes_of(module: GraphModule, inputs: Sequence[Port], rows: int) -> dict[str, int]:
-    """The value of each symbol of a graph in a call of so many rows: the batch's other sizes are those of the example."""
+    """Return the value of each symbol of a graph in a call of this number of rows; other sizes of
+    the batch are the example's.
+    """
     placeholders, _ = ends(module)
     found: dict[str, int] = {}
     for node, port in zip(placeholders, inputs, strict=True):

@@ -1,4 +1,4 @@
-"""A package as plans are made of it: what several plans have in common is computed once."""
+"""A package as the source of plans: computations that several plans share run once."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ UNDIVIDED = TensorAxis(1, {})
 
 
 class Source:
-    """What plans of a package are made of.
+    """The inputs of a package's plans, computed once.
 
     Args:
-        package: what is to be trained.
-        evaluates: whether plans must also fit the graphs of evaluation, which takes deriving them.
+        package: the package.
+        evaluates: True if plans must also fit the evaluation graphs, which then have to be derived.
 
     Attributes:
-        device: whose step graphs are taken. Plans are made without the devices that they are for.
+        device: device of the step graphs. Plans are made without the devices that they are for.
         trained: parameter -> its optimizer groups.
-        whole: groups whose update takes whole parameters.
+        whole: groups whose update needs whole parameters.
     """
 
     def __init__(self, package: Package, *, evaluates: bool = True) -> None:
@@ -46,31 +46,33 @@ class Source:
         self._local: dict[Local, dict[str, StepGraph]] = {}
 
     def steps(self, names: Iterable[str]) -> dict[str, StepGraph]:
-        """Return the package's step graphs of these names. Each is derived when it is first asked for."""
+        """Return the package's step graphs of these names. Each is derived on first use."""
         wanted = tuple(names)
         self._steps |= step_graphs(self.package, self.device, [name for name in wanted if name not in self._steps])
         return {name: self._steps[name] for name in wanted}
 
     @functools.cached_property
     def updates(self) -> tuple[UpdateGraph, ...]:
-        """The package's update graphs."""
+        """Update graphs of the package."""
         return self.package.updates()
 
     @property
     def training(self) -> list[StepGraph]:
-        """The training graphs, the main one first."""
+        """Training graphs, the main one first."""
         return list(self.steps(self.package.manifest.training_graphs()).values())
 
     @functools.cached_property
     def order(self) -> list[str]:
-        """The parameters that own storage, in the order of their first use."""
+        """Names of the parameters that own storage, in the order of their first use."""
         package = self.package
         names = [name for graph in package.manifest.training_graphs() for name in parameter_order(package.captured(graph))]
         aliases = {p.name: p.alias_of for p in package.manifest.parameters if p.alias_of is not None}
         return list(dict.fromkeys(aliases.get(name) or name for name in names))
 
     def tensor(self, ranks: int, rules: Mapping[str, Shard | None] | None = None, what: Divide = "tensor") -> TensorAxis:
-        """What a tensor axis of so many ranks divides. Raises: PlanError where a rule does not fit, or nothing can be divided."""
+        """Return what a tensor axis of this number of ranks divides. Raise PlanError if a rule does
+        not fit, or nothing can be divided.
+        """
         if ranks == 1:
             return UNDIVIDED
         key = ranks, tuple((rules or {}).items()), what
@@ -81,16 +83,18 @@ class Source:
         return self._axes[key]
 
     def local(self, axes: Local, names: Iterable[str] | None = None) -> dict[str, StepGraph]:
-        """Return step graphs as one rank has them, before anything is sharded over the data axis or cut into stages.
+        """Return the step graphs of one rank, before sharding over the data axis and before cutting
+        into stages.
 
         Args:
-            axes: what they are divided by.
-            names: of the graphs; None: of all that are called in training, and in evaluation if plans are made for that.
+            axes: the axes that divide them.
+            names: names of the graphs; None for all that are called in training, and in evaluation
+                if plans cover that.
         """
         made = self._local.setdefault(axes, {})
         wanted = tuple(self.package.manifest.step_graphs(evaluates=self._evaluates) if names is None else names)
         lacking = [name for name in wanted if name not in made]
-        self.steps(lacking)  # together: what must be derived takes the program, which is read once
+        self.steps(lacking)  # all together, because a derivation needs the program, which is then read once
         made |= {name: completed(self._whole_or_partitioned(name, axes), axes) for name in lacking}
         return {name: made[name] for name in wanted}
 
@@ -100,7 +104,7 @@ class Source:
         return self._partition(name, axes.tensor_ranks, dict(axes.shards), positions=axes.positions).step
 
     def _partition(self, name: str, ranks: int, shards: Mapping[str, Shard], *, positions: bool) -> Partitioned:
-        """Partition a step graph, once for all plans that differ in other axes alone."""
+        """Partition a step graph, once for all plans that differ only in other axes."""
         ordered = tuple(sorted(shards.items()))
         key = name, ranks, ordered, positions
         if key not in self._partitioned:

@@ -1,4 +1,8 @@
-"""How long a rank's graph takes on a device: kernels one after the other on one stream, collectives on another, and who waits for whom."""
+"""Simulate the time that a rank's graph needs on a device.
+
+Kernels run one after the other on one stream, collectives on another, and each waits for its
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,17 @@ _REDUCTIONS = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "any", 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A node and the time it takes.
+    """A node and the time it needs.
 
     Attributes:
-        node: its name. operator: what it calls.
-        start, seconds: when it begins, on the stream that it is on, and how long it takes.
-        why: "products" (operations), "memory" (bytes), "launch", "link" (a collective), "wait" (for one), or "" (nothing is computed).
-        bytes: read and written, or sent around.
-        flops: operations of products.
+        node: its name.
+        operator: name of the operator.
+        start: start time in seconds, on its stream.
+        seconds: duration in seconds.
+        why: "products" (operations), "memory" (bytes), "launch", "link" (a collective), "wait" (for
+            one), or "" (nothing is computed).
+        bytes: bytes read and written, or communicated.
+        flops: operations of matrix products.
     """
 
     node: str
@@ -42,7 +49,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a graph takes: `seconds` in all, of which `exposed` wait for collectives. `flops`: operations of products."""
+    """Time of a graph: `seconds` in total, `exposed` of them waiting for collectives. `flops`:
+    operations of matrix products.
+    """
 
     seconds: float
     exposed: float
@@ -53,14 +62,14 @@ class Timeline:
 def timeline(
     module: GraphModule, device: DeviceProfile, spans: Mapping[str, Span], sizes: Sizes = EXAMPLE, *, compiled: bool = True
 ) -> Timeline:
-    """Plays a flat graph through.
+    """Simulate a flat graph.
 
     Args:
-        module: every node has `meta["val"]`.
-        device: what computes it.
-        spans: name of a process group -> how it lies.
+        module: the graph; every node has `meta["val"]`.
+        device: device that runs it.
+        spans: name of a process group -> its span on the cluster.
         sizes: the value of each symbol.
-        compiled: whether elementwise operators are fused with those that they feed.
+        compiled: True if elementwise operators are fused with their users.
     """
     fused = _fused(module) if compiled else set()
     now = link_free = exposed = work = 0.0
@@ -91,7 +100,7 @@ def timeline(
 
 
 def _kernel(module: GraphModule, node: Node, device: DeviceProfile, sizes: Sizes, fused: set[Node]) -> tuple[float, str, float, float]:
-    """What a node takes: seconds, why, bytes, operations."""
+    """Return a node's seconds, the reason, its bytes and its operations."""
     if not _computes(node):
         return 0.0, "", 0.0, 0.0
     inner = [timeline(body, device, {}, sizes) for body in bodies_of(module, node).values()]
@@ -111,7 +120,7 @@ def _kernel(module: GraphModule, node: Node, device: DeviceProfile, sizes: Sizes
 
 
 def _rounds(node: Node, sizes: Sizes) -> int:
-    """How often a loop's body is run; once where the data decide it."""
+    """Return the number of iterations of a loop's body; 1 if the data decide it."""
     if _name(node) not in ("scan", "map", "map_impl"):
         return 1
     xs: Any = node.args[2] if _name(node) == "scan" else node.args[1]
@@ -125,7 +134,7 @@ def _name(node: Node) -> str:
 
 
 def _computes(node: Node) -> bool:
-    """Whether a node makes a tensor by work of its own."""
+    """Return True if a node computes a tensor."""
     value = node.meta.get("val")
     if not any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,))):
         return False
@@ -138,7 +147,9 @@ def _dtype(node: Node) -> str:
 
 
 def _fused(module: GraphModule) -> set[Node]:
-    """Elementwise nodes whose values go into one other kernel of this kind, and never into memory."""
+    """Return elementwise nodes with a single reader, elementwise or a reduction, so that their
+    values are never written to memory.
+    """
     found: set[Node] = set()
     for node in module.graph.nodes:
         if _is_elementwise(node):
@@ -149,7 +160,7 @@ def _fused(module: GraphModule) -> set[Node]:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Who computes with a node's value, through views of it."""
+    """Return the nodes that compute with a node's value, also through views of it."""
     readers: list[Node] = []
     for user in node.users:
         readers += _readers(user) if user.op == "call_function" and not _computes(user) else [user]

@@ -1,4 +1,6 @@
-"""The same training on another cluster: a plan as like another one as the cluster allows, with the same global batch."""
+"""Plan the same training for another cluster, with the same global batch and as few changes as the
+cluster allows.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,18 @@ from trainload.sharding.plans.strategies import Strategy
 def replan(
     package: Package | Source, plan: Plan, cluster: Cluster, strategy: Strategy | None = None, *, accumulate: int | None = None
 ) -> Plan:
-    """A plan for another cluster that keeps of a plan what it can: strategy, axes, buckets read ahead, what is computed again.
+    """Return a plan for another cluster that keeps the strategy, the axes, the prefetch and the
+    recomputation where possible.
 
     Args:
-        package: what is trained.
-        plan: the one that it takes the place of.
+        package: the package.
+        plan: the plan to replace.
         cluster: the other cluster.
-        strategy: another one for the data axis; None: the plan's, where it has several ranks.
-        accumulate: microbatches of an update; None: as `make_plan` chooses.
+        strategy: another one for the data axis; None for the plan's, if the axis has several ranks.
+        accumulate: microbatches of an update; None to let `make_plan` choose.
 
     Raises:
-        PlanError: as `make_plan`.
+        PlanError: as for `make_plan`.
     """
     world = cluster.world_size
     kept = strategy or (None if world == 1 or plan.strategy == "single" else plan.strategy)
@@ -54,18 +57,20 @@ def replan(
 
 
 def plans_of_sizes(package: Package, plan: Plan, sizes: Sequence[int]) -> tuple[Plan, ...]:
-    """A plan for each number of nodes that one can be made for, fewest first: what a run needs whose cluster grows and shrinks.
+    """Return a plan for each feasible number of nodes, smallest first, for a run whose cluster
+    grows and shrinks.
 
-    All have the global batch, and so the losses, of `plan`, its tensor and pipeline axes, and at most its rows in one call: fewer ranks
-    have more microbatches.
+    All have the global batch, and therefore the losses, of `plan`, its tensor and pipeline axes,
+    and at most its rows in one call: fewer ranks have more microbatches.
 
     Args:
-        package: what is trained.
-        plan: for one of the sizes, or any other; its nodes' devices are those of all.
+        package: the package.
+        plan: a plan for one of the sizes or any other; the number of devices per node is the same
+            for all.
         sizes: numbers of nodes.
 
     Raises:
-        PlanError: none of them fits; it says why, one by one.
+        PlanError: no size is feasible; the message gives the reason for each.
     """
     found: list[Plan] = []
     why: dict[int, PlanError] = {}
@@ -87,18 +92,20 @@ def plans_of_sizes(package: Package, plan: Plan, sizes: Sequence[int]) -> tuple[
 def largest_size(
     package: Package, sizes: Sequence[int], devices: int, *, global_batch: int | None = None, accumulate: int | None = None
 ) -> int:
-    """The greatest number of nodes among which the global batch divides, so that `make_plan` can plan for it: the others' plans are made
-    from that one (`plans_of_sizes`).
+    """Return the greatest number of nodes among which the global batch can be divided, so that
+    `make_plan` can plan for it.
+
+    The plans for other sizes are made from that one (`plans_of_sizes`).
 
     Args:
-        package: what is trained.
+        package: the package.
         sizes: numbers of nodes.
-        devices: of each node, every one of which has rows of its own.
-        global_batch: rows of one optimizer update; None: the recipe's.
-        accumulate: microbatches of one update; None: one.
+        devices: devices of each node, each with its own rows.
+        global_batch: rows of one optimizer update; None for the recipe's.
+        accumulate: microbatches of one update; None for one.
 
     Raises:
-        PlanError: none of them fits; it says why, one by one.
+        PlanError: no size is feasible; the message gives the reason for each.
     """
     rows = rows_of_update(package, global_batch)
     why: dict[int, PlanError] = {}
@@ -113,7 +120,9 @@ def largest_size(
 
 
 def _no_size(why: Mapping[int, PlanError], devices: int) -> PlanError:
-    """What is said of numbers of nodes none of which fits. why: what is wrong with each."""
+    """Return the error for numbers of nodes of which none is feasible. `why`: number of nodes ->
+    its error.
+    """
     return PlanError(
         "no number of nodes fits",
         where=f"{min(why)} to {max(why)} nodes of {devices} devices",

@@ -1,7 +1,9 @@
-"""Chooses a plan: the degrees of the axes, the strategy, how many microbatches, and what is computed again.
+"""Search for the best plan: the degrees of the axes, the strategy, the number of microbatches, and
+recomputation.
 
-Two passes. The first judges every combination by figures of the undivided graph: what a call computes and holds, what the strategy stores
-and sends. The second makes the plans that came out best, rewrites their graphs, and plays those through (`costs`); it alone decides.
+There are two passes. The first estimates every combination from the undivided graph: compute and
+memory of a call, storage and communication of the strategy. The second makes the best plans,
+rewrites their graphs, and simulates these (`costs`); only the second pass decides.
 """
 
 from __future__ import annotations
@@ -32,18 +34,20 @@ from trainload.sharding.rewriting.local_step import Local
 from trainload.sharding.tensor.tensor_axis import TensorAxis
 
 EXACT = 8
-"""How many plans are made and played through, unless asked otherwise."""
+"""Default number of plans that are made and simulated."""
 _AS_FAST = 1.02
-"""Plans within this factor of the shortest time count as equally fast, and the one that needs the least memory is the best."""
+"""Plans within this factor of the shortest time count as equally fast; the best of them is the one
+that needs the least memory.
+"""
 _ROWS_APART = 8
-"""The first pass computes calls of 1, 8, 64, ... rows, and interpolates linearly between them."""
+"""The first pass computes calls of 1, 8, 64, ... rows and interpolates linearly between them."""
 _SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (("1f1b", None), ("1f1b", 2), ("zero-bubble", None), ("zbv", None))
 _MAX_STAGES, _MAX_NODES = 16, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a plan is asked for. `schedule`: with its stages on each rank; None without a pipeline."""
+    """Options of a plan. `schedule`: with its stages per rank; None without a pipeline."""
 
     strategy: Strategy
     tensor: int = 1
@@ -64,7 +68,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a user has decided already; None: the planner decides. `divide`: what a tensor axis divides, where there is one."""
+    """Options that the user has fixed; the planner chooses those that are None. `divide`: what a
+    tensor axis divides, if there is one.
+    """
 
     strategy: Strategy | None = None
     tensor: int | None = None
@@ -80,7 +86,7 @@ _ANYTHING = Wanted()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that was made and played through."""
+    """A plan that was made and simulated."""
 
     choice: Choice
     plan: Plan
@@ -89,7 +95,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What was not made, and why."""
+    """Options for which no plan was made, and the reason."""
 
     choice: str
     reason: str
@@ -100,10 +106,11 @@ class Found:
     """The result of a search.
 
     Attributes:
-        candidates: those that fit first, then the fastest; but the best one, if any fits, is the first of all.
-        judged: how many combinations were judged.
-        refused: what could not be made.
-        device: what it was searched for.
+        candidates: those that fit first, ordered by time, except that the best one, if any fits, is
+            first.
+        judged: number of combinations that were estimated.
+        refused: options for which no plan could be made.
+        device: device of the search.
     """
 
     candidates: tuple[Candidate, ...]
@@ -112,18 +119,22 @@ class Found:
     device: DeviceProfile
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether a candidate's memory is the device's."""
+        """Return True if a candidate's memory fits into the device's."""
         return candidate.costs.memory.peak <= self.device.memory_bytes
 
     @property
     def best(self) -> Candidate | None:
-        """The one to take: of those that fit and are as good as the fastest, the one that holds least."""
+        """The recommended candidate: of those that fit and are about as fast as the fastest, the
+        one that needs the least memory.
+        """
         return next((c for c in self.candidates if self.fits(c)), None)
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Stop Python's cyclic collector, which would traverse all nodes of all graphs again and again. `_judge_all` collects between axes."""
+    """Disable Python's cyclic garbage collector, which would traverse all nodes of all graphs
+    repeatedly. `_judge_all` collects between axes.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -150,15 +161,15 @@ def search(
     Args:
         source: the package.
         cluster: its shape.
-        device: what it is made of.
-        wanted: what is decided already.
-        global_batch: rows of one update; None: the recipe's.
-        exact: how many plans are made and played through.
-        options: what else `make_plan` takes, for all plans alike.
-        say: told what is being done.
+        device: profile of its devices.
+        wanted: options that are fixed.
+        global_batch: rows of one update; None for the recipe's.
+        exact: number of plans that are made and simulated.
+        options: further arguments of `make_plan`, for all plans.
+        say: called with progress messages.
 
     Raises:
-        PlanError: nothing can be made at all.
+        PlanError: no plan can be made at all.
     """
     rows = rows_of_update(source.package, global_batch)
     judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say)
@@ -189,9 +200,10 @@ def smallest(
     global_batch: int | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Candidate | None:
-    """The plan for the fewest nodes (twice as many as `cluster` has, and so on) with which the package fits; None where none is found.
+    """Return the plan for the fewest nodes (doubling the nodes of `cluster`) on which the package
+    fits; None if none is found.
 
-    Arguments as of `search`.
+    The arguments are those of `search`.
     """
     rows = rows_of_update(source.package, global_batch)
     while cluster.nodes * 2 <= _MAX_NODES:
@@ -201,7 +213,7 @@ def smallest(
             try:
                 found = evaluate(source, cluster, device, each.choice, rows, options)
             except PlanError:
-                continue  # the next one may do
+                continue  # try the next one
             if found.costs.memory.peak <= device.memory_bytes:
                 return found
     return None
@@ -210,7 +222,9 @@ def smallest(
 def evaluate(
     source: Source, cluster: Cluster, device: DeviceProfile, choice: Choice, rows: int, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Candidate:
-    """Makes the plan of a choice, its graphs, and what it costs. Raises: PlanError where there is no such plan."""
+    """Make the plan of a choice and its graphs, and compute its costs. Raise PlanError if there is
+    no such plan.
+    """
     name, stages = choice.schedule or (None, None)
     plan = make_plan(
         source,
@@ -230,22 +244,22 @@ def evaluate(
 
 
 def costs_of(source: Source, plan: Plan, device: DeviceProfile, *, compiled: bool = True) -> Costs:
-    """What a plan costs.
+    """Return the costs of a plan.
 
     Args:
         source: its package.
         plan: the plan.
-        device: what each rank computes with.
-        compiled: whether graphs are compiled.
+        device: device of each rank.
+        compiled: True if graphs are compiled.
 
     Raises:
-        PlanError: its ranks' graphs would not meet.
+        PlanError: the collectives of its ranks' graphs do not match.
     """
     return costs(source.package, plan, simulate(source, plan, training_only=True).ranks, device, compiled=compiled)
 
 
 def in_order(candidates: Sequence[Candidate], device: DeviceProfile) -> tuple[Candidate, ...]:
-    """Sort candidates as `Found` has them."""
+    """Sort candidates in the order of `Found.candidates`."""
     over = sorted((c for c in candidates if c.costs.memory.peak > device.memory_bytes), key=lambda c: c.costs.memory.peak)
     fitting = sorted((c for c in candidates if c.costs.memory.peak <= device.memory_bytes), key=lambda c: c.costs.time.seconds)
     if fitting:
@@ -255,7 +269,7 @@ def in_order(candidates: Sequence[Candidate], device: DeviceProfile) -> tuple[Ca
     return (*fitting, *over)
 
 
-# What there is to choose from
+# Combinations to choose from
 
 
 def _divisors(number: int) -> list[int]:
@@ -263,7 +277,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _tensor_degrees(cluster: Cluster, wanted: Wanted) -> list[int]:
-    """A tensor axis stays within a node, whose links are the fastest."""
+    """Return the possible sizes of the tensor axis. It stays within a node, whose links are the
+    fastest.
+    """
     return [wanted.tensor] if wanted.tensor is not None else _divisors(cluster.devices_per_node)
 
 
@@ -339,7 +355,7 @@ class _Judged:
 
 
 class _Judge:
-    """Judges choices of one tensor axis by the graph of a rank of it."""
+    """Estimator of the choices for one tensor axis, based on the graph of one of its ranks."""
 
     def __init__(self, source: Source, cluster: Cluster, device: DeviceProfile, axis: TensorAxis, divide: Divide, rows: int) -> None:
         tensor = axis.ranks
@@ -361,7 +377,7 @@ class _Judge:
                 self._kept += size * sum(states[group] for group in groups)
 
     def judge(self, choice: Choice) -> _Judged:
-        """What a choice comes to, about."""
+        """Return an estimate of a choice's memory and time."""
         device, cluster = self._device, self._cluster
         lanes = cluster.world_size // (choice.tensor * choice.pipeline)
         seconds, activations = self._call(choice.recompute, self._rows // (lanes * choice.accumulate))
@@ -381,7 +397,7 @@ class _Judge:
         return _Judged(choice, memory, work + bubble + max(0.0, exchange - 0.8 * work))
 
     def _call(self, how: Recompute, rows: int) -> tuple[float, float]:
-        """Seconds of a call of so many rows, and bytes that it holds at most."""
+        """Return the seconds of a call of this number of rows, and its peak memory in bytes."""
         low = 1
         while low * _ROWS_APART <= rows:
             low *= _ROWS_APART
@@ -404,8 +420,11 @@ class _Judge:
 
 
 def _to_try(judged: list[_Judged], device: DeviceProfile) -> Iterator[Choice]:
-    """What is worth a closer look, the best first: those that seem to fit by time, then the others by memory. Of one kind of plan, which
-    differs in microbatches and recomputation alone, two at first.
+    """Yield choices worth a simulation, best first: those that seem to fit by time, then the others
+    by memory.
+
+    At first only two of each kind of plan are yielded, where plans of one kind differ only in
+    microbatches and recomputation.
     """
     fitting = sorted((each for each in judged if each.bytes <= device.memory_bytes), key=lambda each: each.seconds)
     others = sorted((each for each in judged if each.bytes > device.memory_bytes), key=lambda each: each.bytes)

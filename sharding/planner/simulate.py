@@ -1,7 +1,8 @@
-"""Goes through what all ranks of a plan would run, on one machine and without a value: their graphs, and whether they would meet.
+"""Build the graphs that all ranks of a plan would run, on one machine and without data, and check
+that their collectives match.
 
-Ranks that differ in rows and shares alone have one graph, so that what takes time is one rank of each place in the pipeline; how many
-ranks there are beside it costs next to nothing.
+Ranks that differ only in rows and shares have the same graph, so only one rank of each place in the
+pipeline takes time; further ranks cost almost nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from trainload.sharding.rewriting.local_step import Local
 from trainload.sharding.rewriting.rank_graphs import RankGraphs, cuts_of, rank_graphs
 
 Calls = Mapping[str, Sequence[Collective]]
-"""What `RankGraphs.collectives` gives for one rank."""
+"""Result of `RankGraphs.collectives` for one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What the ranks of a plan would run.
+    """The graphs that the ranks of a plan would run.
 
     Attributes:
         plan: the plan.
-        ranks: the graphs of each rank of the pipeline, in order; of one rank, where there is none.
-        calls: the same ranks' collectives.
+        ranks: graphs of each pipeline rank, in order; of one rank if there is no pipeline.
+        calls: collectives of the same ranks.
     """
 
     plan: Plan
@@ -38,7 +39,9 @@ class Simulation:
     calls: tuple[Calls, ...]
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Group -> operator -> how many calls of it stand in the graphs of the ranks of a pipeline together."""
+        """Return group -> operator -> number of its calls in the graphs of all pipeline ranks
+        together.
+        """
         found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for calls in self.calls:
             for called in calls.values():
@@ -50,15 +53,15 @@ class Simulation:
 
 @neutrally
 def simulate(package: Package | Source, plan: Plan, *, training_only: bool = False) -> Simulation:
-    """Makes the graphs of every rank of a plan, and demands that they meet.
+    """Make the graphs of every rank of a plan, and check that their collectives match.
 
     Args:
-        package: the plan's.
+        package: the plan's package.
         plan: the plan.
-        training_only: leave out graphs without gradients.
+        training_only: True to leave out graphs without gradients.
 
     Raises:
-        PlanError: the plan is not for the package, a graph cannot be made, or ranks would wait for one another.
+        PlanError: the plan is not for the package, a graph cannot be made, or ranks would deadlock.
     """
     source = package if isinstance(package, Source) else Source(package)
     check_plan(plan, source.package)
@@ -72,14 +75,15 @@ def simulate(package: Package | Source, plan: Plan, *, training_only: bool = Fal
 
 
 def check_meeting(everyones: Sequence[Calls], plan: Plan) -> None:
-    """Check that the collectives of all ranks of a plan match in every graph: no rank would wait forever or receive another value.
+    """Check that the collectives of all ranks of a plan match in every graph, so that no rank hangs
+    or receives another value.
 
     Args:
-        everyones: what each rank calls, by rank, as `RankGraphs.collectives` tells it.
+        everyones: collectives of each rank, by rank, from `RankGraphs.collectives`.
         plan: the plan.
 
     Raises:
-        PlanError: two ranks differ; it names them, and the first thing in which they do.
+        PlanError: two ranks differ; the message names them and the first difference.
     """
     groups = plan.groups()
     for name in dict.fromkeys(name for calls in {id(calls): calls for calls in everyones}.values() for name in calls):

@@ -1,4 +1,4 @@
-"""Groups parameters into buckets."""
+"""Group parameters into buckets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trainload.capture.program import GraphCapture, ParameterSpec
 from trainload.sharding.plans.plan import Bucket, Slot
 
 ALIGNMENT = 16
-"""Parameters begin at multiples of this many elements, so that kernels may load whole vectors."""
+"""Parameters begin at multiples of this number of elements, so that kernels may load whole vectors."""
 
 
 _Kind = tuple[str, tuple[str, ...], bool, tuple[int, ...]]
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype, as torch spells it ("float32")."""
+    """Return the bytes of one element of a dtype, in torch's notation ("float32")."""
     found: torch.dtype = getattr(torch, dtype)
     return found.itemsize
 
@@ -40,21 +40,25 @@ def make_buckets(
     divided: Collection[str] = (),
     stages: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Fills buckets with parameters in the order of their first use, one open bucket for each dtype, set of groups, whether they
-    are divided, and stages.
+    """Fill buckets with parameters in the order of their first use.
 
-    Laws: every parameter is in one slot; slots begin at multiples of ALIGNMENT; a bucket is as long as a multiple of ALIGNMENT * world_size
-    elements, the smallest that holds it; but for its last slot it holds less than `bucket_bytes`.
+    There is one open bucket for each combination of dtype, set of groups, division by the tensor
+    axis, and stages.
+
+    Laws: every parameter is in one slot; slots begin at multiples of ALIGNMENT; a bucket's length
+    is the smallest sufficient multiple of ALIGNMENT * world_size elements; without its last slot it
+    holds less than `bucket_bytes`.
 
     Args:
-        parameters: those that own storage; aliases are left out.
-        groups_of: parameter -> its optimizer groups; a parameter that is missing is frozen.
-        order: parameter names in the order of first use; parameters that it lacks come last.
-        world_size: every bucket's length is a multiple of it.
+        parameters: the parameters; aliases are skipped.
+        groups_of: parameter -> its optimizer groups; a missing parameter is frozen.
+        order: parameter names in the order of first use; missing parameters come last.
+        world_size: divisor of every bucket's length.
         bucket_bytes: a bucket is closed when it holds this much or more.
-        whole: groups whose update takes whole parameters.
-        divided: parameters of which each rank of the tensor axis has a share; `parameters` has the shapes of shares.
-        stages: parameter -> the stages of a pipeline that use it; None: there is no pipeline.
+        whole: groups whose update needs whole parameters.
+        divided: parameters of which each rank of the tensor axis has a share; `parameters` has the
+            shapes of shares.
+        stages: parameter -> the pipeline stages that use it; None without a pipeline.
     """
     position = {name: i for i, name in enumerate(order)}
     owners = sorted((p for p in parameters if p.alias_of is None), key=lambda p: position.get(p.name, len(position)))
@@ -92,7 +96,7 @@ def make_buckets(
 
 
 def parameter_order(capture: GraphCapture) -> list[str]:
-    """Names of a captured graph's parameters in the order of their first use."""
+    """Return the names of a captured graph's parameters in the order of their first use."""
     names: dict[Node, str] = {}
     placeholders = [n for n in capture.exported.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, capture.exported.graph_signature.input_specs, strict=True):

@@ -1,4 +1,4 @@
-"""Says of a plan that it trains another run than one process would, where rows of one call depend on one another."""
+"""Warn that a plan's results differ from one process's if rows of one call depend on one another."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from trainload.sharding.plans.plan import Plan
 
 
 def note_on_coupled_rows(manifest: Manifest, plan: Plan) -> str | None:
-    """Return a sentence for the user; None where the plan's losses are those of one process on the whole global batch.
+    """Return a note for the user, or None if the plan's losses equal those of one process on the
+    whole global batch.
 
     Args:
-        manifest: of the package that is planned; a freeze notes in it which graphs couple rows.
-        plan: for it.
+        manifest: manifest of the planned package; freezing records in it which graphs couple rows.
+        plan: plan for the package.
     """
     coupled = [name for name in manifest.training_graphs() if manifest.graphs[name].coupled]
     calls = plan.accumulate * plan.data_ranks

@@ -1,4 +1,4 @@
-"""A package's step graphs for a kind of device: as the package keeps them, or derived now."""
+"""Load a package's step graphs for a kind of device, or derive them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ from trainload.packaging.format.source_map import restore_traces, users_line
 from trainload.packaging.package import Package
 
 DERIVATION = 4
-"""Part of every derived graph's key: raise it when other step graphs are derived of the same program."""
+"""Part of every derived graph's key: increase it whenever the same program yields other step
+graphs.
+"""
 
 
 def derived_key(graph: str, device: torch.device) -> str:
-    """The name under which a package keeps the step graph of one of its graphs for a kind of device, as this torch derives it."""
+    """Return the name under which a package stores the step graph of one of its graphs, for a kind
+    of device and this torch version.
+    """
     return f"{graph}-{device.type}-torch{torch.__version__}-{DERIVATION}"
 
 
 def step_graphs(package: Package, device: torch.device, names: Iterable[str] | None = None) -> dict[str, StepGraph]:
     """Return the step graphs of a package by the names of its graphs.
 
-    What is derived of a package that came from a store is kept in the node's cache. Of others a freeze keeps the training graphs'.
+    Graphs derived for a package that came from a store are kept in the node's cache. For other
+    packages only those are stored that a freeze wrote: the training graphs'.
 
     Args:
-        package: what is trained.
-        device: where.
-        names: of the graphs; None: of all that are called in training or evaluation.
+        package: the package.
+        device: device that the graphs are for.
+        names: names of the graphs; None for all that are called in training or evaluation.
     """
     found: dict[str, StepGraph] = {}
     program: Program | None = None
@@ -42,21 +47,23 @@ def step_graphs(package: Package, device: torch.device, names: Iterable[str] | N
         if kept is None:
             program = program or package.program()
             kept = derive(program, name, device)
-            if package.source is not None:  # it lies in the node's cache, whose next release is of the same program
-                with suppress(StorageError):  # without a place for the user's key: it is derived again
+            if package.source is not None:  # it is in the node's cache, whose next release has the same program
+                with suppress(StorageError):  # without a place for the user's key, it is derived again
                     write_derived(package, key, kept)
         found[name] = kept
     return found
 
 
 def places_in_step(package: Package, graph: str, device: torch.device) -> dict[str, str]:
-    """Return the user's line that each node of a step graph comes from, such as "model.py:12: y = x.amin(1)"; nodes of no known line are
-    left out. The graph is derived anew for it.
+    """Return the user's line that each node of a step graph comes from, such as "model.py:12: y =
+    x.amin(1)".
+
+    Nodes without a known line are left out. The graph is derived again for this.
 
     Args:
-        package: what is trained.
-        graph: a name of `Manifest.step_graphs`.
-        device: as of `step_graphs`.
+        package: the package.
+        graph: a name in `Manifest.step_graphs`.
+        device: as in `step_graphs`.
     """
     program = package.program()
     restore_traces(package.path, graph, program.graphs[graph].exported)

@@ -1,4 +1,4 @@
-"""What a plan takes of one rank: bytes of memory, and bytes sent."""
+"""Estimate a plan's memory and communication for one rank, in bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from trainload.sharding.plans.plan import Bucket, Estimate, Plan
 
 
 def estimate(plan: Plan, package: Package, between: float = 0) -> Estimate:
-    """What a rank of a plan holds and sends: of the ranks of a pipeline the greatest of each. The plan's own estimate is not looked at.
+    """Return the memory and communication of a rank of a plan; for a pipeline, the maximum over its
+    ranks.
+
+    The plan's own estimate is ignored.
 
     Args:
-        plan: how the package is spread.
-        package: what is trained.
-        between: what a rank sends on the tensor axis and the pipeline axis for one microbatch.
+        plan: distribution of the package.
+        package: the package.
+        between: bytes that a rank sends on the tensor and pipeline axes for one microbatch.
     """
     ranks = [of_rank(plan, package, index) for index in range(plan.pipeline_ranks)]
     worst = {name: max(getattr(each, name) for each in ranks) for name in Estimate.model_fields}
@@ -24,7 +27,9 @@ def estimate(plan: Plan, package: Package, between: float = 0) -> Estimate:
 
 
 def of_rank(plan: Plan, package: Package, pipeline_index: int) -> Estimate:
-    """The same for the ranks of one place of the pipeline, without what they send between them."""
+    """Return the estimate for the ranks at one place of the pipeline, without communication on the
+    tensor and pipeline axes.
+    """
     buckets = plan.held_buckets(pipeline_index)
     states, own_state = state_counts(package), own_state_bytes(package)
     shard, replicas = plan.shard_degree, plan.replicas
@@ -68,17 +73,23 @@ def of_rank(plan: Plan, package: Package, pipeline_index: int) -> Estimate:
 
 
 def state_counts(package: Package) -> dict[str, int]:
-    """Optimizer group -> how many values of its state a run keeps for each element of a parameter."""
+    """Return optimizer group -> number of state values that a run keeps for each element of a
+    parameter.
+    """
     return {u.group: sum(s.like_parameter for s in u.state) for u in package.manifest.updates}
 
 
 def kept_per_element(bucket: Bucket, states: Mapping[str, int], mean: bool) -> int:
-    """How many values a run keeps for each element of a bucket's parameters beside it: optimizer state, and the running mean."""
+    """Return the number of values that a run keeps for each parameter element of a bucket:
+    optimizer state and running mean.
+    """
     return sum(states[group] for group in bucket.groups) + (mean and bool(bucket.groups))
 
 
 def own_state_bytes(package: Package) -> dict[str, int]:
-    """Optimizer group -> bytes of what its update keeps of a parameter in other shapes than the parameter's; every rank holds all of it."""
+    """Return optimizer group -> bytes of the state that does not have its parameter's shape; every
+    rank holds all of it.
+    """
     return {
         u.group: sum(math.prod(s.shape) * item_bytes(s.dtype) for s in u.state if not s.like_parameter) for u in package.manifest.updates
     }

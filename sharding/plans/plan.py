@@ -1,4 +1,4 @@
-"""The plan: how one package is spread over one cluster, as data."""
+"""The plan: the distribution of one package over one cluster, as data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from trainload.sharding.plans.strategies import BatchNorm, Divide, Recompute, Sc
 DeviceKind = Literal["cpu", "cuda"]
 
 DATA = "trainload.data"
-"""Logical name of the process group of the ranks that have other rows: all of them, where there is no tensor axis."""
+"""Logical name of the process group of the ranks with different rows: all ranks if there is no
+tensor axis.
+"""
 SHARD = "trainload.shard"
-"""Of the ranks that share one copy of what is sharded, where there are several copies."""
+"""Process group of the ranks that share one copy of sharded tensors, if there are several copies."""
 REPLICATE = "trainload.replicate"
-"""Of the ranks that hold the same part of a copy each."""
+"""Process group of the ranks that each hold the same part of a copy."""
 TENSOR = "trainload.tensor"
-"""Of the ranks that share the work on one and the same rows."""
+"""Process group of the ranks that share the work on the same rows."""
 PIPELINE = "trainload.pipeline"
-"""Of the ranks that have the same rows and the same shares, one for each of the pipeline's ranks."""
+"""Process group of the ranks with the same rows and the same shares, one for each rank of the
+pipeline.
+"""
 
 
 class _Record(BaseModel):
@@ -34,7 +38,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Cluster(_Record):
-    """The shape of a cluster: `nodes` x `devices_per_node` devices of one kind."""
+    """Shape of a cluster: `nodes` x `devices_per_node` devices of one kind."""
 
     nodes: Count = 1
     devices_per_node: Count = 1
@@ -44,7 +48,8 @@ class Cluster(_Record):
         """Validate the shape.
 
         Raises:
-            PlanError: a number is not a positive integer, the device is unknown, or there is no such field.
+            PlanError: a number is not a positive integer, the device is unknown, or a field is
+                unknown.
         """
         try:
             super().__init__(**{"nodes": nodes, "devices_per_node": devices_per_node, "device": device, **unknown})
@@ -57,25 +62,25 @@ class Cluster(_Record):
 
 
 class Shard(_Record):
-    """How a parameter is divided among the ranks of the tensor axis.
+    """Division of a parameter among the ranks of the tensor axis.
 
-    Its dim `dim`, of n elements, is `blocks` blocks of `ranks` shares each; a rank has its share of every block. A fused projection of
-    query, key and value has three blocks.
+    Its dim `dim`, of n elements, consists of `blocks` blocks of `ranks` shares each; a rank has its
+    share of every block. A fused projection of query, key and value has three blocks.
     """
 
     dim: int = Field(ge=0)
     blocks: int = Field(default=1, ge=1)
 
     def divides(self, shape: Sequence[int], ranks: int) -> bool:
-        """Whether a parameter of this shape has equal shares for so many ranks."""
+        """Return True if a parameter of this shape has equal shares for this number of ranks."""
         return self.dim < len(shape) and shape[self.dim] % (self.blocks * ranks) == 0
 
     def share_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """The shape of one rank's share of a parameter."""
+        """Return the shape of one rank's share of a parameter."""
         return tuple(size // ranks if at == self.dim else size for at, size in enumerate(shape))
 
     def whole_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """The shape of a parameter, of one share's."""
+        """Return the shape of a parameter from that of one share."""
         return tuple(size * ranks if at == self.dim else size for at, size in enumerate(shape))
 
     def __str__(self) -> str:
@@ -83,7 +88,7 @@ class Shard(_Record):
 
 
 class Slot(_Record):
-    """Where one parameter lies in its bucket, in elements: [offset, offset + length)."""
+    """Place of one parameter in its bucket, in elements: [offset, offset + length)."""
 
     parameter: str
     offset: int = Field(ge=0)
@@ -94,14 +99,17 @@ class Slot(_Record):
 class Bucket(_Record):
     """Parameters that are stored, communicated and updated together, as one flat tensor.
 
-    Laws: slots are in order and do not overlap; `length` is a multiple of the world size and no smaller than the end of the last slot;
-    of what is sharded among s ranks, number r owns [r * length / s, (r + 1) * length / s). All parameters of a bucket have one dtype and
-    are in the same parameter groups: none where they are frozen, one, or several where several graphs train them with optimizers of their
-    own. All are divided by the tensor axis (`divided`), or all are whole on each of its ranks; a slot is of a rank's share.
+    Laws: slots are in order and do not overlap; `length` is a multiple of the world size and not
+    smaller than the end of the last slot; if s ranks shard it, rank r owns [r * length / s, (r + 1)
+    * length / s). All parameters of a bucket have one dtype and are in the same parameter groups:
+    none if they are frozen, one, or several if several graphs train them with optimizers of their
+    own. Either all are divided by the tensor axis (`divided`; a slot is then one rank's share), or
+    all are whole on each of its ranks.
 
-    `whole`: those of the groups whose update takes whole parameters. What is stored and communicated is as in other buckets; but for such
-    an update every rank gathers the bucket's parameters, gradients and sharded state, updates all of them, and keeps its own part.
-    `stages`: those of a pipeline that use its parameters, in order; all of a bucket's are used by the same. () where there is no pipeline.
+    `whole` lists the groups whose update needs whole parameters. Storage and communication are as
+    in other buckets, but for such an update every rank gathers the bucket's parameters, gradients
+    and sharded state, updates all of them, and keeps its own part. `stages` lists the pipeline
+    stages that use its parameters, in order, the same for all of them; () without a pipeline.
     """
 
     name: str
@@ -114,26 +122,29 @@ class Bucket(_Record):
     stages: tuple[int, ...] = ()
 
     def group_among(self, groups: Collection[str]) -> str | None:
-        """The one of its groups that is among these: a graph's; None where there is none."""
+        """Return the one of its groups that is in `groups` (those of one graph), or None."""
         return next((group for group in self.groups if group in groups), None)
 
     def entry(self, group: str, name: str) -> str:
-        """The name under which a run keeps an entry of the state of one of its groups."""
+        """Return the name under which a run stores a state entry of one of its groups."""
         return name if len(self.groups) == 1 else f"{group}.{name}"
 
 
 class Pipeline(_Record):
-    """How a pipeline of `ranks` ranks divides a step: each has one stage of the graph or several, and a microbatch passes through all.
+    """Division of a step among the `ranks` ranks of a pipeline: each has one or several stages of
+    the graph, and a microbatch passes through all of them.
 
-    Laws: `order` has the actions of each rank in order, spelled as torch spells them: stage, F (forward), B (backward) or I and W (its two
-    parts), microbatch. Every stage does all of its work on each of the plan's `accumulate` microbatches once, and the ranks can go through
-    to the end (sharding/pipeline/stage_schedule.py).
+    Laws: `order` has the actions of each rank in order, in torch's notation: stage, F (forward), B
+    (backward) or I and W (its two parts), microbatch. Every stage does all of its work on each of
+    the plan's `accumulate` microbatches exactly once, and the ranks do not deadlock
+    (sharding/pipeline/stage_schedule.py).
 
     Attributes:
-        schedule: whose order it is; with `stage_ranks` it says no more than `order`.
-        stage_ranks: stage -> the rank that has it.
+        schedule: schedule that the order comes from; with `stage_ranks` it adds nothing to `order`.
+        stage_ranks: stage -> its rank.
         order: rank -> its actions.
-        buffers: buffer that a step updates out of what depends on parameters -> its stage. Others are on all.
+        buffers: buffer whose update depends on parameters -> its stage. Other buffers are on all
+            stages.
     """
 
     ranks: int = Field(ge=2)
@@ -153,22 +164,24 @@ class Pipeline(_Record):
 
 
 class Estimate(_Record):
-    """Bytes for one rank: where a pipeline's ranks differ, for the one that has most."""
+    """Bytes for one rank; if the ranks of a pipeline differ, the maximum."""
 
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     gathered_bytes: int
-    """The greatest number of bytes of full parameters (for an update of whole parameters: of gradients and state too) that exist at one
-    time beside the rank's own shards."""
+    """Maximum number of bytes of full parameters that exist at one time beside the rank's own
+    shards. An update of whole parameters adds gradients and state.
+    """
     communication_bytes_per_step: int
-    """Sent by one rank for one optimizer update, by ring algorithms."""
+    """Bytes that one rank sends for one optimizer update, with ring algorithms."""
 
 
 class Replicated(_Record):
-    """What every rank of the tensor axis does whole, and thus each does again: the nodes of an operator in the main training graph.
+    """Work that every rank of the tensor axis repeats: the nodes of one operator in the main
+    training graph that run on whole tensors.
 
-    In the example batch: `operations` of matrix products, `bytes` that are read and written.
+    In the example batch: `operations` of matrix products, `bytes` read and written.
     """
 
     operator: str
@@ -178,36 +191,45 @@ class Replicated(_Record):
 
 
 class Plan(_Record):
-    """How a package trains on a cluster. Made once, on the driver; ranks decide nothing.
+    """Distribution of a package's training over a cluster. It is made once, on the driver; ranks
+    decide nothing.
 
-    strategy: "single" one device; "zero0" data parallel, gradients all-reduced; "zero1" optimizer state sharded, gradients
-    reduce-scattered once a step, updated parameters gathered; "zero2" gradients sharded too, reduce-scattered after each microbatch;
-    "zero3" parameters sharded too, gathered once for forward and once for backward; "hybrid" as zero3 among `shard_ranks` neighbours, and
-    replicated beyond them. That is the data axis. `tensor_ranks` neighbours at a time work on the same rows, each on its shares of the
-    parameters in `tensor_shards`: the tensor axis. `divide` says what else they share: "tensor" nothing; "sequence" also the positions of
-    what no parameter's division divides; "context" positions alone; "expert" the experts, and positions elsewhere where the graph has
-    such. `replicated` is what each of them does whole. The ranks of a `pipeline` work on the same rows one after the other, each on stages
-    of the graph: the pipeline axis.
+    The data axis is distributed by `strategy`: "single", one device; "zero0", data parallel with
+    all-reduced gradients; "zero1", optimizer state sharded, gradients reduce-scattered once a step,
+    updated parameters gathered; "zero2", gradients sharded too, reduce-scattered after each
+    microbatch; "zero3", parameters sharded too, gathered once for forward and once for backward;
+    "hybrid", as zero3 among `shard_ranks` neighbours and replicated across such groups.
 
-    batch_norm: "averaged" each rank normalises by its own rows, and buffers that forward updates are averaged over the ranks after each
-    call; "broadcast" the same, and they are those of the first rank; "synchronised" each normalises by the rows of all ranks.
+    On the tensor axis, each group of `tensor_ranks` neighbours works on the same rows, each rank on
+    its shares of the parameters in `tensor_shards`. `divide` is what else they share: "tensor",
+    nothing; "sequence", also the positions where no parameter's division applies; "context",
+    positions only; "expert", the experts, and positions elsewhere if the graph has any.
+    `replicated` is the work that each of them repeats. On the pipeline axis, the ranks of a
+    `pipeline` work on the same rows one after the other, each on its stages of the graph.
 
-    recompute: what of forward is computed again for backward: "job" what the model's own checkpoints say; "selective" all but what matrix
-    products, convolutions, attention and collectives have computed, and what goes from one stretch of the graph to the next; "full" all
-    but what goes on.
+    `batch_norm`: "averaged", each rank normalises by its own rows, and buffers that forward updates
+    are averaged over the ranks after each call; "broadcast", the same, but the buffers are those of
+    the first rank; "synchronised", each rank normalises by the rows of all ranks.
 
-    Laws: the buckets hold every parameter that is not an alias exactly once; global_batch = data_ranks * accumulate * rows of one call;
-    `shard_ranks` divides data_ranks and is given for "hybrid" alone; rank = (its number on the pipeline axis * data_ranks + its number on
-    the data axis) * tensor_ranks + its number on the tensor axis.
+    `recompute` says which forward values are recomputed for backward: "job", those in the model's
+    own checkpoints; "selective", all except results of matrix products, convolutions, attention and
+    collectives, and values that cross from one segment of the graph to the next; "full", all except
+    values that cross segments.
+
+    Laws: every parameter that is not an alias is in exactly one bucket; global_batch = data_ranks *
+    accumulate * rows of one call; `shard_ranks` divides data_ranks and is set only for "hybrid";
+    rank = (pipeline index * data_ranks + data index) * tensor_ranks + tensor index.
     """
 
     version: int = 1
     package: str
-    """The package's digest: the sha256 of its manifest, in hex."""
+    """Digest of the package: the sha256 of its manifest, in hex."""
     cluster: Cluster
     strategy: Strategy
     shard_ranks: int | None = Field(default=None, ge=1)
-    """How many ranks of the data axis, neighbours, share one copy: a node's, since its devices have the fastest links."""
+    """Number of adjacent ranks of the data axis that share one copy: those of a node, since its
+    devices have the fastest links.
+    """
     tensor_ranks: int = Field(default=1, ge=1)
     tensor_shards: dict[str, Shard] = {}
     divide: Divide = "tensor"
@@ -218,7 +240,7 @@ class Plan(_Record):
     global_batch: int = Field(ge=1)
     accumulate: int = Field(default=1, ge=1)
     prefetch: int = Field(default=1, ge=0)
-    """How many buckets ahead of its use a bucket's gather starts."""
+    """Number of buckets by which a bucket's gather precedes its use."""
     buckets: tuple[Bucket, ...]
     estimate: Estimate
 
@@ -256,91 +278,93 @@ class Plan(_Record):
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks, or groups of ranks of the tensor axis, have rows of their own."""
+        """Number of ranks (or of groups of ranks of the other axes) with different rows."""
         return self.world_size // (self.tensor_ranks * self.pipeline_ranks)
 
     @property
     def pipeline_ranks(self) -> int:
-        """How many ranks a microbatch passes through."""
+        """Number of ranks that a microbatch passes through."""
         return 1 if self.pipeline is None else self.pipeline.ranks
 
     def data_index(self, rank: int) -> int:
-        """A rank's number on the data axis."""
+        """Return a rank's index on the data axis."""
         return rank // self.tensor_ranks % self.data_ranks
 
     def pipeline_index(self, rank: int) -> int:
-        """A rank's number on the pipeline axis."""
+        """Return a rank's index on the pipeline axis."""
         return rank // (self.tensor_ranks * self.data_ranks)
 
     def tensor_index(self, rank: int) -> int:
-        """A rank's number on the tensor axis."""
+        """Return a rank's index on the tensor axis."""
         return rank % self.tensor_ranks
 
     def holders(self, bucket: Bucket) -> tuple[int, ...]:
-        """The ranks of the pipeline that hold a bucket, in order."""
+        """Return the pipeline ranks that hold a bucket, in order."""
         return (0,) if self.pipeline is None else tuple(sorted({self.pipeline.stage_ranks[stage] for stage in bucket.stages}))
 
     def held_buckets(self, pipeline_index: int) -> tuple[Bucket, ...]:
-        """The buckets that a rank of the pipeline holds."""
+        """Return the buckets that a pipeline rank holds."""
         return tuple(bucket for bucket in self.buckets if pipeline_index in self.holders(bucket))
 
     def shape(self, slot: Slot) -> tuple[int, ...]:
-        """The shape of a slot's whole parameter."""
+        """Return the shape of a slot's whole parameter."""
         shard = self.tensor_shards.get(slot.parameter)
         return slot.shape if shard is None else shard.whole_shape(slot.shape, self.tensor_ranks)
 
-    # What is sharded, and among whom
+    # Sharding on the data axis
 
     @property
     def shards_state(self) -> bool:
-        """Whether a rank keeps and updates only its share of the optimizer's state."""
+        """True if a rank keeps and updates only its share of the optimizer's state."""
         return self.strategy in ("zero1", "zero2", "zero3", "hybrid")
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether a rank keeps only its share of a gradient between microbatches."""
+        """True if a rank keeps only its share of a gradient between microbatches."""
         return self.strategy in ("zero2", "zero3", "hybrid")
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a rank stores only its share of the parameters."""
+        """True if a rank stores only its share of the parameters."""
         return self.strategy in ("zero3", "hybrid")
 
     @property
     def shard_degree(self) -> int:
-        """How many ranks of the data axis share one copy of what is sharded."""
+        """Number of ranks of the data axis that share one copy of sharded tensors."""
         if self.shard_ranks is not None:
             return self.shard_ranks
         return self.data_ranks if self.shards_state else 1
 
     @property
     def replicas(self) -> int:
-        """How many copies there are of what is sharded."""
+        """Number of copies of sharded tensors."""
         return self.data_ranks // self.shard_degree
 
     @property
     def shard_group(self) -> str:
-        """The name of the process group that shares one copy."""
+        """Name of the process group that shares one copy."""
         return DATA if self.replicas == 1 else SHARD
 
     def shard_index(self, rank: int) -> int:
-        """Which share of its copy a rank holds."""
+        """Return the index of the share that a rank holds of its copy."""
         return self.data_index(rank) % self.shard_degree
 
     def part_index(self, rank: int) -> int:
-        """Which of `data_ranks` equal parts of its buckets is a rank's to write: one that it holds, under whatever strategy."""
+        """Return which of `data_ranks` equal parts of its buckets a rank writes. It holds that part
+        under every strategy.
+        """
         return self.shard_index(rank) * self.replicas + self.data_index(rank) // self.shard_degree
 
     def file_index(self, rank: int) -> int:
-        """The number of a rank's file of a checkpoint: by the ranks of the pipeline, of each by parts in order, of each part by the ranks
-        of the tensor axis.
+        """Return the index of a rank's checkpoint file: ordered by pipeline rank, then by part,
+        then by tensor rank.
         """
         lane = self.pipeline_index(rank) * self.data_ranks + self.part_index(rank)
         return lane * self.tensor_ranks + self.tensor_index(rank)
 
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The process groups that the plan's graphs name: for each, how it divides the ranks that are in one. All its parts are equally
-        large.
+        """Return the process groups that the plan's graphs use: name -> the groups of ranks of that
+        name, all of the same size.
         """
         pipeline, data, tensor = range(self.pipeline_ranks), range(self.data_ranks), range(self.tensor_ranks)
         found: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -365,17 +389,23 @@ class Plan(_Record):
 
     @property
     def rows_per_call(self) -> int:
-        """Rows of the batch that one rank of the data axis is given for one microbatch."""
+        """Number of rows of the batch that one rank of the data axis receives for one microbatch."""
         return self.global_batch // (self.data_ranks * self.accumulate)
 
 
 def shared_group(holders: Sequence[int]) -> str:
-    """Logical name of the process groups of ranks that hold the same bucket, one for each of these ranks of the pipeline."""
+    """Return the logical name of the process groups of ranks that hold the same bucket, one rank
+    for each of these pipeline ranks.
+    """
     return f"trainload.shared.{'.'.join(map(str, holders))}"
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan that `trainload plan` wrote, perhaps edited since. Raises: PlanError: there is none, or it is malformed."""
+    """Read a plan that `trainload plan` wrote and that may have been edited since.
+
+    Raises:
+        PlanError: the file does not exist or is malformed.
+    """
     if not path.is_file():
         raise PlanError("there is no such plan", where=str(path), hint="Make one: trainload plan PKG -o FILE.")
     try:

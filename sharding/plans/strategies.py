@@ -1,6 +1,7 @@
-"""The names of strategies, schedules and their like, for who needs no more than that, such as the command line's help.
+"""Names of strategies, schedules and similar options, for code that needs only the names, such as
+the command line's help.
 
-`Plan` says what they mean.
+`Plan` documents their meaning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Batch norm over the rows of all ranks: each normalises by the statistics of the whole batch, and its gradient goes through them."""
+"""Synchronised batch norm: each rank normalises by the statistics of the rows of all ranks, and its
+gradient includes them.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ BACKWARD = aten.native_batch_norm_backward.default
 
 
 def synchronised(step: StepGraph, ranks: int, group: str) -> StepGraph:
-    """The same step graph with each batch norm over the rows of `ranks` ranks, which have equally many.
+    """Return the same step graph with each batch norm over the rows of `ranks` ranks, which have
+    equal numbers of rows.
 
-    What normalises each row by itself (an instance norm, which torch computes as a batch norm of rows x channels) stays as it is.
+    A norm of each row by itself (an instance norm, which torch computes as a batch norm of rows x
+    channels) stays as it is.
 
     Args:
-        step: the graph, as one of the ranks has it.
-        ranks: of the group.
-        group: the logical name of the process group.
+        step: the graph of one of the ranks.
+        ranks: number of ranks in the group.
+        group: logical name of the process group.
     """
     if not any(node.target in FORWARD and _over_rows(node) for node in step.module.graph.nodes):
         return step
@@ -40,7 +44,9 @@ def synchronised(step: StepGraph, ranks: int, group: str) -> StepGraph:
 
 
 def _over_rows(node: Node) -> bool:
-    """Whether a batch norm takes statistics of several rows of the batch: its channels are not rows themselves."""
+    """Return True if a batch norm's statistics cover several rows of the batch, that is, its
+    channels are not rows themselves.
+    """
     given = arguments(node)
     shape = given["input"].meta["val"].shape
     if not given["train" if node.target is BACKWARD else "training"]:
@@ -56,7 +62,7 @@ class _Synchroniser:
         self._results: dict[Node, tuple[Node | None, ...]] = {}
 
     def take(self, node: Node) -> None:
-        """Copies a node, or what stands for it."""
+        """Copy a node, or its replacement."""
         if node.target in FORWARD and _over_rows(node):
             self._results[node] = self._forward(node)
         elif node.target is BACKWARD and _over_rows(node):
@@ -127,7 +133,7 @@ class _Synchroniser:
         return self._call(aten.add.Tensor, kept, self._as(self._call(aten.mul.Scalar, value, momentum), running.meta["val"].dtype))
 
     def _count(self, x: Node) -> Node:
-        """How many elements of a channel all ranks have: a 0-dim tensor."""
+        """Return the number of elements of a channel on all ranks: a 0-dim tensor."""
         value = x.meta["val"]
         found: Any = self._ranks
         for at, size in enumerate(value.shape):
@@ -148,11 +154,11 @@ class _Synchroniser:
         return self._call(c10d.wait_tensor.default, flying)
 
     def _along(self, value: Node, x: Node) -> Node:
-        """A value for each channel, beside the other dims of x."""
+        """Return a value per channel, broadcast along the other dims of x."""
         return self._call(aten.view.default, value, [-1, *(1 for _ in range(x.meta["val"].ndim - 2))])
 
     def _wide(self, value: Node) -> Node:
-        """In float32 at least, as torch's own kernels reckon."""
+        """Return the value in at least float32, as torch's own kernels compute."""
         return self._as(value, torch.float32) if value.meta["val"].dtype in (torch.bfloat16, torch.float16) else value
 
     def _as(self, value: Node, dtype: torch.dtype) -> Node:

@@ -1,4 +1,4 @@
-"""A step graph as one rank has it, before anything is sharded over the data axis or cut into stages."""
+"""Step graph of one rank, before sharding over the data axis and before cutting into stages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from trainload.sharding.tensor.partition import partition
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What of a plan shapes a rank's step graph. `shards`, `positions`: what the tensor axis divides. `data_ranks`: whose rows a batch norm
-    takes.
+    """The options of a plan that affect a rank's step graph.
+
+    `shards` and `positions` are what the tensor axis divides. `data_ranks` is the number of ranks
+    over whose rows a batch norm is computed.
     """
 
     tensor_ranks: int = 1
@@ -28,18 +30,19 @@ class Local:
 
     @classmethod
     def of(cls, plan: Plan) -> Local:
-        """A plan's."""
+        """Return the options of a plan."""
         ranks = plan.data_ranks if plan.batch_norm == "synchronised" else 1
         shards = tuple(sorted(plan.tensor_shards.items()))
         return cls(plan.tensor_ranks, shards, plan.batch_norm, plan.recompute, ranks, plan.divide != "tensor")
 
 
 def local_step(step: StepGraph, axes: Local) -> StepGraph:
-    """Return the step graph of a rank of the tensor axis, with the statistics and the recomputation that its plan wants.
+    """Return the step graph of a rank of the tensor axis, with its plan's batch norm statistics and
+    recomputation.
 
     Args:
         step: the whole graph.
-        axes: the plan's.
+        axes: the plan's options.
     """
     if axes.tensor_ranks > 1:
         step = partition(step, axes.tensor_ranks, dict(axes.shards), positions=axes.positions).step
@@ -47,7 +50,9 @@ def local_step(step: StepGraph, axes: Local) -> StepGraph:
 
 
 def completed(step: StepGraph, axes: Local) -> StepGraph:
-    """Apply what `local_step` applies after the partition, to a graph that has been partitioned if there is a tensor axis."""
+    """Apply the steps of `local_step` after the partition, to a graph that has been partitioned if
+    there is a tensor axis.
+    """
     if axes.data_ranks > 1:
         step = synchronised(step, axes.data_ranks, DATA)
     return ignore_zero_weight(recomputed(step, axes.recompute))

@@ -1,4 +1,4 @@
-"""The graphs that a rank runs: a package's step graphs as its plan cuts and rewrites them, and the updates."""
+"""The graphs of a rank: a package's step graphs, cut and rewritten for its plan, and the updates."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trainload.sharding.rewriting.rewrite import Phase, RankGraph, rewrite
 
 @dataclass(frozen=True, slots=True)
 class RankGraphs:
-    """What a rank runs.
+    """Graphs that a rank runs.
 
     Attributes:
-        ranks: rank graphs by name: `train_name`, `stage_name`, or that of a graph without gradients.
-        updates: what `UpdateStep.trace` gives, by the first training graph that shares it.
-        cuts: under a plan with a pipeline, how each graph was cut.
+        ranks: rank graphs by `train_name`, `stage_name`, or the name of a graph without gradients.
+        updates: results of `UpdateStep.trace`, by the first training graph that shares it.
+        cuts: stages of each graph, in a plan with a pipeline.
     """
 
     ranks: dict[str, RankGraph]
@@ -34,8 +34,11 @@ class RankGraphs:
     cuts: Mapping[str, Stages]
 
     def collectives(self, plan: Plan) -> dict[str, tuple[Collective, ...]]:
-        """What has to be the same on ranks that meet, by the name of a graph or of a part of it: what each graph calls, that it is the
-        graph which other rows and other shares are given, and what crosses the boundaries of those that were cut.
+        """Return everything that must be equal on communicating ranks, by the name of a graph or of
+        a part of it.
+
+        This covers the collectives of each graph, the graph itself among ranks that differ only in
+        rows and shares, and the messages between the stages of graphs that were cut.
         """
         modules = {name: graph.module for name, graph in self.ranks.items()}
         modules |= {update_name(owner): module for owner, module in self.updates.items()}
@@ -43,7 +46,9 @@ class RankGraphs:
 
 
 def calls_of(modules: Mapping[str, GraphModule], plan: Plan) -> dict[str, tuple[Collective, ...]]:
-    """What graphs call, by name; and by name with ".graph", which graph that is: ranks of one place in the pipeline have the same."""
+    """Return the collectives of graphs by name and, under the name with ".graph", the digest of the
+    graph: ranks at one place in the pipeline have the same.
+    """
     groups = plan.groups()
     found = {name: collectives_of(module, groups, name) for name, module in modules.items()}
     alike = [group for group in (DATA, TENSOR) if group in groups]
@@ -52,7 +57,9 @@ def calls_of(modules: Mapping[str, GraphModule], plan: Plan) -> dict[str, tuple[
 
 
 def _messages(stages: Stages) -> tuple[Collective, ...]:
-    """What crosses the boundaries, in order: the same on all ranks of a pipeline, or they would wait for one another."""
+    """Return the messages between stages, in order. They must be the same on all ranks of a
+    pipeline, or the ranks would deadlock.
+    """
     return tuple(
         Collective(f"{kind} {boundary}", PIPELINE, value.dtype, f"{value.name} {value.shape}")
         for kind, boundaries in (("up from stage", stages.up), ("down to stage", stages.down))
@@ -62,22 +69,22 @@ def _messages(stages: Stages) -> tuple[Collective, ...]:
 
 
 def train_name(graph: str, phase: Phase) -> str:
-    """The name of a training graph for one phase of a step."""
+    """Return the name of a training graph for one phase of a step."""
     return f"{graph}.{phase.value}"
 
 
 def stage_name(graph: str, stage: int, part: Part) -> str:
-    """The name of what a stage does of a graph."""
+    """Return the name of a stage's part of a graph."""
     return f"{graph}.stage{stage}.{part.value}"
 
 
 def update_name(graph: str) -> str:
-    """The name of the update that follows a training graph."""
+    """Return the name of the update that follows a training graph."""
     return f"{graph}.update"
 
 
 def update_owners(package: Package) -> dict[str, str]:
-    """Training graph -> the first one that updates the same groups in the same way."""
+    """Return training graph -> the first one that updates the same groups in the same way."""
     first: dict[str, str] = {}
     owners: dict[str, str] = {}
     for name in package.manifest.training_graphs():
@@ -86,7 +93,7 @@ def update_owners(package: Package) -> dict[str, str]:
 
 
 def phases(plan: Plan) -> tuple[Phase, ...]:
-    """The phases of a step that a plan needs."""
+    """Return the phases of a step that a plan needs."""
     return (Phase.ONLY,) if plan.accumulate == 1 else (Phase.ACCUMULATE, Phase.SYNCHRONISE)
 
 
@@ -99,16 +106,16 @@ def rank_graphs(
     pipeline_index: int = 0,
     cuts: Mapping[str, Stages] | None = None,
 ) -> RankGraphs:
-    """Rewrites a package's step graphs for the ranks of a plan.
+    """Rewrite a package's step graphs for the ranks of a plan.
 
     Args:
-        package: what is trained.
-        plan: how.
-        local: its step graphs by name, as `local_step` gives them for this plan.
+        package: the package.
+        plan: the plan.
+        local: its step graphs by name, as `local_step` returns them for this plan.
         updates: its optimizers' updates.
-        device: where the ranks compute.
-        pipeline_index: of the ranks.
-        cuts: what `cuts_of` gives for these graphs; None: they are cut now.
+        device: device of the ranks.
+        pipeline_index: index of the ranks on the pipeline axis.
+        cuts: result of `cuts_of` for these graphs; None to cut them now.
     """
     training = package.manifest.training_graphs()
     cuts = cuts_of(plan, local) if cuts is None else cuts
@@ -128,12 +135,14 @@ def rank_graphs(
 
 
 def cuts_of(plan: Plan, local: Mapping[str, StepGraph]) -> dict[str, Stages]:
-    """Return the stages of step graphs by name; none where the plan has no pipeline."""
+    """Return the stages of step graphs by name; {} if the plan has no pipeline."""
     return {name: cut_for(step, plan) for name, step in local.items()} if plan.pipeline is not None else {}
 
 
 def _own_parts(stages: Stages, plan: Plan, pipeline_index: int) -> dict[tuple[int, Part], StepGraph]:
-    """The parts that a rank of the pipeline calls: of backward, the whole of it or its two halves, as the order has it."""
+    """Return the parts that a pipeline rank calls: of backward, the whole or its two halves,
+    according to the order.
+    """
     assert plan.pipeline is not None
     called = {(action.stage, action.part) for action in map(Action.parse, plan.pipeline.order[pipeline_index])}
     return {key: part for key, part in stages.parts.items() if key in called}

@@ -1,4 +1,6 @@
-"""Builds the graph that turns a rank's gradients into new parameters: norm, clipping, every bucket's update, the running mean."""
+"""Build the graph that turns a rank's gradients into new parameters: norm, clipping, every bucket's
+update, the running mean.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ from trainload.sharding.rewriting.rewrite import accumulated_length, update_leng
 
 aten = torch.ops.aten
 UPDATE_SCALARS = 3
-"""An update's first arguments: what gradients are divided by, learning rates, the rank. Parameters, their gradients and state follow."""
+"""Number of an update's first arguments: the gradients' divisor, learning rates, the rank.
+Parameters, gradients and state follow.
+"""
 _CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+"""Same value as in torch.nn.utils.clip_grad_norm_."""
 
 
 class _UpdateInterpreter(Interpreter):
-    """Runs an update graph, which was captured on a CPU, on a device."""
+    """Interpreter that runs an update graph, which was captured on a CPU, on any device."""
 
     def __init__(self, module: GraphModule, device: torch.device) -> None:
         super().__init__(module)
@@ -46,7 +50,9 @@ class _UpdateInterpreter(Interpreter):
 
 
 def _with_constants(graph: ExportedProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
-    """The graph's inputs in its own order: its 0-dim constants, made on the device, among the arguments."""
+    """Return the graph's inputs in its own order: the arguments, and its 0-dim constants made on
+    the device.
+    """
     entries = iter(arguments)
     device = arguments[0].device
     inputs: list[Tensor] = []
@@ -61,12 +67,14 @@ def _with_constants(graph: ExportedProgram, arguments: Sequence[Tensor]) -> list
 
 
 StateKey = tuple[str, str]
-"""(bucket, group): an optimizer's state of a bucket."""
+"""(bucket, group): key of an optimizer's state of a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketUpdate:
-    """One trained bucket and the update of one of its groups, which is number `group_index` of the recipe's."""
+    """One trained bucket and the update of one of its groups, which has index `group_index` in the
+    recipe.
+    """
 
     bucket: Bucket
     update: UpdateGraph
@@ -74,20 +82,22 @@ class BucketUpdate:
 
     @property
     def key(self) -> StateKey:
-        """Whose state it keeps."""
+        """Key of the state that it keeps."""
         return self.bucket.name, self.update.group
 
     @property
     def state(self) -> tuple[StateSpec, ...]:
-        """What it keeps."""
+        """Specs of the state that it keeps."""
         return self.update.state
 
 
 def bucket_updates(buckets: Sequence[Bucket], updates: Sequence[UpdateGraph], groups: Collection[str]) -> tuple[BucketUpdate, ...]:
-    """Those of the buckets that are trained by these groups, each with its update; once for each where it is in several of them.
+    """Return the buckets that these groups train, each with its update; a bucket in several of the
+    groups appears once for each.
 
     Raises:
-        PlanError: a bucket's update is missing, or the plan takes it for one of the other kind.
+        PlanError: a bucket's update is missing, or is elementwise although the plan expects whole
+            parameters, or the reverse.
     """
     by_group = {u.group: (i, u) for i, u in enumerate(updates)}
     found: list[BucketUpdate] = []
@@ -111,7 +121,9 @@ def bucket_updates(buckets: Sequence[Bucket], updates: Sequence[UpdateGraph], gr
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """What the updates before have not made yet: the state of these groups of buckets, and the running mean of these buckets."""
+    """State that no earlier update has made: the optimizer state of these groups of buckets, and
+    the running mean of these buckets.
+    """
 
     states: frozenset[StateKey] = frozenset()
     means: frozenset[str] = frozenset()
@@ -124,31 +136,36 @@ _NOTHING = Lacking()
 
 
 class UpdateStep:
-    """The update that follows a training graph, of all buckets that it trains, on one rank, as a function of flat tensors.
+    """The update that follows a training graph, of all buckets that it trains, on one rank, as a
+    function of flat tensors.
 
     Call: (divisor, rates, rank, *params, *gradients, *states, *means[, scale, streak]) ->
     (norm, *params, *states, *means[, scale, streak])
 
     - divisor: 0-dim float32; gradients are divided by it (scale * sum of weights).
     - rates: float32 (groups,); the learning rates of this step.
-    - rank: 0-dim int64; which share of what is sharded is this rank's.
-    - params, gradients: one (n,) for each bucket, this rank's slice; under a plan with a pipeline a gradient is what the rank's
-      microbatches came to, of `accumulated_length`.
-    - states: per bucket, in the order of its StateSpecs; what is `lacking` is left out of the arguments, and made. One that is like the
-      parameter is (n,), this rank's slice; others are whole on every rank: 0-dim in an elementwise update, (slots, *shape) in one of whole
+    - rank: 0-dim int64; index of this rank's share of sharded tensors.
+    - params, gradients: one (n,) for each bucket, this rank's slice; in a plan with a pipeline a
+      gradient is the sum over the rank's microbatches, of `accumulated_length`.
+    - states: per bucket, in the order of its StateSpecs; those in `lacking` are left out of the
+      arguments, and made. A state like the parameter is (n,), this rank's slice; others are whole
+      on every rank: 0-dim in an elementwise update, (slots, *shape) in an update of whole
       parameters.
-    - means: where the graph asks for them, one (n,) for each bucket, this rank's slice; what is `lacking` is left out, and made.
-    - scale: where the recipe scales the loss, 0-dim float32; streak: 0-dim int64, updates in a row since it last changed. Where the norm is
-      not finite all else stays as it is; an update that makes what was lacking is made all the same, for its caller to leave.
+    - means: if the graph keeps them, one (n,) for each bucket, this rank's slice; those in
+      `lacking` are left out, and made.
+    - scale: if the recipe scales the loss, 0-dim float32; streak: 0-dim int64, number of
+      consecutive updates since it last changed. If the norm is not finite, everything else keeps
+      its value; but an update that makes missing state returns its results unconditionally, and
+      the caller must discard them.
     - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping.
 
     Args:
-        plan: how the package is spread.
-        updates: the package's.
-        recipe: the package's.
-        graph: the name of the training graph.
-        lacking: what it has to make.
-        pipeline_index: the rank's number on the pipeline axis, whose buckets it updates.
+        plan: distribution of the package.
+        updates: the package's updates.
+        recipe: the package's recipe.
+        graph: name of the training graph.
+        lacking: state that it has to make.
+        pipeline_index: the rank's index on the pipeline axis, whose buckets it updates.
     """
 
     def __init__(
@@ -170,7 +187,7 @@ class UpdateStep:
 
     @property
     def keeps_mean(self) -> bool:
-        """Whether it moves a running mean of the parameters."""
+        """True if it updates a running mean of the parameters."""
         return self._graph.ema_decay is not None
 
     def __call__(self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
@@ -218,7 +235,7 @@ class UpdateStep:
         ]
 
     def _moved(self, finite: Tensor, scale: Tensor, streak: Tensor) -> tuple[Tensor, Tensor]:
-        """The next step's scale and streak."""
+        """Return the next step's scale and streak."""
         rule = self._recipe.loss_scale
         assert rule is not None
         longer = torch.where(finite, streak + 1, torch.zeros_like(streak))
@@ -228,7 +245,7 @@ class UpdateStep:
         return moved, torch.where(longer == rule.growth_interval, torch.zeros_like(streak), longer)
 
     def _run(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor]) -> Sequence[Tensor]:
-        """`given`: parameter, gradient, states. Returns: parameter, states."""
+        """Update one tensor. `given`: parameter, gradient, states. Return parameter, states."""
         graph = part.update.first if part.key in self._lacking.states else part.update.following
         param, gradient, *states = given
         arguments = _with_constants(graph, [param, gradient, rate, *states])
@@ -236,11 +253,11 @@ class UpdateStep:
         return results
 
     def _run_whole(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor], rank: Tensor) -> Sequence[Tensor]:
-        """The same for whole parameters, one by one; of what is sharded this rank's slice is kept."""
+        """Update whole parameters, one by one; of sharded tensors, keep this rank's slice."""
         bucket = part.bucket
         sharded = update_length(self._plan, bucket) < bucket.length
         like = [True, *(s.like_parameter for s in part.state)]
-        kinds = zip(given, [True, *like], strict=False)  # the first update is given no states
+        kinds = zip(given, [True, *like], strict=False)  # the first update receives no states
         whole = [(self._gathered(value) if is_like and sharded else value, is_like) for value, is_like in kinds]
         found: list[Sequence[Tensor]] = []
         for number, slot in enumerate(bucket.slots):
@@ -262,7 +279,7 @@ class UpdateStep:
         return result
 
     def _synchronised(self, bucket: Bucket, gradient: Tensor) -> Tensor:
-        """A bucket's gradient of all ranks: the part of it that this one updates."""
+        """Return the sum of a bucket's gradient over all ranks: the part that this rank updates."""
         plan = self._plan
         if plan.shards_state and not plan.shards_gradients and plan.data_ranks > 1:
             scattered = torch.ops._c10d_functional.reduce_scatter_tensor.default(gradient, "sum", plan.shard_degree, plan.shard_group)
@@ -275,10 +292,12 @@ class UpdateStep:
         return _total(gradient, shared_group(holders)) if len(holders) > 1 else gradient
 
     def _norm(self, gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
-        """The norm of all gradients that all ranks update. `divisor`: a 0-dim float32 on the device."""
+        """Return the norm of all gradients that all ranks update. `divisor`: a 0-dim float32 on the
+        device.
+        """
         squares: dict[bool, list[Tensor]] = {True: [], False: []}
         for part, gradient in zip(self.parts, gradients, strict=True):
-            if self._plan.holders(part.bucket)[0] == self._index:  # what several hold counts once
+            if self._plan.holders(part.bucket)[0] == self._index:  # a bucket that several ranks hold counts once
                 squares[part.bucket.divided].append(gradient.to(torch.float32).square().sum())
         found = {kind: torch.stack(values).sum() if values else torch.zeros_like(divisor) for kind, values in squares.items()}
         square = found[False]
@@ -289,7 +308,9 @@ class UpdateStep:
         return _total(square, PIPELINE).sqrt() if self._plan.pipeline is not None else square.sqrt()
 
     def trace(self, device: torch.device) -> GraphModule:
-        """The call as a flat graph that writes all but the norm in place and returns the norm."""
+        """Return the call as a flat graph that writes everything except the norm in place, and
+        returns the norm.
+        """
         assert not self._lacking, "what is lacking is made, so there is nothing to write into"
         with fake_mode():
             lengths = [update_length(self._plan, p.bucket) for p in self.parts]
@@ -322,7 +343,9 @@ class UpdateStep:
 
 
 def _write_early(module: GraphModule) -> None:
-    """Has each input written as soon as its new value is there and nobody reads the old one any more, so that new values do not gather."""
+    """Write each input as soon as its new value exists and nobody reads the old one any more, so
+    that new values do not accumulate.
+    """
     place = {node: index for index, node in enumerate(module.graph.nodes)}
     storages = Storages(module)
     views: dict[int, list[Node]] = {}
@@ -347,13 +370,13 @@ def _write_early(module: GraphModule) -> None:
 
 
 def _total(value: Tensor, group: str) -> Tensor:
-    """The sum over a group's ranks."""
+    """Return the sum over a group's ranks."""
     result: Tensor = torch.ops._c10d_functional.wait_tensor.default(torch.ops._c10d_functional.all_reduce.default(value, "sum", group))
     return result
 
 
 def _joined(bucket: Bucket, values: Sequence[Tensor]) -> Tensor:
-    """The bucket's flat tensor, of its slots' values; zero where no parameter lies."""
+    """Return the bucket's flat tensor from its slots' values, with zeros between parameters."""
     pieces: list[Tensor] = []
     end = 0
     for slot, value in zip(bucket.slots, values, strict=True):

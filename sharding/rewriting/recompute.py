@@ -1,5 +1,7 @@
-"""Recomputation that a plan asks for, beside what the model's own checkpoints ask for: forward is divided where little crosses, and what
-lies between two such places is computed again when backward comes to it.
+"""Recomputation that a plan asks for, in addition to the model's own checkpoints.
+
+Forward is divided into segments at places where few bytes cross, and each segment is recomputed
+when backward reaches it.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ from trainload.sharding.plans.strategies import Recompute
 
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 _PARTS = 24
-"""How many sizes of a stretch are tried."""
+"""Number of segment sizes that are tried."""
 
 
 def recomputed(step: StepGraph, how: Recompute, where: str = "train") -> StepGraph:
-    """The same step graph with less kept from forward to backward. All values stay what they are.
+    """Return the same step graph with fewer values kept from forward to backward. No value changes.
 
     Args:
-        step: a step graph, as one rank of the tensor axis has it.
-        how: "job": as the model's checkpoints say, nothing beside. "full": of each stretch only what goes on to the next is kept.
-            "selective": also what a matrix product, a convolution, attention or a collective has computed.
-        where: the graph's name.
+        step: step graph of one rank of the tensor axis.
+        how: "job": only as the model's checkpoints say. "full": of each segment, keep only values
+            that later segments use. "selective": keep also results of matrix products,
+            convolutions, attention and collectives.
+        where: name of the graph.
     """
     nodes = list(step.module.graph.nodes)
     begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), None)
@@ -51,7 +54,9 @@ def recomputed(step: StepGraph, how: Recompute, where: str = "train") -> StepGra
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A storage of forward: the first and the last place at which forward uses it, its bytes, and whether backward uses it."""
+    """A storage of forward: the first and the last place at which forward uses it, its bytes, and
+    True if backward uses it.
+    """
 
     first: int
     last: int
@@ -60,13 +65,13 @@ class _Span:
 
 
 class _Forward:
-    """The forward part of a graph, as far as it can be computed again."""
+    """The part of a graph's forward that can be recomputed."""
 
     def __init__(self, module: GraphModule, begin: int, parameters: set[Node]) -> None:
         nodes = list(module.graph.nodes)
         self._storages = Storages(module)
         self._weights = set(parameters)
-        """What is computed of parameters alone: a plan makes it anew for backward as it is."""
+        """Nodes computed from parameters only: a plan recomputes these for backward anyway."""
         for node in nodes[:begin]:
             if node.op == "call_function" and node.all_input_nodes and self._weights.issuperset(node.all_input_nodes):
                 self._weights.add(node)
@@ -89,20 +94,24 @@ class _Forward:
         return [storage for storage in self._storages.of.get(node, ()) if storage is not None]
 
     def regions(self, *, keep_products: bool) -> dict[Node, Regions]:
-        """Node -> the stretch that it is computed again with: of forward what is not kept, of backward what uses such."""
+        """Return node -> the segment that it is recomputed with, for forward nodes that are not
+        kept and for backward nodes that use them.
+        """
         cuts = self._cuts()
         number = {node: sum(cut <= index for cut in cuts) for index, node in enumerate(self._nodes)}
         crossing = {s for s, span in self._spans.items() if any(span.first < cut <= span.last for cut in cuts)}
         kept = {node for node in self._nodes if crossing.intersection(self._stored(node))}
         if keep_products:
             kept |= {node for node in self._nodes if _is_dear(node.all_input_nodes[0] if node.target is operator.getitem else node)}
-        last = len(cuts)  # backward begins with it: what it has is there already
+        last = len(cuts)  # backward begins with the last segment, whose values still exist
         forward: dict[Node, Regions] = {node: (Region(number[node]),) for node in self._nodes if node not in kept and number[node] < last}
         using = ((node, [forward[source] for source in node.all_input_nodes if source in forward]) for node in self._backward)
         return forward | {node: used[0] for node, used in using if used}
 
     def _cuts(self) -> list[int]:
-        """Before which nodes forward is cut: as many places as make what is kept, and the greatest stretch, smallest together."""
+        """Return the nodes before which forward is cut, such that the kept values plus the largest
+        segment are smallest.
+        """
         crossing = [0] * (len(self._nodes) + 1)
         saved = [0] * (len(self._nodes) + 1)
         for span in self._spans.values():
@@ -116,17 +125,19 @@ class _Forward:
         cuts = min(tried, key=lambda cuts: _cost(cuts, crossing, saved))
         longest = max(_stretches(cuts, saved))
         while cuts and sum(saved[cuts[-1] :]) < longest / 2:
-            cuts.pop()  # what follows a last cut is not repeated: let that be a stretch worth the name
+            cuts.pop()  # what follows the last cut is not repeated, so it should be a substantial segment
         return cuts
 
 
 def _sizes(count: int) -> list[int]:
-    """Into how many stretches forward is divided, in turn."""
+    """Return the numbers of segments to try."""
     return sorted({max(1, round(count ** (index / _PARTS))) for index in range(_PARTS + 1)})
 
 
 def _divide(crossing: list[int], saved: list[int], size: float) -> list[int]:
-    """Cuts of stretches that save about `size` bytes each: where least crosses in the second half of each."""
+    """Return cuts of segments that save about `size` bytes each: where the fewest bytes cross in
+    the second half of each.
+    """
     cuts: list[int] = []
     inside = 0.0
     best: int | None = None
@@ -146,7 +157,7 @@ def _cost(cuts: list[int], crossing: list[int], saved: list[int]) -> float:
 
 
 def _stretches(cuts: list[int], saved: list[int]) -> list[int]:
-    """What each stretch saves."""
+    """Return the bytes that each segment saves."""
     return [sum(saved[a:b]) for a, b in pairwise([0, *cuts, len(saved)])]
 
 

@@ -1,6 +1,8 @@
-"""Rewrites a step graph for the ranks of a plan: flat buckets in place of parameters, collectives in place of nothing.
+"""Rewrite a step graph for the ranks of a plan: flat buckets in place of parameters, plus
+collectives.
 
-One graph serves all ranks: no rank number is in it, and the process group is a name that is bound at launch.
+One graph serves all ranks: it contains no rank number, and the process group is a name that is
+bound at launch.
 """
 
 from __future__ import annotations
@@ -23,28 +25,30 @@ aten = torch.ops.aten
 
 
 class Phase(StrEnum):
-    """Which call of an accumulated step a rewritten graph is for."""
+    """Call of an accumulated step that a rewritten graph is for."""
 
     ONLY = "only"
-    """The step has one microbatch."""
+    """The only microbatch of the step."""
     ACCUMULATE = "accumulate"
-    """Adds to the gradients so far; they stay local unless parameters are sharded."""
+    """Add to the gradients so far; they stay local unless parameters are sharded."""
     SYNCHRONISE = "synchronise"
-    """The last microbatch: adds to the gradients so far and makes them those of all ranks."""
+    """The last microbatch: add to the gradients so far and synchronise them over all ranks."""
 
 
 BETWEEN = (Role.ACTIVATION, Role.COTANGENT, Role.SAVED)
-"""Roles of what goes from one graph of a pipeline's stages to another."""
+"""Roles of values that go from one graph of a pipeline's stages to another."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGraph:
     """A step graph as every rank of a plan runs it.
 
-    Laws: inputs are the buckets (each of `stored_length`), then, unless the phase is ONLY, the gradients so far (each of
-    `accumulated_length`), then what the step graph had beside its parameters; outputs are the totals (in a graph with a loss), the buffers,
-    the predictions, then, in a graph with gradients, one flat gradient for each trained bucket, in plan order, and at last what a stage of
-    a pipeline sends or saves. Of a stage's graph, the buckets are those that it uses, and the gradients those that it adds to.
+    Laws: inputs are the buckets (each of `stored_length`), then, unless the phase is ONLY, the
+    gradients so far (each of `accumulated_length`), then the other inputs of the step graph,
+    without its parameters. Outputs are the totals (in a graph with a loss), the buffers, the
+    predictions, then, in a graph with gradients, one flat gradient for each trained bucket, in plan
+    order, and finally the values that a pipeline stage sends or saves. The graph of a stage has
+    only the buckets that it uses and the gradients that it adds to.
     """
 
     module: GraphModule
@@ -53,28 +57,32 @@ class RankGraph:
 
 
 def stored_length(plan: Plan, bucket: Bucket) -> int:
-    """Elements of a bucket's parameters that one rank stores."""
+    """Return the number of elements of a bucket's parameters that one rank stores."""
     return bucket.length // plan.shard_degree if plan.shards_parameters else bucket.length
 
 
 def update_length(plan: Plan, bucket: Bucket) -> int:
-    """Elements of a bucket that one rank updates, and of its synchronised gradient."""
+    """Return the number of elements of a bucket that one rank updates, which is that of its
+    synchronised gradient.
+    """
     return bucket.length // plan.shard_degree if plan.shards_state else bucket.length
 
 
 def accumulated_length(plan: Plan, bucket: Bucket) -> int:
-    """Elements of a bucket's gradient between microbatches."""
+    """Return the number of elements of a bucket's gradient between microbatches."""
     return bucket.length // plan.shard_degree if plan.shards_gradients else bucket.length
 
 
 def rewrite(step: StepGraph, plan: Plan, phase: Phase = Phase.ONLY, groups: Collection[str] | None = None) -> RankGraph:
-    """Rewrites a step graph (with gradients or without) for the ranks of a plan.
+    """Rewrite a step graph (with or without gradients) for the ranks of a plan.
 
     Args:
-        step: the graph; under a plan with a pipeline, one of a stage's (sharding/pipeline/stages.py).
-        plan: how its package is spread.
-        phase: which call of an accumulated step it is for. A stage's graph only ever accumulates: the update synchronises.
-        groups: the parameter groups that its gradient trains; the others' gradients are left out, with what serves them alone. None: all.
+        step: the graph; in a plan with a pipeline, a stage's (sharding/pipeline/stages.py).
+        plan: distribution of its package.
+        phase: call of an accumulated step that it is for. A stage's graph only accumulates: the
+            update synchronises.
+        groups: parameter groups that its gradient trains; gradients of other groups are left out,
+            with the nodes that only they need. None for all.
 
     Raises:
         PlanError: a buffer would differ between ranks, or the plan lacks a parameter of the graph.
@@ -90,7 +98,7 @@ def _buckets_of(step: StepGraph, plan: Plan) -> tuple[Bucket, ...]:
 
 
 def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGraph:
-    """The step graph without the gradients of parameters that these groups do not train."""
+    """Return the step graph without the gradients of parameters that these groups do not train."""
     trained = {slot.parameter for bucket in plan.buckets if bucket.group_among(groups) is not None for slot in bucket.slots}
     kept = [port.role is not Role.GRADIENT or port.name in trained for port in step.outputs]
     if all(kept):
@@ -145,7 +153,8 @@ class _Rewriter:
         self._landed: dict[str, Node] = {}
         launches = self._gather_schedule(0, backward_from, derived) if self._sharded else {}
         if self._sharded:
-            # After the node that begins the backward part, so that a gather stands in the part that it is for.
+            # After the node that begins the backward part, so that a gather is in the part that
+            # needs it.
             launches |= self._gather_schedule(backward_from + 1, len(self._body), derived)
         gradients = self._gradient_schedule()
         reduced: dict[str, Node] = {}
@@ -199,9 +208,10 @@ class _Rewriter:
     # Parameters
 
     def _parameter_derived(self) -> set[Node]:
-        """Nodes that are computed from parameters alone (casts, transposes).
+        """Return nodes that are computed from parameters only (casts, transposes).
 
-        They are made anew for forward and for backward, so that no full weight lives from one to the other.
+        They are computed separately for forward and for backward, so that no full weight is kept
+        from one to the other.
         """
         derived: set[Node] = set()
         kept = set(_nodes_in(self._results))
@@ -219,7 +229,7 @@ class _Rewriter:
         return derived
 
     def _sources(self, node: Node, derived: set[Node]) -> set[str]:
-        """Buckets that a node needs, through derived nodes."""
+        """Return the buckets that a node needs, through derived nodes."""
         found: set[str] = set()
         stack = list(node.all_input_nodes)
         while stack:
@@ -231,7 +241,7 @@ class _Rewriter:
         return found
 
     def _gather_schedule(self, start: int, stop: int, derived: set[Node]) -> dict[int, list[str]]:
-        """Index of a node -> buckets whose gather starts before it."""
+        """Return index of a node -> buckets whose gather starts before it."""
         first_use: dict[str, int] = {}
         for index in range(start, stop):
             if self._body[index] not in derived:
@@ -262,7 +272,7 @@ class _Rewriter:
         return self._gathered[name]
 
     def _materialise(self, node: Node) -> Node:
-        """The present phase's copy of a parameter or of a node derived from parameters."""
+        """Return the current phase's copy of a parameter or of a node derived from parameters."""
         if node in self._weights:
             return self._weights[node]
         if node in self._parameter:
@@ -272,7 +282,7 @@ class _Rewriter:
             self._weights[node] = made
             return made
         stack = [node]
-        while stack:  # a chain over all parameters, such as a penalty's sum, is too long for recursion
+        while stack:  # not recursive: a chain over all parameters, such as a penalty's sum, is too long
             here = stack[-1]
             missing = [s for s in here.all_input_nodes if s not in self._weights]
             stack += [s for s in missing if s not in self._parameter]
@@ -294,7 +304,7 @@ class _Rewriter:
         return {p.name: n for p, n in zip(self._step.outputs, self._results, strict=True) if p.role is Role.GRADIENT}
 
     def _gradient_schedule(self) -> dict[int, list[Bucket]]:
-        """Index of a node -> buckets whose last gradient it is."""
+        """Return index of a node -> buckets whose last gradient it is."""
         index = {n: i for i, n in enumerate(self._body)}
         made = {name: index.get(node, 0) for name, node in self._gradients().items()}
         schedule: dict[int, list[Bucket]] = {}
@@ -305,7 +315,7 @@ class _Rewriter:
         return schedule
 
     def _launch_reduction(self, bucket: Bucket, copied: dict[Node, Node]) -> Node:
-        """The bucket's flat gradient, on its way through the collective that its strategy asks for."""
+        """Return the bucket's flat gradient, or the collective of its strategy in flight."""
         gradients = self._gradients()
         pieces: list[Node] = []
         end = 0
@@ -341,18 +351,20 @@ class _Rewriter:
         return self._call(aten.add.Tensor, flat, self._so_far[bucket.name]) if self._phase is not Phase.ONLY else flat
 
     def _flies(self) -> bool:
-        """Whether gradients are reduced in this graph."""
+        """Return True if gradients are reduced in this graph."""
         return self._plan.data_ranks > 1 and (self._phase is not Phase.ACCUMULATE or self._plan.shards_gradients)
 
     def _land_earlier(self, reduced: dict[str, Node]) -> None:
-        """Waits for all but the last reductions. What a scatter takes, a whole gradient, is there until it is waited for."""
+        """Wait for all but the last reductions. The input of a reduce-scatter, a whole gradient, is
+        kept until then.
+        """
         if not self._flies() or not self._plan.shards_state:
             return
         for name in [name for name in reduced if name not in self._landed][: -max(1, self._plan.prefetch)]:
             self._landed[name] = self._wait(reduced[name])
 
     def _land(self, reduced: dict[str, Node]) -> dict[str, Node]:
-        """Bucket -> its gradient, all communication done."""
+        """Return bucket -> its gradient, after all communication."""
         if not self._flies():
             return reduced
         landed = {name: self._landed.get(name) or self._wait(reduction) for name, reduction in reduced.items()}
@@ -412,8 +424,10 @@ class _Rewriter:
         return self._wait(self._all_reduce(totals, DATA))
 
     def _synchronised_buffer(self, port: Port, node: Node) -> Node:
-        """Floating-point buffers become the mean over the ranks (as running statistics do), or the first one's; others change alike on
-        every rank.
+        """Return a buffer that is equal on all ranks.
+
+        Floating-point buffers become the mean over the ranks (as running statistics do), or the
+        first rank's; others must change in the same way on every rank.
         """
         if self._plan.data_ranks == 1:
             return node
@@ -426,7 +440,7 @@ class _Rewriter:
         return self._call(aten.div.Scalar, total, self._plan.data_ranks)
 
     def _check_same_on_ranks(self, port: Port) -> None:
-        """Raise if the new value of an integer buffer differs between ranks."""
+        """Raise PlanError if the new value of an integer buffer differs between ranks."""
         local = {n for n, p in zip(self._placeholders, self._step.inputs, strict=True) if p.role in (Role.BATCH, Role.ROW, *BETWEEN)}
         result = self._results[self._step.outputs.index(port)]
         if local & computed_from([result], values=True, owner=self._step.module):

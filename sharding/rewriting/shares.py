@@ -1,7 +1,8 @@
-"""Between a parameter and its shares on the tensor axis, in intervals of their flattened elements.
+"""Convert between a parameter and its shares on the tensor axis, in intervals of their flattened
+elements.
 
-Flattened, a whole parameter is runs of equal length, dealt out to the ranks in turns: of row shares one run for each rank, of column shares
-a short run for each row.
+A flattened whole parameter consists of runs of equal length, dealt to the ranks in turn: for row
+shares one run for each rank, for column shares a short run for each row.
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ from trainload.packaging.tensors.safetensors_file import to_fill
 from trainload.sharding.plans.plan import Shard
 
 PIECE = 2**22
-"""Elements of a whole parameter that are looked at together, where runs are shorter."""
+"""Number of elements of a whole parameter that are processed together if runs are shorter."""
 
 
 def run_length(shape: Sequence[int], shard: Shard) -> int:
-    """Elements in a row that a share of this shape has of the whole."""
+    """Return the number of consecutive elements of the whole parameter in a share of this shape."""
     return shape[shard.dim] // shard.blocks * math.prod(shape[shard.dim + 1 :])
 
 
 def fill_share(
     whole: Callable[[int, torch.Tensor], None], shape: Sequence[int], shard: Shard, ranks: int, index: int, start: int, into: torch.Tensor
 ) -> None:
-    """Reads elements of a rank's flattened share, from `start` on, as many as `into` has.
+    """Read elements of a rank's flattened share from `start` on, as many as `into` has.
 
     Args:
-        whole: (start, into) -> reads elements of the flattened parameter; is asked for intervals that begin and end with this rank's.
-        shape: of the share.
-        shard: how the parameter is divided.
-        ranks: among how many.
-        index: the rank's number among them.
+        whole: (start, into) -> reads elements of the flattened parameter; called for intervals that
+            begin and end with this rank's elements.
+        shape: shape of the share.
+        shard: division of the parameter.
+        ranks: number of ranks.
+        index: the rank's index among them.
         start: the first element.
         into: 1-dim and contiguous.
     """
@@ -57,13 +59,13 @@ def fill_share(
 def fill_whole(
     share: Callable[[int, int, torch.Tensor], None], shape: Sequence[int], shard: Shard, ranks: int, start: int, into: torch.Tensor
 ) -> None:
-    """Reads elements of a flattened parameter, from `start` on, as many as `into` has.
+    """Read elements of a flattened parameter from `start` on, as many as `into` has.
 
     Args:
         share: (index, start, into) -> reads elements of a rank's flattened share.
-        shape: of one share.
-        shard: how the parameter is divided.
-        ranks: among how many.
+        shape: shape of one share.
+        shard: division of the parameter.
+        ranks: number of ranks.
         start: the first element.
         into: 1-dim and contiguous.
     """
@@ -89,7 +91,9 @@ def fill_whole(
 
 
 def _copy_flat(source: torch.Tensor, start: int, into: torch.Tensor) -> None:
-    """Elements of a tensor, flattened, from `start` on, without a copy of all where all are wanted."""
+    """Copy flattened elements of a tensor from `start` on, without an intermediate copy if all are
+    needed.
+    """
     if len(into) == source.numel():
         into.view(source.shape).copy_(source)
     else:
@@ -97,7 +101,9 @@ def _copy_flat(source: torch.Tensor, start: int, into: torch.Tensor) -> None:
 
 
 def _cut(begin: int, end: int, row: int, run: int, ranks: int) -> list[tuple[int, int, int]]:
-    """One row of runs, [begin, end) of the whole: (rank, first, last) of each run that it touches, within the run."""
+    """Return (rank, first, last) within the run for each run that [begin, end) touches in one row
+    of runs.
+    """
     found = []
     for index in range(ranks):
         at = (row * ranks + index) * run

@@ -1,6 +1,8 @@
-"""Microbatches whose weight is 0 (every label is ignored, say) add nothing to an update, whatever their loss and gradients are.
+"""Ignore microbatches whose weight is 0 (because every label is ignored, say): they add nothing to
+an update, whatever their loss and gradients.
 
-The mean over nothing is NaN, and so is its gradient: 0 times either is NaN again, and would reach the other ranks and microbatches.
+The mean over nothing is NaN, and so is its gradient. 0 times either is still NaN, and would reach
+the other ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ _MEANS = (Role.LOSS, Role.METRIC)
 
 
 def ignore_zero_weight(step: StepGraph) -> StepGraph:
-    """Return the same step graph with loss, metrics and gradients of 0 where the weight is 0.
+    """Return the same step graph with loss, metrics and gradients set to 0 where the weight is 0.
 
-    A graph without a loss, or one that is weighed by its rows, is returned as it is.
+    A graph without a loss, or one that is weighted by its number of rows, is returned as it is.
 
     Args:
-        step: a step graph, as one rank of the tensor axis has it.
+        step: step graph of one rank of the tensor axis.
     """
     if not _has_own_weight(step):
         return step
@@ -34,7 +36,7 @@ def ignore_zero_weight(step: StepGraph) -> StepGraph:
     mode, outputs = mode_of(graph.find_nodes(op="placeholder")), list(zip(step.outputs, results, strict=True))
     order = {node: place for place, node in enumerate(graph.nodes)}
     backward = next((node for node in order if node.name == TANGENT), graph.output_node())
-    with graph.inserting_before(backward):  # what forward puts out is computed in forward
+    with graph.inserting_before(backward):  # forward's outputs are computed in forward
         nothing = append(graph, mode, aten.eq.Scalar, _weight(step, results), 0)
         means = dict.fromkeys(node for port, node in outputs if port.role in _MEANS)
         masked = {mean: append(graph, mode, aten.masked_fill.Scalar, mean, nothing, 0) for mean in means}
@@ -47,7 +49,9 @@ def ignore_zero_weight(step: StepGraph) -> StepGraph:
 
 
 def _has_own_weight(step: StepGraph) -> bool:
-    """Return whether a graph's weight is computed from values of its inputs, not from their sizes alone."""
+    """Return True if a graph's weight is computed from values of its inputs, not only from their
+    sizes.
+    """
     weight = _weight(step, ends(step.module)[1])
     return weight is not None and any(node.op == "placeholder" for node in computed_from([weight], values=True))
 

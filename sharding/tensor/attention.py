@@ -1,4 +1,6 @@
-"""Attention over positions of which each rank has a share: its own queries look along all keys, which are gathered for it."""
+"""Attention over positions of which each rank has a share: its own queries attend to all keys,
+which are gathered for it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ aten = torch.ops.aten
 
 
 def _fits(links: Links, node: Node, factor: Factor) -> bool:
-    """Whether the operator can be run on a share of its queries: without dropout of its own, and with sums that are of queries."""
+    """Return True if the operator can run on a share of its queries: without dropout of its own,
+    and with sums per query.
+    """
     given = arguments(node)
     sums = links.outputs[node][1] if "logsumexp" not in given else links.dims(given["logsumexp"])
     return given["dropout_p"] == 0.0 and factor in links.factors.leaves(links.dims(given["query"])[2]) and links.holds(sums, factor)
@@ -45,7 +49,7 @@ def _attention_backward(at: Partitioner, node: Node, active: Factor) -> Results:
 
 
 def _mask(at: Partitioner, given: dict[str, Any], active: Factor) -> Node | None:
-    """What this rank's queries may see: the rows of the mask that are theirs."""
+    """Return the rows of the mask that belong to this rank's queries."""
     emit, query, keys = at.emit, given["query"].meta["val"], given["key"].meta["val"].shape[2]
     if given["is_causal"]:
         own = query.shape[2] // emit.ranks

@@ -1,7 +1,9 @@
-"""Finds in a graph itself what a tensor axis can divide: the hidden features of a feed-forward block, the heads of attention, a vocabulary.
+"""Find what a tensor axis can divide from the graph alone: hidden features of a feed-forward block,
+attention heads, a vocabulary.
 
-Nothing is known of the model but its operators. Each class of dims that parameters have is judged by itself: the work that sharding it
-saves each rank, and what ranks would have to exchange. Two classes that one parameter has exclude each other.
+Only the model's operators are known. Each class of parameter dims is evaluated by itself: the work
+that sharding it saves each rank, and what ranks would have to exchange. Two classes of one
+parameter exclude each other.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ from trainload.sharding.tensor.positions import of_data
 
 aten = torch.ops.aten
 WORTH = 8
-"""Operations that must be saved for each element that is exchanged: less than that no link makes good."""
+"""Operations that must be saved for each exchanged element: with fewer, no link is fast enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A class of dims that could be divided. `flops`: of a step, saved on each rank; `exchanged`: elements; `parameters`: elements of the
-    parameters that have it. `experts`: whether it numbers matrices that are multiplied each with something of its own.
+    """A class of dims that could be divided.
+
+    Attributes:
+        factor: the class.
+        shards: division of the parameters that have it.
+        flops: operations of a step that each rank saves.
+        exchanged: elements that ranks exchange.
+        parameters: elements of the parameters that have it.
+        experts: True if it numbers matrices of a batched product, one per expert.
     """
 
     factor: Factor
@@ -45,28 +54,29 @@ class Candidate:
 
     @property
     def worth(self) -> float:
-        """Work saved for each element that is exchanged."""
+        """Operations saved for each exchanged element."""
         return self.flops / max(self.exchanged, 1.0)
 
     @property
     def pays(self) -> bool:
-        """In work, or in memory."""
+        """True if the division saves enough work or memory."""
         return self.worth > WORTH or self.parameters > self.exchanged
 
 
 def choose(
     steps: Sequence[StepGraph], ranks: int, whole: Collection[str] = (), rules: Mapping[str, Shard | None] | None = None
 ) -> dict[str, Shard]:
-    """Which parameters a tensor axis divides, and how.
+    """Return which parameters a tensor axis divides, and how.
 
     Args:
-        steps: the training graphs, the main one first; what is decided for one holds for those after it.
-        ranks: of the axis.
-        whole: parameters that no rank may lack a part of.
-        rules: pattern of parameter names (as in a shell) -> how they are divided; None: not. The first that fits counts.
+        steps: the training graphs, the main one first; a decision for one holds for the later ones.
+        ranks: ranks of the axis.
+        whole: parameters that every rank needs whole.
+        rules: pattern of parameter names (as in a shell) -> their division; None to leave them
+            whole. The first match counts.
 
     Raises:
-        PlanError: a rule's parameter cannot be divided so, or no parameter has the name.
+        PlanError: a rule's parameter cannot be divided so, or no parameter matches the pattern.
     """
     asked = _asked(steps, dict(rules or {}))
     for name in whole:
@@ -84,7 +94,9 @@ def choose(
 
 
 def experts(steps: Sequence[StepGraph], ranks: int, whole: Collection[str] = ()) -> dict[str, Shard]:
-    """How the parameters of experts, and those alone, are divided. Arguments as of `choose`."""
+    """Return the division of the parameters of experts, and of no others. The arguments are those
+    of `choose`.
+    """
     found = {name: shard for step in steps for each in candidates(step, ranks) if each.experts for name, shard in each.shards.items()}
     rules: dict[str, Shard | None] = {escape(name): shard for name, shard in found.items() if name not in whole}
     return choose(steps, ranks, whole, {**rules, "*": None}) if rules else {}
@@ -124,7 +136,7 @@ def _choose_one(step: StepGraph, ranks: int, decided: Mapping[str, Shard | None]
 
 
 def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
-    """Every class of dims of a graph's parameters that `ranks` ranks could share."""
+    """Return every class of dims of a graph's parameters that `ranks` ranks could share."""
     links = linked(step)
     placeholders, _ = ends(step.module)
     inputs = dict(zip(placeholders, step.inputs, strict=True))
@@ -163,7 +175,7 @@ def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
 
 
 def _numbered(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
-    """Factors that number the matrices of a parameter, and of a batch of products: experts."""
+    """Return the factors that number the matrices of a parameter and of a batched product: experts."""
     products = [node for node in links.uses if node.target in (aten.bmm.default, aten.baddbmm.default)]
     batches = {f for node in products for dims in links.outputs[node] for f in links.factors.leaves((dims or ((),))[0])}
     stacks = [links.dims(n)[0] for n, p in inputs.items() if p.role is Role.PARAMETER and n.meta["val"].ndim > 2]
@@ -171,7 +183,9 @@ def _numbered(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
 
 
 def _twice(links: Links) -> set[Factor]:
-    """Factors that some value has more than once: a share of one would not be a share of the other."""
+    """Return the factors that some value has more than once: a share of one would not be a share of
+    the other.
+    """
     found: set[Factor] = set()
     for outputs in links.outputs.values():
         for dims in outputs:

@@ -1,8 +1,10 @@
-"""Factors: what the dims of a graph's tensors are made of, and which of them are the same.
+"""Factors of the dims of a graph's tensors, and which of them are the same.
 
-A dim is a sequence of factors, outermost first, whose sizes multiply to its own: of a fused projection's output, 3 * heads * 64, after the
-graph has split and viewed it so. Operators tie factors together: a matmul the columns of one operand to the rows of the other, an addition
-dim to dim. What is tied is one class, and sharding a class shards every tensor that has it, wherever in a dim it lies.
+A dim is a sequence of factors, outermost first, whose sizes multiply to its own: for a fused
+projection's output, 3 * heads * 64, after the graph has split and viewed it so. Operators tie
+factors together: a matmul ties the columns of one operand to the rows of the other, an addition
+ties dim to dim. Tied factors form one class, and sharding a class shards every tensor that has it,
+at any position within a dim.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ Dims = tuple[Dim, ...]
 
 
 class Factor:
-    """A part of a dim. Compare what `Factors.leaves` gives, by identity: other factors may have been tied or divided since."""
+    """A part of a dim.
+
+    Compare the results of `Factors.leaves`, by identity: other factors may have been tied or
+    divided since.
+    """
 
     __slots__ = ("parent", "parts", "size")
 
@@ -33,21 +39,23 @@ class Factor:
 
 
 class Factors:
-    """Makes factors, ties them, and remembers which cannot be told apart from what they overlap."""
+    """A registry that makes factors, ties them, and records which cannot be separated from others
+    that they overlap.
+    """
 
     def __init__(self) -> None:
         self._broken: set[Factor] = set()
 
     def dim(self, size: Size) -> Dim:
-        """A dim of its own; () for a dim of one element."""
+        """Return a new, untied dim; () for a dim of one element."""
         return () if size == 1 else (Factor(size),)
 
     def dims(self, shape: Iterable[Size]) -> Dims:
-        """Dims that are tied to nothing yet."""
+        """Return new, untied dims."""
         return tuple(self.dim(size) for size in shape)
 
     def leaves(self, dim: Iterable[Factor]) -> Dim:
-        """The factors that a dim is made of now."""
+        """Return the factors that a dim currently consists of."""
         found: list[Factor] = []
         stack = list(dim)[::-1]
         while stack:
@@ -59,11 +67,11 @@ class Factors:
         return tuple(found)
 
     def is_broken(self, factor: Factor) -> bool:
-        """Whether dims overlap here in a way that no common factors express."""
+        """Return True if dims overlap here in a way that no common factors express."""
         return any(leaf in self._broken for leaf in self.leaves((factor,)))
 
     def tie(self, left: Sequence[Factor], right: Sequence[Factor]) -> None:
-        """Makes two dims of one size the same."""
+        """Make two dims of the same size the same."""
         ours, theirs = list(self.leaves(left))[::-1], list(self.leaves(right))[::-1]
         while ours and theirs:
             one, other = ours.pop(), theirs.pop()
@@ -81,7 +89,9 @@ class Factors:
         self._broken.update([*ours, *theirs])
 
     def regroup(self, dims: Iterable[Dim], shape: Sequence[Size]) -> Dims | None:
-        """The same elements in the same order as a tensor of `shape`; None: the dims of the two overlap."""
+        """Return the dims of the same elements, in the same order, viewed as a tensor of `shape`;
+        None if the dims of the two overlap.
+        """
         rest = [factor for dim in dims for factor in self.leaves(dim)][::-1]
         found: list[Dim] = []
         for size in shape:
@@ -118,7 +128,7 @@ class Factors:
 
 
 def divided(whole: Size, part: Size) -> Size | None:
-    """Whole / part; None where that is no whole number."""
+    """Return whole / part; None if that is not a whole number."""
     if isinstance(whole, int) and isinstance(part, int):
         return whole // part if whole % part == 0 else None
     quotient, below = sympy.fraction(sympy.cancel(sympy.sympify(whole) / part))

@@ -1,4 +1,4 @@
-"""What operators do with the dims of their operands: those of layers and losses."""
+"""Rules for the dims of layers' and losses' operators."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ aten = torch.ops.aten
 
 
 def _lengths(node: Node) -> list[list[Any] | None]:
-    """Sizes of each output; None where it is no tensor."""
+    """Return the sizes of each output; None for one that is not a tensor."""
     return [sizes(value) if isinstance(value, torch.Tensor) else None for value in node.meta["val"]]
 
 
 def _own(links: Links, node: Node, lengths: list[Any] | None) -> Dims | None:
-    """Dims of an output that are its own, and whole; None where it is no tensor."""
+    """Return whole dims of an output, tied to nothing else; None if it is not a tensor."""
     return None if lengths is None else tuple(links.own(node, length) for length in lengths)
 
 
@@ -123,7 +123,12 @@ def _attention_backward(links: Links, node: Node) -> Outputs:
 
 
 def _heads(links: Links, node: Node, given: dict[str, Any]) -> tuple[Dims, Dims]:
-    """Each batch row and each head is by itself; of queries a share may look along all keys. Returns: dims of query and value."""
+    """Tie batch rows and heads, which are independent. A share of the queries may attend to all
+    keys.
+
+    Returns:
+        The dims of query and value.
+    """
     query, key, value = (links.dims(given[name]) for name in ("query", "key", "value"))
     whole = links.use(node).whole
     for dims in (query, key, value):

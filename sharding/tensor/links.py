@@ -1,4 +1,6 @@
-"""Ties the dims of a step graph's tensors together, operator by operator, and notes what each operator does with them."""
+"""Tie the dims of a step graph's tensors together, operator by operator, and record what each
+operator does with them.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,21 @@ from trainload.capture.operators import is_overload
 from trainload.sharding.tensor.factors import Dim, Dims, Factor, Factors, Size
 
 Outputs = tuple[Dims | None, ...]
-"""Of each output of a node; None where it is no tensor."""
+"""Dims of each output of a node; None for one that is not a tensor."""
 
 
 @dataclass(slots=True)
 class Use:
-    """What an operator does with the factors of its operands. In all others it is free: shares of its operands give the
-    share of its result.
+    """Use of the factors of an operator's operands. With all other factors it is unrestricted:
+    shares of its operands yield the share of its result.
 
-    whole: it cannot be run on shares of these.
-    contracted: for each output: it is a sum over these, so that shares of them give terms of a sum.
-    special: it can be run on shares of these, in another way (`trainload.sharding.tensor.special`).
-    once: operands that are added to the sum, so that one term of it alone may hold them.
-    aside: operands that are taken whole where it is run on shares of what is special.
+    Attributes:
+        whole: factors on whose shares it cannot run.
+        contracted: for each output, factors that it sums over: shares of them yield terms of a sum.
+        special: factors on whose shares it can run in another way
+            (`trainload.sharding.tensor.special`).
+        once: operands that are added to the sum, so that only one term may include them.
+        aside: operands that stay whole when it runs on shares of special factors.
     """
 
     whole: list[Factor] = field(default_factory=list)
@@ -39,7 +43,7 @@ class Links:
     """The factors of every tensor of a graph, and the use of every node.
 
     Args:
-        graph: functional, of ATen operators; all nodes have `meta["val"]`.
+        graph: functional graph of ATen operators; all nodes have `meta["val"]`.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -51,32 +55,32 @@ class Links:
                 self.outputs[node] = self._link(node)
 
     def dims(self, node: Node) -> Dims:
-        """The dims of a node that gives one tensor."""
+        """Return the dims of a node whose value is one tensor."""
         (found,) = self.outputs[node]
         assert found is not None, node
         return found
 
     def has_dims(self, node: Node) -> bool:
-        """Whether a node gives one tensor."""
+        """Return True if a node's value is one tensor."""
         found = self.outputs.get(node, ())
         return len(found) == 1 and found[0] is not None and not isinstance(node.meta.get("val"), tuple | list)
 
     def touched(self, node: Node) -> list[Dims]:
-        """The dims of a node's operands and outputs."""
+        """Return the dims of a node's operands and outputs."""
         operands = [dims for source in node.all_input_nodes for dims in self.outputs.get(source, ())]
         return [dims for dims in (*operands, *self.outputs[node]) if dims is not None]
 
     def holds(self, dims: Dims | None, factor: Factor) -> bool:
-        """Whether a tensor of these dims has the factor."""
+        """Return True if a tensor with these dims has the factor."""
         return dims is not None and any(factor in self.factors.leaves(dim) for dim in dims)
 
     def tie(self, left: Sequence[Sequence[Factor]], right: Sequence[Sequence[Factor]]) -> None:
-        """Makes the dims of two tensors of one shape the same."""
+        """Make the dims of two tensors of the same shape the same."""
         for one, other in zip(left, right, strict=True):
             self.factors.tie(one, other)
 
     def use(self, node: Node) -> Use:
-        """What a node does with factors."""
+        """Return what a node does with factors."""
         return self.uses.setdefault(node, Use())
 
     def _link(self, node: Node) -> Outputs:
@@ -90,7 +94,7 @@ class Links:
         return self.refuse(node) if node.op == "call_function" else self.fresh(node)
 
     def refuse(self, node: Node) -> Outputs:
-        """The operator takes whole operands. Returns: dims of its outputs, tied to nothing."""
+        """Require whole operands for a node. Return dims of its outputs, tied to nothing."""
         whole = self.use(node).whole
         for source in node.all_input_nodes:
             for dims in self.outputs.get(source, ()):
@@ -100,13 +104,13 @@ class Links:
         return made
 
     def own(self, node: Node, size: Size) -> Dim:
-        """A dim that an operator makes, as a whole."""
+        """Return a new dim of an operator's output, which must stay whole."""
         made = self.factors.dim(size)
         self.use(node).whole += made
         return made
 
     def fresh(self, node: Node) -> Outputs:
-        """Dims of a node's outputs, tied to nothing."""
+        """Return dims of a node's outputs, tied to nothing."""
         values = node.meta.get("val")
         tensors = values if isinstance(values, tuple | list) else (values,)
         return tuple(self.factors.dims(sizes(value)) if isinstance(value, torch.Tensor) else None for value in tensors)
@@ -114,12 +118,14 @@ class Links:
 
 Rule = Callable[[Links, Node], Outputs]
 RULES: dict[Any, Rule] = {}
-"""Operator (or all its overloads) -> its rule: rules.py and layer_rules.py declare them. One without a rule takes whole operands."""
+"""Operator (or all its overloads) -> its rule, declared in rules.py and layer_rules.py. An operator
+without a rule needs whole operands.
+"""
 _POINTWISE: list[Rule] = []
 
 
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """Declares the rule of some operators."""
+    """Return a decorator that declares the rule of some operators."""
 
     def declare(made: Rule) -> Rule:
         RULES.update(dict.fromkeys(targets, made))
@@ -129,18 +135,18 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def pointwise(made: Rule) -> Rule:
-    """Declares the rule of operators that have torch's tag for pointwise ones, and none of their own."""
+    """Declare the rule of operators that have torch's pointwise tag and no rule of their own."""
     _POINTWISE.append(made)
     return made
 
 
 def sizes(value: torch.Tensor) -> list[Size]:
-    """A tensor's sizes: numbers, or expressions of symbols."""
+    """Return a tensor's sizes: numbers, or expressions of symbols."""
     return [size_of(size) for size in value.shape]
 
 
 def size_of(size: Any) -> Size:
-    """A number, or an expression of symbols."""
+    """Return a size as a number, or as an expression of symbols."""
     if isinstance(size, torch.SymInt):
         known = size.node.maybe_as_int()
         found: Size = size.node.expr if known is None else known

@@ -1,7 +1,8 @@
-"""Partitions a step graph over the ranks of a tensor axis: each runs it on its shares of some factors.
+"""Partition a step graph over the ranks of a tensor axis: each rank runs it on its shares of some
+factors.
 
-One graph serves all ranks: which of them one is stands in an input. The result is a step graph again, of smaller parameters, with
-collectives; a plan's other axes rewrite it as they would any other.
+One graph serves all ranks: the rank is an input. The result is again a step graph, with smaller
+parameters and with collectives; a plan's other axes rewrite it like any other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.fx import Graph, Node
 
 import trainload.sharding.tensor.attention
 import trainload.sharding.tensor.layer_rules
-import trainload.sharding.tensor.rules  # noqa: F401 - these three declare what operators do
+import trainload.sharding.tensor.rules  # noqa: F401 - these three modules register the rules of operators
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.operators import bodies_of
 from trainload.core.errors import PlanError
@@ -37,10 +38,12 @@ _SIZES: Mapping[Any, int] = {
     **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.slice_backward, aten.select_backward), 1),
     **dict.fromkeys((aten.full, aten.zeros, aten.ones, aten.empty), 0),
 }
-"""Operator -> which of its arguments is the shape of its result."""
+"""Operator -> the index of the argument that is the shape of its result."""
 _MOVES = _VIEWS | {aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.detach}
 _LINEAR = _MOVES | {aten.neg}
-"""Of one operand: a term of it gives a term of the result."""
+"""Operators that are linear in one operand: applied to a term of it, they yield a term of the
+result.
+"""
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
 
@@ -48,9 +51,10 @@ _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 class Partitioned:
     """A step graph for the ranks of a tensor axis.
 
-    Laws: `step` has the inputs of the graph it was made from and, last, TENSOR_RANK; parameters that are sharded, and their gradients, have
-    the shape of one rank's share; all other inputs and outputs are whole, and equal on all ranks. `replicated`: what each does whole.
-    `positions`: those that are divided; None where none were to be, or the graph has none.
+    Laws: `step` has the inputs of the original graph and, last, TENSOR_RANK; sharded parameters and
+    their gradients have the shape of one rank's share; all other inputs and outputs are whole, and
+    equal on all ranks. `replicated` is the work that each rank repeats. `positions` are the divided
+    positions; None if none were requested, or the graph has none.
     """
 
     step: StepGraph
@@ -60,7 +64,9 @@ class Partitioned:
 
 
 def linked(step: StepGraph) -> Links:
-    """The factors of a step graph, each gradient's the same as its parameter's, and each new buffer's as the buffer's."""
+    """Return the factors of a step graph. Each gradient has those of its parameter, and each new
+    buffer value those of the buffer.
+    """
     links = Links(step.module.graph)
     placeholders, results = ends(step.module)
     inputs = {(p.role, p.name): n for p, n in zip(step.inputs, placeholders, strict=True)}
@@ -72,16 +78,18 @@ def linked(step: StepGraph) -> Links:
 
 
 def partition(step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool = False) -> Partitioned:
-    """Partitions a step graph.
+    """Partition a step graph.
 
     Args:
         step: the graph.
-        ranks: of the tensor axis.
-        shards: parameter -> how it is divided among them; parameters that are missing are whole on each.
-        positions: whether what is not divided by parameters is divided by positions in the data, where the graph has such.
+        ranks: ranks of the tensor axis.
+        shards: parameter -> its division among them; missing parameters are whole on each rank.
+        positions: True to divide what no parameter's division divides by positions in the data, if
+            the graph has any.
 
     Raises:
-        PlanError: a parameter cannot be divided so, or two of them meet in one operator that would need both whole.
+        PlanError: a parameter cannot be divided so, or two of them meet in one operator that would
+            need both whole.
     """
     return _Partitioner(step, ranks, shards, positions=positions).run()
 
@@ -96,7 +104,7 @@ class _Partitioner:
         self._found = positions_of(step, self.links, ranks) if positions else None
         self._positions = None if self._found is None else self._found.factor
         self._divided = [*dict.fromkeys(self._order.values()), *([self._positions] if self._positions is not None else [])]
-        """In this order: what an operator can be run on shares of counts first."""
+        """In order of precedence: the first of these on whose shares an operator can run is chosen."""
         self._gathered: list[Node] = []
         self._values: dict[Node, dict[Place, Node]] = {}
         self._items: dict[Node, Results] = {}
@@ -137,7 +145,7 @@ class _Partitioner:
         return Partitioned(StepGraph(module, inputs, self._step.outputs), tuple(self._exchanges), self._replicated(), self._found)
 
     def _replicated(self) -> tuple[Replicated, ...]:
-        """By operator, what costs most first. Looking at a value otherwise costs nothing."""
+        """Return the repeated work by operator, most expensive first. Views cost nothing."""
         found: dict[str, Replicated] = {}
         for node in self._whole:
             bodies = bodies_of(self._step.module, node).values()
@@ -151,7 +159,7 @@ class _Partitioner:
     # Factors
 
     def _factor(self, name: str, shard: Shard) -> Factor:
-        """The factor that a parameter's division divides."""
+        """Return the factor that a parameter's division divides."""
         node = self._parameters[name]
         shape = tuple(node.meta["val"].shape)
         where = f"plan.tensor_shards: {name}"
@@ -180,7 +188,9 @@ class _Partitioner:
         return factor in self.links.factors.leaves(factors)
 
     def _active(self, node: Node) -> Factor | None:
-        """The factor of which an operator is run on shares: one that a dim of its operands or of its results has."""
+        """Return the factor on whose shares an operator runs, among those in a dim of its operands
+        or results, or None.
+        """
         touched = [dims for each in (*node.all_input_nodes, node) for dims in self.links.outputs.get(each, ()) if dims is not None]
         present = {factor for dims in touched for dim in dims for factor in self.links.factors.leaves(dim)}
         return next((factor for factor in self._divided if factor in present and runs_on_shares(self.links, node, factor)), None)
@@ -188,13 +198,15 @@ class _Partitioner:
     # Values
 
     def _let_go(self) -> None:
-        """Backward gathers anew what forward has gathered of positions: kept, it would be all that they were divided for."""
+        """Forget values gathered along positions, so that backward gathers them again. Keeping them
+        would defeat the division.
+        """
         for node in self._gathered:
             del self._values[node][Held.WHOLE]
         self._gathered.clear()
 
     def value(self, node: Node, place: Place) -> Node:
-        """A value of the step graph, where it is wanted."""
+        """Return a value of the step graph at a place."""
         held = self._values[node]
         if place not in held:
             held[place] = self._moved(node, held, place)
@@ -210,7 +222,7 @@ class _Partitioner:
             assert isinstance(have, Factor)
             if have is self._positions:
                 self._gathered.append(node)
-                if getattr(node.target, "overloadpacket", None) in _MOVES:  # what it looks at is gathered once for all that do
+                if getattr(node.target, "overloadpacket", None) in _MOVES:  # gather its source once for all views of it
                     return self._call(node, torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.WHOLE)), node.kwargs)
             return self._noted(node, "all_gather", self.emit.gathered(value, self._lie(dims, have)))
         assert isinstance(place, Factor), f"{node} is wanted as a term"
@@ -225,7 +237,7 @@ class _Partitioner:
         return found
 
     def _dim(self, dims: Dims | None, place: Place) -> int | None:
-        """The dim of which each rank has a share; None where there is none."""
+        """Return the dim of which each rank has a share, or None."""
         found = position(self.links.factors, dims or (), place, self._ranks) if isinstance(place, Factor) else None
         return None if found is None else found.dim
 
@@ -258,7 +270,7 @@ class _Partitioner:
     def _keep(self, node: Node, results: Results) -> None:
         values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
         for (made, place), whole, dims in zip(results, values, self.links.outputs[node], strict=True):
-            if dims is not None and whole is not None:  # None: a gradient that nobody wants
+            if dims is not None and whole is not None:  # None: a gradient that is not needed
                 divided = self._dim(dims, place)
                 wanted = [n // self._ranks if at == divided else n for at, n in enumerate(whole.shape)]
                 assert list(made.meta["val"].shape) == wanted, (
@@ -271,7 +283,7 @@ class _Partitioner:
             self._values[node] = {place: made}
 
     def _size(self, node: Node) -> Node:
-        """Sizes are those of whole tensors on every rank."""
+        """Copy a computation of sizes, which are those of whole tensors on every rank."""
         if node.target is not aten.sym_size.int:
             return self.emit.graph.node_copy(node, lambda source: self.value(source, Held.WHOLE))
         source, at = node.args
@@ -295,14 +307,18 @@ class _Partitioner:
         return Held.TERM in self._values.get(source, {}) and len(source.users) == 1
 
     def _passes_terms(self, node: Node) -> bool:
-        """Whether terms of a node's operands, which nothing else uses, make terms of its result: they are exchanged after it, once."""
+        """Return True if terms of a node's operands yield terms of its result, so that they are
+        reduced once, after it.
+
+        Nothing else may use these operands.
+        """
         sources = node.all_input_nodes
         if getattr(node.target, "overloadpacket", None) in _LINEAR:
             return bool(sources) and self._is_term(sources[0])
         return node.target in _SUMS and len(sources) == 2 and all(map(self._is_term, sources)) and self._same_shape(node, sources)
 
     def _call(self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
-        """The operator of a node, on operands that may have other strides than its own had."""
+        """Append a node's operator, with operands whose strides may differ from the original ones."""
         target: Any = node.target
         if target.overloadpacket in _VIEWS:
             target = aten.reshape.default
@@ -319,7 +335,7 @@ class _Partitioner:
         return all(s.meta["val"].shape == node.meta["val"].shape for s in sources)
 
     def _run_share(self, node: Node, active: Factor) -> Results:
-        """The operator on shares: of what has the factor."""
+        """Run an operator on shares of the operands that have the factor."""
         use = self.links.use(node)
         contracted = [self.among(factors, active) for factors in use.contracted] + [False] * len(self.links.outputs[node])
 
@@ -340,7 +356,7 @@ class _Partitioner:
         return self.items(made, places) if isinstance(node.meta["val"], tuple | list) else [(made, places[0])]
 
     def items(self, made: Node, places: Sequence[Place]) -> Results:
-        """The outputs of a node that has several, and where they lie."""
+        """Return the outputs of a node that has several, and their places."""
         values = made.meta["val"]
         return [
             (made if value is None else self.emit.call(operator.getitem, made, number), place)
@@ -369,7 +385,9 @@ class _Partitioner:
 
 
 def divisions(links: Links, node: Node, ranks: int) -> Iterator[tuple[Factor, Shard]]:
-    """The ways in which a graph can keep shares of a parameter apart, each with the factor that it divides."""
+    """Yield the divisions of a parameter whose shares the graph keeps apart, each with the factor
+    that it divides.
+    """
     for at, dim in enumerate(links.dims(node)):
         blocks = 1
         for leaf in links.factors.leaves(dim):
@@ -381,5 +399,5 @@ def divisions(links: Links, node: Node, ranks: int) -> Iterator[tuple[Factor, Sh
 
 
 def can_share(links: Links, factor: Factor, ranks: int) -> bool:
-    """Whether equal shares of a factor can be told apart."""
+    """Return True if a factor can be divided into equal shares."""
     return isinstance(factor.size, int) and factor.size % ranks == 0 and not links.factors.is_broken(factor)

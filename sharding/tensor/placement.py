@@ -1,4 +1,4 @@
-"""Where the values of a partitioned graph lie, and the collectives that move them."""
+"""Placement of the values of a partitioned graph, and the collectives that move them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,28 @@ c10d = torch.ops._c10d_functional
 
 
 class Held(Enum):
-    """How ranks hold a value that is not sharded."""
+    """Placement of a value that is not sharded."""
 
     WHOLE = "whole"
-    """Each has all of it."""
+    """Each rank has all of it."""
     TERM = "term"
-    """Each has a term; the value is their sum."""
+    """Each rank has a term; the value is their sum."""
 
 
 Place = Held | Factor
-"""A factor: each rank has its share of that factor."""
+"""A `Factor` means that each rank has its share of that factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A collective that a partitioned graph needs for a value.
 
-    node: the value's, in the step graph. collective: its operator's name. elements: of the value as one rank has it afterwards, in the
-    example batch. item: bytes of one. by_rows: whether there are more of them for more rows.
+    Attributes:
+        node: name of the value's node in the step graph.
+        collective: name of the collective operator.
+        elements: elements of the value on one rank afterwards, in the example batch.
+        item: bytes of one element.
+        by_rows: True if the number of elements grows with the rows.
     """
 
     node: str
@@ -47,21 +51,24 @@ class Exchange:
     by_rows: bool
 
     def sent(self, ranks: int, scale: float) -> float:
-        """Bytes that one rank sends, by ring algorithms, where there are `scale` times the example batch's rows."""
+        """Return the bytes that one rank sends, with ring algorithms, for `scale` times the example
+        batch's rows.
+        """
         whole = self.elements * (ranks if self.collective == "reduce_scatter" else 1)
         rounds = 2 if self.collective == "all_reduce" else 1
         return rounds * whole * self.item * (scale if self.by_rows else 1.0) * (ranks - 1) / ranks
 
 
 class Emitter:
-    """Appends nodes to a graph, with the values that a fake mode finds for them, and moves values between the ranks of one group.
+    """Builder that appends nodes with fake values to a graph, and moves values between the ranks of
+    one group.
 
     Args:
-        graph: that is made.
+        graph: graph to build.
         mode: the fake mode of its values.
-        ranks: how many there are in the group.
+        ranks: number of ranks in the group.
         group: its logical name.
-        rank: the 0-dim int64 input that says which of them this one is.
+        rank: the 0-dim int64 input with this rank's index in the group.
     """
 
     def __init__(self, graph: Graph, mode: Any, ranks: int, group: str, rank: Node) -> None:
@@ -70,38 +77,38 @@ class Emitter:
         self._row: Node | None = None
 
     def call(self, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
-        """Appends a call. `like`: a node whose record of its origin it takes."""
+        """Append a call. `like`: a node whose metadata it inherits."""
         node = append(self.graph, self._mode, target, *args, **kwargs)
         if like is not None:
             node.meta = {**like.meta, "val": node.meta["val"]}
         return node
 
     def sizes(self, node: Node) -> list[Any]:
-        """A tensor's sizes: numbers, or nodes that tell them."""
+        """Return a tensor's sizes: numbers, or nodes that compute them."""
         shape = node.meta["val"].shape
         return [size if isinstance(size, int) else self.call(aten.sym_size.int, node, at) for at, size in enumerate(shape)]
 
     def times(self, size: Any, factor: int) -> Any:
-        """Size * factor, where size may be a node."""
+        """Return size * factor, where size may be a node."""
         return size * factor if isinstance(size, int) else self.call(operator.mul, size, factor)
 
     def part(self, size: Any, divisor: int) -> Any:
-        """Size / divisor, where size may be a node, or -1."""
+        """Return size / divisor, where size may be a node, or -1."""
         if isinstance(size, int):
             assert size == -1 or size % divisor == 0
             return size if size == -1 else size // divisor
         return self.call(operator.floordiv, size, divisor)
 
     def wait(self, flying: Node) -> Node:
-        """What a collective has brought."""
+        """Return the result of a collective."""
         return self.call(c10d.wait_tensor.default, flying)
 
     def reduced(self, value: Node, how: str = "sum") -> Node:
-        """Of all ranks together."""
+        """Return the reduction of a value over all ranks."""
         return self.wait(self.call(c10d.all_reduce.default, value, how, self.group))
 
     def gathered(self, value: Node, lie: Lie) -> Node:
-        """All shares of a value that lie so in it."""
+        """Return the whole value from all shares with this layout."""
         sizes, at = self.sizes(value), lie.dim
         packed = self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
         flying = self.call(c10d.all_gather_into_tensor.default, packed, self.ranks, self.group)
@@ -113,14 +120,14 @@ class Emitter:
         )
 
     def own_share(self, value: Node, lie: Lie) -> Node:
-        """The share that this rank has of a value."""
+        """Return this rank's share of a value."""
         sizes, at = self.sizes(value), lie.dim
         apart = self._apart(value, sizes, lie)
         own = self.call(aten.index_select.default, apart, at + 1, self._rank_row())
         return self._joined(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
 
     def scattered(self, term: Node, lie: Lie) -> Node:
-        """The share that this rank has of the sum of all terms."""
+        """Return this rank's share of the sum of all terms."""
         sizes, at = self.sizes(term), lie.dim
         apart = self._apart(term, sizes, lie)
         order = [at + 1, *range(at + 1), *range(at + 2, len(sizes) + 2)]
@@ -129,11 +136,13 @@ class Emitter:
         return self._joined(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
 
     def offset(self, length: int) -> Node:
-        """0-dim int64: how many elements lie before this rank's, where each has `length`."""
+        """Return the number of elements before this rank's (0-dim int64), where each rank has
+        `length`.
+        """
         return self.call(aten.mul.Tensor, self.rank, length)
 
     def only_first(self, value: Node) -> Node:
-        """The value on rank 0 of the group, zero on the others."""
+        """Return the value on rank 0 of the group, and zero on the others."""
         first = self.call(aten.eq.Scalar, self.rank, 0)
         return self.call(aten.mul.Tensor, value, self.call(aten._to_copy.default, first, dtype=value.meta["val"].dtype))
 
@@ -142,7 +151,9 @@ class Emitter:
         return self.call(aten.reshape.default, value, [*sizes[: lie.dim], before, self.ranks, after, *sizes[lie.dim + 1 :]])
 
     def _halves(self, size: Any, lie: Lie, shares: int) -> tuple[Any, Any]:
-        """A dim of so many shares: how often one begins in it, and how many of its elements then come in a row."""
+        """Return, for a dim of this number of shares, how often a share begins in it, and how many
+        of its elements follow in a row.
+        """
         if isinstance(lie.row, int):
             return self.part(size, lie.row * shares), lie.row
         assert isinstance(lie.before, int), lie
@@ -159,8 +170,10 @@ class Emitter:
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """Where shares of a factor lie in a tensor: in its dim `dim`, of `before` times `row` elements each; `row` of one come in a row. One of
-    the two at least is a number, the other perhaps an expression of symbols.
+    """Layout of shares of a factor in a tensor: in its dim `dim`, each has `before` times `row`
+    elements, of which `row` are adjacent.
+
+    At least one of `before` and `row` is a number; the other may be an expression of symbols.
     """
 
     dim: int
@@ -169,7 +182,9 @@ class Lie:
 
 
 def position(factors: Factors, dims: Dims, factor: Factor, ranks: int) -> Lie | None:
-    """Where the shares that `ranks` ranks have of a factor lie in a tensor. None: nowhere."""
+    """Return the layout of the shares that `ranks` ranks have of a factor in a tensor; None if the
+    tensor does not have the factor.
+    """
     for at, dim in enumerate(dims):
         leaves = factors.leaves(dim)
         if factor in leaves:

@@ -1,4 +1,6 @@
-"""Finds the positions in a graph's data: the dim that rows have beside themselves and along which most of the work goes on apart."""
+"""Find the positions in a graph's data: the dim beside the rows along which most of the work is
+independent.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from trainload.sharding.tensor.special import runs_on_shares
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """A factor of the data, and what becomes of the step's work where ranks share it.
+    """A factor of the data, and how a step's work divides if ranks share it.
 
     Attributes:
-        factor: tokens of a sequence, say.
+        factor: the tokens of a sequence, for example.
         apart: operations of the matrix products that each rank does for its own positions.
         products: operations of all matrix products.
-        whole: the node whose product needs all positions and takes most operations; None where there is none.
+        whole: the most expensive node whose product needs all positions, or None.
     """
 
     factor: Factor
@@ -33,12 +35,14 @@ class Positions:
 
     @property
     def share(self) -> float:
-        """What part of the work is divided."""
+        """Fraction of the work that is divided."""
         return self.apart / self.products
 
 
 def positions_of(step: StepGraph, links: Links, ranks: int) -> Positions | None:
-    """The positions that so many ranks could share, of which most work is done apart; None where the graph has none."""
+    """Return the positions that this number of ranks could share with the most independent work;
+    None if the graph has none.
+    """
     placeholders, _ = ends(step.module)
     inputs = dict(zip(placeholders, step.inputs, strict=True))
     rows = {f for n, port in inputs.items() if port.role is Role.BATCH for f in links.factors.leaves(links.dims(n)[0])}
@@ -52,7 +56,7 @@ def positions_of(step: StepGraph, links: Links, ranks: int) -> Positions | None:
         kept = sum(cost for node, cost in forward.items() if any(links.holds(dims, factor) for dims in links.outputs[node]))
         summed = sum(cost for node, cost in forward.items() if _sums_over(links, node, factor))
         if summed > kept:
-            continue  # features of the data: what a product sums over, and no position of its result
+            continue  # features of the data: a product sums over them, so they are not positions of its result
         apart = {node: cost for node, cost in work.items() if runs_on_shares(links, node, factor)}
         whole = max(work.keys() - apart.keys(), key=lambda node: (work[node], node.name), default=None)
         made = Positions(factor, sum(apart.values()), sum(work.values()), whole)
@@ -66,14 +70,16 @@ def _sums_over(links: Links, node: Node, factor: Factor) -> bool:
 
 
 def of_data(links: Links, inputs: Mapping[Node, Port]) -> dict[Factor, None]:
-    """Factors of what is computed of the batch alone: rows, positions in a sequence, features of the data."""
+    """Return the factors of values computed from the batch only: rows, positions in a sequence,
+    features of the data.
+    """
     kinds = {node: port.role for node, port in inputs.items()}
     data: dict[Node, None] = {}
     other: set[Node] = set()
     for node in links.outputs:
         sources = node.all_input_nodes
         if not any(dims is not None for dims in links.outputs[node]):
-            continue  # a size: what is made with it is no data
+            continue  # a size: a tensor made with it is not data
         if kinds.get(node) is Role.PARAMETER or any(source in other for source in sources):
             other.add(node)
         elif kinds.get(node) is Role.BATCH or any(source in data for source in sources):

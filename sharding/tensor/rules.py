@@ -1,4 +1,6 @@
-"""What operators do with the dims of their operands: those that move elements, multiply matrices, and work element by element."""
+"""Rules for the dims of operators that move elements, multiply matrices, or work element by
+element.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ aten = torch.ops.aten
 
 @pointwise
 def _elementwise(links: Links, node: Node) -> Outputs:
-    """Operands are broadcast."""
+    """Tie the dims of broadcast operands."""
     shape = sizes(node.meta["val"])
     found: list[Dim | None] = [None] * len(shape)
     for source in node.all_input_nodes:
@@ -57,7 +59,7 @@ rule(
 
 @rule(aten.full, aten.zeros, aten.ones, aten.empty, aten.scalar_tensor, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
 def _made(links: Links, node: Node) -> Outputs:
-    """Any part of it can be made alone."""
+    """Return untied dims: any part of a new tensor can be made alone."""
     return links.fresh(node)
 
 
@@ -110,7 +112,7 @@ def _sliced(links: Links, node: Node) -> Outputs:
 
 
 def _whole_slice(node: Node) -> bool:
-    """Whether a slice takes everything."""
+    """Return True if a slice selects everything."""
     given = arguments(node)
     at = given["dim"]
     return bool(sizes(node.meta["val"])[at] == sizes(given["self"].meta["val"])[at]) and given["step"] == 1
@@ -151,7 +153,7 @@ def _padded(links: Links, node: Node) -> Outputs:
 
 @rule(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
 def _divided(links: Links, node: Node) -> Outputs:
-    """Equal pieces of a dim: the dim is (pieces, the rest), and the pieces have the rest in common."""
+    """Split a dim: for equal pieces, the dim is (pieces, rest), and the pieces share the rest."""
     given = arguments(node)
     pieces = node.meta["val"]
     dims = list(links.dims(given["self"]))
@@ -170,13 +172,13 @@ def _divided(links: Links, node: Node) -> Outputs:
 
 @rule(aten.cat, aten.stack)
 def _joined(links: Links, node: Node) -> Outputs:
-    """The reverse of `_divided`."""
+    """Join dims: the reverse of `_divided`."""
     given = arguments(node)
     shape = sizes(node.meta["val"])
     at = given["dim"] % len(shape)
     sources: Sequence[Node] = given["tensors"]
     if node.target is aten.cat.default and len(shape) > 1:
-        sources = [s for s in sources if len(sizes(s.meta["val"])) > 1]  # it passes over empty tensors of one dim
+        sources = [s for s in sources if len(sizes(s.meta["val"])) > 1]  # cat ignores empty tensors of one dim
     parts = [list(links.dims(source)) for source in sources]
     if node.target is aten.stack.default:
         for part in parts:
@@ -251,7 +253,7 @@ def _condensed(links: Links, node: Node) -> Outputs:
 
 
 def _ats(node: Node) -> list[int]:
-    """The dims that are reduced; all of them where none is named."""
+    """Return the dims that are reduced: all of them if none is given."""
     given = arguments(node)
     asked = given.get("dim")
     ndim = given["self"].meta["val"].ndim

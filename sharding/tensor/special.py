@@ -1,4 +1,6 @@
-"""Operators that look along a dim of which each rank has a share: vocabulary-parallel embedding, softmax and loss, and their like."""
+"""Operators along a dim of which each rank has a share: vocabulary-parallel embedding, softmax,
+loss and similar ones.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Partitioner(Protocol):
     emit: Emitter
 
     def value(self, node: Node, place: Place) -> Node:
-        """Return a value of the whole graph as it is wanted at a place."""
+        """Return a value of the whole graph at a place."""
 
     def items(self, made: Node, places: Sequence[Place]) -> Results:
         """Return the outputs of a node that has several, each with its place."""
@@ -34,12 +36,16 @@ class Partitioner(Protocol):
 Special = Callable[[Partitioner, Node, Factor], Results]
 Fits = Callable[[Links, Node, Factor], bool]
 SPECIAL: dict[Any, Special] = {}
-"""Operator -> how it is run on shares of a factor that it is special in."""
+"""Operator -> function that runs it on shares of a factor that is special for it."""
 _FITS: dict[Any, Fits] = {}
 
 
 def special(*targets: Any, fits: Fits | None = None) -> Callable[[Special], Special]:
-    """Declares how some operators are run on shares. `fits`: of which factors; None: where each rank's share is one row of indices."""
+    """Return a decorator that declares how some operators run on shares.
+
+    `fits`: decides for which factors; None for those of which each rank's share is one range of
+    indices.
+    """
 
     def declare(made: Special) -> Special:
         SPECIAL.update(dict.fromkeys(targets, made))
@@ -50,7 +56,9 @@ def special(*targets: Any, fits: Fits | None = None) -> Callable[[Special], Spec
 
 
 def runs_on_shares(links: Links, node: Node, factor: Factor) -> bool:
-    """Whether an operator can be run on shares of a factor: what it takes and gives has the factor once at most."""
+    """Return True if an operator can run on shares of a factor, which its operands and results have
+    at most once each.
+    """
     use = links.use(node)
     is_special = factor in links.factors.leaves(use.special)
     counted = [source for source in node.all_input_nodes if not (is_special and source in use.aside)]
@@ -68,12 +76,16 @@ def _leads(links: Links, node: Node, factor: Factor) -> bool:
 
 
 def _counts_rows(links: Links, node: Node, factor: Factor) -> bool:
-    """Of a loss: shares of its rows will do, however they lie; of its classes those that are one row of indices."""
+    """Return True if a loss can run on shares of a factor: any shares of its rows, but of its
+    classes only one range of indices.
+    """
     return links.holds(links.dims(arguments(node)["target"]), factor) or _leads(links, node, factor)
 
 
 def _own(at: Partitioner, index: Node, length: int) -> tuple[Node, Node]:
-    """Of indices into a dim of which this rank has `length` elements: which are its own, and what they are within them (else 0)."""
+    """Return which indices into a dim are among the `length` elements of this rank, and their
+    values within these (otherwise 0).
+    """
     emit = at.emit
     local = emit.call(aten.sub.Tensor, index, emit.offset(length))
     inside = emit.call(aten.logical_and.default, emit.call(aten.ge.Scalar, local, 0), emit.call(aten.lt.Scalar, local, length))
@@ -119,7 +131,7 @@ def _extreme(at: Partitioner, node: Node, active: Factor) -> Results:
 
 @special(aten.argmax.default)
 def _argmax(at: Partitioner, node: Node, active: Factor) -> Results:
-    """The lowest index of those that have the greatest value, as torch takes it on one device."""
+    """Return the lowest index of the greatest values, as torch does on one device."""
     emit, given = at.emit, arguments(node)
     source = at.value(given["self"], active)
     ndim = source.meta["val"].ndim
@@ -167,7 +179,7 @@ def _softmax_backward(at: Partitioner, node: Node, active: Factor) -> Results:
 
 
 def _wide(at: Partitioner, value: Node) -> Node:
-    """In float32 at least, as torch's own kernels reckon."""
+    """Return the value in at least float32, as torch's own kernels compute."""
     dtype = value.meta["val"].dtype
     return _as(at, value, torch.float32) if dtype in (torch.bfloat16, torch.float16) else value
 
@@ -203,7 +215,7 @@ def _negative_log_likelihood(at: Partitioner, node: Node, active: Factor) -> Res
 
 
 def _loss_of_rows(at: Partitioner, node: Node, active: Factor) -> Results:
-    """Of this rank's rows: the sum of their losses, divided by the weight of all."""
+    """Return the loss of this rank's rows: the sum of their losses, divided by the weight of all."""
     emit, given = at.emit, arguments(node)
     operands = (at.value(given["self"], active), at.value(given["target"], active), _class_weights(at, given))
     reduction = given["reduction"]
@@ -242,7 +254,9 @@ def _negative_log_likelihood_backward(at: Partitioner, node: Node, active: Facto
 
 
 def _targets(at: Partitioner, given: dict[str, Any], source: Node) -> tuple[Node, Node, Node]:
-    """Which targets count; which of them are among this rank's classes, and what they are there."""
+    """Return which targets count, which of them are among this rank's classes, and their indices
+    there.
+    """
     target = at.value(given["target"], Held.WHOLE)
     counts = at.emit.call(aten.ne.Scalar, target, given["ignore_index"])
     inside, local = _own(at, target, source.meta["val"].shape[1])

@@ -1,4 +1,4 @@
-"""The tensor axis of a plan: what of a package it divides, and what its ranks exchange."""
+"""The tensor axis of a plan: what it divides of a package, and what its ranks exchange."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ from trainload.sharding.tensor.placement import Exchange
 from trainload.sharding.tensor.positions import Positions
 
 LEAST = 0.5
-"""Of the matrix products' operations, that ranks of a context must be able to do for their own positions alone."""
+"""Minimum fraction of the matrix products' operations that the ranks of a context axis must be able
+to do for their own positions only.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorAxis:
-    """What the ranks of one share, of the main training graph with its example of `rows` rows.
+    """Division of a package by a tensor axis, for the main training graph with its example of
+    `rows` rows.
 
-    ranks: of the axis. shards: parameter -> how it is divided. exchanges: what they send. replicated: what each does whole.
+    Attributes:
+        ranks: ranks of the axis.
+        shards: parameter -> its division.
+        exchanges: collectives of the ranks.
+        rows: rows of the example.
+        replicated: work that each rank repeats.
     """
 
     ranks: int
@@ -34,11 +42,11 @@ class TensorAxis:
     replicated: tuple[Replicated, ...] = ()
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """What one rank has of a parameter."""
+        """Return the shape of one rank's share of a parameter."""
         return self.shards[name].share_shape(shape, self.ranks) if name in self.shards else tuple(shape)
 
     def sent(self, rows: int) -> float:
-        """Bytes that a rank sends for one call of so many rows."""
+        """Return the bytes that a rank sends for one call of this number of rows."""
         return sum(exchange.sent(self.ranks, rows / self.rows) for exchange in self.exchanges)
 
 
@@ -50,15 +58,16 @@ def divide(
     what: Divide = "tensor",
     partitioned: Callable[..., Partitioned] | None = None,
 ) -> TensorAxis:
-    """Finds what a tensor axis of so many ranks divides of a package.
+    """Find what a tensor axis of this number of ranks divides of a package.
 
     Args:
         steps: the package's training graphs, the main one first.
-        ranks: of the axis.
-        whole: parameters that it must leave whole, since their update takes whole parameters.
-        rules: as `choose` takes them; with "tensor" and "sequence" alone.
-        what: as `Plan.divide` says.
-        partitioned: what partitions the main training graph, given shards and `positions`; None: `partition`.
+        ranks: ranks of the axis.
+        whole: parameters that it must leave whole, since their update needs them whole.
+        rules: as in `choose`; only with "tensor" and "sequence".
+        what: as in `Plan.divide`.
+        partitioned: function that partitions the main training graph, given shards and `positions`;
+            None for `partition`.
 
     Raises:
         PlanError: a rule does not fit, or nothing can be divided.
@@ -73,7 +82,7 @@ def divide(
 def _shards(
     steps: Sequence[StepGraph], ranks: int, whole: Collection[str], rules: Mapping[str, Shard | None] | None, what: Divide
 ) -> dict[str, Shard]:
-    """Which parameters are divided."""
+    """Return which parameters are divided, and how."""
     if what in ("tensor", "sequence"):
         found = choose(steps, ranks, whole, rules)
         if not found:

@@ -1,12 +1,13 @@
-"""Makes a job of a transformers model, its collator's batch and its Trainer's settings.
+"""Conversion of a transformers model, a collator's batch and a Trainer's settings to a job.
 
     from trainload.huggingface import job_of
 
     job = job_of(model, collator(rows), TrainingArguments(max_steps=1000, learning_rate=3e-4, warmup_steps=100))
     package = trainload.freeze(job, "gpt2.tl")
 
-The step is the one that `transformers.Trainer` takes with these settings: docs/transformers.md says what is read and what is refused.
-transformers itself is imported when a job is made, and only for the schedules (and for Adafactor).
+The training step is that of `transformers.Trainer` with these settings: docs/transformers.md lists
+the supported and the rejected ones. transformers itself is imported only when a schedule or
+Adafactor is created.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from trainload.capture.job.definition import AssetLike, Job, Loss, SchedulerFact
 from trainload.core.errors import JobError
 
 IGNORED = -100
-"""A label of this value is not counted."""
+"""Value of labels that do not count."""
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label", "decoder_input_ids")
-"""Entries of a batch that a prediction does not read."""
+"""Entries of a batch that predict does not read."""
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _REFUSED: dict[str, tuple[Any, str]] = {
     "label_smoothing_factor": (0, "Give Job(loss=...) a loss with smoothing."),
@@ -45,31 +46,36 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "fsdp": (None, "Leave it out: the strategy is chosen by trainload.plan."),
     "parallelism_config": (None, "Leave it out: the strategy is chosen by trainload.plan."),
 }
-"""Setting -> the value at which it has no effect, and what to do instead."""
+"""Unsupported setting -> its value without effect, and a hint."""
 _UNTABLED = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that read the loss, so that they are no function of the step."""
+"""Schedules that depend on the loss, not only on the step."""
 
 
 def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenizer: Any = None, **options: Any) -> Job:
-    """The job that `transformers.Trainer(model, args)` would train.
+    """Return the job that `transformers.Trainer(model, args)` would train.
 
-    The loss is the model's own. Its weight is the number of labels that are not -100 (without the first of each row where the model
-    shifts its labels), so that microbatches and workers with unlike padding combine as Trainer's do; it is the number of rows where labels
-    are no integers, where there are none, and for a CTC loss. The weight decay spares biases and norms. predict gives the model's logits;
-    an encoder-decoder has none, since it predicts token by token. The assets are those of `assets_of`, and those that are given.
+    The loss is the model's own. Its weight is the number of labels that are not -100 (without the
+    first of each row if the model shifts its labels), so that microbatches and workers with
+    different padding are combined as in Trainer. The weight is the number of rows if labels are not
+    integers, if there are none, and for a CTC loss. Weight decay excludes biases and norms. predict
+    returns the model's logits; an encoder-decoder has no predict, since it predicts token by token.
+    The assets are those of `assets_of` and of `options`.
 
     Args:
-        model: a transformers model with a loss of its own.
-        batch: what a collator returns: name -> (rows, ...), of 2 rows or more, with labels.
-        args: `transformers.TrainingArguments`, or anything with such attributes; what it lacks has Trainer's default.
-        tokenizer: the model's tokenizer or processor, which travels along; anything with `save_pretrained`.
-        options: further fields of `trainload.Job` (dynamic, assets, predict, ...), or others than these.
+        model: a transformers model that computes its loss.
+        batch: a collator's batch: name -> (rows, ...), of 2 rows or more, with labels.
+        args: `transformers.TrainingArguments`, or an object with such attributes; missing ones have
+            Trainer's defaults.
+        tokenizer: the model's tokenizer or processor, or any object with `save_pretrained`; it
+            becomes part of the assets.
+        options: further fields of `trainload.Job` (dynamic, assets, predict, ...), which override
+            those above.
 
     Raises:
-        JobError: a setting has no meaning here; the message names it. Or the batch is none.
+        JobError: a setting is not supported (the message names it), or the batch is invalid.
     """
     settings = _Settings(args)
-    given: Mapping[str, Any] = batch  # unchecked so far
+    given: Mapping[str, Any] = batch  # not checked yet
     entries = {name: value for name, value in given.items() if value is not None}
     for name, value in entries.items():
         if not isinstance(value, Tensor):
@@ -119,22 +125,23 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
 
 
 def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | None = None) -> dict[str, AssetLike]:
-    """What `from_pretrained` needs of a transformers model beside its weights, as entries of `Job.assets`.
+    """Return the files that `from_pretrained` needs besides weights, as entries of `Job.assets`.
 
-    With them `trainload export --to huggingface` writes a folder that `from_pretrained` opens. `job_of` puts them into its job; this is for
-    a job that is made otherwise.
+    With them, `trainload export --to huggingface` writes a folder that `from_pretrained` opens.
+    `job_of` adds them to its job; use this function for jobs that are made in another way.
 
     Args:
         model: a transformers model.
-        tokenizer: its tokenizer or processor; anything with `save_pretrained`.
-        within: the job's model, where that is another one that holds this.
+        tokenizer: its tokenizer or processor, or any object with `save_pretrained`.
+        within: the job's model, if it is another one that contains `model`.
 
     Returns:
-        config.json, generation_config.json where the model generates, the tokenizer's files below tokenizer/, and huggingface.json, which
-        says where in the job's model the transformers model is.
+        config.json, generation_config.json if the model generates, the tokenizer's files below
+        tokenizer/, and huggingface.json, which names the module of the job's model that is the
+        transformers model.
 
     Raises:
-        JobError: the model has no configuration, or is not within the other.
+        JobError: the model has no configuration, or is not part of `within`.
     """
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if not hasattr(config, "to_json_string"):
@@ -162,7 +169,7 @@ def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | No
 
 
 class _Settings:
-    """Reads what a Trainer would read."""
+    """The settings of a Trainer, read from its arguments."""
 
     def __init__(self, args: Any) -> None:
         self._args = args
@@ -184,7 +191,7 @@ class _Settings:
         return getattr(self._args, name, default)
 
     def rows(self) -> int:
-        """Of one update."""
+        """Return the number of rows of one update."""
         rows: int = self.get("per_device_train_batch_size", 8) * self.get("gradient_accumulation_steps", 1)
         return rows
 
@@ -220,7 +227,7 @@ class _Settings:
         name = str(getattr(given, "value", given))
         options = self.get("lr_scheduler_kwargs", None) or {}
         warmup = self.get("warmup_steps", 0) or self.get("warmup_ratio", None) or 0
-        # As Trainer: a number below one is a share of the steps.
+        # As in Trainer, a number below one is a fraction of the steps.
         count = int(warmup) if warmup >= 1 else math.ceil(self.steps * warmup)
         steps = self.steps
         if name in _UNTABLED:
@@ -247,7 +254,11 @@ def _adafactor() -> Any:
 
 
 def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: with weight decay, and without (biases, norms, everything in a LayerNorm). Tied parameters stand in one."""
+    """Return two parameter groups: with weight decay, and without (biases, norms, everything in a
+    LayerNorm).
+
+    Tied parameters are in only one of them.
+    """
     spared = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     chosen = [p for name, p in named if id(p) not in spared and not _WITHOUT_DECAY.search(name.lower())]
@@ -257,7 +268,9 @@ def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 
 def _weight_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor | None]:
-    """What the model's mean loss was taken over: a function of the batch. None: rows."""
+    """Return a function from a batch to the number of labels over which the model's loss is a mean,
+    or to None for rows.
+    """
     labels = batch.get("labels")
     if type(model).__name__.endswith("ForCTC"):
         reduction = getattr(getattr(model, "config", None), "ctc_loss_reduction", "mean")
@@ -273,14 +286,16 @@ def _weight_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[Mappi
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Whether the loss compares the output at a place with the label at the next: a language model that is no encoder-decoder."""
+    """Return True if the loss compares outputs with the labels of the next position, as in a
+    decoder-only language model.
+    """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
 def _called(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | None) -> Any:
-    """The model's output, without a cache of keys and values."""
+    """Call the model without a cache of keys and values."""
     arguments: dict[str, Any] = dict(batch)
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False
@@ -291,7 +306,9 @@ def _called(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | 
 
 
 def _unheld(model: nn.Module) -> dict[str, str]:
-    """Part of the configuration ("": its top) -> the experts' implementation that a package can hold, where the present one is none."""
+    """Return part of the configuration ("": its top) -> experts' implementation to set, for those
+    that a package cannot contain.
+    """
     known: Any = getattr(model, "get_experts_implementation", None)
     matrices = [p for p in model.parameters() if p.ndim == 3]
     if known is None or not matrices or all(p.dtype is torch.bfloat16 for p in matrices):
@@ -301,7 +318,7 @@ def _unheld(model: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _held_experts(model: Any) -> Iterator[None]:
-    """Experts by torch's own operators."""
+    """Within the block, compute experts by torch's own operators."""
     chosen = _unheld(model)
     if not chosen:
         yield
@@ -316,7 +333,9 @@ def _held_experts(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_cache(config: Any) -> Iterator[None]:
-    """Some models read the setting in their configuration only."""
+    """Set `use_cache` of the configuration to False within the block: some models read the setting
+    only there.
+    """
     if not getattr(config, "use_cache", False):
         yield
         return

@@ -1,10 +1,11 @@
-"""Passes: functions that rewrite a captured graph, and some of them.
+"""Passes: functions that rewrite a captured graph, with a few built-in ones.
 
     trainload transform gpt.tl --pass trainload.passes:eliminate_dead_code -o new.tl
 
-A pass works on the training IR, before autograd: what torch.export traced, with no_grad and autocast regions and the bodies of control flow
-as submodules. Every node has `meta["val"]` (a fake tensor with the node's shape, dtype and device), and those that a module made have
-`meta["nn_module_stack"]`. docs/passes.md says more.
+A pass works on the training IR, before autograd: the graph that torch.export traced, with no_grad
+and autocast regions and the bodies of control flow as submodules. Every node has `meta["val"]` (a
+fake tensor with the node's shape, dtype and device), and nodes of modules have
+`meta["nn_module_stack"]`. See docs/passes.md.
 """
 
 from __future__ import annotations
@@ -28,35 +29,40 @@ aten = torch.ops.aten
 __all__ = ["GRAPH", "Pass", "decompose", "eliminate_common_subexpressions", "eliminate_dead_code", "gelu_tanh", "load_pass"]
 
 GRAPH = "trainload_graph"
-"""Key of `graph.meta` under which a pass finds the graph's name: "train", "eval", "predict"."""
+"""Key of `graph.meta` with the graph's name: "train", "eval", "predict"."""
 
 
 class Pass(Protocol):
-    """What `trainload.transform` applies.
+    """A function that `trainload.transform` applies to graphs.
 
-    Called once for each captured graph of a package, with a copy that it may change and return, or leave for another. The inputs
-    (placeholders, by name and order) and the number of outputs must stay. A new node without `meta["val"]` gets one.
+    It is called once for each captured graph of a package, with a copy that it may change and
+    return; it may also return another graph. The inputs (placeholders, by name and order) and the
+    number of outputs must stay the same. A new node without `meta["val"]` gets one.
 
     Args:
         graph: the graph; `graph.meta[GRAPH]` is its name.
-        program: all graphs as they were, the parameters and the state. Not to be changed.
-        options: what the user gave, by name: numbers, strings, booleans, tuples of strings.
+        program: all graphs before the pass, the parameters and the state. Must not be changed.
+        options: the user's options: numbers, strings, booleans, tuples of strings.
     """
 
     def __call__(self, graph: GraphModule, program: Program, *_: Any, **options: Any) -> GraphModule: ...
 
 
 def eliminate_dead_code(graph: GraphModule, program: Program) -> GraphModule:
-    """Removes what no output and no buffer depends on. What draws random numbers stays, since what is drawn after it would change."""
+    """Remove nodes on which no output and no buffer depends.
+
+    Random operators stay, since later draws would change otherwise.
+    """
     for part in graphs_in(graph):
         part.graph.eliminate_dead_code(is_impure_node=_has_effect)
     return graph
 
 
 def eliminate_common_subexpressions(graph: GraphModule, program: Program) -> GraphModule:
-    """Computes once what a graph computes several times from the same values.
+    """Replace repeated computations of the same values by one.
 
-    Left alone: random operators, regions and control flow, and whatever reads or is a tensor that the graph writes to in place.
+    Random operators, regions and control flow are left unchanged, and so are nodes that return or
+    read a tensor to which the graph writes in place.
     """
     for part in graphs_in(graph):
         written = _written(part)
@@ -75,7 +81,10 @@ def eliminate_common_subexpressions(graph: GraphModule, program: Program) -> Gra
 
 
 def gelu_tanh(graph: GraphModule, program: Program) -> GraphModule:
-    """Computes GELU by its tanh approximation, as some published models do. It changes numbers, so it needs to be allowed."""
+    """Compute GELU by its tanh approximation, as in some published models.
+
+    It changes values, so it must be allowed.
+    """
     for node in calls_in(graph):
         if node.target is aten.gelu.default:
             node.kwargs = {**node.kwargs, "approximate": "tanh"}
@@ -83,12 +92,13 @@ def gelu_tanh(graph: GraphModule, program: Program) -> GraphModule:
 
 
 def decompose(graph: GraphModule, program: Program, *, operators: str | Sequence[str] = "core") -> GraphModule:
-    """Chooses the operator set of a graph, as `trainload ops --set` does.
+    """Decompose operators of a graph, as `trainload ops --set` does.
 
     Args:
         graph: see `Pass`.
         program: see `Pass`.
-        operators: names of operators to decompose ("aten.linear.default"), or "core": every one outside core ATen.
+        operators: names of operators to decompose ("aten.linear.default"), or "core": every
+            operator outside core ATen.
     """
     if operators == "core":
         return operator_set.decompose(graph, lambda target: not operator_set.is_core(target))
@@ -97,12 +107,13 @@ def decompose(graph: GraphModule, program: Program, *, operators: str | Sequence
 
 
 def load_pass(spec: str) -> tuple[Pass, dict[str, Any]]:
-    """The pass that a command line names: `module:function` or `path/to/file.py:function`, then `,name=value` for each option.
+    """Load the pass of a command line spec, with its options.
 
-    A value is read as JSON where it is JSON (`3`, `0.5`, `true`), else as a string.
+    A spec is `module:function` or `path/to/file.py:function`, followed by `,name=value` for each
+    option. A value is parsed as JSON if possible (`3`, `0.5`, `true`), otherwise it is a string.
 
     Raises:
-        PassError: it does not import, or is no function.
+        PassError: the spec is malformed, its module does not import, or it is not a function.
     """
     first, *rest = spec.split(",")
     location, _, name = first.rpartition(":")
@@ -126,7 +137,9 @@ def _option(text: str) -> Any:
 
 
 def _has_effect(node: Node) -> bool:
-    """Whether a call does more than return a value: writes, draws or asserts; for a region or control flow, whether its body does."""
+    """Return True if a call, or the body of its region or control flow, has effects: writes, random
+    draws or assertions.
+    """
     if node.op in ("placeholder", "output"):
         return True
     if is_overload(node.target):
@@ -140,7 +153,9 @@ def _has_effect(node: Node) -> bool:
 
 
 def _written(part: GraphModule) -> set[Node]:
-    """Nodes whose memory the graph writes to, as far as it can be: what is given to an operator that writes, and all that led there."""
+    """Return the nodes to whose memory the graph may write: arguments of operators that write, and
+    the bases of views among them.
+    """
     found: set[Node] = set()
     stack: list[Node] = []
     for node in part.graph.nodes:
@@ -152,12 +167,12 @@ def _written(part: GraphModule) -> set[Node]:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += node.all_input_nodes[:1] if node.op == "call_function" else []  # a view's first argument is what it is a view of
+            stack += node.all_input_nodes[:1] if node.op == "call_function" else []  # a view's first argument is its base
     return found
 
 
 def _hashable(value: Any) -> Any:
-    """A key that tells 1 from 1.0 and True; nodes by identity."""
+    """Return a key that distinguishes 1, 1.0 and True, and nodes by identity."""
     if isinstance(value, list | tuple):
         return tuple(_hashable(entry) for entry in value)
     if isinstance(value, slice):

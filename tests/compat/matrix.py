@@ -26,13 +26,14 @@ VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 OTHERS = ("safetensors", "pydantic", "networkx", "numpy", "pyarrow", "filelock", "packaging", "fsspec", "click", "rich")
 """What trainload declares to need beside torch."""
 
-HEAD = """# Frozen by one torch, opened by another
+HEAD = """# Compatibility between torch versions
 
-Five jobs (`tests/golden/jobs.py`: tied and frozen weights, dropout, a bfloat16 region, cond; graphs in turns; variants; operators of
-another library; shapes without weights) are frozen by each torch, and opened and trained two steps by each. A cell says how many of the
-packages load, train, and give the losses that their maker got ({fp32:g} relative, {bf16:g} for the one with a bfloat16 region), and the
-greatest relative difference of a loss between float32 ones (exact: none). `make compat` writes this page; the packages of older formats in
-`tests/golden/` are opened by each torch too.
+Five jobs (`tests/golden/jobs.py`: tied and frozen weights, dropout, a bfloat16 region, cond; alternating graphs;
+variants; operators of another library; shapes without weights) are frozen with each torch version, and opened and
+trained for two steps with each. A cell shows how many of the packages load, train, and reproduce the losses of the
+version that froze them ({fp32:g} relative, {bf16:g} for the one with a bfloat16 region), and the largest relative
+difference of a float32 loss (exact: none). `make compat` writes this page; the packages of older formats in
+`tests/golden/` are also opened with each torch version.
 
 """
 
@@ -105,7 +106,7 @@ def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]
             if not fine(Path(folder).name, result):
                 why = result["why"] or f"a loss is {result['apart']:.1e} apart"
                 wrong.append(f"- {version} opens {Path(folder).relative_to(ROOT)}: {why}")
-    lines += ["", "What is not so:", "", *wrong] if wrong else ["", "Every package loads, trains and gives its maker's losses everywhere."]
+    lines += ["", "Exceptions:", "", *wrong] if wrong else ["", "Every package loads, trains and reproduces its losses with every version."]
     return "\n".join(lines) + "\n"
 
 

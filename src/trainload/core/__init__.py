@@ -1,1 +1,1 @@
-"""Mechanisms that every part uses. They import no part of trainload."""
+"""Shared mechanisms of all parts. They import no other part of trainload."""

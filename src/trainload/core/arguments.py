@@ -1,4 +1,4 @@
-"""Validates arguments and dataclass fields against their annotations with pydantic, and converts its errors into trainload's."""
+"""Validation of arguments and dataclass fields by pydantic, with trainload's errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def out_of_range(
         error: raised by a pydantic model or a type adapter.
         kind: class of the result.
         where: prefix of the field's name, such as "Job".
-        names: field -> the name that users know it by, if that is different.
+        names: field -> name that users know, if it is different.
         value: the validated value, if it was validated by a type adapter.
     """
     found = error.errors(include_url=False, include_context=False)
@@ -56,7 +56,9 @@ def shown(value: object) -> str:
 
 
 def check_arguments(kind: type[RequestError]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that an argument that does not match its annotation raises `kind`, with the argument's name."""
+    """Decorate a function so that an argument that does not match its annotation raises `kind`,
+    with the argument's name.
+    """
 
     def checked(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -106,12 +108,14 @@ def _check(values: Mapping[str, Any], adapters: Mapping[str, TypeAdapter[Any]], 
 
 
 def _inside(value: Any, place: Sequence[int | str]) -> list[str]:
-    """Return the keys and indices in the location of a pydantic error, without the names of union members in between."""
+    """Return the keys and indices in the location of a pydantic error, without the names of union
+    members in between.
+    """
     found = []
     for part in place:
         if isinstance(value, Mapping | Sequence) and not isinstance(value, str) and _holds(value, part):
             found.append(str(part))
-            value = value[part]  # type: ignore[index]  # it holds it
+            value = value[part]  # type: ignore[index]  # `_holds` has checked it
     return found
 
 

@@ -1,14 +1,15 @@
-"""Atomic writes: a file, a link or a folder appears at its path whole, or not at all.
+"""Atomic writes: a file, a link or a folder appears at its path complete, or not at all.
 
     replace_file(path, data)                    # a reader sees the old content or the new
     with replacing(path) as temporary: ...      # the same, for code that writes to a path
     if not create_file(path, data): ...         # if several processes do so concurrently, exactly one succeeds
     with new_folder(path) as temporary: ...
 
-Temporary files and folders are hidden siblings of their path with random names: process ids repeat between containers that
-share a file system.
+Temporary files and folders are hidden siblings of their path with random names: process ids repeat
+between containers that share a file system.
 
-This module imports the standard library alone: the actor that holds a run's messages imports it at its start.
+This module imports only the standard library, since the actor that keeps a run's messages imports
+it at its start.
 """
 
 from __future__ import annotations
@@ -27,25 +28,30 @@ NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return the path of a temporary file or folder beside `path`, whose name nothing else has."""
+    """Return a unique path for a temporary file or folder next to `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
 
 
 def remove_temporaries(path: Path) -> None:
-    """Remove the temporary folders of `path` that killed processes left. Call it under a lock that every writer of `path` takes."""
+    """Remove the temporary folders of `path` that killed processes left.
+
+    Hold the lock of all writers of `path` when calling it.
+    """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
 def temporary_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> Iterator[Path]:
-    """Yield a temporary file beside `path`. It is removed when the block ends, unless the block renames it.
+    """Yield a temporary file next to `path`.
+
+    It is removed when the block ends, unless the block renames it.
 
     Args:
-        path: where the file is to appear.
-        data: its content.
-        durable: whether the content is written through to disk, so that it survives a power failure.
-        mode: its permissions, before the umask.
+        path: path at which the file is to appear.
+        data: content of the file.
+        durable: if True, the content is synced to disk, so that it survives a power failure.
+        mode: permissions of the file, before the umask.
 
     Raises:
         OSError: it cannot be written.
@@ -63,17 +69,20 @@ def temporary_file(path: Path, data: bytes, *, durable: bool = True, mode: int =
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a file in place of the one at `path`, if any. Arguments and errors as of `temporary_file`."""
+    """Write a file, replacing the one at `path`, if any.
+
+    Arguments and errors are those of `temporary_file`.
+    """
     with temporary_file(path, data, durable=durable) as temporary:
         temporary.replace(path)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, for the block to write; it takes the place of `path` unless the block raises.
+    """Yield a temporary path for the block to write; it replaces `path` unless the block raises.
 
     Raises:
-        OSError: it cannot be brought to disk or renamed.
+        OSError: the file cannot be synced to disk or renamed.
     """
     temporary = temporary_beside(path)
     try:
@@ -84,7 +93,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Bring a temporary file to disk and rename it to `path`. Raises: OSError."""
+    """Sync a temporary file to disk and rename it to `path`. Raises OSError."""
     sync_file(temporary)
     temporary.replace(path)
 
@@ -92,16 +101,18 @@ def publish(temporary: Path, path: Path) -> None:
 def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Write a new file. If several processes do so concurrently, exactly one succeeds.
 
-    On a file system without hard links two processes may both succeed if they do so at the same moment; the file is whole all the same.
+    On a file system without hard links several processes may succeed concurrently; the file is
+    still complete.
 
     Args:
-        path: where the file is to appear.
-        data: its content.
-        mode: its permissions, before the umask.
+        path: path at which the file is to appear.
+        data: content of the file.
+        mode: permissions of the file, before the umask.
 
     Returns:
-        Whether the file at `path` is now this one. Over a network a link is made again if its reply was lost, and then meets itself: so
-        a file of the same content counts as this one.
+        True if the file at `path` is now this one. A network file system repeats a link request
+        whose reply was lost, and then finds its own link: so a file with the same content counts as
+        this one.
 
     Raises:
         OSError: it cannot be written.
@@ -121,13 +132,16 @@ def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
 
 
 def _holds(path: Path, data: bytes) -> bool:
-    """Return whether the file at `path` has this content. A link is not followed: others may be able to write to the folder."""
+    """Return True if the file at `path` has this content.
+
+    Links are not followed, since others may be able to write to the folder.
+    """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         return file.read(len(data) + 1) == data
 
 
 def replace_link(path: Path, target: str) -> None:
-    """Make `path` a symbolic link to `target`, in place of the link that it is. Raises: OSError."""
+    """Replace the symbolic link at `path` by one to `target`. Raises OSError."""
     temporary = temporary_beside(path)
     temporary.symlink_to(target)
     try:
@@ -138,7 +152,10 @@ def replace_link(path: Path, target: str) -> None:
 
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside `path`. It is removed when the block ends, unless the block renames it. Raises: OSError."""
+    """Yield a new folder next to `path`.
+
+    It is removed when the block ends, unless the block renames it. Raises OSError.
+    """
     temporary = temporary_beside(path)
     temporary.mkdir(0o700)
     try:
@@ -151,10 +168,10 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `path` unless the block raises.
 
-    Its content is not brought to disk: for caches.
+    Its content is not synced to disk; use it for caches.
 
     Raises:
-        OSError: it cannot be made or renamed, or `path` is a folder that is not empty.
+        OSError: the folder cannot be created or renamed, or `path` is a folder that is not empty.
     """
     with temporary_folder(path) as temporary:
         yield temporary
@@ -163,12 +180,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's content to disk. Raises: OSError."""
+    """Sync a file's content to disk. Raises OSError."""
     _sync(path, os.O_RDONLY)
 
 
 def sync_folder(path: Path) -> None:
-    """Bring a folder's entries to disk. Raises: OSError."""
+    """Sync a folder's entries to disk. Raises OSError."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 

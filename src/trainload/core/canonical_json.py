@@ -1,8 +1,8 @@
-"""The one canonical JSON of this project, a parser that distrusts its input, and file digests.
+"""Canonical JSON, a parser for untrusted input, and file digests.
 
-Canonical: objects with keys sorted by code point, no spaces, no NaN or infinities, integers in full, floats as the shortest
-decimal that reads back as the same double (Python's `repr`), strings in UTF-8 with only the escapes that JSON demands, no newline
-at the end.
+Canonical form: keys of objects sorted by code point, no spaces, no NaN or infinities, integers in
+full, floats as the shortest decimal that reads back as the same double (Python's `repr`), strings
+in UTF-8 with only the escapes that JSON requires, no newline at the end.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 
 MAX_BYTES = 256 * 2**20
-"""Bytes of one JSON file."""
+"""Maximum size of one JSON file in bytes."""
 MAX_DEPTH = 128
-"""Objects and arrays inside one another."""
+"""Maximum nesting depth of objects and arrays."""
 
 _READ = 2**20
 _BLOCK = 2**24
@@ -35,7 +35,8 @@ def canonical_json(value: object) -> bytes:
     Law: canonical_json(parse_canonical(b, "")) == b for every b that this function returns.
 
     Raises:
-        PackageError: it holds a NaN, an infinity, a lone surrogate or something that is not JSON.
+        PackageError: the value contains a NaN, an infinity, a lone surrogate or something that is
+            not JSON.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode("utf-8")
@@ -47,7 +48,7 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
     """Decode canonical JSON that may be hostile. `where` is the file's name, for errors.
 
     Raises:
-        UnsafePackageError: it is too large or too deep, has a duplicate key or a NaN.
+        UnsafePackageError: it is too large or nested too deeply, or has a duplicate key or a NaN.
         IntegrityError: it is not UTF-8, not JSON, or not in canonical form.
     """
     if len(data) > max_bytes:
@@ -65,7 +66,7 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
         raise IntegrityError(f"not readable as JSON in UTF-8: {error}", where=where, hint="Fetch the package again.") from error
     try:
         again = canonical_json(value)
-    except PackageError as error:  # 1e999 reads as an infinity, "\\ud800" as a lone surrogate
+    except PackageError as error:  # 1e999 parses as an infinity, "\\ud800" as a lone surrogate
         raise UnsafePackageError(error.problem, where=where) from error
     if again != data:
         json.loads(text, object_pairs_hook=lambda items: _check_no_duplicates(items, where))
@@ -74,12 +75,12 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
 
 
 def nesting(data: bytes) -> int:
-    """How deep the objects and arrays of JSON are nested, in a fraction of the time that parsing takes.
+    """Return the nesting depth of objects and arrays in JSON, in a fraction of the time of parsing.
 
-    Where the text is no JSON, it is right up to the character at which a parser stops.
+    For text that is not JSON, the result is right up to the character at which a parser stops.
     """
     structure = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
-    within, depth, deepest = 0, 0, 0  # in a string; of the last bracket; so far
+    within, depth, deepest = 0, 0, 0  # 1 inside a string; depth after the last bracket; maximum so far
     for start in range(0, len(structure), _BLOCK):
         marks = np.frombuffer(structure, dtype=np.uint8, count=min(_BLOCK, len(structure) - start), offset=start)
         strings = np.bitwise_xor.accumulate((marks == ord('"')).view(np.uint8)) ^ within
@@ -97,7 +98,7 @@ def _not_finite(text: str) -> NoReturn:
 
 
 def _check_no_duplicates(items: list[tuple[str, Any]], where: str) -> None:
-    """Duplicate keys are noticed by the comparison of bytes; this finds their name."""
+    """Raise with the name of a duplicate key. The comparison of bytes detects that there is one."""
     seen: set[str] = set()
     for name, _ in items:
         if name in seen:
@@ -106,12 +107,12 @@ def _check_no_duplicates(items: list[tuple[str, Any]], where: str) -> None:
 
 
 def sha256_bytes(data: bytes | memoryview) -> str:
-    """The sha256 of `data`, in lower-case hex."""
+    """Return the sha256 of `data`, in lower-case hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """The sha256 of a file, in lower-case hex, read one MiB at a time."""
+    """Return the sha256 of a file, in lower-case hex. The file is read one MiB at a time."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_READ):

@@ -1,6 +1,7 @@
-"""Secrets by reference: ${env:NAME} and ${file:/PATH} in URLs and storage options stand for what only who opens the storage must know.
+"""Secrets by reference: ${env:NAME} and ${file:/PATH} in URLs and storage options.
 
-What records or prints a URL has it as it was given. `resolve` is called by the process that opens the storage, on the node that it is on.
+URLs are recorded and printed with their references. `resolve` is called only by the process that
+opens the storage, on its node.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _ANY = re.compile(r"\$\{[^}]*\}?")
 def check_no_credentials(url: str, where: str = "") -> None:
     """Check that a URL contains no secret, since it is written to files and displayed.
 
-    Raises: StorageError, which does not show it.
+    Raises:
+        StorageError: it does; the message does not show the secret.
     """
     shown = redacted(url)
     if HIDDEN in shown and HIDDEN not in url:
@@ -36,13 +38,17 @@ def check_no_credentials(url: str, where: str = "") -> None:
 
 
 def resolve(text: str) -> str:
-    """A URL or option with the values that its references stand for, on this node. From now on this process does not show them.
+    """Replace references in a URL or option by their values on this node.
+
+    From now on this process redacts these values.
 
     Args:
-        text: with ${env:NAME}, an environment variable, or ${file:/PATH}, a file's text without the end of its last line.
+        text: may contain ${env:NAME}, an environment variable, and ${file:/PATH}, a file's text
+            without the final line break.
 
     Raises:
-        StorageError: there is no such variable or file here; `text` holds a secret itself, or a reference of another kind.
+        StorageError: there is no such variable or file here, or `text` contains a secret itself or
+            another kind of reference.
     """
     check_no_credentials(text)
     for match in _ANY.finditer(text):
@@ -52,7 +58,10 @@ def resolve(text: str) -> str:
 
 
 def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a storage, those inside options too, with all their texts resolved. Raises: StorageError as `resolve`."""
+    """Return storage options with all strings resolved, nested ones included.
+
+    Raises StorageError as `resolve`.
+    """
     found: dict[str, Any] = {}
     for name, value in options.items():
         found[name] = resolve(value) if isinstance(value, str) else resolve_options(value) if isinstance(value, Mapping) else value
@@ -60,11 +69,11 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_secrets(error: BaseException) -> BaseException:
-    """An error that may be raised, printed and sent: itself, where neither it nor what it came of holds a secret."""
+    """Return an error without secrets: the error itself, if neither it nor its causes contain any."""
     told = "".join(traceback.format_exception(error))
     if redacted(told) == told:
         return error
-    if isinstance(error, TrainloadError):  # what it says itself is redacted
+    if isinstance(error, TrainloadError):  # its own text is redacted, its causes are not
         error.__cause__ = error.__context__ = None
         return error
     return TrainingError(f"{type(error).__name__}: {redacted(str(error))}")
@@ -72,7 +81,7 @@ def without_secrets(error: BaseException) -> BaseException:
 
 @contextmanager
 def no_secrets_raised() -> Iterator[None]:
-    """What is raised within it is raised as `without_secrets` has it."""
+    """Convert exceptions of the block by `without_secrets`."""
     try:
         yield
     except Exception as error:

@@ -1,33 +1,34 @@
-"""Every exception that trainload raises for people.
+"""The exceptions of trainload.
 
     TrainloadError
     ├── RequestError (ValueError)       the request was wrong; the command line exits with 2
-    │   ├── JobError                    a job's description does not hold together
+    │   ├── JobError                    a job's description is inconsistent
     │   ├── CaptureError                the model cannot be captured soundly
     │   ├── PackageError                a package cannot be used
     │   │   ├── IntegrityError          its bytes are not what its manifest says
-    │   │   ├── UnsafePackageError      it holds something that this format does not allow
-    │   │   ├── SignatureError          it is not signed as it must be, or a key cannot be used
-    │   │   └── PolicyError             a policy does not let it be used
+    │   │   ├── UnsafePackageError      it contains something that the format does not allow
+    │   │   ├── SignatureError          it is not signed as required, or a key cannot be used
+    │   │   └── PolicyError             a policy forbids its use
     │   ├── PassError                   a pass cannot be applied, or changes what is computed
     │   ├── DataError                   a data set does not fit the package's inputs
-    │   │   └── MissingDataError        its files are not there
+    │   │   └── MissingDataError        its files are missing
     │   ├── PlanError                   no plan can be made, or a plan does not fit its package
     │   ├── CompileError                a graph would run interpreted, and the run requires compiled ones
-    │   ├── ClusterError                the cluster cannot hold the plan
+    │   ├── ClusterError                the plan does not fit on the cluster
     │   ├── StorageError                a path is taken, missing, not writable or full
-    │   │   └── ConflictError           somebody else changed first what this was to change
+    │   │   └── ConflictError           another writer made a conflicting change first
     │   └── VersionError                the installed torch is not supported
     └── WorkError (RuntimeError)        the work failed; the command line exits with 1
         ├── TrainingError               a run ended before its last step
         │   ├── DivergedError           a loss, or a gradient, is not finite
-        │   ├── OutOfMemoryError        a rank could not have the memory that its plan needs
-        │   └── LostClusterError        its cluster does not answer any more
+        │   ├── OutOfMemoryError        a rank could not allocate the memory that its plan needs
+        │   └── LostClusterError        its cluster no longer responds
         ├── CheckpointError             no checkpoint could be written or read
-        └── RunInterrupted              somebody asked the run to stop
+        └── RunInterrupted              the run was asked to stop
 
-A message says where, what was expected, what was found, and what to do about it, and holds no credentials (`redaction.py`). All of them
-survive pickling, since they travel from workers to the driver.
+A message says where, what was expected, what was found, and how to fix it. It contains no
+credentials (`redaction.py`). All exceptions can be pickled, since they travel from workers to the
+driver.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ class TrainloadError(Exception):
 
     Args:
         problem: one sentence that says what is wrong.
-        where: the file, line, parameter or option that it concerns.
-        expected: what would have been right.
-        got: what was found instead.
-        hint: what to do about it.
+        where: the file, line, parameter or option.
+        expected: the valid values or form.
+        got: the value that was found.
+        hint: a hint that says how to fix it.
 
     Attributes:
-        work_began: a run had made steps when this ended it, so that the command line exits with 1 whatever the class.
+        work_began: True if a run had made steps before this error ended it, so that the command
+            line exits with 1, whatever the class.
     """
 
     work_began = False
@@ -74,7 +76,7 @@ class TrainloadError(Exception):
         return _rebuild, (type(self), self.problem, self._details())
 
     def _details(self) -> dict[str, Any]:
-        """The constructor's keywords."""
+        """Return the constructor's keyword arguments."""
         return {"where": self.where, "expected": self.expected, "got": self.got, "hint": self.hint}
 
     @classmethod
@@ -91,7 +93,7 @@ class RequestError(TrainloadError, ValueError):
 
 
 class JobError(RequestError):
-    """A job's description does not hold together."""
+    """A job's description is inconsistent."""
 
 
 class CaptureError(RequestError):
@@ -99,7 +101,8 @@ class CaptureError(RequestError):
 
     Args:
         problem, where, expected, got, hint: as for every error.
-        findings: its causes in the user's source, the first one first. With them the message is a page: see `trainload.core.finding`.
+        findings: causes in the user's source, the first one first. With them the message is a
+            multi-line report: see `trainload.core.finding`.
     """
 
     def __init__(
@@ -120,7 +123,11 @@ class CaptureError(RequestError):
 
 
 class PackageError(RequestError):
-    """A package cannot be used. The message is one line: names in a package may be hostile, so what cannot be printed is escaped."""
+    """A package cannot be used.
+
+    The message is one line, with unprintable characters escaped, since names in a package may be
+    hostile.
+    """
 
     def __str__(self) -> str:
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
@@ -131,15 +138,15 @@ class IntegrityError(PackageError):
 
 
 class UnsafePackageError(PackageError):
-    """A package holds something that the format does not allow."""
+    """A package contains something that the format does not allow."""
 
 
 class SignatureError(PackageError):
-    """A package is not signed as it must be, or a key cannot be used."""
+    """A package is not signed as required, or a key cannot be used."""
 
 
 class PolicyError(PackageError):
-    """A policy does not let a package be used, or cannot be read."""
+    """A policy forbids the use of a package, or cannot be read."""
 
 
 class PassError(RequestError):
@@ -151,7 +158,7 @@ class DataError(RequestError):
 
 
 class MissingDataError(DataError):
-    """The files of a data set are not there."""
+    """The files of a data set are missing."""
 
 
 class PlanError(RequestError):
@@ -163,7 +170,7 @@ class CompileError(RequestError):
 
 
 class ClusterError(RequestError):
-    """The cluster cannot hold the plan."""
+    """The plan does not fit on the cluster."""
 
 
 class StorageError(RequestError):
@@ -171,7 +178,7 @@ class StorageError(RequestError):
 
 
 class ConflictError(StorageError):
-    """Somebody else changed first what this was to change; nothing was done."""
+    """Another writer made a conflicting change first; nothing was done."""
 
 
 class VersionError(RequestError):
@@ -191,11 +198,11 @@ class DivergedError(TrainingError):
 
 
 class OutOfMemoryError(TrainingError):
-    """A rank could not have the memory that its plan needs."""
+    """A rank could not allocate the memory that its plan needs."""
 
 
 class LostClusterError(TrainingError):
-    """A run's cluster does not answer any more; the run can be resumed when one does."""
+    """A run's cluster no longer responds; the run can be resumed on a cluster that does."""
 
 
 class CheckpointError(WorkError):
@@ -203,15 +210,17 @@ class CheckpointError(WorkError):
 
 
 class RunInterrupted(WorkError):
-    """Somebody asked the run to stop."""
+    """The run was asked to stop."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text that says something, or its class where none does; at most 200 characters."""
+    """Return the first non-empty line of an exception's text, or its class, up to 200 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def raised(error: BaseException) -> str:
-    """Return what was raised as "ValueError: the first line of its text", or "AssertionError" where it has none."""
+    """Describe an exception as "ValueError: the first line of its text", or "AssertionError" if it
+    has no text.
+    """
     name = type(error).__name__
     return f"{name}: {first_line(error)}" if str(error).strip() else name

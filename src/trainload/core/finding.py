@@ -1,4 +1,7 @@
-"""What a refused model is told: each cause with its place and its rewrite, as a page that fits a screen. Imports no torch."""
+"""Reports for models that cannot be captured: each cause with its place and a fix, on one screen.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LINES = 24
-"""A message has at most this many lines."""
+"""Maximum number of lines of a message."""
 WIDTH = 140
-"""A line of source in it has at most this many characters."""
+"""Maximum number of characters of a source line in it."""
 LONGEST = 1000
-"""A sentence in it has at most this many. It is a line by itself, which a terminal wraps: were it wrapped here, the length of a path would
-decide where, and a phrase could not be searched for."""
+"""Maximum number of characters of a sentence in it.
+
+A sentence is one line, which the terminal wraps. If it were wrapped here, the length of a path
+would decide the line breaks, and a phrase could not be searched for.
+"""
 SHOWN = 5
-"""So many causes of one model are shown."""
+"""Maximum number of causes that are shown."""
 _REWRITE_LINES = 8
 _SHORT_REWRITE_LINES = 4
-"""Of the first cause's rewrite, where other causes follow."""
+"""Maximum number of lines of the first cause's rewrite if other causes follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An expression in somebody's source.
+    """An expression in the user's source.
 
     Attributes:
-        file: as Python names it.
-        line: of its beginning, from 1.
-        function: the function that it stands in.
-        source: the text of that line without indentation; empty where there is no source.
-        start, end: columns of the expression in `source`; `end` is the line's end where the expression goes on. Equal: unknown.
-        span: (line, column, last line, last column) as `ast` counts them, for finding it again.
+        file: file name as in Python's tracebacks.
+        line: first line, from 1.
+        function: enclosing function.
+        source: text of the line without indentation; empty if there is no source.
+        start, end: columns of the expression in `source`; `end` is the line's end if the expression
+            continues on the next line. Equal if unknown.
+        span: (line, column, last line, last column) as in `ast`, in order to find the expression
+            again.
     """
 
     file: str
@@ -45,11 +53,13 @@ class Place:
 
     @property
     def expression(self) -> str:
-        """What the caret stands under; the whole line where the columns are unknown."""
+        """Text of the expression; the whole line if its columns are unknown."""
         return self.source[self.start : self.end] or self.source
 
     def marked(self, width: int) -> list[str]:
-        """The source line and one with carets under the expression, both at most `width` long. No lines without source."""
+        """Return the source line and a line of carets under the expression, both at most `width`
+        long; [] without source.
+        """
         if not self.source:
             return []
         first = max(0, min(self.start - 20, self.end - width)) if self.end > width else 0
@@ -63,11 +73,11 @@ class Finding:
     """One reason why a model cannot be captured.
 
     Attributes:
-        cause: the anchor of its section in docs/capture.md.
-        sentence: what happens there, to be read after "the train graph cannot be captured: ".
-        advice: what to do, in a sentence.
-        rewrite: code to be pasted in place of what stands there; several lines, or none.
-        place: where; None where it is nowhere in particular.
+        cause: anchor of its section in docs/capture.md.
+        sentence: the problem, as a continuation of "the train graph cannot be captured: ".
+        advice: a hint, as a sentence.
+        rewrite: replacement code, of several lines or empty.
+        place: place in the source; None if there is no particular one.
     """
 
     cause: str
@@ -78,11 +88,11 @@ class Finding:
 
     @property
     def link(self) -> str:
-        """The section of the documentation about this cause."""
+        """Link to the section of the documentation about this cause."""
         return f"docs/capture.md#{self.cause}"
 
     def as_json(self) -> dict[str, str]:
-        """What `--json` says."""
+        """Return the fields for `--json`."""
         where = (
             {"where": str(self.place), "source": self.place.source, "expression": self.place.expression} if self.place is not None else {}
         )
@@ -90,12 +100,12 @@ class Finding:
 
 
 def page(headline: str, findings: Sequence[Finding], details: str) -> str:
-    """Return the whole message: at most `LINES` lines.
+    """Return the complete message, of at most `LINES` lines.
 
     Args:
         headline: a sentence.
         findings: at least one; the first is shown in full, with its rewrite.
-        details: what was expected and what was found instead; the last line. May be empty.
+        details: last line, with the expected and actual values. May be empty.
     """
     for carets in (True, False):
         lines = _lines(headline, findings, details, carets)

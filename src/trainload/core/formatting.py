@@ -1,4 +1,4 @@
-"""Times, durations and sizes as people read them."""
+"""Readable times, durations and sizes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 
 
 def clock(seconds: float) -> str:
-    """A time in UTC, from seconds since 1970."""
+    """Format seconds since 1970 as a time in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
 
 
 def duration(seconds: float) -> str:
-    """`75.2` -> "1m15s"."""
+    """Format seconds: `75.2` -> "1m15s"."""
     whole = round(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     if hours:
@@ -20,7 +20,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people: `1536` -> "1.5 KiB"."""
+    """Format bytes: `1536` -> "1.5 KiB"."""
     value = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

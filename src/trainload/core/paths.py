@@ -1,4 +1,4 @@
-"""Paths and files: names that a file system takes, reading without following links, writing through to disk."""
+"""Paths and files: valid names, reading without following links, and durable writing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from trainload.core.arguments import shown
 from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
 
 LONGEST_NAME = 235
-"""Maximum bytes of a file name. Most file systems allow 255; the name of the temporary file is longer."""
+"""Maximum bytes of a file name.
+
+Most file systems allow 255, and the name of the temporary file is longer.
+"""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def open_inside(root: Path, path: str) -> BinaryIO:
     """Open a package's file for reading.
 
-    No folder between `root` and the file is followed through a link either, though one were put there since the package was opened.
+    Links are not followed, neither at the file nor at a folder between `root` and it, even if they
+    were created after the package was opened.
 
     Raises:
-        UnsafePackageError: it is a link or no plain file.
-        IntegrityError: it is missing.
+        UnsafePackageError: there is a link, or the file is not a plain file.
+        IntegrityError: the file is missing.
     """
     *folders, name = path.split("/")
     with ExitStack() as stack:
@@ -39,7 +43,7 @@ def open_inside(root: Path, path: str) -> BinaryIO:
         except FileNotFoundError as error:
             raise IntegrityError("a file of the package is missing", where=path, hint="Fetch the package again.") from error
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # the last one: a socket
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # ENXIO: a socket
                 raise UnsafePackageError("a link, or something else that is no plain file, is in the way", where=path) from error
             raise StorageError(f"a file of the package cannot be read: {error.strerror}", where=path) from error
     file = os.fdopen(descriptor, "rb")
@@ -50,10 +54,10 @@ def open_inside(root: Path, path: str) -> BinaryIO:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a new file through to disk.
+    """Write a new file and sync it to disk.
 
     Raises:
-        FileExistsError: there is one already.
+        FileExistsError: the file exists already.
         OSError: the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +68,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` the same file as `source` where the file system can, else a copy of it."""
+    """Make `target` a hard link to `source` if the file system can, otherwise a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target, follow_symlinks=False)
@@ -75,7 +79,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def write_copy(source: Path, target: Path) -> None:
-    """Copy a file's bytes, through to disk."""
+    """Copy a file's bytes and sync them to disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as read, target.open("xb") as write:
         shutil.copyfileobj(read, write, 2**20)
@@ -84,7 +88,7 @@ def write_copy(source: Path, target: Path) -> None:
 
 
 def check_name(path: Path) -> None:
-    """Check that the last part of a path is a valid file name, also with the suffix of a temporary file.
+    """Check that the last part of a path is a valid file name, even with a temporary file's suffix.
 
     Raises:
         StorageError: it is too long or contains NUL.
@@ -99,5 +103,5 @@ def check_name(path: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether there is no room left: on the disk, in a quota, or below a limit of file sizes."""
+    """Return True if the error means that the disk, a quota or a limit of file sizes is exhausted."""
     return error.errno in _FULL

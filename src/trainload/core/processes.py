@@ -1,4 +1,4 @@
-"""What tells a process from all others, whether another one is known to have ended, and how this one is told to."""
+"""Process identity, detection of ended processes, and termination signals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def this_process() -> str:
-    """What tells this process from others: the start of the machine, the space of process numbers, its number and its own start.
+    """Return an id of this process, or "" if it cannot be determined.
 
-    "" where that is not known.
+    It consists of the machine's boot id, the PID namespace, the PID and the process's start time.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -24,7 +24,9 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool | None:
-    """Whether a process, as `this_process` called it there, has ended; None: that cannot be told from here."""
+    """Return True if the process with this id of `this_process` has ended; None if that cannot be
+    determined from here.
+    """
     parts = process.split(" ")
     own = this_process().split(" ")
     if len(parts) != len(own) or len(parts) != 4 or parts[:2] != own[:2]:
@@ -38,17 +40,20 @@ def has_ended(process: str) -> bool | None:
 
 
 def in_main_thread() -> bool:
-    """Whether this is the thread that may say what signals do."""
+    """Return True in the main thread, which is the only one that may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[Callable[[], None]]:
-    """Within it SIGTERM, and the SIGHUP of a terminal that is closed, raise KeyboardInterrupt, as Ctrl-C does; afterwards they do what they
-    did before. Where the caller has a handler of its own, that stays.
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt within the block, like Ctrl-C, and restore
+    the handlers afterwards.
 
-    Gives what sees to it again, for after code that sets a handler of its own, as `ray.init` does. In another thread than the main one
-    nothing is changed.
+    Handlers that the caller has set stay. Outside of the main thread nothing is changed.
+
+    Yields:
+        A function that sets the handlers again, for use after code that replaces them, as
+        `ray.init` does.
     """
     if not in_main_thread():
         yield lambda: None
@@ -68,20 +73,21 @@ def interrupted_by_signals() -> Iterator[Callable[[], None]]:
 
 
 def heeded(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
-    """Those of these signals that this process does not ignore, with their handlers. What `nohup` or a shell's background has it ignore
-    stays ignored.
+    """Return the signals that this process does not ignore, with their handlers.
+
+    So signals that `nohup` or a background job of a shell ignores stay ignored.
     """
     found = {number: signal.getsignal(number) for number in numbers}
     return {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
 
 
 def is_nobodys(handler: Any) -> bool:
-    """Whether a signal's handler is Python's own, or Ray's, and none that a caller has set."""
+    """Return True if a signal's handler is Python's or Ray's own, not one that the caller has set."""
     own = handler in (signal.SIG_DFL, signal.default_int_handler, None)
     return own or str(getattr(handler, "__module__", "")).partition(".")[0] == "ray"
 
 
 def _began(process: int) -> str:
-    """When a process began, in ticks of its machine; "ended" for one that waits for its parent to notice that it has."""
+    """Return the start time of a process in clock ticks of its machine, or "ended" for a zombie."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return "ended" if fields[0] in "ZX" else fields[19]

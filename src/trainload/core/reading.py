@@ -1,4 +1,4 @@
-"""Paths of this machine that are read: what is said where that fails."""
+"""Error messages for local paths that cannot be read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from trainload.core.errors import StorageError
 
 @contextmanager
 def reading(what: str, where: str | Path, instead: str = "") -> Iterator[None]:
-    """Within it paths are looked at and read.
+    """Convert OSError within the block, which reads local paths, to StorageError.
 
     Args:
-        what: is read, as the beginning of a sentence.
+        what: name of the thing that is read, as the subject of a sentence.
         where: the path.
-        instead: what else there is to do about it than to have it read.
+        instead: an alternative, appended to the hint.
 
     Raises:
-        StorageError: storage fails.
+        StorageError: the block raised OSError.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What must not be read by others is taken out of texts: credentials in URLs, and secrets that this process has been given by reference."""
+"""Redaction of credentials in URLs, and of secrets that this process has resolved."""
 
 from __future__ import annotations
 
@@ -9,28 +9,35 @@ from typing import Any
 from urllib.parse import quote, quote_plus
 
 REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
-"""${env:NAME} or ${file:/PATH}: where a secret is. It is none, and is shown as it stands."""
+"""${env:NAME} or ${file:/PATH}: a reference to a secret.
+
+It is not secret itself, and is shown as it is.
+"""
 HIDDEN = "***"
 
 _LEAST = 4
-"""Characters of a secret that is looked for; a shorter one would be found in every text."""
+"""Minimum length of a secret that is redacted; a shorter one would occur in every text."""
 _PASSWORD = re.compile(r"(?P<before>[a-z][a-z0-9+.-]*:/{1,2}[^/:@?#\s]*):(?!:)(?!\d+(?:[/?#\s]|$))(?P<secret>\S*)@", re.IGNORECASE)
-"""USER:PASSWORD@ after a scheme, of whose two slashes a path may have left one. A password may hold slashes; a port is none, and neither
-is the :: of fsspec's chains."""
+"""USER:PASSWORD@ after a scheme, of whose two slashes pathlib may have removed one.
+
+A password may contain slashes. A port is not a password, nor is the :: of fsspec's chained URLs.
+"""
 _USER = re.compile(r"(?P<before>https?:/{1,2})(?P<secret>[^/:@?#\s]+)@", re.IGNORECASE)
-"""TOKEN@ after http://. Elsewhere what stands there is a user, or a container."""
+"""TOKEN@ after http(s)://. In other schemes this part is a user or a container."""
 _FIELD = re.compile(r"(?P<before>[?&;](?P<name>[\w.-]+)=)(?P<secret>[^&;#\s\"']*)")
 _WORDS = frozenset({"signature", "sig", "token", "secret", "password", "passwd", "pwd", "credential", "credentials", "auth", "key"})
 _AS_ONE = frozenset({"apikey", "accesskey", "secretkey", "accountkey", "sharedkey", "authorization"})
 _REFERENCES_AWAY = 0xE000
-"""The first of the characters (for private use, in Unicode) that references become while a text is searched."""
+"""First of the private-use characters that replace references while a text is searched."""
 
-_known: dict[str, str] = {}  # of this process: a secret that it was given -> how it was referred to
+_known: dict[str, str] = {}  # secret that this process has resolved -> its reference
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what a variable or a field of a URL is called says that it holds a secret: by its last word, such as the KEY of API_KEY, or
-    by PASSWORD or SECRET anywhere, unless it is called a file or a path.
+    """Return True if the name of a variable or URL field suggests a secret.
+
+    Its last word decides, such as the KEY of API_KEY, or PASSWORD or SECRET anywhere, unless it
+    names a file or a path.
     """
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
     if not words or words[-1] in ("file", "path", "dir"):
@@ -39,14 +46,18 @@ def is_secret_name(name: str) -> bool:
 
 
 def hide(secret: str, reference: str) -> None:
-    """From now on this process shows `reference` in the place of `secret`, in whatever form a URL, JSON or Python writes it."""
+    """Make this process show `reference` instead of `secret` from now on, in every form in which a
+    URL, JSON or Python writes it.
+    """
     if len(secret) >= _LEAST:
         forms = (secret, quote(secret, safe=""), quote(secret), quote_plus(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1])
         _known.update(dict.fromkeys(forms, reference))
 
 
 def redacted(text: str) -> str:
-    """The text without secrets: `HIDDEN` in the place of credentials in URLs, references in the place of what they stood for."""
+    """Return the text without secrets: credentials in URLs become `HIDDEN`, and resolved secrets
+    their references.
+    """
     for secret, reference in sorted(_known.items(), key=lambda item: -len(item[0])):
         text = text.replace(secret, reference)
     if ":/" not in text:
@@ -59,12 +70,15 @@ def redacted(text: str) -> str:
 
     searched = REFERENCE.sub(away, text)
     for pattern, end in ((_PASSWORD, "@"), (_USER, "@"), (_FIELD, "")):
-        searched = pattern.sub(lambda match, end=end: _without(match, end), searched)  # type: ignore[misc]  # of its default
+        searched = pattern.sub(lambda match, end=end: _without(match, end), searched)  # type: ignore[misc]  # because of the default
     return "".join(kept[ord(c) - _REFERENCES_AWAY] if 0 <= ord(c) - _REFERENCES_AWAY < len(kept) else c for c in searched)
 
 
 def _without(match: re.Match[str], end: str) -> str:
-    """A match without its secret, if it has one: a field must be called like one, and references are none."""
+    """Return a match without its secret, if it has one.
+
+    A field's name must suggest a secret; references are not secrets.
+    """
     groups = match.groupdict()
     secret = "".join(c for c in groups["secret"] if ord(c) < _REFERENCES_AWAY)
     if not secret or ("name" in groups and not is_secret_name(groups["name"])):
@@ -74,7 +88,7 @@ def _without(match: re.Match[str], end: str) -> str:
 
 
 def redacted_data(data: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON data with all its texts `redacted`."""
+    """Return JSON data with all its strings `redacted`."""
     return {name: _redacted_value(value) for name, value in data.items()}
 
 

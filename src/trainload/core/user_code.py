@@ -1,4 +1,4 @@
-"""Python code of a user's: imported from a file or a module, and the line in it that raised an error."""
+"""User code: import from a file or a module, and the line in it that raised an error."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 def load_module(location: str) -> ModuleType:
-    """Import what stands before the colon: a file or a module. The current folder, or the file's, comes first on `sys.path`.
+    """Import the file or module of a `location:name` spec.
+
+    The file's folder, or for a module the current folder, is put first on `sys.path`.
 
     Raises:
-        JobError: it is missing, or does not import.
+        JobError: the file or module is missing, or does not import.
     """
     return _from_file(location) if location.endswith(".py") else _from_name(location)
 
@@ -72,14 +74,16 @@ def _put_first(folder: Path) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An error of the user's code in one line."""
+    """Describe an error of the user's code in one line."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     first = text.strip().splitlines()
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
 def user_line(error: BaseException, module: ModuleType | str) -> str:
-    """`file:line` of the innermost frame in the job's own folder, else outside the installed libraries, else the module's name."""
+    """Return `file:line` of the innermost frame in the job's folder, or else outside installed
+    libraries, or else the module.
+    """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     file = getattr(module, "__file__", None)

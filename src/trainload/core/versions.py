@@ -1,4 +1,4 @@
-"""The version of this library, and those of torch that it works with."""
+"""The version of this library, and the supported versions of torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from trainload.core.errors import VersionError
 VERSION = "0.1.0"
 """The version of trainload."""
 OLDEST = (2, 11)
-"""The oldest release of torch that is supported."""
+"""The oldest supported release of torch."""
 BEYOND = (2, 16)
-"""The first release that is not supported any more."""
+"""The first release of torch that is not supported."""
 
 
 def check_supported_torch() -> None:
-    """Check that the version of torch is supported, without importing it: another one could fail anywhere.
+    """Check that the installed torch is supported, without importing it: an unsupported one could
+    fail anywhere.
 
     Raises:
         VersionError: torch is missing, older than `OLDEST`, or `BEYOND` or newer.

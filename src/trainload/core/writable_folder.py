@@ -1,4 +1,4 @@
-"""Whether a folder can be written: tried, and not believed from its permissions, which a mount, a quota or an attribute may overrule."""
+"""Test of a folder by a write, since mounts, quotas and attributes may overrule its permissions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from trainload.core.errors import StorageError
 
 
 def existing_folder(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+    """Return the path, or the nearest folder above it that exists."""
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 def check_writable_folder(folder: Path, problem: str, hint: str) -> None:
-    """Check that a folder, which need not exist yet, can be made and written: makes a file where it is or would be, and removes it.
+    """Check that a folder, which need not exist yet, can be created and written.
+
+    A file is created in it, or in the nearest existing folder above it, and removed again.
 
     Args:
-        folder: that folder.
-        problem: what is said of it where it cannot.
-        hint: what to do about it.
+        folder: the folder.
+        problem: error message.
+        hint: hint.
 
     Raises:
-        StorageError: it cannot; what was tried, and why it failed.
+        StorageError: it cannot; the message says what was tried, and why it failed.
     """
     existing = folder
     try:

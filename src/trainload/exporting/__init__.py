@@ -1,1 +1,1 @@
-"""Programs and weights of a package for tools that do not know it."""
+"""Export of a package's graphs and weights to other tools."""

@@ -1,4 +1,6 @@
-"""Ways out of a package: `trainload.export` writes what plain torch and Hugging Face's tools open, and opens it to see that it is right."""
+"""Export of packages: `trainload.export` writes files for plain torch and Hugging Face's tools, and
+verifies them by opening them.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,9 @@ __all__ = ["Exported", "Kind", "export"]
 
 Kind = Literal["pt2", "aoti", "huggingface"]
 NOTE = "trainload.json"
-"""What the note is called among the extra files of a .pt2; in an AOTInductor package it is the metadata of this name."""
+"""Name of the note: an extra file of a .pt2, or metadata of an AOTInductor package."""
 _COMPILED = 10.0
-"""How much further than the graph's own tolerance compiled code may be from it: it fuses, and adds up in another order."""
+"""Factor on the graph's tolerance for compiled code, which sums in another order."""
 _SUFFIX = ".pt2"
 _SEED = 20_240_229
 
@@ -48,20 +50,23 @@ Call = Callable[[dict[str, Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
-        path: the file, or the folder.
-        to: what it is.
-        graph: whose it is; "": weights alone.
-        device: that it is for; "": weights alone.
-        inputs: of the one dict that a .pt2 takes, or the keywords of an AOTInductor package: name -> dtype and shape.
-        outputs: the names of the tensors of the tuple that it returns, in order.
-        lowered: the operators that plain torch does not have, and that were traced away.
-        libraries: namespace of other libraries' operators, which have to be imported before it is opened -> the distribution with them.
-        difference: from the package's own graph, relative L2, the largest over its outputs and two made-up batches; None: not compared.
-        files: how many.
-        bytes: of all of them.
+        path: the file or folder.
+        to: kind of the export.
+        graph: name of the graph; "" if only weights were exported.
+        device: device of the graph; "" if only weights were exported.
+        inputs: name -> dtype and shape of the entries of the dict that a .pt2 accepts, or of the
+            keyword arguments of an AOTInductor package.
+        outputs: names of the tensors in the tuple that the graph returns, in order.
+        lowered: operators of trainload that plain torch lacks, which were replaced by torch's.
+        libraries: namespace of custom operators -> distribution that must be imported before the
+            export is opened.
+        difference: largest relative L2 difference from the package's own graph, over its outputs
+            and two synthetic batches; None if not compared.
+        files: number of files.
+        bytes: total size in bytes.
     """
 
     path: Path
@@ -90,24 +95,34 @@ def export(
     part: str | None = None,
     check: bool = True,
 ) -> Exported:
-    """Writes a graph with the package's weights, or the weights alone, for use without trainload. docs/export.md says how each is opened.
+    """Export a graph with the package's weights, or only the weights, for use without trainload.
+
+    See docs/export.md.
 
     Args:
-        package: what is exported; after training that is what `launch` wrote as its output.
-        path: what is written, which does not exist: a file whose name ends in .pt2, for "huggingface" a folder.
-        to: "pt2": torch.export's archive, for torch.export.load. "aoti": compiled by AOTInductor, for torch's loader of such.
-            "huggingface": safetensors, with the configuration and tokenizer that the package has among its assets.
-        graph: which graph; None: "predict". Any but the training ones.
-        variant: of the graph; None: the first.
-        device: that the graph is for; None: "cpu".
-        part: for "huggingface", the module of the job's model whose weights they are, such as "student"; None: the transformers model
-            where the package has one, else all.
-        check: open what was written and compare it: a graph with the package's own, on made-up batches of two sizes, weights bit for bit.
+        package: the package; after training, the output of `launch`.
+        path: a path that does not exist: a file whose name ends in .pt2, or for "huggingface" a
+            folder.
+        to: "pt2": torch.export's archive, for torch.export.load. "aoti": compiled by AOTInductor,
+            for torch._inductor.aoti_load_package. "huggingface": safetensors, with the
+            configuration and tokenizer from the package's assets.
+        graph: name of a graph other than a training graph; None: "predict".
+        variant: variant of the graph; None: the first.
+        device: device of the exported graph; None: "cpu".
+        part: for "huggingface", the module of the job's model whose weights are exported, such as
+            "student"; None: the transformers model if the package has one, otherwise everything.
+        check: if True, open the export and compare it: a graph with the package's own on synthetic
+            batches of two sizes, weights bit for bit.
 
     Raises:
-        PackageError: the package has no such graph or module, is abstract, or the graph cannot be exported: the message says why.
+        PackageError: the package has no such graph or module, is abstract, or the graph cannot be
+            exported: the message says why.
         ClusterError: there is no GPU here.
         StorageError: the path is taken or cannot be written.
+
+    Example:
+        trainload.export(package, "gpt.pt2", to="pt2")
+        logits, *_ = torch.export.load("gpt.pt2").module()({"ids": ids})
     """
     path = Path(path)
     check_weights(package)
@@ -132,7 +147,7 @@ def export(
 
 
 def _chosen(package: Package, graph: str | None, variant: str | None) -> str:
-    """The name of the graph to export."""
+    """Return the name of the graph to export."""
     manifest = package.manifest
     modes = manifest.modes()
     usable = [name for name, mode in modes.items() if mode is not Mode.TRAIN]
@@ -217,7 +232,9 @@ def _origin(package: Package) -> dict[str, Any]:
 
 
 def _batches(capture: GraphCapture, *, needed: bool) -> list[dict[str, Tensor]]:
-    """Made-up batches of two sizes; none where the package does not say what they would be like and none is needed."""
+    """Return synthetic batches of two sizes; [] if the package does not describe its inputs and
+    none are needed.
+    """
     try:
         return [synthesise(capture, 0), synthesise(capture, 1, 1)]
     except DataError as error:
@@ -228,7 +245,9 @@ def _batches(capture: GraphCapture, *, needed: bool) -> list[dict[str, Tensor]]:
 
 
 def _plain(package: Package, capture: GraphCapture, device: torch.device) -> tuple[ExportedProgram, ExportedProgram]:
-    """The graph with its weights as the package has it, on the CPU, and by torch's own operators, on a device."""
+    """Return the graph with its weights twice: as in the package, on the CPU, and with only torch's
+    operators, on `device`.
+    """
     whole = package.graph(capture.name)
     module = plain_graph(dataclasses.replace(capture, exported=whole), device)
     program = with_graph(whole, module, f"graph {capture.name}")
@@ -240,7 +259,7 @@ def _plain(package: Package, capture: GraphCapture, device: torch.device) -> tup
 
 
 def _held(value: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the state as an export has it: on its device, and asking for no gradient."""
+    """Return a tensor of the state for the export: on its device, without requires_grad."""
     other = value.detach().to(device)
     return torch.nn.Parameter(other, requires_grad=False) if isinstance(value, torch.nn.Parameter) else other
 
@@ -253,23 +272,24 @@ def _difference(
     device: torch.device,
     batches: Sequence[Mapping[str, Tensor]],
 ) -> float | None:
-    """How far what was written is from the package's own graph, in outputs and in the buffers that it writes.
+    """Return the relative difference of the export from the package's own graph, in outputs and in
+    buffers that it writes.
 
     Raises:
-        PackageError: too far, or torch cannot open it.
+        PackageError: the difference is too large, or torch cannot open the export.
     """
     if to == "aoti" and draws(capture):
-        return None  # compiled code draws other numbers
+        return None  # compiled code draws other random numbers
     where = f"graph {capture.name}"
     buffers: Mapping[str, Tensor] = {}
     call: Call
     try:
         if to == "pt2":
-            loaded = torch.export.load(written).module()  # noqa: TID251  # what this process has just written
+            loaded = torch.export.load(written).module()  # noqa: TID251  # this process has just written it
             buffers, call = dict(loaded.named_buffers()), loaded
         else:
             compiled = load_ahead(written)
-            call = lambda batch: compiled(**batch)  # noqa: E731  # beside the other way to call
+            call = lambda batch: compiled(**batch)  # noqa: E731  # parallel to the other branch
     except Exception as error:  # torch's loader may raise anything
         raise PackageError(f"torch {torch.__version__} cannot open what it wrote: {raised(error)}", where=where, got=to) from error
     tolerance = tolerance_of(capture) * (_COMPILED if to == "aoti" else 1.0)
@@ -280,7 +300,7 @@ def _difference(
         try:
             with replaying(False, seed):
                 got = call({name: value.to(device) for name, value in batch.items()})
-        except Exception as error:  # as above
+        except Exception as error:  # torch's code may raise anything, as above
             raise PackageError(f"what was written fails: {raised(error)}", where=where, got=to) from error
         pairs = [(f"output {spec.name}", a, b) for spec, a, b in zip(capture.outputs, expected, got, strict=True)]
         pairs += [(f"buffer {name}", value, buffers[name]) for name, value in own.buffers.items() if name in buffers]
@@ -298,7 +318,10 @@ def _difference(
 
 
 class _Own:
-    """The package's own graph, run as it is, over buffers of its own. One captured on a GPU is run as it was lowered to the device."""
+    """The package's own graph, run unchanged with its own copies of buffers.
+
+    A graph captured on a GPU is run in its lowered form.
+    """
 
     def __init__(self, whole: ExportedProgram, program: ExportedProgram) -> None:
         self._program = program if other_devices(whole.graph_module, torch.device("cpu")) else whole

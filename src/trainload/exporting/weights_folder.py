@@ -1,6 +1,7 @@
-"""Writes a package's weights as a folder that Hugging Face's tools read: safetensors, and what came along for `from_pretrained`.
+"""Export of weights as a folder for Hugging Face's tools, which `from_pretrained` opens.
 
-Names are those of the model's own state dict. Of tensors that are tied one is written, as safetensors and transformers have it.
+Names are those of the model's state dict. Of tied tensors only one is written, as is usual in
+safetensors and transformers.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ INDEX = "model.safetensors.index.json"
 CARD = "README.md"
 NOTE = "trainload.json"
 MADE_OF = "huggingface.json"
-"""The asset that says which module of the job's model is a transformers model, and of which class."""
+"""Asset that names the module of the job's model that is a transformers model, and its class."""
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 TOKENIZER = "tokenizer/"
-"""Assets below it are put beside the weights, where transformers looks for them."""
+"""Folder of assets that are put next to the weights, where transformers looks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of the folder: its name there, and in the package."""
+    """One tensor of the folder: its name there, and its spec with the name in the package."""
 
     name: str
     spec: TensorSpec
@@ -48,12 +49,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a folder holds of a package's state.
+    """The part of a package's state that a folder contains.
 
     Attributes:
-        part: the module of the job's model whose state it is; "": all of it.
-        tensors: in the package's order; names begin below `part`.
-        aliases: name that is not written -> the name whose tensor it shares.
+        part: module of the job's model whose state it is; "": all of it.
+        tensors: tensors in the package's order; names are relative to `part`.
+        aliases: name that is not written -> name whose tensor it shares.
     """
 
     part: str
@@ -62,10 +63,10 @@ class Contents:
 
 
 def contents_of(manifest: Manifest, part: str) -> Contents:
-    """What a folder holds of the state dict of one module of the job's model.
+    """Return the contents of a folder for one module of the job's model.
 
     Args:
-        manifest: the package's.
+        manifest: the package's manifest.
         part: the module's dotted name; "": the model itself.
 
     Raises:
@@ -77,7 +78,7 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
     specs += [(b.name, b.dtype, b.shape) for b in manifest.buffers if b.persistent]
     kept: dict[str, Stored] = {}
     aliases: dict[str, str] = {}
-    # A parameter that is no alias comes first: it keeps its name where it is in the module.
+    # Parameters that are not aliases come first, so that they keep their names if they are in the module.
     inside = [spec for spec in specs if spec[0].startswith(prefix)]
     for name, dtype, shape in sorted(inside, key=lambda spec: owners.get(spec[0], spec[0]) != spec[0]):
         owner, short = owners.get(name, name), name.removeprefix(prefix)
@@ -94,10 +95,11 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
 
 
 def transformers_part(package: Package) -> str | None:
-    """The module of the job's model that is a transformers model, where the package says so.
+    """Return the module of the job's model that is a transformers model, or None if the package
+    does not name one.
 
     Raises:
-        PackageError: what says so is malformed.
+        PackageError: the asset that names it is malformed.
     """
     if f"{ASSETS}{MADE_OF}" not in package.manifest.files:
         return None
@@ -112,17 +114,17 @@ def transformers_part(package: Package) -> str | None:
 
 
 def write_folder(root: Path, package: Package, contents: Contents, note: dict[str, Any], max_shard: int = MAX_SHARD) -> None:
-    """Writes the folder into one that exists and is empty. One tensor is in memory at a time.
+    """Write the files into an empty folder, with one tensor in memory at a time.
 
     Args:
-        root: where.
-        package: whose weights they are.
+        root: the empty folder.
+        package: the package.
         contents: `contents_of` its manifest.
-        note: what NOTE says beside `part` and `aliases`.
+        note: fields of NOTE in addition to `part` and `aliases`.
         max_shard: bytes of tensors in one file.
 
     Raises:
-        PackageError: two files of one name; nothing was written.
+        PackageError: two files have the same name; nothing was written.
         IntegrityError: the package is damaged.
         OSError: the disk is full.
     """
@@ -147,10 +149,10 @@ def write_folder(root: Path, package: Package, contents: Contents, note: dict[st
 
 
 def check_folder(root: Path, package: Package, contents: Contents) -> None:
-    """Reads the folder with safetensors and compares every tensor with the package's.
+    """Read the folder with safetensors and compare every tensor with the package's.
 
     Raises:
-        PackageError: a tensor is missing, or is another one.
+        PackageError: a tensor is missing or differs.
     """
     left = {stored.name: stored.spec.name for stored in contents.tensors}
     for file in sorted(root.glob("*.safetensors")):
@@ -163,7 +165,7 @@ def check_folder(root: Path, package: Package, contents: Contents) -> None:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Bit for bit, so that NaN is NaN."""
+    """Return True if two tensors are equal bit for bit, so that NaN equals NaN."""
     alike = (first.dtype, first.shape) == (second.dtype, second.shape)
     return alike and torch.equal(first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8))
 
@@ -176,10 +178,12 @@ def _shards(contents: Contents, max_shard: int) -> dict[str, Sequence[Stored]]:
 
 
 def _assets(package: Package, contents: Contents) -> dict[str, str]:
-    """Place in the folder -> the asset that goes there. A configuration goes along with the weights of its own model alone.
+    """Return path in the folder -> asset.
+
+    A configuration is included only with the weights of its own model.
 
     Raises:
-        PackageError: two files of one name.
+        PackageError: two files have the same name.
     """
     made_for = transformers_part(package)
     found: dict[str, str] = {}
@@ -196,7 +200,7 @@ def _assets(package: Package, contents: Contents) -> dict[str, str]:
 
 
 def _card(package: Package, contents: Contents) -> str:
-    """A model card for a package that brings none."""
+    """Return a model card for a package without one."""
     manifest = package.manifest
     transformers = f"{ASSETS}{MADE_OF}" in manifest.files
     count = sum(_elements(stored.spec.shape) for stored in contents.tensors)

@@ -1,1 +1,1 @@
-"""Freezing a job: capture, proof and the written package."""
+"""Freezing of jobs: capture, proof and the written package."""

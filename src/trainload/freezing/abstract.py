@@ -1,4 +1,6 @@
-"""Freezing a job without weights: shapes of a model that fits on no machine here, held to a smaller job of the same code."""
+"""Freezing of a job without weights: a model too large for any machine here is checked against a
+smaller job of the same code.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,24 @@ _CPU = torch.device("cpu")
 
 
 def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, libraries: Libraries) -> Package:
-    """Writes a package of a job whose model has no values.
+    """Write a package of a job whose model has no values.
 
-    The reduced job is captured and compared with eager as every job is, its joint graph too. Then the abstract one is captured, and must
-    have the same structure up to sizes and repeated layers. What that proves, and what it does not, is in docs/abstract.md.
+    The reduced job is captured and compared with eager mode like any other job, joint graph
+    included. Then the abstract job is captured; it must have the same structure up to sizes and
+    repeated layers. docs/abstract.md says what this proves and what it does not.
 
     Args:
-        job: its model's parameters and buffers may be on the meta device or fake; so may the batch's tensors.
+        job: parameters and buffers of its model, and tensors of its batch, may be fake or on the
+            meta device.
         path: the package to write, a folder that does not exist.
         reduced: a job of the same code with smaller sizes, with values.
-        check: how the reduced job is compared with eager.
-        libraries: as of `freeze`.
+        check: check that compares the reduced job with eager mode.
+        libraries: as for `freeze`.
 
     Raises:
         JobError: there is no reduced job; otherwise as `freeze`.
-        CaptureError: a job cannot be captured, or the two differ in more than sizes and repetition; the message says where.
+        CaptureError: a job cannot be captured, or the two differ in more than sizes and repetition;
+            the message says where.
     """
     if reduced is None:
         raise JobError(
@@ -54,7 +59,7 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, lib
             expected="a job of the same code with smaller sizes, which can be compared with eager",
             hint="Give one: freeze(job, path, abstract=True, reduced=small_job), or --reduced MODULE:FUNCTION.",
         )
-    small = prove(reduced, check, strict=False)  # as the job itself, which cannot be run, is captured
+    small = prove(reduced, check, strict=False)  # the job itself cannot be run, so it is captured in this mode too
     optimizers = make_optimizers(job)
     program, proof = capture_abstract(job, small.program)
     real = arranged(with_real_batch(job))
@@ -92,7 +97,7 @@ def _check_updates(recipe: Recipe, updates: tuple[UpdateGraph, ...], small: Reci
 
 
 def _operators(updates: tuple[UpdateGraph, ...]) -> set[tuple[str, ...]]:
-    """For each update the operators that it calls, in order."""
+    """Return the operators that each update calls, in order."""
     return {
         tuple(
             str(node.target) for exported in (update.first, update.following) for node in exported.graph.nodes if node.op == "call_function"

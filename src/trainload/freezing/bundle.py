@@ -1,4 +1,6 @@
-"""`freeze --bundle-ops`: wheels of the operator libraries that a package calls, made of what is installed or given, and tried alone."""
+"""`freeze --bundle-ops`: wheels of a package's operator libraries, built from installed files or
+given, and tested in isolation.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +34,23 @@ for name in operators:
     schemas[name] = str(getattr(found, "_schema", None))
 print(json.dumps(schemas))
 """
-"""A process that knows of the wheels and of what is installed, and of no folder of the user's."""
+"""Code of a process that sees only the wheels and installed packages, not the user's folders."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenWheel:
-    """A wheel that the user gave."""
+    """A wheel from the user."""
 
     path: Path
     wheel: Wheel
 
 
 def given_wheel(path: Path) -> GivenWheel:
-    """A wheel, read and checked.
+    """Read and check a wheel.
 
     Raises:
-        StorageError: there is no such file.
-        PackageError: it is no wheel.
+        StorageError: the file cannot be read.
+        PackageError: it is not a wheel.
     """
     try:
         with path.open("rb") as file:
@@ -59,22 +61,25 @@ def given_wheel(path: Path) -> GivenWheel:
 
 @dataclass(frozen=True, slots=True)
 class Bundler:
-    """Puts wheels of a package's operator libraries into it: a `packaging.write.Bundle`.
+    """Writer of wheels of a package's operator libraries into the package: a
+    `packaging.write.Bundle`.
 
     Attributes:
-        given: wheels to take in place of made ones; several of one library for several kinds of machine.
-        named: what the user said registers the operators.
+        given: wheels to use instead of built ones; a library may have several, for different kinds
+            of machine.
+        named: libraries that register the operators according to the user.
     """
 
     given: Sequence[GivenWheel]
     named: Libraries
 
     def __call__(self, manifest: Manifest, folder: Path) -> Mapping[str, OpLibraryEntry]:
-        """Write the wheels into `folder`, and try them.
+        """Write the wheels into `folder`, and test them.
 
         Raises:
-            PackageError: nobody knows what registers some operators, a wheel is of none of them or of another version, or the operators
-                are not registered by a process that has the wheels alone.
+            PackageError: the library of some operators is unknown, a wheel belongs to no library or
+                has another version, or a process that has only the wheels does not register the
+                operators.
         """
         folder.mkdir()
         made: dict[str, Path] = {}
@@ -96,7 +101,10 @@ class Bundler:
         return found
 
     def _make(self, namespace: str, manifest: Manifest, folder: Path, made: dict[str, Path]) -> Path:
-        """The wheel of a library that is imported; of one that registers several namespaces it is made once."""
+        """Return the wheel of an imported library.
+
+        For a library with several namespaces it is built once.
+        """
         own = sorted(name for name in manifest.ops if name.startswith(f"torch.ops.{namespace}."))
         modules = modules_of(namespace, own, self.named.get(namespace))
         provider: Provider | None = one_provider(modules)
@@ -115,10 +123,10 @@ class Bundler:
 
 
 def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
-    """Whether a wheel is of an operator library.
+    """Return True if a wheel belongs to an operator library.
 
     Raises:
-        PackageError: it is, in another version.
+        PackageError: it does, but has another version.
     """
     if entry.distribution is None:
         return bool(entry.modules) and all(given.wheel.has_module(module) for module in entry.modules)
@@ -136,7 +144,9 @@ def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
 
 
 def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], folder: Path) -> None:
-    """Check that wheels for this kind of machine register their operators in a process that has nothing else of the user's."""
+    """Check that wheels for this kind of machine register their operators in a process without the
+    user's folders.
+    """
     with tempfile.TemporaryDirectory() as place:
         folders, modules, operators = [], list[str](), list[str]()
         for namespace, entry in libraries.items():

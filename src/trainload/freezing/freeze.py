@@ -1,4 +1,4 @@
-"""Freezing: a job is captured, proven equal to eager, and written as a package."""
+"""Freeze a job: capture it, prove it equal to eager mode, and write it as a package."""
 
 from __future__ import annotations
 
@@ -46,34 +46,46 @@ def freeze(
     libraries: Libraries = MappingProxyType({}),
     bundle_ops: bool | Sequence[str | Path] = False,
 ) -> Package:
-    """Captures a job, proves the graphs equal to eager, and writes the package.
+    """Capture a job, prove its graphs equal to eager mode, and write the package.
 
-    The joint forward and backward graph for the CPU is derived and proven too, and kept beside the program; other devices derive theirs
-    when the package is first compiled there.
+    The joint forward and backward graph for the CPU is derived, proven and stored too; other
+    devices derive theirs when the package is first compiled there.
 
     Args:
         job: model, loss, optimizer, schedule and an example batch.
         path: the package to write, a folder that does not exist.
-        check: "usual" compares with eager on the example batch and on one of another number of rows; "thorough" on six further batches,
-            of sizes drawn from those that the graph takes, under other seeds.
-        strict: torch.export's mode. None: the non-strict one, and for a graph that it cannot follow the strict one, if that loses nothing;
-            True: the strict one alone, which refuses whatever it would lose; False: the non-strict one alone. debug/capture.json has what
-            was taken for each graph, and why.
-        apply_suggested_fixes: where torch refuses the sizes that `Job.dynamic` declares, declare what it suggests instead. What was
-            changed is recorded in debug/batch.json.
-        on_fix: told each change.
-        abstract: the model has no values (it is on the meta device, say): shapes alone are frozen, for planning. See docs/abstract.md.
-        reduced: for an abstract package, a job of the same code with smaller sizes, which is compared with eager in its place.
-        libraries: namespaces of other libraries' operators that the job calls -> the module or Python file that registers them, which is
-            imported, and recorded as such; what is not named is found out. See docs/operators.md.
-        bundle_ops: True bundles these libraries into the package, as wheels made of what is installed; a sequence gives wheels to use
-            instead. False or an empty sequence bundles nothing.
+        check: "usual" compares with eager mode on the example batch and on one with another number
+            of rows; "thorough" on six further batches, with sizes drawn from those that the graph
+            accepts and other seeds.
+        strict: torch.export's mode. None: non-strict, or strict for a graph that the non-strict
+            mode does not support, if strict mode loses nothing; True: only strict, which rejects
+            whatever it would lose; False: only non-strict. debug/capture.json records the mode of
+            each graph and the reason.
+        apply_suggested_fixes: if True and torch rejects the sizes that `Job.dynamic` declares,
+            declare those that it suggests instead. debug/batch.json records the changes.
+        on_fix: called with each change.
+        abstract: True if the model has no values (for example on the meta device): only shapes are
+            frozen, for planning. See docs/abstract.md.
+        reduced: for an abstract package, a job of the same code with smaller sizes, which is
+            compared with eager mode instead.
+        libraries: namespace of custom operators that the job calls -> module or Python file that
+            registers them, which is imported and recorded; the others are detected. See
+            docs/operators.md.
+        bundle_ops: True bundles these libraries into the package, as wheels built from installed
+            files; a sequence of wheels bundles these instead. False or an empty sequence bundles
+            nothing.
 
     Raises:
-        JobError: the job's description does not hold together.
+        JobError: the job's description is inconsistent.
         CaptureError: the model cannot be captured soundly.
-        PackageError: a library cannot be imported, or not be bundled so that it can be loaded alone; an asset's name or media type is none.
-        StorageError: the path is taken, or cannot be written; there is no such wheel; an asset is missing.
+        PackageError: a library cannot be imported, or cannot be bundled so that it loads in
+            isolation; an asset's name or media type is invalid.
+        StorageError: the path is taken or cannot be written, or a wheel or an asset is missing.
+
+    Example:
+        optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)
+        job = trainload.Job(model=model, batch=batch, optimizer=optimizer)
+        package = trainload.freeze(job, "gpt.tl")
     """
     path, check = Path(path), Check(check)
     check_name(path)
@@ -82,7 +94,7 @@ def freeze(
     if not path.absolute().parent.is_dir():
         raise StorageError("there is no such folder", where=str(path.absolute().parent), hint="Make it first.")
     check_job(job)
-    asset_sources(job.assets)  # what is wrong with them is said before the work begins
+    asset_sources(job.assets)  # check them before the long part of the work
     if abstract and strict is not None:
         raise JobError(
             "an abstract package is always captured in the non-strict mode",
@@ -120,13 +132,13 @@ def freeze(
 
 
 def _tracing_record(program: Program) -> dict[str, dict[str, str]]:
-    """By graph, what debug/capture.json says of how it was captured."""
+    """Return graph -> how it was captured, for debug/capture.json."""
     graphs = program.graphs.items()
     return {name: {"mode": graph.tracing.mode, "why": graph.tracing.why} for name, graph in graphs if graph.tracing is not None}
 
 
 def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
-    """debug/batch.json."""
+    """Return the document of debug/batch.json."""
     leaves = {name: leaf for batch in (*job.variants.values(), job.batch) for name, leaf in leaves_of(batch).items()}
     shapes = declared_shapes({name: dims for name, dims in job.dynamic.items() if name in leaves}, leaves)
     return {

@@ -1,4 +1,4 @@
-"""Load a job from what a person writes on the command line: `path/to/file.py:name` or `package.module:name`."""
+"""Load a job from a command line spec: `path/to/file.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def load_job(spec: str) -> Job:
     """Load the job that `spec` names: a `Job`, or a function without arguments that returns one.
 
-    As when Python runs a script, the file's folder (for a module: the current folder) comes first on `sys.path`, and
-    stays there, so that the job's own imports work, late ones too.
+    As when Python runs a script, the file's folder (for a module: the current folder) is put first
+    on `sys.path` and stays there, so that the job's own imports work, late ones included.
 
     Raises:
-        JobError: the spec is not of this form, its file or module is missing or does not import, it has no such name, or
-            what the name stands for is not a job. Says which line of the user's file is to blame.
+        JobError: the spec is malformed, its file or module is missing or does not import, it has no
+            such name, or the name is not a job. The message names the line of the user's file.
     """
     from trainload.capture.job.definition import Job
 
@@ -55,7 +55,7 @@ def load_job(spec: str) -> Job:
 
 
 def _candidates(module: ModuleType, job: type) -> list[str]:
-    """The names in `module` that could be meant: its jobs and the functions that it defines."""
+    """Return the names in `module` that could be meant: its jobs and the functions that it defines."""
     own = (
         name
         for name, value in vars(module).items()

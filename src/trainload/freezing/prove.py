@@ -1,4 +1,4 @@
-"""Captures a job and proves everything of it, before anything is written; and keeps what was derived beside the package."""
+"""Capture a job and prove its graphs before anything is written; store derived graphs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """What a package is made of. `steps`: step graphs for the CPU, by graph: of all but those that are `is_plain`."""
+    """The proven parts of a package.
+
+    `steps` has a step graph for the CPU for each graph that is not `is_plain`.
+    """
 
     program: Program
     recipe: Recipe
@@ -46,15 +49,15 @@ class Proven:
     steps: Mapping[str, StepGraph]
 
     def training_steps(self) -> dict[str, StepGraph]:
-        """The step graphs that are kept beside the program."""
+        """Return the step graphs of training graphs, which are stored in the package."""
         return {name: step for name, step in self.steps.items() if self.program.graphs[name].training}
 
 
 def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
-    """Keep step graphs for the CPU, by graph, beside a package that was just written.
+    """Store step graphs for the CPU, by graph, in a package that was just written.
 
-    They only save time. Where they cannot be kept (the user's state folder is not writable, say), the package is whole without them, and a
-    warning says so.
+    They only save time. If they cannot be stored (for example because the user's state folder is
+    not writable), the package is complete without them, and a warning is issued.
     """
     try:
         for name, step in steps.items():
@@ -64,20 +67,21 @@ def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
 
 
 def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
-    """Captures a job's graphs and updates, derives its step graphs, and compares graphs with eager, joint graphs with autograd.
+    """Capture a job's graphs and updates, derive its step graphs, and compare graphs with eager
+    mode and joint graphs with autograd.
 
     Args:
-        job: what is captured.
-        check: how much is compared.
+        job: the job.
+        check: extent of the comparison.
         strict: torch.export's mode, as for `capture`.
 
     Raises:
-        JobError: the job's description does not hold together.
-        CaptureError: it cannot be captured soundly.
+        JobError: the job's description is inconsistent.
+        CaptureError: the job cannot be captured soundly.
     """
     job = arranged(job)
-    optimizers = make_optimizers(job)  # before the capture: a factory may change the model
-    replayed: dict[str, list[Replayed]] = {}  # gradients of every batch, so not of the many batches of a thorough check
+    optimizers = make_optimizers(job)  # before the capture, since a factory may change the model
+    replayed: dict[str, list[Replayed]] = {}  # holds gradients for every batch, so it is not used for the many batches of a thorough check
     program = capture(job, check, replayed if check is Check.USUAL else None, strict)
     targets = targets_of(job)
     examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets}
@@ -108,7 +112,9 @@ def _with_coupled(proven: Proven, examples: Mapping[str, Mapping[str, Tensor]]) 
 
 @contextmanager
 def _answered_by_its_page(tracing: Tracing | None) -> Iterator[None]:
-    """Inside, what goes wrong with a graph for which the strict mode stepped in is the page that it was to spare the user."""
+    """Replace errors of a graph that was captured in strict mode as a fallback by the report of the
+    non-strict mode.
+    """
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Watches a model at work, and makes of what it saw a job with a variant for each family of shapes and flags."""
+"""Record a model's batches, and make a job with a variant for each family of shapes and flags."""
 
 from __future__ import annotations
 
@@ -36,27 +36,32 @@ _LONGEST_NAME = 32
 
 
 def record(model: nn.Module, loss: LossFunction | None = None, *, most_kept: int = MOST_KEPT) -> Recording:
-    """Watches the batches that a model is trained on.
+    """Record the batches on which a model is trained.
 
+    Args:
+        model: the model. In the `with` block every call is recorded, with its arguments by the
+            names of forward's parameters.
+        loss: as `Job.loss`, if the model does not return the loss itself. Then calls of the model
+            are not recorded, but `recording(batch)` returns loss(model, batch) and records the
+            batch.
+        most_kept: maximum number of batches of one structure, each with different shapes, that are
+            kept as examples. For the others only the shapes are recorded.
+
+    Example:
         with trainload.record(model) as recording:
             for batch in loader:
                 model(**batch).backward()  # your own loop
         package = trainload.freeze(recording.job(optimizer=...), "model.tl")
-
-    Args:
-        model: in the `with` block every call of it is noted, with its arguments by the names that forward gives them.
-        loss: as `Job.loss`, where the model does not return the loss itself. Then the model's calls are not watched, but
-            `recording(batch)` returns loss(model, batch) and notes the batch.
-        most_kept: so many batches of one structure are kept as examples, each of other shapes; of the others the shapes are noted alone.
     """
     return Recording(model, loss, most_kept)
 
 
 class Recording:
-    """What `record` returns.
+    """The recorded batches of a model, returned by `record`.
 
     Attributes:
-        families: what was seen, most frequent first. After `job`, each says which variant takes which shapes.
+        families: recorded families of batches, most frequent first. After `job`, each knows which
+            variant accepts which shapes.
     """
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, most_kept: int) -> None:
@@ -76,7 +81,10 @@ class Recording:
             self._handle = None
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
-        """loss(model, batch), or model(**batch) where there is no loss; the batch is noted. Raises: JobError as `leaves_of`."""
+        """Record a batch and return loss(model, batch), or model(**batch) without a loss.
+
+        Raises JobError as `leaves_of`.
+        """
         if self._loss is not None:
             self._seen.add(batch)
             return self._loss(self._model, dict(batch))
@@ -86,11 +94,11 @@ class Recording:
 
     @property
     def families(self) -> tuple[Family, ...]:
-        """What was seen, most frequent first."""
+        """Recorded families of batches, most frequent first."""
         return self._seen.all()
 
     def __str__(self) -> str:
-        """A line for each family, and one for each variant that it was given."""
+        """Return a line for each family, and one for each of its variants."""
         lines = []
         for family in self.families:
             lines.append(str(family))
@@ -100,18 +108,21 @@ class Recording:
 
     @neutrally
     def job(self, *, most_variants: int = MOST_VARIANTS, **fields: Any) -> Job:
-        """A job whose variants take every batch that was seen.
+        """Make a job whose variants accept every recorded batch.
 
-        Within a family, the dims that had several sizes are left to torch. Where it makes constants of them, or asks something of them
-        that not all sizes fulfil, further variants are made of the batches that none takes yet. The kept batches are the job's `replays`:
-        the freeze compares each of them with eager.
+        Within a family, dims that had several sizes are `Dim.AUTO`. If torch makes a constant of
+        such a dim, or puts a condition on it that not all sizes meet, further variants are made
+        from batches that no variant accepts yet. The kept batches are the job's `replays`: the
+        freeze compares each of them with eager mode.
 
         Args:
-            most_variants: as many graphs as this of each kind are made; more are refused.
-            fields: of the `Job`, but for model, batch, variants and replays. `dynamic` goes before what was seen.
+            most_variants: maximum number of graphs of each kind.
+            fields: fields of the `Job` except model, batch, variants and replays. `dynamic` takes
+                precedence over the recorded sizes.
 
         Raises:
-            JobError: nothing was seen; or more variants are needed than `most_variants`, and what they are.
+            JobError: nothing was recorded, or more than `most_variants` variants are needed; the
+                message lists the families.
             CaptureError: a family cannot be captured.
         """
         taken = sorted({"model", "batch", "variants", "replays"} & set(fields))
@@ -159,13 +170,17 @@ class Recording:
         self._seen.add(self._completed(found))
 
     def _completed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch as any call that means the same gives it: with forward's default flags, without a None that is the default."""
+        """Return the batch in normal form: with forward's default flags, and without None where
+        that is the default.
+        """
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}
         flags = {name: value for name, value in defaults.items() if isinstance(value, bool | int | float | str | enum.Enum)}
         return {n: v for n, v in {**flags, **batch}.items() if v is not None or defaults.get(n, inspect.Parameter.empty) is not None}
 
     def _variants(self, family: Family, fields: Mapping[str, Any]) -> Iterator[Shapes]:
-        """The shapes of the examples that are needed until every shape that came is taken; `family.variants` is marked before each."""
+        """Yield the shapes of examples until every recorded shape is accepted; `family.variants` is
+        marked before each.
+        """
         left = sorted(family.seen, key=lambda shapes: (not _usual(shapes), -family.seen[shapes]))
         while left:
             example = next((shapes for shapes in left if shapes in family.kept), None)
@@ -185,11 +200,11 @@ class Recording:
             left = [shapes for shapes in left if shapes not in taken]
 
     def _guards(self, batch: dict[str, Any], fields: Mapping[str, Any]) -> list[Guard]:
-        """What the graphs of one example take."""
+        """Return the guards of the graphs of one example."""
         job = arranged(Job(model=self._model, batch=batch, **fields))
         found = []
         with modes_kept(self._model) as set_training, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the freeze says them
+            warnings.simplefilter("ignore")  # the freeze repeats them
             for target in targets_of(job):
                 example, shapes = example_of(job, target)
                 set_training(target.training)
@@ -201,7 +216,7 @@ class Recording:
 
 
 _PENDING = "-"
-"""Marks shapes of a variant that has no name yet."""
+"""Mark of shapes whose variant has no name yet."""
 
 
 def _too_many(families: tuple[Family, ...], most: int) -> JobError:
@@ -221,12 +236,12 @@ def _takes(dispatcher: Dispatcher, family: Family, shapes: Shapes) -> bool:
 
 
 def _usual(shapes: Shapes) -> bool:
-    """Whether no size is one that torch takes for a constant."""
+    """Return True if no size is 0 or 1, which torch treats as constants."""
     return all(size > 1 for shape in shapes for size in shape)
 
 
 def _dynamic(families: tuple[Family, ...], said: Mapping[str, Any]) -> dict[str, Any]:
-    """`Job.dynamic`: what was said, and AUTO for every other dim that varied."""
+    """Return `Job.dynamic`: the user's entries, and AUTO for every other dim that varied."""
     found: dict[str, Any] = dict(said)
     for family in families:
         for name, dims in family.varied().items():
@@ -243,7 +258,9 @@ def _by_variant(family: Family) -> dict[str, list[Shapes]]:
 
 
 def _name(family: Family, families: tuple[Family, ...], shapes: Shapes, taken: Mapping[str, Any]) -> str:
-    """A name that says in what a variant differs from the first: "with_mask", "task_b", "image_32_32"."""
+    """Return a name that says how a variant differs from the first one: "with_mask", "task_b",
+    "image_32_32".
+    """
     first = families[0]
     words = [f"with_{name}" for name in family.inputs if name not in first.inputs]
     words += [f"without_{name}" for name in first.inputs if name not in family.inputs]

@@ -1,1 +1,1 @@
-"""Packages that leave this machine: stores, registries and signatures."""
+"""Publishing of packages: stores, registries and signatures."""

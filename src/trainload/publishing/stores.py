@@ -1,4 +1,7 @@
-"""The verbs of stores: push, pull, releases, promote, gc. A store is a folder or an fsspec URL; packages go to OCI registries too."""
+"""Operations on stores: push, pull, releases, promote, gc.
+
+A store is a folder or fsspec URL; push and pull support OCI registries too.
+"""
 
 from __future__ import annotations
 
@@ -37,26 +40,37 @@ def push(
     on_progress: OnProgress = unwatched,
     on_wait: Callable[[str], None] = lambda _text: None,
 ) -> PushReport | OciPushReport:
-    """Publish a package. Only files that the place lacks are sent; a push that was broken off goes on there.
+    """Publish a package in a store or registry.
+
+    Only missing files are sent, so a repeated push resumes.
 
     Args:
-        package: its folder.
-        store: a folder or fsspec URL, which becomes a store if there is nothing yet, or STORE#LINE of one; or oci://HOST/NAME:TAG.
-        line: which line. None: the store's only one, or "main" in an empty store.
-        promote: whether the release becomes the line's current one.
-        only_if: promote only if this release is current now ("none": if none is); otherwise the release is published and not promoted.
-        rejected: why the release must not be used; it is published as rejected, and not promoted.
-        message: one for who reads the list of releases.
-        facts: names and values that are kept with it: metrics, the data's snapshot.
-        debug: whether debug/ travels.
-        options: for fsspec's file system; for a registry `insecure` and `tls_verify`.
-        on_progress: told how many bytes of how many are there.
-        on_wait: told what is waited for.
+        package: the package's folder.
+        store: a folder or fsspec URL (a store is created if it is empty), STORE#LINE, or
+            oci://HOST/NAME:TAG.
+        line: name of the line. None: the store's only line, or "main" in an empty store.
+        promote: if True, the release becomes the line's current one.
+        only_if: promote only if this release is current now ("none": if none is); otherwise the
+            release is published but not promoted.
+        rejected: reason why the release must not be used; it is published as rejected, and not
+            promoted.
+        message: message that the list of releases shows.
+        facts: names and values that are stored with the release: metrics, the snapshot of the data.
+        debug: if True, include debug/.
+        options: options for the fsspec file system; for a registry `insecure` and `tls_verify`.
+        on_progress: called with the numbers of finished and total bytes.
+        on_wait: called with a text that says what the push waits for.
 
     Raises:
-        StorageError: there is no package, or the place cannot be reached or written; or it is a registry, which has no lines.
+        StorageError: there is no package, the storage cannot be reached or written, or options for
+            lines were given for a registry, which has none.
         PackageError: the package is damaged; nothing was published.
-        ConflictError: another release is current than `only_if` says; the release was published.
+        ConflictError: another release than `only_if` is current; the release was published.
+
+    Example:
+        report = trainload.push("gpt.tl", "s3://models/gpt", message="first version")
+        print(report.sent_bytes)
+        trainload.push("gpt.tl", "s3://models/gpt", line="nightly", promote=False)
     """
     if is_oci(store):
         if line is not None or not promote or only_if is not None or rejected is not None or facts:
@@ -92,22 +106,30 @@ def pull(
     options: Mapping[str, Any] = NO_OPTIONS,
     on_progress: OnProgress = unwatched,
 ) -> PullReport:
-    """Get a package. Every byte is compared with its digest before it is visible; what packages beside `path` have is not fetched.
+    """Pull a package from a store or registry.
+
+    Every byte is compared with its digest before the package appears. Files that sibling packages
+    of `path` have already are not fetched.
 
     Args:
-        store: a folder or fsspec URL, STORE#LINE or STORE#LINE/RELEASE of one, or oci://HOST/NAME:TAG.
+        store: a folder or fsspec URL, STORE#LINE, STORE#LINE/RELEASE, or oci://HOST/NAME:TAG.
         path: the package to write; a folder that does not exist.
-        line: which line. None: the store's only one.
-        release: its number, or "latest". None: the current one.
-        debug: whether debug/ is wanted.
-        reuse: further packages whose files may be used.
-        options: as `push`.
-        on_progress: told how many bytes of how many are there.
+        line: name of the line. None: the store's only line.
+        release: number of the release, or "latest". None: the current release.
+        debug: if True, include debug/.
+        reuse: further local packages whose files may be reused.
+        options: as for `push`.
+        on_progress: called with the numbers of finished and total bytes.
 
     Raises:
-        StorageError: there is no such store, line, release or artifact; `path` is taken; or the disk has no room.
-        IntegrityError: something there is damaged; nothing is left at `path`.
-        UnsafePackageError: something there is not what the format allows.
+        StorageError: there is no such store, line, release or artifact; `path` is taken; or the
+            disk is too full.
+        IntegrityError: stored data is damaged; nothing is left at `path`.
+        UnsafePackageError: the store contains something that the format does not allow.
+
+    Example:
+        report = trainload.pull("s3://models/gpt", "gpt.tl", release="latest")
+        print(report.release, report.fetched_bytes)
     """
     if is_oci(store):
         if line is not None or release is not None:
@@ -118,16 +140,20 @@ def pull(
 
 
 def releases(store: str | Path, *, line: str | None = None, options: Mapping[str, Any] = NO_OPTIONS) -> dict[str, tuple[ReleaseState, ...]]:
-    """The releases of a store by line, in the order of their numbers, with what is known of each.
+    """Return line -> releases with their present status, in order of their numbers.
 
     Args:
-        store: a folder or fsspec URL, or STORE#LINE of one.
-        line: only this line. None: all.
-        options: for fsspec.
+        store: a folder or fsspec URL, or STORE#LINE.
+        line: name of the only line to return. None: all lines.
+        options: options for fsspec.
 
     Raises:
         StorageError: there is no store or no such line.
         IntegrityError: a record is damaged.
+
+    Example:
+        for state in trainload.releases("s3://models/gpt")["main"]:
+            print(state.release.name, state.status, state.reason)
     """
     store, line = _line_named(store, line)
     place = Store(store, options)
@@ -145,20 +171,24 @@ def promote(
     rejected: bool = False,
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> Pointer:
-    """Make a release its line's current one: a candidate that has passed, or an older one again.
+    """Make a release its line's current one: promote a candidate, or roll back to an older release.
 
     Args:
-        store: a folder or fsspec URL, or STORE#LINE of one.
-        release: its number, or "latest".
-        line: which line. None: the store's only one.
-        only_if: the release that must be current now, or "none"; None: whatever is.
-        reason: why.
-        rejected: promote it even if it was rejected, or rolled back.
-        options: for fsspec.
+        store: a folder or fsspec URL, or STORE#LINE.
+        release: number of the release, or "latest".
+        line: name of the line. None: the store's only line.
+        only_if: number of the release that must be current now, or "none"; None: no condition.
+        reason: reason that the history shows.
+        rejected: if True, promote the release even if it was rejected or rolled back.
+        options: options for fsspec.
 
     Raises:
-        ConflictError: another release is current than `only_if` says; nothing was changed.
+        ConflictError: another release than `only_if` is current; nothing was changed.
         StorageError: there is no such release, it was rejected, or its files were removed.
+
+    Example:
+        trainload.promote("s3://models/gpt", 7, only_if=6, reason="passed evaluation")
+        trainload.promote("s3://models/gpt", 6, reason="rollback of 7")
     """
     store, line = _line_named(store, line)
     place = Store(store, options)
@@ -166,7 +196,7 @@ def promote(
 
 
 def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | None]:
-    """Return the store and the line that STORE or STORE#LINE and its companion name.
+    """Return the store and the line of a reference STORE or STORE#LINE and the argument `line`.
 
     Raises:
         StorageError: they name different lines, or the reference names a release.
@@ -178,7 +208,7 @@ def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | 
 
 
 def _release_named(store: str | Path, line: str | None, release: str | int | None) -> tuple[str | Path, str | None, str | int | None]:
-    """Return the store, the line and the release that a reference STORE#LINE/RELEASE and its companions name.
+    """Return the store, the line and the release of a reference and the other arguments.
 
     Raises:
         StorageError: they name different ones.

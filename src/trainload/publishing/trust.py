@@ -1,4 +1,4 @@
-"""Who stands behind a package, and what differs between two: sign, verify, diff."""
+"""Signatures, verification and comparison of packages: sign, verify, diff."""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ def sign(
     certificate: str | Path | None = None,
     chain: Sequence[str | Path] = (),
 ) -> SignatureFile:
-    """Signs a package: writes signatures/NAME.sig into its folder. Needs the extra `signing`; docs/trust.md.
+    """Sign a package: write signatures/NAME.sig into its folder.
+
+    Requires the extra `signing`; see docs/trust.md.
 
     Args:
-        package: its folder.
-        key: the private key, a PEM file.
+        package: the package's folder.
+        key: PEM file with the private key.
         name: NAME; None: the first 16 digits of the key's fingerprint.
-        password: of an encrypted key.
-        certificate: the key's, to sign with it: a PEM file.
+        password: password of an encrypted key.
+        certificate: PEM file with the key's certificate, in order to sign with it.
         chain: PEM files of the certificate's issuers below the root.
 
     Raises:
-        SignatureError: the package is not sound, or the key cannot be used.
-        StorageError: a file cannot be read or written, or there is a signature of this name.
+        SignatureError: the package is damaged, or the key cannot be used.
+        StorageError: a file cannot be read or written, or a signature of this name exists.
         PackageError: there is no package.
+
+    Example:
+        signature = trainload.sign("gpt.tl", "release-key.pem", name="release")
+        print(signature.file, signature.signer)
     """
     read = read_private_key(Path(key), password)
     own = None if certificate is None else Path(certificate)
@@ -42,29 +48,38 @@ def sign(
 
 
 def verify(package: str | Path, identities: Sequence[str | Path] = ()) -> VerifyReport:
-    """Reads every byte of a package and says what is wrong with which file, and who has signed it.
+    """Read every byte of a package, and report all problems and signatures.
 
     Args:
-        package: its folder.
-        identities: PEM files of public keys or of issuers' certificates; each must have signed it.
+        package: the package's folder.
+        identities: PEM files of public keys or of issuers' certificates, each of which must have
+            signed the package.
 
     Raises:
         StorageError: there is no package, or a key cannot be read.
-        SignatureError: an identity is none, or the extra `signing` is missing.
+        SignatureError: an identity is invalid, or the extra `signing` is missing.
+
+    Example:
+        report = trainload.verify("gpt.tl", ["release-key.pub.pem"])
+        assert report.ok, report.problems
     """
     return verify_package(Path(package), [read_identity(Path(identity)) for identity in identities])
 
 
 def diff(before: str | Path, after: str | Path, *, weights: bool = True) -> PackageDifference:
-    """Compares two packages by name; docs/diff.md.
+    """Compare two packages by name; see docs/diff.md.
 
     Args:
         before: a package's folder.
-        after: another one.
-        weights: whether tensors are compared too.
+        after: another package's folder.
+        weights: if True, compare tensors too.
 
     Raises:
         StorageError: there is no package.
-        PackageError: one of them is damaged or unsafe.
+        PackageError: a package is damaged or unsafe.
+
+    Example:
+        difference = trainload.diff("gpt.tl", "gpt-retrained.tl")
+        print(difference.same, [tensor.name for tensor in difference.weights or ()])
     """
     return package_difference(Path(before), Path(after), weights=weights)

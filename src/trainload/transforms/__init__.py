@@ -1,1 +1,1 @@
-"""Passes over the graphs of a package."""
+"""Application of passes to the graphs of a package, and listings of graphs and operators."""

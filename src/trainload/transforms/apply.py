@@ -1,4 +1,7 @@
-"""Applies passes to a package: each is proved to preserve what is computed, or refused, and recorded."""
+"""Application of passes to a package.
+
+Each pass is recorded, and rejected unless it preserves the results or changes are allowed.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +47,20 @@ __all__ = ["Applied", "Options", "Transformation", "transform"]
 
 Options = Mapping[str, Any]
 _REPLAYS = (0, 1, 0)
-"""Rows beyond the example's, of each replay."""
+"""Number of rows in addition to the example's, for each comparison batch."""
 _RECORDABLE = "Give a function of a module, and numbers, strings or tuples of strings."
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a pass did.
+    """Result of a pass.
 
     Attributes:
-        entry: what the package will say of it.
-        program: the graphs after it.
-        differences: for each graph, where it is furthest from what it was.
-        calls_before: calls of operators in all captured graphs, bodies included.
-        calls_after: the same after the pass.
+        entry: the package's record of the pass.
+        program: the graphs after the pass.
+        differences: largest difference for each graph.
+        calls_before: number of operator calls in all captured graphs, bodies included.
+        calls_after: the same number after the pass.
     """
 
     entry: PassEntry
@@ -68,19 +71,20 @@ class Applied:
 
     @property
     def worst(self) -> Difference:
-        """The difference that is largest, measured by its tolerance."""
+        """Largest difference relative to its tolerance."""
         return max(self.differences, key=lambda difference: difference.distance / difference.tolerance)
 
 
 class Transformation:
-    """A package's graphs under passes, one after another.
+    """A sequence of passes over a package's graphs.
 
-    Laws: `program` is what the kept passes made of the package's; each was compared with what the last change that was allowed left.
+    Laws: `program` is the package's program after the kept passes. Each pass was compared with the
+    program after the last allowed change, or with the package's program.
 
     Args:
-        package: whose graphs they are.
-        data: rows to compare on, Parquet, npz or a mixture, as a run takes them. None, and for variants that it has no rows of: batches
-            made up from the example's quantiles.
+        package: the package.
+        data: rows for the comparison, as Parquet, npz or a mixture, as for a run. None, and for
+            variants without rows: synthetic batches from the example's quantiles.
 
     Raises:
         PackageError: the package is abstract, so nothing can be compared.
@@ -102,11 +106,11 @@ class Transformation:
         self._batches = {name: _batches(capture, rows.get(capture.variant)) for name, capture in self.program.graphs.items()}
 
     def apply(self, function: Pass, options: Options | None = None) -> Applied:
-        """Applies a pass to every graph and compares; keeps nothing.
+        """Apply a pass to every graph and compare the results, without keeping them.
 
         Raises:
-            PassError: the pass fails, or what it returns is no graph of this package.
-            DataError: there is nothing to compare on.
+            PassError: the pass fails, or its result does not fit the package.
+            DataError: there is no data for the comparison.
         """
         options = dict(options or {})
         name = f"{getattr(function, '__module__', '')}:{getattr(function, '__name__', type(function).__name__)}"
@@ -119,7 +123,7 @@ class Transformation:
                 made = function(module, self.program, **options)
             except TrainloadError:
                 raise
-            except Exception as error:  # a pass is anybody's code; all of it becomes one line
+            except Exception as error:  # a pass is user code and may raise anything
                 raise PassError(f"the pass fails: {type(error).__name__}: {error}", where=where) from error
             if not isinstance(made, GraphModule):
                 raise PassError("the pass returns no graph", where=where, expected="a torch.fx.GraphModule", got=type(made).__name__)
@@ -136,10 +140,10 @@ class Transformation:
         return Applied(entry, after, differences, sum(counts_of(self.program).values()), sum(counts_of(after).values()))
 
     def keep(self, applied: Applied, *, allow_change: bool = False) -> None:
-        """Makes what a pass did the present state.
+        """Keep the result of a pass.
 
         Raises:
-            PassError: it changes what is computed, and that was not allowed.
+            PassError: the pass changes what is computed, and that is not allowed.
         """
         if not applied.entry.preserving and not allow_change:
             worst = applied.worst
@@ -156,10 +160,11 @@ class Transformation:
             self._before = applied.program
 
     def write(self, path: str | Path) -> Package:
-        """Derives the step graph, proves it equal to autograd, and writes the package; its parent is the one it was made from.
+        """Derive the step graphs, prove them equal to autograd, and write the package, whose parent
+        is the original one.
 
         Raises:
-            CaptureError: no sound step graph can be derived from the graphs any more.
+            CaptureError: no sound step graph can be derived any more.
             StorageError: the path is taken or cannot be written.
         """
         cpu = torch.device("cpu")
@@ -183,22 +188,31 @@ def transform(
     data: str | Path | None = None,
     on_pass: Callable[[Applied], None] | None = None,
 ) -> Package:
-    """Applies passes to a package's captured graphs and writes a new package.
+    """Apply passes to a package's captured graphs and write a new package.
 
-    After each pass loss, metrics, buffers and every gradient are compared with those before it, on batches of two sizes, each with a
-    seed of its own. The updates, the weights and the recipe stay.
+    After each pass, loss, metrics, buffers and every gradient are compared with those before it, on
+    batches of two sizes, each with its own seed. The updates, the weights and the recipe stay the
+    same.
 
     Args:
-        package: what is transformed; it is not changed.
-        passes: in order; each a function, or a function and what it is given by name.
+        package: the package, which is not changed.
+        passes: the passes in order; each is a function, or a pair of a function and its keyword
+            arguments.
         path: the package to write.
-        allow_change: keep a pass that changes what is computed, and record that it does.
-        data: rows to compare on; None: batches made up from what the package keeps of the example.
-        on_pass: told what each pass did.
+        allow_change: if True, keep a pass that changes what is computed, and record that it does.
+        data: rows for the comparison; None: synthetic batches from the example's quantiles in the
+            package.
+        on_pass: called with the result of each pass.
 
     Raises:
-        PassError: a pass fails, or changes what is computed.
+        PassError: a pass fails, or changes what is computed without `allow_change`.
         StorageError: the path is taken.
+
+    Example:
+        from trainload.passes import decompose, eliminate_dead_code
+
+        chosen = [eliminate_dead_code, (decompose, {"operators": "core"})]
+        new = trainload.transform(package, chosen, "new.tl")
     """
     check_path(Path(path))
     work = Transformation(package, data)
@@ -212,7 +226,7 @@ def transform(
 
 
 def check_path(path: Path) -> None:
-    """Check that a package can be written there, before any work is done."""
+    """Check that a package can be written at `path`, before any work is done."""
     if path.exists():
         raise StorageError("it exists already", where=str(path), hint="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
@@ -226,13 +240,15 @@ def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tens
     found = []
     for seed, more in enumerate(_REPLAYS):
         batch = rows.batch(np.arange(seed, seed + rows_of(capture, more)) % rows.size)
-        fed = {} if names <= batch.keys() else synthesise(capture, seed, more)  # what other graphs would feed it
+        fed = {} if names <= batch.keys() else synthesise(capture, seed, more)  # inputs that other graphs feed are not in the data
         found.append({name: batch[name] if name in batch else fed[name] for name in names})
     return found
 
 
 def _check_sizes(capture: GraphCapture, where: str) -> None:
-    """Check that what was dynamic still is: torch fixes a symbol to the example's size wherever Python asks whether they are equal."""
+    """Check that dynamic sizes still are: torch specialises a symbol to the example's size when
+    Python compares them.
+    """
     placeholders = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
     for spec, node in zip(capture.inputs, placeholders[len(placeholders) - len(capture.inputs) :], strict=True):
         for declared, size in zip(spec.shape, node.meta["val"].shape, strict=True):
@@ -247,7 +263,7 @@ def _check_sizes(capture: GraphCapture, where: str) -> None:
 
 
 def _complete(module: GraphModule, where: str) -> None:
-    """Gives new nodes their values, and has torch look the graph over."""
+    """Set `meta["val"]` of new nodes, and check the graph by torch's lint."""
     for part in graphs_in(module):
         for node in part.graph.nodes:
             if node.op == "call_function" and "val" not in node.meta:
@@ -273,7 +289,7 @@ def _value(node: Node, where: str) -> Any:
     try:
         with mode:
             return function(*args, **kwargs)
-    except Exception as error:  # an operator given the wrong arguments may raise anything
+    except Exception as error:  # an operator with wrong arguments may raise anything
         raise PassError(f"a new node cannot be computed: {first_line(error)}", where=f"{where}, node {node.name}") from error
 
 
@@ -283,7 +299,7 @@ def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> 
     file = getattr(sys.modules.get(module), "__file__", None)
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     for key, value in given.items():
-        if not isinstance(value, bool | int | float | str | tuple | None):  # a tensor of one element would pass for a number
+        if not isinstance(value, bool | int | float | str | tuple | None):  # a one-element tensor would pass for a number
             raise PassError(f"the pass cannot be recorded: its option {key}", where=name, got=type(value).__name__, hint=_RECORDABLE)
     try:
         return PassEntry(

@@ -1,4 +1,4 @@
-"""A graph as text, one line for each node, beside the source lines that it comes from."""
+"""Listing of a graph, one line for each node, with the source lines of its nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from trainload.packaging.package import Package
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A node. `node` is its name in debug/; `file` and `line` are its source's, where that is there and unchanged; `source` its text."""
+    """A node.
+
+    `node` is its name in debug/; `file` and `line` are set if the source exists unchanged; `source`
+    is its text.
+    """
 
     node: str
     text: str
@@ -29,12 +33,12 @@ class Line:
 
 
 def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
-    """The nodes that a module and the modules in it made, in the graph's order.
+    """Return the nodes of a module and its submodules, in the graph's order.
 
     Args:
-        package: whose graph it is.
-        graph: its name: "train", "eval", "critic-eval".
-        module: "layers.3"; "" is all of the graph.
+        package: the package.
+        graph: name of the graph: "train", "eval", "critic-eval".
+        module: path of the module, such as "layers.3"; "": the whole graph.
 
     Raises:
         PackageError: there is no such graph, or no node of such a module.
@@ -53,7 +57,7 @@ def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
 
 
 def _modules(node: Node) -> set[str]:
-    """The module that made a node and those around it; "" is always one of them."""
+    """Return the module of a node and those that contain it; "" is always one of them."""
     return {"", *(users_path(str(path)) for path, _ in (node.meta.get("nn_module_stack") or {}).values())}
 
 

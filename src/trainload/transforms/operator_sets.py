@@ -1,4 +1,4 @@
-"""What a package's graphs are made of: operators, where they are called, and what becomes of them when they are decomposed."""
+"""The operators of a package's graphs: where they are called, and their decompositions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainload.packaging.package import Package
 from trainload.sharding.plans.device_step_graphs import derived_key
 
 STEP = "step"
-"""Column of the derived graph of forward and backward, for the CPU."""
+"""Column of the derived graphs of forward and backward, for the CPU."""
 UPDATE = "update"
-"""Column of the optimizer's graphs, of all groups together."""
+"""Column of the optimizer's graphs of all groups together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,15 @@ class OperatorUse:
     """One operator of a package.
 
     Attributes:
-        name: "aten.linear.default"; of one that takes graphs, "cond".
-        schema: as the manifest records it; for what only the step graph calls, the running torch's; "" for one without a schema.
-        counts: graph -> calls, in bodies of control flow too. Captured graphs, UPDATE and STEP.
-        core: whether torch counts it as core ATen; None for what is no operator of the dispatcher.
-        device_specific: whether its name names a device.
-        becomes: the operators that its calls in captured graphs decompose into, in one step; () if they stay.
+        name: "aten.linear.default"; for a higher-order operator, "cond".
+        schema: schema in the manifest; for an operator that only step graphs call, the running
+            torch's; "" for an operator without a schema.
+        counts: graph -> number of calls, bodies of control flow included. The keys are captured
+            graphs, UPDATE and STEP.
+        core: True if torch counts it as core ATen; None if it is not a dispatcher operator.
+        device_specific: True if its name names a device.
+        becomes: operators into which its calls in captured graphs decompose, in one step; () if it
+            has no decomposition.
     """
 
     name: str
@@ -48,7 +51,8 @@ class OperatorUse:
 
 
 def operator_uses(package: Package) -> tuple[OperatorUse, ...]:
-    """Every operator of a package's graphs, sorted by name. Functions of sizes (`mul` of two lengths) are left out.
+    """Return every operator of a package's graphs, sorted by name, without functions of sizes
+    (`mul` of two lengths).
 
     Raises:
         PackageError: as `Package.program`.
@@ -86,13 +90,13 @@ def operator_uses(package: Package) -> tuple[OperatorUse, ...]:
 
 
 def counts_of(program: Program) -> dict[str, int]:
-    """Operator -> calls in all captured graphs, bodies included."""
+    """Return operator -> number of calls in all captured graphs, bodies included."""
     calls = (node for graph in program.graphs.values() for node in calls_in(graph.exported.graph_module))
     return dict(Counter(spelled(node.target) for node in calls if is_overload(node.target) or is_higher_order(node.target)))
 
 
 def outside_core(program: Program) -> tuple[str, ...]:
-    """The operators of the captured graphs that are outside core ATen, sorted."""
+    """Return the operators of the captured graphs that are outside core ATen, sorted."""
     return tuple(
         sorted(
             {
@@ -106,10 +110,10 @@ def outside_core(program: Program) -> tuple[str, ...]:
 
 
 def read_operator_file(path: Path) -> tuple[str, ...]:
-    """The names in a file: one operator to decompose on each line; what follows a # is left out.
+    """Read the names of operators to decompose, one on each line, with comments after #.
 
     Raises:
-        PassError: there is no such file, or it names something that torch does not have.
+        PassError: there is no such file, or torch has no operator of a name in it.
     """
     if not path.is_file():
         raise PassError("there is no such set", where=str(path), expected="full, core, or a file of operator names")

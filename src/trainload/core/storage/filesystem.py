@@ -1,4 +1,4 @@
-"""fsspec's file systems: opened with secrets resolved, and what the libraries behind them raise."""
+"""fsspec's file systems, opened with resolved secrets, and their libraries' exceptions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system of a URL, which keeps no listings: another process may have written since.
+    """Return the file system of a URL.
+
+    It does not cache listings, since other processes may write to it.
 
     Args:
-        url: as fsspec knows them, with references for secrets.
-        options: for the file system.
+        url: an fsspec URL, with references for secrets.
+        options: options of the file system.
 
     Returns:
-        It, and the path that the URL names in it.
+        The file system, and the URL's path in it.
 
     Raises:
-        StorageError: no such kind is known, or the library for it is not installed.
+        StorageError: the protocol is unknown, or the library for it is not installed.
     """
     protocol = url.partition("://")[0]
     try:
@@ -40,7 +42,9 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def failures() -> tuple[type[BaseException], ...]:
-    """What the libraries behind fsspec raise where a place cannot be reached; of those alone that are loaded."""
+    """Return the exception types of fsspec's libraries for an unreachable storage, of the libraries
+    that are imported.
+    """
     named = (
         ("botocore.exceptions", "BotoCoreError"),
         ("botocore.exceptions", "ClientError"),
@@ -54,7 +58,7 @@ def failures() -> tuple[type[BaseException], ...]:
 
 
 def unreachable(where: str, error: BaseException) -> StorageError:
-    """What is raised for one of `failures`."""
+    """Return the StorageError for one of `failures`."""
     if isinstance(error, PermissionError):
         return StorageError(f"the store refuses: {error}", where=where, hint="Check the credentials and their rights.")
     return StorageError(f"the store cannot be reached: {str(error) or type(error).__name__}", where=where)

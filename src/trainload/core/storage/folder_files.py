@@ -1,4 +1,4 @@
-"""A store in a folder: files appear by rename or link, after they have been brought to disk."""
+"""A store in a folder. Files are synced to disk, and then appear by rename or link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from trainload.core.storage.interface import BLOCK, Expected, OnBytes, StoredFil
 
 
 class FolderFiles:
-    """`StoreFiles` of a folder. Links in it are not followed. shown: what it is called in messages; None: its path."""
+    """`StoreFiles` of a folder.
+
+    Links in it are not followed. `shown` is its name in messages; None: its path.
+    """
 
     def __init__(self, root: Path, shown: str | None = None) -> None:
         self._root = root.absolute()
@@ -24,12 +27,12 @@ class FolderFiles:
 
     @property
     def url(self) -> str:
-        """The folder's path, or what it was called."""
+        """The folder's name in messages."""
         return self._shown
 
     @cached_property
     def exclusive(self) -> bool:
-        """Whether the file system has hard links: a link is made whole, and never over a file that is there."""
+        """True if the file system has hard links, whose creation is atomic and exclusive."""
         with self._writing("."), temporary_file(self._prepared("probe"), b"") as draft:
             other = temporary_beside(self._root / "probe")
             try:
@@ -42,7 +45,7 @@ class FolderFiles:
             return True
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """As `StoreFiles.read`."""
+        """Return a file's bytes; see `StoreFiles.read`."""
         if self.size(path) is None:
             return None
         with self._reading(path), open_inside(self._root, path) as file:
@@ -52,7 +55,7 @@ class FolderFiles:
         return data
 
     def size(self, path: str) -> int | None:
-        """As `StoreFiles.size`."""
+        """Return a file's size; see `StoreFiles.size`."""
         with self._reading(path):
             try:
                 return (self._root / path).lstat().st_size
@@ -60,7 +63,7 @@ class FolderFiles:
                 return None
 
     def names(self, folder: str) -> list[str]:
-        """As `StoreFiles.names`."""
+        """Return the names in a folder; see `StoreFiles.names`."""
         with self._reading(folder):
             try:
                 return sorted(name for name in os.listdir(self._root / folder) if not name.startswith("."))
@@ -68,16 +71,16 @@ class FolderFiles:
                 return []
 
     def walk(self, folder: str) -> Iterator[StoredFile]:
-        """As `StoreFiles.walk`."""
+        """Yield all files below a folder; see `StoreFiles.walk`."""
         for inner, _, files in os.walk(self._root / folder):
             for name in sorted(files):
                 path = Path(inner) / name
-                with suppress(FileNotFoundError):  # another writer may just have renamed it
+                with suppress(FileNotFoundError):  # another writer may have renamed it just now
                     status = path.lstat()
                     yield StoredFile(path.relative_to(self._root).as_posix(), status.st_size, status.st_mtime)
 
     def create(self, path: str, data: bytes) -> bool:
-        """As `StoreFiles.create`."""
+        """Write a file unless it exists; see `StoreFiles.create`."""
         with self._writing(path):
             target = self._prepared(path)
             created = create_file(target, data)
@@ -85,19 +88,22 @@ class FolderFiles:
             return created
 
     def replace(self, path: str, data: bytes) -> None:
-        """As `StoreFiles.replace`."""
+        """Write or replace a file; see `StoreFiles.replace`."""
         with self._writing(path):
             target = self._prepared(path)
             replace_file(target, data)
             sync_folder(target.parent)
 
     def delete(self, path: str) -> None:
-        """As `StoreFiles.delete`."""
+        """Remove a file; see `StoreFiles.delete`."""
         with self._writing(path):
             (self._root / path).unlink(missing_ok=True)
 
     def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
-        """As `StoreFiles.send`. Read once: what is written is what was checked."""
+        """Write a file from a local one; see `StoreFiles.send`.
+
+        It is read only once, so that exactly the checked bytes are written.
+        """
         digest, size = hashlib.sha256(), 0
         with self._writing(path), replacing(target := self._prepared(path)) as draft, open_inside(source.parent, source.name) as read:
             with draft.open("xb") as write:
@@ -113,14 +119,14 @@ class FolderFiles:
             sync_folder(target.parent)
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
-        """As `StoreFiles.receive`."""
+        """Yield a file's bytes; see `StoreFiles.receive`."""
         with self._reading(path), open_inside(self._root, path) as file:
             while size > 0 and (block := file.read(min(BLOCK, size))):
                 size -= len(block)
                 yield block
 
     def _prepared(self, path: str) -> Path:
-        """Return where a file is to be written, with its folder made."""
+        """Return the path at which to write a file, after creating its folder."""
         target = self._root / path
         self._make_folders(target.parent)
         return target
@@ -153,7 +159,7 @@ class FolderFiles:
 
 
 def changed_file(source: Path, expected: Expected, size: int, digest: str) -> IntegrityError:
-    """For a local file that is not what the manifest says."""
+    """Return the error for a local file that is not the one that the manifest lists."""
     return IntegrityError(
         "a file is not the one that the manifest lists",
         where=str(source),

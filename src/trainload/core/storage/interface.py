@@ -1,4 +1,4 @@
-"""What a store asks of the place that it lies in, and the one that a URL names."""
+"""The interface of a store's files, which a folder and a remote file system implement."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 BLOCK = 8 * 2**20
-"""Bytes of a file that are in memory at once."""
+"""Maximum bytes of a file in memory at once."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 OnBytes = Callable[[int], None]
-"""Told how many bytes more have been moved; the number is negative where a transfer begins again."""
+"""Callback with the number of further bytes that were transferred; it is negative if a transfer
+begins again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a store: its path in it, its size in bytes, and when it was last written (seconds since 1970), where that is known."""
+    """A file of a store: its path, its size in bytes, and its modification time (seconds since
+    1970), if known.
+    """
 
     path: str
     size: int
@@ -27,59 +31,78 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a local file must be to be sent: its size in bytes and its sha256, in hexadecimal digits."""
+    """Expected size in bytes and sha256, in hex, of a local file that is to be sent."""
 
     size: int
     sha256: str
 
 
 class Sink(Protocol):
-    """Takes bytes, one piece after another."""
+    """A receiver of bytes, piece by piece."""
 
     def write(self, piece: bytes | memoryview, /) -> object:
-        """The next bytes."""
+        """Write the next bytes."""
 
 
 class StoreFiles(Protocol):
-    """The files of a store. Paths are relative to it, parts joined by `/`.
+    """The files of a store. Paths are relative to it, with parts joined by `/`.
 
-    Laws: a file is there whole or not at all, whenever its writer is killed; what `create`, `replace` or `send` has returned from is seen
-    by every reader that begins later. Names that begin with `.` are being written, or were left by a killed writer.
+    Laws: a file exists completely or not at all, even if its writer is killed; after `create`,
+    `replace` or `send` has returned, every reader that begins later sees the file. Names that begin
+    with `.` are temporary files, perhaps of a killed writer.
 
-    All of them raise StorageError where the place cannot be reached, or refuses.
+    All methods raise StorageError if the storage cannot be reached or denies access.
     """
 
     @property
     def url(self) -> str:
-        """What the store is called in messages."""
+        """URL of the store, for messages."""
 
     @property
     def exclusive(self) -> bool:
-        """Whether `create` notices that another writer was first. It is found out, not believed."""
+        """True if `create` detects that another writer was first.
+
+        This is tested, not assumed from the protocol.
+        """
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """A file's bytes; None: there is no such file. UnsafePackageError: it has more than `limit` bytes."""
+        """Return a file's bytes, or None if it does not exist.
+
+        Raises UnsafePackageError if it has more than `limit` bytes.
+        """
 
     def size(self, path: str) -> int | None:
-        """A file's size in bytes; None: there is no such file."""
+        """Return a file's size in bytes, or None if it does not exist."""
 
     def names(self, folder: str) -> list[str]:
-        """The names of what lies directly in a folder, sorted, without those that begin with `.`; [] where there is no such folder."""
+        """Return the names directly in a folder, sorted, without those that begin with `.`; [] if
+        there is no such folder.
+        """
 
     def walk(self, folder: str) -> Iterator[StoredFile]:
-        """All files below a folder, those that begin with `.` too."""
+        """Yield all files below a folder, including those that begin with `.`."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a file unless there is one. Returns: whether the file is this one. `data` must be like no other writer's."""
+        """Write a file unless it exists.
+
+        Return True if the file is this one. `data` must differ from that of every other writer.
+        """
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a file, in the place of one that is there. Readers see the one or the other."""
+        """Write a file, replacing an existing one. Readers see either the old or the new file."""
 
     def delete(self, path: str) -> None:
-        """Remove a file, if there is one."""
+        """Remove a file, if it exists."""
 
     def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
-        """Write a file from a local one. IntegrityError: that is not of the expected size and digest, and nothing was written."""
+        """Write a file from a local one.
+
+        Raises IntegrityError, with nothing written, if the local file does not have the expected
+        size and digest.
+        """
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
-        """A file's bytes in blocks, `size` in all, or fewer. IntegrityError: there is no such file."""
+        """Yield a file's bytes in blocks, at most `size` in total.
+
+        Raises IntegrityError if there is no such file.
+        """

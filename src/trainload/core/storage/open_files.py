@@ -1,4 +1,4 @@
-"""Opens the files that a path or URL names: a folder's, or those of a file system of fsspec."""
+"""Access to the files at a path or URL: of a folder, or of an fsspec file system."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from trainload.core.storage.remote_files import RemoteFiles
 
 
 def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> StoreFiles:
-    """The files that a path or fsspec URL names.
+    """Return the files at a path or fsspec URL.
 
     Args:
-        url: a folder, or s3://BUCKET/FOLDER, gs://..., memory://..., whatever fsspec and the libraries that are installed know.
-        options: for fsspec's file system of that kind, such as `endpoint_url` for S3. There, and in the URL, ${env:NAME} and ${file:/PATH}
-            stand for secrets.
+        url: a folder, or a URL that fsspec and the installed libraries support: s3://BUCKET/FOLDER,
+            gs://..., memory://...
+        options: options for the fsspec file system, such as `endpoint_url` for S3. Here and in the
+            URL, ${env:NAME} and ${file:/PATH} are references to secrets.
 
     Raises:
-        StorageError: no such kind is known, or the library for it is not installed; the URL holds credentials, or a reference to what is
-            not here.
+        StorageError: the protocol is unknown, or the library for it is not installed; the URL
+            contains credentials, or a reference that cannot be resolved.
     """
     text = str(url)
     check_no_credentials(text)

@@ -1,6 +1,7 @@
 """A store at an fsspec URL.
 
-Where one put is atomic (object stores), files are put under their names. Elsewhere they are put under a hidden name and moved.
+If a put is atomic (object stores), files are written under their final names. Otherwise they are
+written under a hidden name and moved.
 """
 
 from __future__ import annotations
@@ -29,18 +30,26 @@ from trainload.core.storage.folder_files import changed_file
 from trainload.core.storage.interface import BLOCK, Expected, OnBytes, StoredFile
 
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
-"""Protocols whose put shows a file whole or not at all, and whose put with mode "create" may be conditional."""
+"""Protocols whose put is atomic, and whose put with mode "create" may be conditional."""
 _S3 = frozenset({"s3", "s3a"})
 _PART = 8 * 2**20
-"""Bytes of a part of an upload to S3, of which a few are in memory at once; s3fs would take ten of 50 MiB."""
+"""Bytes of a part of an upload to S3, of which a few are in memory at once; the default of s3fs is
+ten parts of 50 MiB.
+"""
 _STREAM_PART = 16 * 2**20
-"""The same of a file that is written as it is made: its parts are sent one after another, so they are larger."""
+"""Bytes of a part of a streamed upload.
+
+Such parts are sent one after another, so they are larger.
+"""
 _MAX_PARTS = 10_000
 _MEMORY = threading.Lock()
-"""fsspec's memory file system looks and then writes; only threads share it."""
+"""Lock for fsspec's memory file system, whose exclusive create is not atomic.
+
+Only threads of this process share it.
+"""
 _TRIES = 20
 _AHEAD = 4
-"""Blocks that are fetched at once."""
+"""Number of blocks that are fetched concurrently."""
 
 
 class RemoteFiles:
@@ -56,12 +65,15 @@ class RemoteFiles:
 
     @property
     def url(self) -> str:
-        """As it was given."""
+        """The URL, without trailing slashes and with references for secrets."""
         return self._url
 
     @cached_property
     def exclusive(self) -> bool:
-        """Whether a second `create` of one file is refused. Some servers ignore the condition, so it is tried once."""
+        """True if a second `create` of the same file fails.
+
+        Some servers ignore the condition, so it is tested once.
+        """
         if not self._atomic:
             return False
         probe = f"probes/{secrets.token_hex(16)}"
@@ -73,7 +85,10 @@ class RemoteFiles:
             self.delete(probe)
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """As `StoreFiles.read`. By one request, so that of a file that is replaced meanwhile the whole is read, as it was or as it is."""
+        """Return a file's bytes; see `StoreFiles.read`.
+
+        One request, so that a concurrent `replace` yields the old or the new file.
+        """
         try:
             data = self.part(path, 0, limit + 1)
         except IntegrityError:
@@ -83,7 +98,7 @@ class RemoteFiles:
         return data
 
     def size(self, path: str) -> int | None:
-        """As `StoreFiles.size`."""
+        """Return a file's size; see `StoreFiles.size`."""
         with self._reaching(path):
             try:
                 info = self._fs.info(self._full(path))
@@ -92,7 +107,7 @@ class RemoteFiles:
         return int(info["size"]) if info["type"] == "file" else None
 
     def names(self, folder: str) -> list[str]:
-        """As `StoreFiles.names`."""
+        """Return the names in a folder; see `StoreFiles.names`."""
         with self._reaching(folder):
             try:
                 found = self._fs.ls(self._full(folder), detail=False)
@@ -102,7 +117,7 @@ class RemoteFiles:
         return sorted(name for name in names if not name.startswith("."))
 
     def walk(self, folder: str) -> Iterator[StoredFile]:
-        """As `StoreFiles.walk`."""
+        """Yield all files below a folder; see `StoreFiles.walk`."""
         with self._reaching(folder):
             try:
                 found = self._fs.find(self._full(folder), detail=True)
@@ -116,7 +131,7 @@ class RemoteFiles:
             yield StoredFile(inner, int(info.get("size") or 0), modified)
 
     def create(self, path: str, data: bytes) -> bool:
-        """As `StoreFiles.create`."""
+        """Write a file unless it exists; see `StoreFiles.create`."""
         for _ in range(_TRIES):
             try:
                 with self._locked():
@@ -130,18 +145,18 @@ class RemoteFiles:
                     break
                 if code in ("NotImplemented", "501"):
                     raise NotImplementedError(str(error)) from error
-                if code not in ("ConditionalRequestConflict", "409"):  # two at once, neither of which was first: ask again
+                if code not in ("ConditionalRequestConflict", "409"):  # concurrent requests, none of which succeeded: retry
                     raise unreachable(f"{self.url}/{path}", error) from without_secrets(error)
-        # A put whose answer was lost is sent again, and then finds its own file.
+        # A put whose response was lost is sent again, and then finds its own file.
         return self.size(path) == len(data) and self.read(path, len(data)) == data
 
     def replace(self, path: str, data: bytes) -> None:
-        """As `StoreFiles.replace`."""
+        """Write or replace a file; see `StoreFiles.replace`."""
         with self._reaching(path), self._under_its_name(path) as name, self._locked():
             self._fs.pipe_file(name, data)
 
     def delete(self, path: str) -> None:
-        """As `StoreFiles.delete`."""
+        """Remove a file; see `StoreFiles.delete`."""
         with self._reaching(path):
             try:
                 self._fs.rm_file(self._full(path))
@@ -149,7 +164,10 @@ class RemoteFiles:
                 return
 
     def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
-        """As `StoreFiles.send`. Read twice: once for its digest, and once to send it."""
+        """Write a file from a local one; see `StoreFiles.send`.
+
+        It is read twice: once for its digest, and once to send it.
+        """
         before = _stamp(source)
         digest = sha256_file(source)
         if before[0] != expected.size or digest != expected.sha256:
@@ -168,7 +186,10 @@ class RemoteFiles:
             raise IntegrityError("a file was changed while it was sent", where=str(source), hint="Write packages once; then push them.")
 
     def upload(self, path: str, size: int) -> Upload:
-        """Begins to write a file as it is made; it has `size` bytes. StorageError, of every method too: as `StoreFiles`."""
+        """Start a streamed write of a file of `size` bytes.
+
+        Raises StorageError as `StoreFiles`; so do the methods of `Upload`.
+        """
         with self._reaching(path):
             name = self._first_name(path)
             part = max(_STREAM_PART, -(-size // _MAX_PARTS))
@@ -177,7 +198,10 @@ class RemoteFiles:
             return Upload(self, path, name, self._fs.open(name, "wb", block_size=part, autocommit=not self._atomic))
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
-        """As `StoreFiles.receive`. A few blocks are on their way at once: each is a request of its own, and most of its time is waiting."""
+        """Yield a file's bytes; see `StoreFiles.receive`.
+
+        A few blocks are requested concurrently, since each request mostly waits.
+        """
         starts = iter(range(0, size, BLOCK))
         with ThreadPoolExecutor(_AHEAD) as pool:
             coming = deque(pool.submit(self.part, path, start, min(size, start + BLOCK)) for start in islice(starts, _AHEAD))
@@ -192,7 +216,10 @@ class RemoteFiles:
                 block_to_come.cancel()
 
     def part(self, path: str, start: int, stop: int) -> bytes:
-        """A file's bytes [start, stop), fewer where it ends before. IntegrityError: there is no such file."""
+        """Return bytes [start, stop) of a file, fewer if it ends before.
+
+        Raises IntegrityError if there is no such file.
+        """
         with self._reaching(path):
             try:
                 return bytes(self._fs.cat_file(self._full(path), start=start, end=stop))
@@ -214,13 +241,13 @@ class RemoteFiles:
 
     @contextmanager
     def _under_its_name(self, path: str) -> Iterator[str]:
-        """Where to put a file so that it is then at `path`, whole."""
+        """Yield the name under which to write a file, and rename it to `path` afterwards."""
         name = self._first_name(path)
         yield name
         self._rename(name, path)
 
     def _first_name(self, path: str) -> str:
-        """Under which a file is put."""
+        """Return the name under which a file is written first."""
         full = self._full(path)
         if self._atomic:
             return full
@@ -241,9 +268,11 @@ class RemoteFiles:
 
 
 class Upload:
-    """A file that is written as it is made. It is there, whole, when `finish` returns, and never after `abandon`.
+    """A streamed write of a file.
 
-    About three parts of it are in memory, or all of a file that is smaller than one.
+    The file exists, complete, when `finish` returns, and never after `abandon`.
+
+    About three parts are in memory, or all of a file that is smaller than one part.
     """
 
     def __init__(self, files: RemoteFiles, path: str, name: str, file: Any) -> None:
@@ -252,7 +281,7 @@ class Upload:
         self._file = file
 
     def write(self, piece: bytes | memoryview, /) -> None:
-        """The next bytes."""
+        """Write the next bytes."""
         if self._small is not None:
             self._small.write(piece)
             return
@@ -260,7 +289,7 @@ class Upload:
             self._file.write(piece)
 
     def finish(self) -> None:
-        """All bytes were written."""
+        """Complete the file after all bytes were written."""
         files = self._files
         with files._reaching(self._path):
             if self._small is not None:
@@ -273,12 +302,12 @@ class Upload:
             files._rename(self._name, self._path)
 
     def abandon(self) -> None:
-        """Lets go of what was sent, as far as the place can be reached."""
+        """Discard what was sent, as far as the storage can be reached."""
         if self._small is not None:
             return
         with suppress(*failures()):
             if isinstance(self._file, AbstractBufferedFile):
-                self._file.closed = True  # or it would send what it has when it is forgotten
+                self._file.closed = True  # otherwise it would upload its buffer when it is garbage collected
             if self._files._atomic:
                 self._file.discard()
             else:
@@ -286,7 +315,7 @@ class Upload:
 
 
 class _Counter(Callback):  # type: ignore[misc]  # fsspec ships no types
-    """Hands on how many bytes fsspec has sent."""
+    """Adapter from fsspec's callbacks to `OnBytes`."""
 
     def __init__(self, on_bytes: OnBytes) -> None:
         super().__init__()
@@ -294,12 +323,12 @@ class _Counter(Callback):  # type: ignore[misc]  # fsspec ships no types
         self._sent = 0
 
     def relative_update(self, inc: int = 1) -> None:
-        """fsspec's: so many bytes more."""
+        """Count further bytes; called by fsspec."""
         self._sent += inc
         self._on_bytes(inc)
 
     def take_back(self) -> None:
-        """What was sent is not there."""
+        """Subtract all counted bytes, because the upload failed."""
         self._on_bytes(-self._sent)
         self._sent = 0
 
@@ -310,7 +339,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _code(error: BaseException) -> str:
-    """The server's code for an error of S3's, which s3fs hands on as the cause."""
+    """Return the server's error code of an S3 error, which s3fs keeps as the cause."""
     for each in (error, error.__cause__):
         response = getattr(each, "response", None)
         if isinstance(response, dict):
