@@ -28,7 +28,8 @@ TRAINING: tuple[Mutation, ...] = (
         "a run asks the network for a newer trainload",
         "launch/worker/local_run.py",
         "        _work(spec, Place(0, 1, 1), check_driver)\n",
-        "        __import__('socket').create_connection(('pypi.org', 443), timeout=5).close()\n        _work(spec, Place(0, 1, 1), check_driver)\n",
+        "        __import__('socket').create_connection(('pypi.org', 443), timeout=5).close()\n"
+        "        _work(spec, Place(0, 1, 1), check_driver)\n",
         "test_law_1.py::test_the_package_trains_alone",
     ),
     Mutation(
