@@ -1,9 +1,9 @@
-"""What befalls runs, and what becomes of them: each fault on a Ray cluster of several nodes, beside a run that nothing befalls.
+"""Fault tolerance: each fault on a Ray cluster of several nodes, beside an undisturbed run.
 
     python benchmarks/faults.py [NAME ...]
 
 For each fault: seconds until the run's driver says so, seconds until the first step after it, the longest time without a step, steps that
-were done again, checkpoints that were lost, and whether the losses are those of the run that was left alone. See befalling.py.
+were done again, checkpoints that were lost, and whether the losses are those of the run that was left alone. See fault_cluster.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from befalling import FAULTS, HANG_TIMEOUT, HERE, Fault, Nodes, Run, disk, losses_by_step, set_up, time_said, write_rows
+from fault_cluster import FAULTS, HANG_TIMEOUT, HERE, Fault, Nodes, Run, disk, losses_by_step, set_up, time_said, write_rows
 from faults_op import BROKEN, STUCK
 from measure import RESULTS, machine, note, save, screen, table
 
@@ -32,7 +32,7 @@ OPTIONS = (
 )
 
 
-def befall(fault: Fault, package: Path, scratch: Path, reference: dict[int, float]) -> dict[str, Any]:
+def apply_fault(fault: Fault, package: Path, scratch: Path, reference: dict[int, float]) -> dict[str, Any]:
     """A run and its fault. Returns: a row of the table."""
     note(fault.name)
     for name in (STUCK, BROKEN):
@@ -97,7 +97,7 @@ def measure(scratch: Path, names: Sequence[str]) -> dict[str, Any]:
     reference = losses_by_step(run.events)
     assert len(reference) == STEPS
     chosen = [fault for fault in FAULTS if not names or any(name in fault.name for name in names)]
-    return {"steps": STEPS, "hang_timeout": HANG_TIMEOUT, "rows": [befall(fault, package, scratch, reference) for fault in chosen]}
+    return {"steps": STEPS, "hang_timeout": HANG_TIMEOUT, "rows": [apply_fault(fault, package, scratch, reference) for fault in chosen]}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ def show(result: dict[str, Any]) -> None:
         )
         for row in result["rows"]
     ]
-    screen().print(table(f"What befalls runs of {result['steps']} steps (hang timeout {result['hang_timeout']:g} s)", columns, lines))
+    screen().print(table(f"Fault tolerance of runs of {result['steps']} steps (hang timeout {result['hang_timeout']:g} s)", columns, lines))
 
 
 def main() -> None:

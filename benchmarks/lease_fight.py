@@ -29,7 +29,7 @@ from measure import RESULTS, ROOT, alone, machine, save, screen, table
 SECONDS, SECONDS_S3 = 0.6, 4.0
 """Of a lease. moto's server serves one request after another, so there an owner says later that it lives."""
 PAUSED, KILLED = 0.02, 0.02
-"""The share of leases in which that befalls the owner."""
+"""Share of leases in which that happens to the owner."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A year of a retraining in minutes: 50 ticks of a stream that drifts, with a simulated clock, and all that may befall them.
+"""A year of a retraining in minutes: 50 ticks of a stream that drifts, with a simulated clock, and faults.
 
     python benchmarks/retrain_year.py [--ticks 50] [--seed 0]
 
@@ -38,7 +38,7 @@ FIRST = datetime(2026, 1, 1, 3, tzinfo=UTC)
 EVERY = timedelta(days=1)
 GATE = "eval.loss <= champion.eval.loss * 1.01 and eval.steps >= 10 and eval.accuracy > 0.2"
 EVENTS = (("good", 50), ("none", 15), ("nan", 8), ("missing", 7), ("worse", 20))
-BEFALLS = (("nothing", 50), ("two at once", 15), ("forward", 10), ("back", 10), ("killed", 15))
+EVENTS = (("nothing", 50), ("two at once", 15), ("forward", 10), ("back", 10), ("killed", 15))
 LINE = "digits"
 OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.link", "os.truncate", "os.symlink", "os.rmdir"}
 
@@ -215,7 +215,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any], dict[str, tuple[Path, datetime]]]:
-    """Runs it. Returns: what befell it, and for each outcome a copy of the folder from before a tick that ended so, with its time."""
+    """Runs it. Returns: counts of its events, and for each outcome a copy of the folder from before a tick that ended so, with its time."""
     from retrain_job import write_day
 
     from trainload.packaging.stores.store import Store
@@ -225,7 +225,7 @@ def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any
 
     draw = np.random.default_rng(0)
     clock = SimulatedClock(FIRST - timedelta(hours=5))
-    data, counts, befell = folder / "data", Counter[str](), Counter[str]()
+    data, counts, events = folder / "data", Counter[str](), Counter[str]()
     data.mkdir()
     before: dict[str, tuple[Path, datetime]] = {}
     day = 0
@@ -234,9 +234,9 @@ def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any
     def one(when: datetime) -> None:
         nonlocal day, refused
         kind = chance.choices([name for name, _ in EVENTS], [share for _, share in EVENTS])[0] if day else "good"
-        what = chance.choices([name for name, _ in BEFALLS], [share for _, share in BEFALLS])[0]
+        what = chance.choices([name for name, _ in EVENTS], [share for _, share in EVENTS])[0]
         counts[kind] += 1
-        befell[what] += 1
+        events[what] += 1
         day += 1
         if kind != "none":
             write_day(data, day, kind, draw)
@@ -276,7 +276,7 @@ def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any
 
     began = time.monotonic()
     serve(Every(EVERY), "once", one, last_done, on_event=lambda _text: None, clock=clock, ticks=ticks)
-    return {"data": dict(counts), "befell": dict(befell), "refused": refused, "seconds": time.monotonic() - began}, before
+    return {"data": dict(counts), "events": dict(events), "refused": refused, "seconds": time.monotonic() - began}, before
 
 
 def judged(folder: Path) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def main() -> None:
         status = forked(lambda: tick(folder, FIRST - EVERY), Path(scratch) / "ticks.log")  # it publishes the first release
         assert status in (0, 1), f"see {scratch}/ticks.log"
         reader = started(lambda: read_on(folder, over, seen), Path(scratch) / "reader.log")
-        befell, before = year(folder, options.ticks, random.Random(options.seed))
+        summary, before = year(folder, options.ticks, random.Random(options.seed))
         over.touch()
         os.waitpid(reader, 0)
         ends, read = judged(folder), json.loads(seen.read_text())
@@ -370,12 +370,12 @@ def main() -> None:
             began = time.monotonic()
             kills[name] = {**enumerated(place, when, options.kills), "seconds": time.monotonic() - began}
             note(f"{name}: {kills[name]}")
-    show("A year", {**befell, **ends})
+    show("A year", {**summary, **ends})
     show("Who read what was current", read)
     lines = [(name, *(str(round(value)) for value in each.values())) for name, each in kills.items()]
     titles = ("a tick that ends", "operations", "ended otherwise", "current broken", "not killed", "s")
     screen().print(table("Killed before every operation on files", titles, lines))
-    result = {"machine": machine(), "seed": options.seed, "year": befell, "end": ends, "reader": read, "kills": kills}
+    result = {"machine": machine(), "seed": options.seed, "year": summary, "end": ends, "reader": read, "kills": kills}
     save(result, options.output)
 
 

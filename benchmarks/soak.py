@@ -1,10 +1,10 @@
-"""A run of half an hour that something befalls every 40 to 90 seconds: nothing may be lost, and no memory may grow.
+"""A run of half an hour with a fault every 40 to 90 seconds: nothing may be lost, and no memory may grow.
 
     python benchmarks/soak.py [--minutes 30] [--seed 0]
 
 The run has two workers on a cluster of three nodes, in a folder on a disk of its own. What happens is drawn at random, and happens at the
 first step after its time, once the run has got over what was before it. At the end the run is stopped, and its losses are compared, bit by
-bit, with those of a run of as many steps on two workers that nothing befell. The memory of the driver, of its keeper and of the workers is
+bit, with those of an undisturbed run of as many steps on two workers. The memory of the driver, of its keeper and of the workers is
 sampled every two seconds.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from befalling import (
+from fault_cluster import (
     FAULTS,
     HANG_TIMEOUT,
     HERE,
@@ -66,9 +66,9 @@ def preempt_and_replace(run: Run) -> None:
     run.nodes.add()
 
 
-def steps_again(run: Run, befell: Fault | None) -> bool:
-    """Whether a run has stepped since something befell it: in a later attempt, unless it is of a kind that it trains on beside."""
-    since = run.at if befell is not None and befell.said != "warning" else 0.0
+def steps_again(run: Run, fault: Fault | None) -> bool:
+    """Return True if a run has stepped since its last fault: in a later attempt, unless the run continues through such a fault."""
+    since = run.at if fault is not None and fault.said != "warning" else 0.0
     start, step = run.last("start", since), run.last("step", run.at)
     return start is not None and step is not None and step.time > start.time
 
@@ -157,7 +157,7 @@ def growth(samples: dict[tuple[str, int], list[tuple[float, int]]], kind: str) -
 
 
 def reference(package: Path, data: Path, folder: Path, steps: int) -> dict[int, float]:
-    """The losses of a run that nothing befell, on as many workers and as fast as it goes."""
+    """Return the losses of an undisturbed run on as many workers, as fast as possible."""
     from trainload.launching.run.journal import read_events
 
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "-m", "trainload"]
@@ -241,8 +241,8 @@ def result(run: Run, package: Path, scratch: Path, seconds: float, drawn: Sequen
 def show(result: dict[str, Any]) -> None:
     """Print it."""
     facts = [(name.replace("_", " "), f"{value:.0f}" if isinstance(value, float) else str(value)) for name, value in result.items()]
-    screen().print(table("A run that much befell", ("", "value"), [fact for fact in facts if fact[0] not in ("memory", "faults")]))
-    screen().print(table("What befell it", ("fault", "times"), [(name, str(times)) for name, times in sorted(result["faults"].items())]))
+    screen().print(table("A run with many faults", ("", "value"), [fact for fact in facts if fact[0] not in ("memory", "faults")]))
+    screen().print(table("Faults", ("fault", "times"), [(name, str(times)) for name, times in sorted(result["faults"].items())]))
     columns = (
         "resident memory, MiB",
         "processes",

@@ -26,7 +26,7 @@ from trainload.report.page import page_of
 from trainload.report.run_folder import read_run
 
 EVIL = """<script>alert(1)</script>"><img src=http://evil.example/x onerror=alert(2)> & '$x_1$"""
-BEFALLEN = [
+FAULTY = [
     event(2, "stage", name="data", seconds=2.0),
     start(5, world=2),
     event(5, "eval", step=0, loss=4.0, metrics={"accuracy": 0.1}, seconds=0.5),
@@ -47,34 +47,34 @@ def page(run_dir: Path) -> Read:
 
 
 @pytest.fixture(scope="module")
-def befallen_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with failures, restarts and warnings. No test changes it."""
-    return made_run(tmp_path_factory.mktemp("befallen") / "run", BEFALLEN, world=2)
+    return made_run(tmp_path_factory.mktemp("faulty") / "run", FAULTY, world=2)
 
 
 @pytest.fixture(scope="module")
-def befallen(befallen_run: Path) -> Read:
+def faulty(faulty_run: Path) -> Read:
     """The page of that run."""
-    return page(befallen_run)
+    return page(faulty_run)
 
 
 @pytest.fixture(scope="module")
-def charts(befallen_run: Path) -> Sequence[Chart]:
+def charts(faulty_run: Path) -> Sequence[Chart]:
     """The charts of that run."""
-    return charts_of(read_run(befallen_run).history)
+    return charts_of(read_run(faulty_run).history)
 
 
-def test_it_says_what_befell_the_run(befallen: Read) -> None:
+def test_it_lists_the_failures_of_the_run(faulty: Read) -> None:
     for text in ("death", "rank 1 died", "it starts again from its last checkpoint", "in a step at step 10", "saving at step 10"):
-        assert text in befallen.texts
-    assert [name for name in ("curves", "timeline", "failures", "warnings", "run") if name not in befallen.values("id")] == []
-    titles = "\n".join(befallen.texts)
+        assert text in faulty.texts
+    assert [name for name in ("curves", "timeline", "failures", "warnings", "run") if name not in faulty.values("id")] == []
+    titles = "\n".join(faulty.texts)
     for text in ("death: rank 1 died", "2 -> 1 ranks", "node node0 will be gone", "checkpoint of step 6", "evaluation at step 0: 4"):
         assert text in titles
 
 
-def test_what_a_failure_has_cost_is_in_its_row(befallen: Read) -> None:
-    row = befallen.texts[befallen.texts.index("rank 1 died") :]
+def test_what_a_failure_has_cost_is_in_its_row(faulty: Read) -> None:
+    row = faulty.texts[faulty.texts.index("rank 1 died") :]
     assert row[row.index("it starts again from its last checkpoint") + 1 :][:3] == ["5.0s", "16s", "5"]
 
 
@@ -112,8 +112,8 @@ def test_a_norm_that_is_not_finite_is_marked(tmp_path: Path) -> None:
     assert ("broken", "not a finite number") in norm.legend
 
 
-def test_the_same_journal_gives_the_same_charts(befallen_run: Path, charts: Sequence[Chart]) -> None:
-    assert charts_of(read_run(befallen_run).history) == charts
+def test_the_same_journal_gives_the_same_charts(faulty_run: Path, charts: Sequence[Chart]) -> None:
+    assert charts_of(read_run(faulty_run).history) == charts
 
 
 def test_colours_are_the_pages_alone(charts: Sequence[Chart]) -> None:
@@ -121,8 +121,8 @@ def test_colours_are_the_pages_alone(charts: Sequence[Chart]) -> None:
     assert "var(--train)" in charts[0].svg
 
 
-def test_names_in_the_page_are_there_once(befallen: Read) -> None:
-    names = befallen.values("id")
+def test_names_in_the_page_are_there_once(faulty: Read) -> None:
+    names = faulty.values("id")
     assert sorted(set(names)) == sorted(names)
 
 
@@ -172,8 +172,8 @@ def test_it_points_to_nothing_outside(hostile: str) -> None:
     assert "url(" not in style[0]
 
 
-def test_a_browser_is_told_to_load_nothing(befallen: Read) -> None:
-    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in befallen.values("content")
+def test_a_browser_is_told_to_load_nothing(faulty: Read) -> None:
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in faulty.values("content")
 
 
 def test_no_secret_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_the_command_writes_into_the_runs_folder_and_replaces_its_own(resumed: P
 
 
 def test_the_command_tells_failures_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made_run(tmp_path / "run", BEFALLEN, world=2)
+    made_run(tmp_path / "run", FAULTY, world=2)
     assert cli.run(["report", str(tmp_path / "run"), "--output", str(tmp_path / "x.html"), "--json"]) == 0
     ((found,), seconds) = (lambda told: (told["failures"], told["seconds"]))(json.loads(capsys.readouterr().out))
     assert (found["what"], found["ranks"], found["lost"], found["again"]) == ("death", [1], 16.0, 5)

@@ -26,7 +26,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-def test_whatever_befalls_a_run_its_losses_are_those_of_one_that_was_left_alone(rows: dict[str, dict[str, Any]]) -> None:
+def test_a_run_has_the_losses_of_an_undisturbed_one_after_each_fault(rows: dict[str, dict[str, Any]]) -> None:
     assert {name: (row["equal"], row["checkpoints_lost"]) for name, row in rows.items()} == dict.fromkeys(rows, (True, 0))
     assert len(rows) == 2
 

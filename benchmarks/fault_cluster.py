@@ -1,4 +1,4 @@
-"""Runs that something befalls: a Ray cluster of several nodes on this machine, a run that `trainload launch --address` drives, and faults.
+"""Runs with faults: a Ray cluster of several nodes on this machine, a run that `trainload launch --address` drives, and faults.
 
 Every node is a raylet of its own (`ray.cluster_utils.Cluster`), with one worker. The run's driver is a process, as for users.
 """
@@ -94,7 +94,7 @@ class Nodes:
 
 @dataclass
 class Run:
-    """A run, and what is known of it. at: when something befell it, seconds since 1970. cleared: when that had ended, where it lasts.
+    """A run, and what is known of it. at: when its fault happened, seconds since 1970. cleared: when that had ended, where it lasts.
     destroyed: checkpoints that were destroyed on purpose. lines: what its driver has said, with the time.
     """
 
@@ -225,13 +225,13 @@ class Run:
         return state.pid
 
     def heard(self, text: str) -> float | None:
-        """When its driver said something, since something befell the run."""
+        """When its driver said something, since the fault."""
         return next((at for at, line in self.lines if at > self.at and text in line), None)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that befalls a run. act: does it. nodes: that there are. said: the kind of event by which the driver says so, or in
+    """A fault of a run. act: does it. nodes: that there are. said: the kind of event by which the driver says so, or in
     quotation marks what its keeper says. disk: MiB of the run's own disk. sizes: numbers of nodes that the run may be on, as --nodes takes
     them. resumed: whether the run fails, and is resumed by hand.
     """
