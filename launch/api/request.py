@@ -262,7 +262,7 @@ def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
 
 
 def check_backend(backend: Backend, address: str | None) -> None:
-    """Raise ClusterError if the backend is unknown, and RequestError if it does not use an address."""
+    """Raise ClusterError if the backend is unknown, and RequestError if an address is passed that it does not use."""
     if backend not in get_args(Backend):
         raise ClusterError("no such backend", expected=" or ".join(get_args(Backend)), got=str(backend))
     if backend != "ray" and address is not None:

@@ -1,6 +1,6 @@
 """Checkpoints in a folder on shared storage: written to a draft folder, synced to disk, published by an atomic rename.
 
-Every rank writes a shard and then a marker file into `.tmp-step-N-<attempt>/`. Rank 0 writes the index and
+Every rank writes a shard and then a mark into `.tmp-step-N-<attempt>/`. Rank 0 writes the index and
 renames the folder to `step-N`. If it gives up, it leaves a notice for ranks that still wait or arrive late.
 """
 

@@ -1,7 +1,7 @@
 """Checkpoints at an fsspec URL. Object stores have no atomic rename, so a checkpoint is published by writing its index last.
 
     step-N/index.json                     makes it a checkpoint
-    step-N/<attempt>-<save>/rank-...      its shards, as the index names them; markers and the notice until it is published
+    step-N/<attempt>-<save>/rank-...      its shards, as the index names them; marks and the notice until it is published
 
 Shard names are unique to an attempt and a save. Files that no index names are garbage: retention removes
 an index before its shards, and an attempt removes the leftovers of others when it begins.
@@ -266,7 +266,7 @@ class UrlDraft:
         return self._place.read(f"{self._folder}/{_NOTICE}")
 
     def pending(self, rank: int) -> bool:
-        """Return True until rank 0 has removed the markers, which it does whether it publishes or gives up."""
+        """Return True until rank 0 has removed the marks, which it does whether it publishes or gives up."""
         return self._place.size(f"{self._folder}/rank-{rank:05}{_DONE}") is not None
 
     def published(self, attempt: str) -> bool:

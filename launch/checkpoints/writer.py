@@ -1,7 +1,7 @@
 """Write checkpoints asynchronously: copy the state, write it from a thread, publish it atomically.
 
-Every rank writes a shard to shared storage, and then a marker file with its digests. Rank 0 waits for all
-markers, and publishes the index. If it gives up, it leaves a notice for ranks that still wait or arrive
+Every rank writes a shard to shared storage, and then a mark, a small file with its digests. Rank 0 waits for
+all marks, and publishes the index. If it gives up, it leaves a notice for ranks that still wait or arrive
 late. So a kill at any moment leaves complete checkpoints and, perhaps, drafts that the next attempt
 removes. The storage is implemented in folder_place.py and url_place.py.
 """
@@ -270,7 +270,7 @@ class CheckpointWriter:
             draft.leave(_done(self._rank), canonical_json(done.model_dump(mode="json")))
         except (OSError, TrainloadError) as error:
             notice = None
-            # The marker saves rank 0 from waiting for its timeout. If even the marker cannot be written, it waits.
+            # The mark saves rank 0 from waiting for its timeout. If even the mark cannot be written, it waits.
             with contextlib.suppress(OSError, StorageError):
                 notice = draft.notice()
                 if notice is None:

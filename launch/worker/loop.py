@@ -58,7 +58,7 @@ GRAPHS = "graphs"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a worker: its rank among `world` workers, of which `local_world` share its node.
+    """Position of a worker: its rank among `world` workers, of which `local_world` share its node `node`.
 
     A worker sees at most one GPU, since a compiled graph names its GPU.
     """

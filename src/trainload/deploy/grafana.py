@@ -1,4 +1,4 @@
-"""A board for Grafana over what the sink "prometheus" exports: names come from where the sink has them."""
+"""A Grafana dashboard for the metrics of the sink "prometheus", whose names it takes from sinks/measures.py."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from trainload.launching.sinks.measures import (
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _UID = "trainload-runs"
 _SCHEMA = 39
-"""Of Grafana's boards; later Grafanas bring it up to theirs."""
+"""Schema version of Grafana dashboards; later versions of Grafana upgrade it."""
 _WIDTH = 24
-"""Of Grafana's grid."""
+"""Width of Grafana's grid."""
 
 
 def board() -> dict[str, Any]:
-    """What Grafana imports (Dashboards, New, Import): a source of data and runs are chosen on the board itself."""
+    """Return the dashboard that Grafana imports (Dashboards, New, Import). Data source and runs are selected in it."""
     first = LOSS.exported
     return {
         "uid": _UID,
@@ -77,7 +77,7 @@ def board() -> dict[str, Any]:
 
 
 def _of(measure: Measure, *more: str) -> str:
-    """What a measure is now, for each run: of the drivers that one may have had, the last."""
+    """Return the query of a measure's value for each run; a run may have had several drivers."""
     by = ", ".join(("run", *more))
     return f"max by ({by}) ({_chosen(measure)})"
 
@@ -91,7 +91,7 @@ def _rate(measure: Measure) -> str:
 
 
 def _panels() -> list[list[dict[str, Any]]]:
-    """The panels of each row."""
+    """Return the panels of each row."""
     age = f"time() - {_of(CHECKPOINT_TIME)}"
     return [
         [
@@ -133,7 +133,7 @@ def _panels() -> list[list[dict[str, Any]]]:
 def _stat(
     title: str, queries: Sequence[tuple[str, str]], unit: str, *, red_above: float | None = None, red_below: float | None = None
 ) -> dict[str, Any]:
-    """The last numbers, in large."""
+    """Return a panel with the last values in large type."""
     steps: list[dict[str, Any]] = [{"color": "text" if red_below is None else "red", "value": None}]
     if red_above is not None:
         steps.append({"color": "red", "value": red_above})
@@ -144,7 +144,7 @@ def _stat(
 
 
 def _curve(title: str, queries: Sequence[tuple[str, str]], unit: str) -> dict[str, Any]:
-    """Numbers over time."""
+    """Return a panel with a time series."""
     options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "none"}}
     return _panel("timeseries", title, queries, unit, 8, options, {"custom": {"lineWidth": 1, "fillOpacity": 5, "spanNulls": True}})
 
@@ -174,7 +174,7 @@ def _panel(
 
 
 def _placed(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The panels with their places and numbers: each row fills the width."""
+    """Return the panels with positions and ids; each row fills the width."""
     found: list[dict[str, Any]] = []
     y = 0
     for row in rows:

@@ -1,12 +1,13 @@
-"""Manifests for KubeRay: a cluster of pods, and a run on one, as data for `kubectl apply`.
+"""Manifests for KubeRay: a Ray cluster, and a run on one, as data for `kubectl apply`.
 
-What is here was taken from KubeRay 1.6 and 1.7 and from Ray 2.60; `make kuberay CRDS=FOLDER` holds it against KubeRay's own schemas.
+They are written for KubeRay 1.6 and 1.7 and Ray 2.60; `make kuberay CRDS=FOLDER` validates them against KubeRay's schemas.
 
-- The job is submitted over HTTP, so that its entrypoint reaches Ray as it stands here, and is submitted again where the head was replaced.
-- A pod that is to go gets SIGTERM. `ray start --block` then drains its node, and waits; the run saves what it has, or goes elsewhere.
-- A job that exits with another status than 0 has failed, and KubeRay makes another cluster for it, as often as it is told to.
-- A cluster that may grow is given Ray's autoscaler, which a run with a range of nodes asks for the most of them. KubeRay starts a job
-  when all pods that it was asked for are there, so it is asked for the fewest.
+- The job is submitted over HTTP, so that its entrypoint reaches Ray unchanged, and is submitted again if the head is replaced.
+- A pod that is terminated receives SIGTERM. `ray start --block` then drains its node and waits, while the run writes a
+  checkpoint or moves to other nodes.
+- A job with a nonzero exit status has failed, and KubeRay creates another cluster for it, up to its number of retries.
+- An elastic cluster has Ray's autoscaler, from which a run requests its maximum number of nodes. KubeRay starts a job only
+  when all requested pods are running, so the manifest requests the minimum number.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ Kind = Literal["RayJob", "RayCluster"]
 Json = dict[str, Any]
 
 LONGEST_NAME: Mapping[Kind, int] = {"RayJob": 47, "RayCluster": 53}
-"""KubeRay's: it adds to them."""
+"""Maximum length of names in KubeRay, which appends to them."""
 GRACE_SECONDS = 120
-"""What a pod has between SIGTERM and its end."""
+"""Time of a pod between SIGTERM and SIGKILL."""
 DRAIN_SECONDS = GRACE_SECONDS - 10
-"""How long Ray waits of these for what runs on the node."""
+"""Time for which Ray waits for tasks on a draining node."""
 CPUS_PER_GPU = 4
 HEAD_CPUS, HEAD_MEMORY = 2, "8Gi"
 _KEPT_SECONDS = 600
@@ -49,23 +50,25 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """The pods of a cluster: a head that drives, and workers that train.
+    """Pods of a cluster: a head for the driver, and workers for the ranks.
 
     Attributes:
-        name: of the RayJob or RayCluster.
-        image: with trainload and Ray.
-        nodes: the fewest and the most workers.
-        devices: CPUs or GPUs of each that ranks are put on. gpu: which.
-        memory: of each worker, a quantity such as 64Gi.
-        claim: the PersistentVolumeClaim that all of them mount. mount: where.
-        namespace: None: kubectl's.
+        name: name of the RayJob or RayCluster.
+        image: container image with trainload and Ray.
+        nodes: minimum and maximum number of workers.
+        devices: number of CPUs or GPUs of each worker for ranks.
+        gpu: True if the devices are GPUs.
+        memory: memory of each worker, a quantity such as 64Gi.
+        claim: PersistentVolumeClaim that all pods mount.
+        mount: path of the mount.
+        namespace: namespace; None for kubectl's.
         secrets: Secrets whose entries become environment variables.
-        env: further ones, without secrets.
-        service_account: None: the namespace's.
-        ray: its version in the image.
+        env: further environment variables, which must not be secrets.
+        service_account: service account; None for the namespace's default.
+        ray: version of Ray in the image.
 
     Raises:
-        RequestError: a name is none, a variable is called as secrets are, or another value cannot be used.
+        RequestError: a name is invalid, a variable looks like a secret, or another value is invalid.
     """
 
     name: str
@@ -107,21 +110,22 @@ class Pods:
 
     @property
     def elastic(self) -> bool:
-        """Whether there may be more or fewer of them."""
+        """True if the number of workers may change."""
         return self.nodes[0] < self.nodes[1]
 
 
 def check_label(name: str, where: str, *, most: int = 63, dots: bool = False, letter: bool = False) -> None:
-    """Check a name against the rules of Kubernetes: a label of RFC 1123, or labels with dots between.
+    """Check a name against the rules of Kubernetes: an RFC 1123 label, or several of them separated by dots.
 
     Args:
         name: the name.
-        where: what it is called in the error.
-        most: characters that it may have; 253 with dots.
-        dots: it is the name of an object that may have them.
-        letter: it begins with a letter (RFC 1035).
+        where: option that is named in the error.
+        most: maximum length; with `dots` it is 253.
+        dots: True if the name may contain dots.
+        letter: True if the name must begin with a letter (RFC 1035).
 
-    Raises: RequestError.
+    Raises:
+        RequestError: the name is invalid.
     """
     most = 253 if dots else most
     labels = name.split(".") if dots else [name]
@@ -137,7 +141,7 @@ def check_label(name: str, where: str, *, most: int = 63, dots: bool = False, le
 
 
 def check_variable(name: str, value: str) -> None:
-    """Check that an environment variable may be readable in a manifest. Raises: RequestError, without its value."""
+    """Raise RequestError, without the value, if an environment variable is invalid or looks like a secret."""
     if not _VARIABLE.fullmatch(name):
         raise RequestError("this is no name of an environment variable", where="--env", got=repr(name))
     if is_secret_name(name) or HIDDEN in redacted(value):
@@ -149,7 +153,7 @@ def check_variable(name: str, value: str) -> None:
 
 
 def ray_version() -> str:
-    """Ray's that is installed here, or the least that trainload takes."""
+    """Return the version of Ray that is installed here, or the minimum version that trainload requires."""
     try:
         return version("ray")
     except PackageNotFoundError:
@@ -159,26 +163,28 @@ def ray_version() -> str:
 
 
 def entrypoint(run_dir: str, options: Sequence[str], before: Sequence[str] = ()) -> str:
-    """What a job runs: a launch, or the same run's continuation where its folder is there already, since this driver was not the first.
-    How it ends tells KubeRay whether to try another cluster (`commands/driving.py`).
+    """Return the shell command of a job: it launches a run, or resumes it if its folder exists already.
+
+    The folder exists if an earlier driver of the run failed. The exit status tells KubeRay whether to try another
+    cluster (cli/commands/driving.py).
 
     Args:
-        run_dir: the run's folder, as the pods see it.
-        options: of `trainload launch`: the package and all others but --run-dir and --address.
-        before: of `trainload` itself.
+        run_dir: the run's folder, as a path in the pods.
+        options: arguments of `trainload launch`, except --run-dir and --address.
+        before: options of `trainload` itself.
     """
     launch = [*before, "launch", *options, "--run-dir", run_dir, "--address", "auto"]
     return shlex.join(["exec", "python", "-m", "trainload", "manifest", "drive", run_dir, "--", *launch])
 
 
 def ray_job(pods: Pods, run_dir: str, command: str, retries: int) -> Json:
-    """A RayJob: a cluster that is there for one run.
+    """Return a RayJob: a cluster for one run.
 
     Args:
         pods: its pods.
-        run_dir: the run's folder, as they see it.
-        command: what the job runs (`entrypoint`).
-        retries: how many further clusters are tried when the job has failed.
+        run_dir: the run's folder, as a path in the pods.
+        command: command of the job (`entrypoint`).
+        retries: number of further clusters that are tried if the job fails.
     """
     check_label(pods.name, "--name", most=LONGEST_NAME["RayJob"], letter=True)
     spec = ray_job_spec(pods, command, ["python", "-m", "trainload", "manifest", "evict", run_dir], retries)
@@ -186,7 +192,7 @@ def ray_job(pods: Pods, run_dir: str, command: str, retries: int) -> Json:
 
 
 def ray_job_spec(pods: Pods, command: str, before_head_ends: list[str] | None, retries: int) -> Json:
-    """What a RayJob is, without its name. before_head_ends: what is run on the head's pod before it ends. Others as of `ray_job`."""
+    """Return the spec of a RayJob. `before_head_ends` is a command that runs on the head's pod before it is terminated."""
     return {
         "entrypoint": command,
         "submissionMode": "HTTPMode",
@@ -198,13 +204,13 @@ def ray_job_spec(pods: Pods, command: str, before_head_ends: list[str] | None, r
 
 
 def ray_cluster(pods: Pods) -> Json:
-    """A RayCluster, which is there until it is deleted."""
+    """Return a RayCluster, which exists until it is deleted."""
     check_label(pods.name, "--name", most=LONGEST_NAME["RayCluster"], letter=True)
     return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata_of(pods), "spec": _cluster(pods, None)}
 
 
 def metadata_of(pods: Pods) -> Json:
-    """The name of what is made of pods, and where it is."""
+    """Return the metadata of an object: name, namespace and labels."""
     place = {} if pods.namespace is None else {"namespace": pods.namespace}
     return {"name": pods.name, **place, "labels": {"app.kubernetes.io/managed-by": "trainload"}}
 
@@ -216,7 +222,7 @@ def _cluster(pods: Pods, before_head_ends: list[str] | None) -> Json:
     spec: Json = {"rayVersion": pods.ray or ray_version(), "authOptions": {"mode": "token"}}
     if pods.elastic:
         spec |= {"enableInTreeAutoscaling": True, "autoscalerOptions": {"version": "v2", "securityContext": _confined()}}
-    # The head has no devices for Ray: ranks are on workers alone.
+    # The head offers no CPUs to Ray, so that ranks run on workers only.
     head = _template(pods, "ray-head", HEAD_CPUS, {"memory": HEAD_MEMORY}, 1, before_head_ends, token=pods.elastic)
     spec["headGroupSpec"] = {"rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0", **store}, "template": head}
     spec["workerGroupSpecs"] = [
@@ -235,7 +241,7 @@ def _cluster(pods: Pods, before_head_ends: list[str] | None) -> Json:
 def _template(
     pods: Pods, name: str, cpus: int, limits: Mapping[str, object], ranks: int, before_end: list[str] | None, *, token: bool
 ) -> Json:
-    """A pod of a cluster. `token`: it speaks with Kubernetes."""
+    """Return the template of a pod. `token` is True if it uses the Kubernetes API."""
     container = container_of(pods, name, cpus, limits)
     if before_end is not None:
         container["lifecycle"] = {"preStop": {"exec": {"command": before_end}}}
@@ -243,18 +249,18 @@ def _template(
 
 
 def container_of(pods: Pods, name: str, cpus: int, limits: Mapping[str, object]) -> Json:
-    """A container with the pods' image, storage and variables.
+    """Return a container with the pods' image, storage and variables.
 
     Args:
-        pods: whose it is.
-        name: its name.
-        cpus: that it asks for.
-        limits: what it asks for beside them, and gets no more of.
+        pods: description of the pods.
+        name: name of the container.
+        cpus: requested CPUs.
+        limits: other resources, as requests and limits.
     """
     container: Json = {
         "name": name,
         "image": pods.image,
-        # CPUs are not limited: a rank that is throttled holds up all others.
+        # CPUs are not limited: a throttled rank would slow down all others.
         "resources": {"requests": {"cpu": cpus, **limits}, "limits": dict(limits)},
         "env": _variables(pods),
         "securityContext": _confined(),
@@ -270,7 +276,10 @@ def container_of(pods: Pods, name: str, cpus: int, limits: Mapping[str, object])
 
 
 def pod_of(pods: Pods, container: Json, *, ranks: int, token: bool) -> Json:
-    """A pod of one container. ranks: whose shared memory it has. token: it speaks with Kubernetes."""
+    """Return a pod with one container.
+
+    Its shared memory is sized for `ranks` ranks; `token` is True if it uses the Kubernetes API.
+    """
     shared_memory = f"{_SHARED_MEMORY_MIB * (1 + ranks)}Mi"
     pod: Json = {
         "automountServiceAccountToken": token,
@@ -305,7 +314,7 @@ def _confined() -> Json:
 
 
 def as_yaml(manifest: Json) -> str:
-    """A manifest, as kubectl reads it."""
+    """Return a manifest as YAML for kubectl."""
     import yaml
 
     text: str = yaml.safe_dump(manifest, sort_keys=False, width=120)

@@ -1,7 +1,7 @@
-"""What calls `trainload retrain tick` at scheduled times: a Kubernetes CronJob, KubeRay's RayCronJob, a timer of systemd.
+"""Schedulers for `trainload retrain tick`: a Kubernetes CronJob, a KubeRay RayCronJob, a systemd timer.
 
-None of them has to keep ticks apart, or to remember those that it missed: the lease and the tick's records do. They are told to all the
-same.
+The lease and the records of ticks already prevent concurrent ticks and handle missed ones, so the schedulers need not;
+they are configured to do so nevertheless.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainload.deploy.kuberay import HEAD_CPUS, Json, Pods, check_label, contain
 from trainload.retraining.config.config import Timing
 
 MOST_NAME = 35
-"""Characters of a RayCronJob's name: what is made of it has a time at its end, and KubeRay's own additions."""
+"""Maximum length of a RayCronJob's name, to which a time and KubeRay's suffixes are appended."""
 _DAY = timedelta(days=1)
 _LATE_SECONDS = 600
 _FIELD = re.compile(r"(\*|[0-9]{1,2}(-[0-9]{1,2})?)(/[0-9]{1,2})?")
@@ -24,10 +24,10 @@ _DAYS = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
 
 def crontab_of(timing: Timing) -> tuple[str, str]:
-    """A schedule as a crontab, and its zone.
+    """Return a schedule as a crontab with its time zone.
 
     Raises:
-        RequestError: it comes at times that no crontab has.
+        RequestError: no crontab has these times.
     """
     if timing.cron is not None:
         return " ".join(timing.cron.split()), timing.zone
@@ -50,12 +50,12 @@ def crontab_of(timing: Timing) -> tuple[str, str]:
 
 
 def cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
-    """A CronJob whose pod runs one tick: on a Ray cluster that is there, or by itself.
+    """Return a CronJob whose pod runs one tick, on an existing Ray cluster or by itself.
 
     Args:
-        pods: its pod: `name`, `image`, `memory`, `claim` and the like.
-        timing: when.
-        tick: words that run a tick, as the pod sees their files.
+        pods: description of its pod.
+        timing: schedule.
+        tick: command that runs a tick, with paths in the pod.
     """
     check_label(pods.name, "--name", most=52)
     crontab, zone = crontab_of(timing)
@@ -75,12 +75,12 @@ def cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
 
 
 def ray_cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
-    """A RayCronJob: each tick has a cluster of its own, which goes when the tick has ended.
+    """Return a RayCronJob: each tick has its own cluster, which is deleted when the tick has ended.
 
     Args:
         pods: its pods.
-        timing: when.
-        tick: words that run a tick, as the pods see their files; its `cluster.address` is auto.
+        timing: schedule.
+        tick: command that runs a tick, with paths in the pods. Its `cluster.address` must be auto.
     """
     check_label(pods.name, "--name", most=MOST_NAME, letter=True)
     crontab, zone = crontab_of(timing)
@@ -90,16 +90,16 @@ def ray_cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
 
 
 def systemd_units(name: str, timing: Timing, tick: Sequence[str], folder: str) -> dict[str, str]:
-    """A service that runs one tick, and a timer that starts it: file name -> text.
+    """Return a systemd service that runs one tick, and a timer that starts it: file name -> text.
 
     Args:
-        name: of both.
-        timing: when.
-        tick: words that run a tick.
-        folder: where it is run.
+        name: name of both units.
+        timing: schedule.
+        tick: command that runs a tick.
+        folder: working directory of the command.
 
     Raises:
-        RequestError: the schedule cannot be said to systemd.
+        RequestError: systemd cannot express the schedule.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
         raise RequestError("this is no name of a unit", where="--name", expected="letters, digits and _ . -", got=name)
@@ -134,10 +134,11 @@ WantedBy=timers.target
 
 
 def calendar_of(crontab: str, zone: str) -> str:
-    """A crontab as systemd says it.
+    """Convert a crontab to systemd's OnCalendar format.
 
     Raises:
-        RequestError: it cannot be said: days of the month and of the week at once, of which cron takes either; names; L and #.
+        RequestError: systemd cannot express it: days of the month and days of the week together, which
+            cron combines with "or"; names; L and #.
     """
     fields = crontab.split()
     minute, hour, day, month, weekday = fields
@@ -154,7 +155,7 @@ def calendar_of(crontab: str, zone: str) -> str:
 
 
 def _times(field: str, first: int) -> str:
-    """A field of numbers: */5 begins with the first one."""
+    """Convert a field of numbers. `first` is the smallest value, with which */5 begins."""
     found = []
     for part in field.split(","):
         span, slash, step = part.partition("/")
@@ -173,7 +174,7 @@ def _weekdays(field: str) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word of a command in a unit."""
+    """Quote a word of a command for a unit file."""
     text = _escaped(word).replace("$", "$$")
     return text if re.fullmatch(r"[A-Za-z0-9_@%+=:,./$-]+", text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
@@ -183,5 +184,5 @@ def _escaped(text: str) -> str:
 
 
 def as_text(units: dict[str, str]) -> str:
-    """Units, one after another, each under its name."""
+    """Concatenate units, each under its file name."""
     return "\n".join(f"# {name}\n{text}" for name, text in units.items())

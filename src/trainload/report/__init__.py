@@ -1,1 +1,1 @@
-"""The page of a run: its folder as one HTML file. Needs the extra `report`, for drawing and laying out; reading needs neither."""
+"""Reports of runs and stores as self-contained HTML files. Rendering needs the extra `report`."""

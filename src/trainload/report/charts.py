@@ -1,4 +1,4 @@
-"""A run's curves over its steps."""
+"""Charts of a run's numbers over its steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainload.report.words import count, percent
 
 _SIZE = (6.4, 2.75)
 _LOG_BEYOND = 20.0
-"""How many times the smallest number the greatest is, of most of them, where a logarithmic scale is taken."""
+"""Ratio of large to small numbers, without outliers, above which a logarithmic scale is used."""
 _MOST_STRETCHES = 60
 _MOST_METRICS = 12
 _MOST_MARKS = 400
@@ -27,7 +27,15 @@ _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A curve for the page. `legend`: (class of the page's style, words). `note`: how it was drawn, "" where that needs no word."""
+    """A chart for the page.
+
+    Attributes:
+        name: name that is unique in the page.
+        title: title of the chart.
+        svg: the SVG element.
+        legend: (CSS class, text) of each entry.
+        note: remark about the drawing, such as its scale; "" for none.
+    """
 
     name: str
     title: str
@@ -38,8 +46,17 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """What one chart shows. evaluated: (step, number) of evaluations. log: on a logarithmic scale, where the numbers are far apart.
-    share: of 1, said in percent. from_zero: the scale begins there. marks: with checkpoints.
+    """Contents of a chart.
+
+    Attributes:
+        name: name that is unique in the page.
+        title: title of the chart.
+        numbers: a number for each step event.
+        evaluated: (step, number) of evaluations.
+        log: True to use a logarithmic scale if the range of the numbers is large.
+        share: True for fractions of 1, which are displayed in percent.
+        from_zero: True to begin the scale at 0.
+        marks: True to mark checkpoints.
     """
 
     name: str
@@ -56,7 +73,7 @@ class _Curve:
 
 
 def charts_of(history: History) -> list[Chart]:
-    """All curves that the run has numbers for."""
+    """Return all charts for which the run has numbers."""
     with drawing():
         return [chart for curve in _curves(history) if (chart := _chart(curve, history)) is not None]
 
@@ -125,7 +142,7 @@ def _draw_line(axes: Axes, line: Line) -> None:
 
 
 def _draw_discarded(axes: Axes, stretches: Sequence[tuple[Numbers, Numbers]]) -> bool:
-    """What steps were before they were done again: a broad, light line under the other. Whether there is any."""
+    """Draw the earlier numbers of repeated steps as a broad, light line under the other; return True if there are any."""
     drawn = False
     for x, y in stretches:
         line = thin(x, y, 60)
@@ -137,7 +154,7 @@ def _draw_discarded(axes: Axes, stretches: Sequence[tuple[Numbers, Numbers]]) ->
 
 
 def _draw_restarts(axes: Axes, history: History) -> bool:
-    """Where the run went back to, or on from, when its workers were started again."""
+    """Mark the steps from which the run was resumed after restarts; return True if there are any."""
     found = [float(event.data["step"]) for event in history.of("start")[1:]]
     for step in sorted(set(found))[-_MOST_STRETCHES:]:
         axes.axvline(step, color=shade("failure"), linewidth=0.9, linestyle=(0, (3, 3)), alpha=0.7, zorder=1.5)
@@ -153,14 +170,14 @@ def _draw_checkpoints(axes: Axes, history: History) -> bool:
 
 
 def _fewer(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most so many of them, evenly; the first and the last ones stay."""
+    """Select at most _MOST_MARKS points, evenly, including the first and the last."""
     if len(points) <= _MOST_MARKS:
         return list(points)
     return [points[int(place)] for place in np.linspace(0, len(points) - 1, _MOST_MARKS)]
 
 
 def _is_wide(line: Line | None, evaluated: Sequence[tuple[float, float]]) -> bool:
-    """Whether most of the numbers are positive and far apart: outliers alone do not count."""
+    """Return True if all numbers are positive, and most of them span a large range (outliers are ignored)."""
     shown = np.array([value for _, value in evaluated], dtype=np.float64)
     low, high = (shown, shown) if line is None else (np.append(line.low, shown), np.append(line.high, shown))
     least = np.nanmin(low) if np.isfinite(low).any() else 0.0
@@ -185,13 +202,13 @@ def _scale(axes: Axes, curve: _Curve, log: bool) -> None:
 
 
 class _Words(Formatter):
-    """Numbers of an axis with as many digits as tell its ticks apart."""
+    """A formatter with as many digits as are needed to distinguish an axis's ticks."""
 
     def __init__(self, scale: float, unit: str) -> None:
         self._scale, self._unit = scale, unit
 
     def __call__(self, value: float, pos: int | None = None) -> str:
-        """A tick's."""
+        """Return the label of a tick."""
         assert isinstance(self.axis, Axis)
         places = self.axis.get_majorticklocs() * self._scale
         if self.axis.get_scale() == "log" or not len(places):
@@ -209,7 +226,7 @@ def _decades(axes: Axes) -> float:
 
 
 def _label(curve: _Curve, line: Line | None) -> str:
-    """The curve in words."""
+    """Describe a curve in words."""
     if line is None or not np.isfinite(line.mean).any():
         return f"{curve.title} by step"
     shown = line.mean[np.isfinite(line.mean)]

@@ -1,4 +1,4 @@
-"""A run's attempts, as its journal tells of them."""
+"""Attempts of a run, reconstructed from its journal."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ _LEAVING = ("end", "failed", "stopped")
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Workers from their start to their end. All times are in seconds since 1970.
+    """An attempt of a run. All times are in seconds since 1970.
 
     Attributes:
-        prepared: when weights, data and compilation for it began.
-        started: when its workers came to their first step.
-        ended: when they ended, or were last heard of.
-        away: when the run's driver was gone after it, (from, to), until another one prepared the next attempt; None where it stayed.
-        step, done: steps of the run that were done before it, and after it.
-        world, strategy: its ranks, and its plan's.
-        nodes: theirs, by rank.
-        outcome: moved: to other nodes, or another number of ranks. broke off: nobody has said why it ended.
-        first, last: where its steps stand among all, [first, last).
-        events: all of it that are no steps, until the next one starts.
+        prepared: start of its preparation (weights, data, compilation).
+        started: time when its workers reached their first step.
+        ended: end of the workers, or their last message.
+        away: (from, to): time without a driver after the attempt, until another driver prepared the
+            next one; None if there was none.
+        step: completed steps of the run before it.
+        done: completed steps of the run after it.
+        world: number of ranks.
+        strategy: strategy of its plan.
+        nodes: nodes by rank.
+        outcome: "moved": to other nodes, or another number of ranks; "broke off": it ended without a
+            final event.
+        first: index of its first step among all step events.
+        last: index after its last step.
+        events: its events other than steps, until the next attempt starts.
     """
 
     prepared: float
@@ -50,7 +55,7 @@ class Attempt:
 
 
 def attempts_of(history: History, *, going_on: bool) -> tuple[Attempt, ...]:
-    """The attempts of a run, in order. going_on: whether somebody drives it now."""
+    """Return the attempts of a run, in order. `going_on` is True if the run has a driver now."""
     return tuple(_attempts(history, going_on))
 
 
@@ -92,7 +97,7 @@ def _attempts(history: History, going_on: bool) -> Iterator[Attempt]:
 
 
 def _segments(events: Sequence[Event]) -> list[list[Event]]:
-    """What came before the first start, and each start with what came after it."""
+    """Split events into those before the first start, and each start with the events after it."""
     found: list[list[Event]] = [[]]
     for event in events:
         if event.kind == "start":
@@ -102,17 +107,17 @@ def _segments(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def _first_of(events: Sequence[Event]) -> float | None:
-    """When these began: that of a stage is told when it is over."""
+    """Return the earliest beginning of events; that of a stage is before its event, which is written at its end."""
     return min((event.time - (event.data.get("seconds", 0.0) if event.kind == "stage" else 0.0) for event in events), default=None)
 
 
 def _is_of_workers(event: Event) -> bool:
-    """Whether workers in their loop have said it."""
+    """Return True if an event is from workers in their training loop."""
     return event.kind in ("eval", "checkpoint") or (event.kind == "stage" and event.data["name"] == "checkpoint")
 
 
 def _left(events: Sequence[Event], *, going_on: bool) -> Outcome:
-    """How an attempt ended of which nobody says that it did."""
+    """Return the outcome of an attempt without a closing event."""
     if going_on:
         return "going on"
     return "moved" if any(event.kind in ("resize", "preemption") for event in events) else "broke off"

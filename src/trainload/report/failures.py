@@ -1,4 +1,4 @@
-"""What went wrong in a run, what each of it has cost, and where the run's time went."""
+"""Failures of a run, their costs, and the use of the run's time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from trainload.report.words import hour
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something that ended an attempt, or the run, before its time.
+    """A failure that ended an attempt or the run.
 
-    Laws: the `lost` of all failures between two steps add up to the seconds between these; the steps done again are the first one's.
+    Laws: the `lost` times of all failures between two steps add up to the time between these steps. Steps that were
+    repeated are attributed to the first of these failures.
 
     Attributes:
-        time: when it was noticed, in seconds since 1970; where a run broke off, when it was last heard of.
-        what: death, node, hang, storage or error, of an attempt; failed or broke off, of the run.
-        message: what was said of it. action: what was done about it.
-        ranks, nodes: whose it was. doing: rank -> what it did.
-        noticed: seconds since the step before it, or the start of its attempt.
-        lost: its share of the seconds between the steps before and after it. None where no step has come after it.
-        again: steps that were done again because of it, likewise.
+        time: time when it was noticed, in seconds since 1970; for a run that broke off, time of its last
+            message.
+        what: death, node, hang, storage or error for an attempt; failed or broke off for the run.
+        message: description of the failure.
+        action: reaction to the failure.
+        ranks: ranks that failed.
+        nodes: nodes that failed.
+        doing: rank -> its activity.
+        noticed: seconds since the previous step, failure or start of the run.
+        lost: its share of the seconds between the steps before and after it; None if there is no
+            later step.
+        again: number of steps that were repeated because of it; None likewise.
     """
 
     time: float
@@ -41,7 +47,7 @@ class Failure:
 
 
 def failures_of(history: History, attempts: Sequence[Attempt]) -> tuple[Failure, ...]:
-    """What went wrong, in order."""
+    """Return the failures of a run, in order."""
     started = attempts[0].started if attempts else math.inf
     early = [event for event in history.others if event.kind in ("failure", "failed") and event.time < started]
     found: list[Failure] = list(_told(early, None, None))
@@ -55,7 +61,7 @@ def failures_of(history: History, attempts: Sequence[Attempt]) -> tuple[Failure,
 
 
 def _told(events: Sequence[Event], attempt: Attempt | None, following: Attempt | None) -> Iterator[Failure]:
-    """The failures of one attempt, without their cost."""
+    """Yield the failures of one attempt, without their costs."""
     given_up = False
     for event in events:
         data = event.data
@@ -75,7 +81,7 @@ def _resumed(following: Attempt | None) -> str:
 
 
 def _costs(history: History, found: Sequence[Failure], done: Sequence[int]) -> Iterator[Failure]:
-    """The same with what each has cost. done: how many step events came before each."""
+    """Yield failures with their costs. `done` is the number of step events before each failure."""
     times, numbers = history.steps.time, history.steps.number
     for index, (failure, place) in enumerate(zip(found, done, strict=True)):
         first = index == 0 or done[index - 1] != place
@@ -92,9 +98,10 @@ def _costs(history: History, found: Sequence[Failure], done: Sequence[int]) -> I
 
 
 def time_spent(history: History, attempts: Sequence[Attempt], failures: Sequence[Failure]) -> dict[str, float]:
-    """Where the time between the first and the last event went: what -> seconds, in an order for people; without what took none.
+    """Return the use of the time between the first and last event -> seconds, in display order, without negligible ones.
 
-    A step's seconds are those until the next one, and so hold what ranks waited for a checkpoint, which is taken out of them.
+    The duration of a step lasts until the next one, so it includes time that ranks wait for a checkpoint, which is
+    subtracted.
     """
     seconds = history.steps.columns["seconds"]
     kept = float(seconds[history.steps.kept()].sum())
@@ -117,7 +124,7 @@ def time_spent(history: History, attempts: Sequence[Attempt], failures: Sequence
 
 
 def waits_of(history: History) -> list[tuple[float, float]]:
-    """When the run waited, as its driver has said: (from, to)."""
+    """Return the times (from, to) in which the run's driver reported that it waited."""
     found: list[tuple[float, float]] = []
     since: float | None = None
     for event in history.others:

@@ -1,4 +1,4 @@
-"""A run's journal as columns of numbers, however long it is, and all else that happened as it is."""
+"""A run's journal in memory: steps as numeric columns, which are compact even for long runs, and all other events."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Numbers = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
 _COLUMNS = ("loss", "gradient_norm", "seconds", "data_wait", "tokens_per_second", "rows_per_second", "mfu", "memory", "loss_scale")
-"""Of step events."""
+"""Numbers of step events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Every step event, in the order of the journal: arrays of one length.
+    """All step events, in the order of the journal, as arrays of the same length.
 
-    A number that a step lacks is NaN; one that is there and no finite number is infinite.
+    A missing number is NaN; a non-finite number is infinite.
 
     Attributes:
-        number: which step it was, from 0 on.
-        attempt: start events before it, less one.
+        number: number of the step, from 0.
+        attempt: number of the attempt, from 0; -1 before the first start.
         time: seconds since 1970.
         columns: name -> numbers.
-        metrics: the job's own, name -> numbers; those of several graphs as "graph.loss".
+        metrics: the job's own metrics, name -> numbers; those of several graphs as "graph.loss".
     """
 
     number: Whole
@@ -43,16 +43,16 @@ class Steps:
 
     @property
     def done(self) -> Numbers:
-        """How many steps were done after each."""
+        """Number of completed steps after each step."""
         return self.number.astype(np.float64) + 1.0
 
     def kept(self) -> Whole:
-        """Where each step stands as it was done last, by its number."""
+        """Return the indices of the last occurrence of each step, ordered by step."""
         _, found = np.unique(self.number[::-1], return_index=True)
         return (len(self.number) - 1 - found).astype(np.int64)
 
     def discarded(self) -> list[Whole]:
-        """Where those stand that were done again later: stretches of following steps of one attempt."""
+        """Return the indices of steps that were repeated later, as runs of consecutive steps of one attempt."""
         rest = np.ones(len(self.number), dtype=bool)
         rest[self.kept()] = False
         places = np.flatnonzero(rest)
@@ -64,7 +64,15 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What happened in a run. summary: what all of it comes to. others: all events that are no steps. first, last: when, None of none."""
+    """Events of a run.
+
+    Attributes:
+        summary: summary of all events.
+        steps: step events.
+        others: all other events.
+        first: time of the first event; None if there is none.
+        last: time of the last event; None if there is none.
+    """
 
     summary: Summary
     steps: Steps
@@ -73,12 +81,12 @@ class History:
     last: float | None
 
     def of(self, *kinds: str) -> list[Event]:
-        """The events of some kinds, in order."""
+        """Return the events of some kinds, in order."""
         return [event for event in self.others if event.kind in kinds]
 
 
 def read_history(events: Iterable[Event]) -> History:
-    """Goes through events once; of the steps no more than numbers is kept."""
+    """Read events in one pass. Only numbers of steps are kept."""
     summary = Summary()
     number, attempt = array("q"), array("q")
     time, columns = array("d"), {name: array("d") for name in _COLUMNS}

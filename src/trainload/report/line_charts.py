@@ -1,4 +1,4 @@
-"""A line's metrics over its ticks: what was in use, and what was tried."""
+"""Charts of a line's metrics over its ticks: champions and challengers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEGEND = (("evaluation", "champion"), ("good block", "challenger, promoted"), (
 
 
 def charts_of(ticks: Sequence[TickStory], name: str) -> list[Chart]:
-    """A chart of the loss and of each metric, and one of drift. name: begins the names in the page."""
+    """Return charts of the loss, of each metric and of drift. `name` is the prefix of their names in the page."""
     judged = [tick for tick in ticks if tick.evaluated is not None]
     names = list(dict.fromkeys(metric for tick in judged for metric in metrics_of(tick)))[: 1 + _MOST_METRICS]
     found = [_metric(judged, metric, f"{name}-{number}") for number, metric in enumerate(names)]
@@ -52,7 +52,7 @@ def _metric(ticks: Sequence[TickStory], metric: str, name: str) -> Chart:
 
 
 def _drift(ticks: Sequence[TickStory], name: str) -> Chart | None:
-    """How far the data of each tick was from that of its champion, of the column that was furthest."""
+    """Return a chart of each tick's greatest drift of a column; None if there is no drift to show."""
     found = [(_day(tick), max(tick.decided.drift.values())) for tick in ticks if tick.decided is not None and tick.decided.drift]
     if not found:
         return None
@@ -73,7 +73,7 @@ def _time_axis(axes: Any) -> None:
 
 
 def _day(tick: TickStory) -> float:
-    """A tick's time as matplotlib has it."""
+    """Return a tick's time as a matplotlib date."""
     found: float = date2num(time_of(tick.name))  # type: ignore[no-untyped-call]  # matplotlib's dates have no types
     return found
 

@@ -1,4 +1,4 @@
-"""The page of a store: its lines, what is current of each and where that is from, and what every tick came to."""
+"""The report of a store: for each line the current release with its lineage, and the outcomes of all ticks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _TONES = {
 
 
 def store_page(store: Store, lines: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The page, and what is to be said of it.
+    """Return the report as HTML, and a summary of each line.
 
     Raises:
-        StorageError: the store cannot be reached, or has no such line.
+        StorageError: the store cannot be reached, or a line does not exist.
         IntegrityError: a record is damaged.
     """
     shown_lines = [_line(store, read_line(store, name), f"l{number}") for number, name in enumerate(lines)]
@@ -56,7 +56,7 @@ def _line(store: Store, story: LineStory, name: str) -> dict[str, Any]:
         "releases": len(story.states),
         "count": len(story.ticks),
         "tiles": tiles,
-        "charts": [(chart, Markup(chart.svg)) for chart in charts_of(story.ticks, name)],  # ElementTree wrote it
+        "charts": [(chart, Markup(chart.svg)) for chart in charts_of(story.ticks, name)],  # safe: ElementTree has escaped it
         "lineage": [_step(step) for step in steps],
         "ticks": [_tick(tick) for tick in reversed(story.ticks[-_MOST_TICKS:])],
         "ticks_before": max(0, len(story.ticks) - _MOST_TICKS),
@@ -75,7 +75,7 @@ def _step(step: Ancestor) -> dict[str, Any]:
 
 
 def _facts(tick: TickStory) -> list[tuple[str, str]]:
-    """What there is to say of the tick that made a release."""
+    """Return facts about the tick that created a release."""
     found: list[tuple[str, str]] = [("tick", f"{tick.name}, begun {tick.begun} times")]
     if tick.taken is not None:
         snapshot = tick.taken.snapshot

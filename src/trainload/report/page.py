@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that asks nobody for anything."""
+"""The report of a run: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainload.report.timeline import ENDS, OUTCOMES, timeline_of
 from trainload.report.words import count, moment, percent, ranks, span, told
 
 _WIDE, _NARROW = 11.2, 4.6
-"""Inches of the timeline."""
+"""Widths of the timeline in inches."""
 _MOST_FAILURES, _MOST_GROUPS, _MOST_WARNINGS, _MOST_RANKS = 100, 8, 50, 256
 _LONG = 600
 _TONES = {"ended": "good", "running": "train", "waiting": "warning", "stopped": "idle", "failed": "failure", "lost": "failure"}
@@ -37,7 +37,7 @@ _SPENT = {
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A failure in words. doing: (ranks, what they did)."""
+    """A failure as displayed. `doing` has pairs of ranks and their activity."""
 
     time: str
     what: str
@@ -53,7 +53,7 @@ class _Shown:
 
 
 def page_of(record: Record) -> str:
-    """The page."""
+    """Return the report of a run as HTML."""
     return rendered(
         "page.html",
         name=record.run_dir.name,
@@ -64,7 +64,7 @@ def page_of(record: Record) -> str:
         done=_share(record.history.summary.step, record.spec.steps),
         tiles=_tiles(record),
         facts=facts_of(record),
-        charts=[(chart, Markup(chart.svg)) for chart in charts_of(record.history)],  # ElementTree wrote it
+        charts=[(chart, Markup(chart.svg)) for chart in charts_of(record.history)],  # safe: ElementTree has escaped it
         timelines=_timelines(record),
         outcomes=_outcomes(record),
         away=any(each.away is not None for each in record.attempts),
@@ -81,7 +81,7 @@ def page_of(record: Record) -> str:
 
 
 def _because(record: Record) -> str:
-    """Why the run is as it is, where that needs a word."""
+    """Return an explanation of the run's phase; "" if it needs none."""
     if record.phase == "lost" and record.state is not None:
         return f"its driver, process {record.state.pid} on {record.state.host}, was last heard of at {moment(record.state.time)}"
     return record.history.summary.message
@@ -92,7 +92,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _tiles(record: Record) -> list[tuple[str, str, str]]:
-    """Name, number, remark."""
+    """Return the tiles: name, number and remark of each."""
     summary, history = record.history.summary, record.history
     found = [("step", f"{summary.step:,}", f"of {record.spec.steps:,}")]
     if summary.loss is not None:
@@ -116,23 +116,23 @@ def _tiles(record: Record) -> list[tuple[str, str, str]]:
 
 
 def _timelines(record: Record) -> list[tuple[str, Markup]]:
-    """Class of the page's style, SVG: one for wide screens and one for narrow ones."""
+    """Return (CSS class, SVG) of the timelines for wide and for narrow screens."""
     found = []
     for name, width in (("wide", _WIDE), ("narrow", _NARROW)):
         drawn = timeline_of(record.history, record.attempts, record.failures, name, width)
         if drawn is not None:
-            found.append((name, Markup(drawn)))  # ElementTree wrote it
+            found.append((name, Markup(drawn)))  # safe: ElementTree has escaped it
     return found
 
 
 def _outcomes(record: Record) -> list[tuple[str, str]]:
-    """Class of the page's style, in words: how attempts ended."""
+    """Return (CSS class, description) of the outcomes of attempts, for the legend."""
     there = {each.outcome for each in record.attempts if each.outcome != "going on"}
     return [(ENDS[outcome], words) for outcome, words in OUTCOMES.items() if outcome in there]
 
 
 def _spent(spent: Mapping[str, float]) -> list[tuple[str, str, float, str, str]]:
-    """Name, class, percent, in words, seconds in words."""
+    """Return name, CSS class, percentage, percentage as text and duration as text of each use of time."""
     whole = sum(spent.values())
     return [(name, _SPENT[name], _share(seconds, whole), percent(seconds / whole), span(seconds)) for name, seconds in spent.items()]
 
@@ -158,7 +158,7 @@ def _shown(failure: Failure) -> _Shown:
 
 
 def _warnings(record: Record) -> list[tuple[str, int, str]]:
-    """When it was said last, how often, what."""
+    """Return the warnings: time of the last occurrence, number of occurrences and message of each."""
     found: dict[str, tuple[float, int]] = {}
     for event in record.history.of("warning"):
         message = str(event.data["message"])
@@ -167,7 +167,7 @@ def _warnings(record: Record) -> list[tuple[str, int, str]]:
 
 
 def _ranks(record: Record) -> list[tuple[int, RankSeen, str, str]]:
-    """Number, what is known of it, how long ago that was, what it did."""
+    """Return the ranks: number, last heartbeat, its age and the activity of each."""
     if record.state is None:
         return []
     seen = sorted(record.state.ranks.items())[:_MOST_RANKS]

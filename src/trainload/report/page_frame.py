@@ -1,4 +1,4 @@
-"""The frame of all pages: one HTML file that asks nobody for anything."""
+"""The frame of all reports: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainload.core.versions import VERSION
 from trainload.report.words import moment
 
 MARK = "trainload report"
-"""In the first lines of every report."""
+"""Marker in the first lines of every report."""
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A page, made of the template of this name."""
+    """Render a page from a template."""
     own = {"mark": MARK, "style": Markup(_read("page.css")), "made": moment(time.time()), "version": VERSION}
     return _environment().get_template(template).render(**own, **values)
 

@@ -1,4 +1,4 @@
-"""A run's folder as what its report tells. Nothing is asked of the cluster, nor of this machine's environment."""
+"""Read a run's folder for its report. Neither the cluster nor this machine's environment is queried."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A run at the moment that it was read.
+    """Contents of a run's folder at the time of reading.
 
     Attributes:
-        run_dir: its folder.
-        spec: what was asked for.
-        manifest: of its package; None where that is no longer what it was launched with, or not there.
-        state: what its driver last said; None where it has said nothing.
-        history: what happened. attempts, failures: what that comes to.
-        spent: what the time went into -> seconds.
+        run_dir: folder of the run.
+        spec: description of the run.
+        manifest: manifest of its package; None if the package has changed or does not exist any more.
+        state: last state that its driver wrote; None if there is none.
+        history: events of the run.
+        attempts: attempts of the run.
+        failures: failures of the run.
+        spent: use of the time -> seconds.
     """
 
     run_dir: Path
@@ -58,12 +60,12 @@ class Record:
 
     @property
     def phase(self) -> Phase:
-        """How the run is."""
+        """Phase of the run."""
         return self.history.summary.phase if self.state is None else self.state.phase
 
 
 def read_run(run_dir: Path) -> Record:
-    """Reads a run. Raises: StorageError where there is none, or its description cannot be read."""
+    """Read a run. Raises StorageError if there is none, or its description cannot be read."""
     spec = read_spec(run_dir)
     state = read_state(run_dir)
     history = read_history(stream_events(run_dir))
@@ -78,12 +80,12 @@ def _manifest(spec: RunSpec) -> Manifest | None:
         if sha256_bytes(data) != (spec.digest or spec.plan.package):
             return None
         return Manifest.from_bytes(data, MANIFEST)
-    except (OSError, TrainloadError):  # it was moved or changed since: its digest is in the run's description
+    except (OSError, TrainloadError):  # it was moved or changed; its digest is in the run's description
         return None
 
 
 def facts_of(record: Record) -> list[tuple[str, str]]:
-    """What ran, as names and values."""
+    """Return facts about the run as (name, value)."""
     spec, manifest = record.spec, record.manifest
     plan = spec.plan if not record.attempts else next((p for p in spec.plans if p.world_size == record.attempts[-1].world), spec.plan)
     found: list[tuple[str, object]] = [
@@ -134,7 +136,7 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def _axes(record: Record) -> str:
-    """The axes of the run's plan beside that of the data."""
+    """Describe the axes of the run's plan other than the data axis."""
     plan = record.spec.plan
     parts = []
     if plan.tensor_ranks > 1:

@@ -1,4 +1,8 @@
-"""Figures as SVG inside a page: colours and fonts are the page's, in its light and in its dark form."""
+"""Render figures as SVG elements with the colors and fonts of the page.
+
+matplotlib writes colors into attributes. Each color of a figure is a placeholder for a variable of the page's style, so
+that one SVG serves for the light and the dark theme.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 SHADES = ("ink", "muted", "grid", "surface", "train", "evaluation", "good", "warning", "failure", "again", "idle")
-"""Colours of the page, as the variables `--ink`, ... of its style."""
+"""Colors of the page: the variables `--ink`, ... of its style."""
 _SVG = "http://www.w3.org/2000/svg"
 _LINK = "http://www.w3.org/1999/xlink"
 _FONT = 11.0
@@ -23,14 +27,14 @@ _FAMILY = re.compile(r"font:\s*(?P<size>[\d.]+)px[^;\"]*")
 
 
 def shade(name: str) -> str:
-    """What to tell matplotlib in place of a colour of the page: one of its own that stands for it."""
+    """Return the placeholder color for matplotlib that stands for a color of the page."""
     number = SHADES.index(name)
     return f"#0{number:x}de0{number:x}"
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Within it figures are drawn in the page's manner: texts stay texts, and the same figure gives the same bytes."""
+    """Apply the page's style to figures within the context: texts remain texts, and the output is deterministic."""
     style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "trainload",
@@ -64,13 +68,13 @@ def drawing() -> Iterator[None]:
 
 
 def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> str:
-    """The figure as an element of a page.
+    """Return a figure as an SVG element of a page.
 
     Args:
-        figure: drawn with `shade`s.
-        name: of its own in the page; the names inside begin with it.
-        label: what it shows, for those who do not see it.
-        titles: gid of an artist -> what is said where the mouse is over it.
+        figure: figure that was drawn with colors of `shade`.
+        name: name that is unique in the page, and prefix of the ids inside.
+        label: description for screen readers.
+        titles: gid of an artist -> its tooltip.
     """
     written = io.StringIO()
     FigureCanvasSVG(figure)
@@ -82,7 +86,7 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
             root.remove(child)
     for parent in list(root.iter()):
         for child in list(parent):
-            if child.tag == f"{{{_SVG}}}style":
+            if child.tag == f"{{{_SVG}}}style":  # matplotlib's style would apply to the whole page
                 parent.remove(child)
     for element in root.iter():
         said = titles.get(element.attrib.get("id", ""))
@@ -101,7 +105,7 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
 
 
 def _rename(root: ElementTree.Element, name: str) -> None:
-    """Names that are used begin with that of the figure; others go."""
+    """Prefix ids that are referenced with the figure's name, since matplotlib repeats ids in every figure; remove others."""
     text = ElementTree.tostring(root, encoding="unicode")
     used = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r'href="#([^"]+)"', text))
     for element in root.iter():
@@ -114,6 +118,6 @@ def _rename(root: ElementTree.Element, name: str) -> None:
 
 
 def _in_page(value: str) -> str:
-    """An attribute with the page's colours and font."""
+    """Replace placeholder colors and the font in an attribute by the page's."""
     value = _WRITTEN.sub(lambda found: f"var(--{SHADES[int(found[0][2], 16)]})", value)
     return _FAMILY.sub(r"font-size: \g<size>px", value)

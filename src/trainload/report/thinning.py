@@ -1,4 +1,4 @@
-"""Long columns of numbers as few points as a chart can show, without losing a spike."""
+"""Downsample long columns of numbers for charts without losing spikes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import numpy as np
 from trainload.report.history import Numbers
 
 BUCKETS = 500
-"""Points of a line, and of the band around it."""
+"""Maximum number of points of a line, and of the band around it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points for a chart, of which NaN in `mean` is a gap.
+    """Points of a line in a chart. NaN in `mean` is a gap.
 
-    Law: where `thinned`, the least and the greatest finite number of all that was given are in `low` and `high`.
+    Law: if `thinned`, the minimum and maximum of all finite numbers are in `low` and `high`.
 
     Attributes:
-        x: where.
-        mean: of the numbers that a point stands for.
-        low, high: the least and the greatest of these.
-        thinned: whether points stand for several numbers.
-        broken: the x of numbers that are infinite, at most one of a bucket.
+        x: positions.
+        mean: means of the numbers of each point.
+        low: minima of these numbers.
+        high: maxima of these numbers.
+        thinned: True if points stand for several numbers.
+        broken: positions of infinite numbers, at most as many as there are buckets.
     """
 
     x: Numbers
@@ -35,9 +36,12 @@ class Line:
 
 
 def thin(x: Numbers, y: Numbers, buckets: int = BUCKETS) -> Line | None:
-    """Makes at most `buckets` points of numbers in the order of x, by equal numbers of them; all, if there are no more than twice as many.
+    """Reduce numbers, ordered by x, to `buckets` points of equally many numbers each.
 
-    Returns: None where nothing is there. NaN in y: there is no number; infinite: it is no finite one.
+    Up to 2 * buckets numbers are not reduced. In y, NaN is a missing number, and infinity a non-finite one.
+
+    Returns:
+        The line; None if there are no numbers.
     """
     there = ~np.isnan(y)
     x, y = x[there], y[there]

@@ -1,4 +1,4 @@
-"""What happened in a run, and when, along the time of the clock."""
+"""The timeline of a run's events over wall-clock time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainload.report.svg import drawing, shade, svg_of
 from trainload.report.words import count, hour, moment, span, told
 
 _LANE = 0.34
-"""Inches of each lane."""
+"""Height of a lane in inches."""
 _LONG_AWAY, _SHOWN_AWAY = 0.15, 0.05
-"""A time away that is longer than this share of the rest is drawn as long as that share of it."""
+"""Time without a driver that is longer than the first fraction of the other time is drawn with the second fraction as its length."""
 _STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
-"""Seconds between two ticks."""
+"""Possible distances of axis ticks in seconds."""
 _MARKS = 300
-"""Marks of a lane: nearer ones become one. Of more attempts, so many of the last ones are drawn."""
+"""Resolution of a lane: marks that are closer are merged. It is also the maximum number of attempts that are drawn (the last ones)."""
 ENDS: Mapping[Outcome, str] = {
     "ended": "good",
     "going on": "train",
@@ -71,7 +71,7 @@ class _Lane:
 def timeline_of(
     history: History, attempts: Sequence[Attempt], failures: Sequence[Failure], name: str, width: float, *, label: bool = True
 ) -> str | None:
-    """The timeline as SVG, `width` inches wide; None where nothing has happened. name: of its own in the page."""
+    """Return the timeline as SVG, `width` inches wide; None if there are no events. `name` is unique in the page."""
     if history.first is None or history.last is None:
         return None
     lanes = [lane for lane in _lanes(history, attempts, failures) if lane.bars or lane.marks]
@@ -98,7 +98,7 @@ def timeline_of(
 
 
 class _Clock:
-    """Where moments are drawn. Long times in which nobody drove the run are cut short."""
+    """Scale of the time axis. Long times without a driver are shortened."""
 
     def __init__(self, first: float, last: float, away: Sequence[tuple[float, float]]) -> None:
         driven = max(1.0, last - first - sum(until - since for since, until in away))
@@ -111,11 +111,11 @@ class _Clock:
         self.length = float(self._places[-1])
 
     def place(self, time: float) -> float:
-        """Where a moment is."""
+        """Return the position of a time on the axis."""
         return float(np.interp(time, self._times, self._places))
 
     def ticks(self, most: int) -> list[float]:
-        """Moments for the axis, at most so many, on round times of the clock; none in what is cut. Of a short run: its first and last."""
+        """Return about `most` axis ticks at round times, outside of shortened times; for a short run, its beginning and end."""
         drawn = [step for step in _STEPS if self.length / step <= most] or [math.ceil(self.length / most / 604800) * 604800]
         found: list[float] = []
         for since, until in zip(self._times[::2], self._times[1::2], strict=True):
@@ -124,7 +124,7 @@ class _Clock:
         return found if len(found) > 1 else [float(self._times[0]), float(self._times[-1])]
 
     def words(self, ticks: Sequence[float]) -> list[str]:
-        """The ticks in words: with the day, where they are of several."""
+        """Return the labels of ticks, with the day if there are several days."""
         days = {int(tick // 86400) for tick in ticks}
         exact = any(round(tick) % 60 for tick in ticks)
         shown = [hour(tick) if exact else hour(tick)[:5] for tick in ticks]
@@ -179,7 +179,7 @@ def _said(history: History, kind: str) -> list[_Mark]:
 
 
 def _joined(bars: Sequence[_Bar], history: History) -> list[_Bar]:
-    """Bars of one lane, with those that could not be told apart as one."""
+    """Merge bars of a lane that are too close to be distinguished."""
     assert history.first is not None and history.last is not None
     least = (history.last - history.first) / _MARKS
     found: list[_Bar] = []

@@ -1,4 +1,4 @@
-"""What a report says of strings and numbers of a run."""
+"""Format strings and numbers for reports."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _LONGEST = 2000
 
 
 def told(text: str, longest: int = _LONGEST) -> str:
-    """A string of the run for its page: without what URLs hold of names, passwords and signatures, and no longer than that."""
+    """Return a string of a run for its report: truncated, and without user names, passwords and signatures in URLs."""
     text = _QUERY.sub(r"\g<url>?…", _SIGN_IN.sub(r"\g<scheme>…@", text))
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def moment(seconds: float) -> str:
-    """A time in UTC, to the second."""
+    """Format a time in UTC, to the second."""
     return clock(seconds)
 
 
 def hour(seconds: float) -> str:
-    """The time of day alone, in UTC."""
+    """Format the time of day in UTC."""
     return time.strftime("%H:%M:%S", time.gmtime(seconds))
 
 
 def span(seconds: float) -> str:
-    """Of time: "0.4s", "1m15s", "2d3h"."""
+    """Format a duration: "0.4s", "1m15s", "2d3h"."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     days, rest = divmod(round(seconds), 86400)
@@ -38,7 +38,7 @@ def span(seconds: float) -> str:
 
 
 def count(value: float) -> str:
-    """A number with few digits: "950", "12.3k", "4.6M"."""
+    """Format a number with few digits: "950", "12.3k", "4.6M"."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             scale = 1e3 if unit == "k" else limit
@@ -47,7 +47,7 @@ def count(value: float) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Ranks with stretches drawn together: "0-3, 7"."""
+    """Format ranks with ranges: "0-3, 7"."""
     stretches: list[list[int]] = []
     for number in sorted(numbers):
         if stretches and number == stretches[-1][1] + 1:
@@ -58,5 +58,5 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def percent(share: float) -> str:
-    """A share: 0.123 is "12.3%"."""
+    """Format a fraction: 0.123 is "12.3%"."""
     return f"{share:.1%}"

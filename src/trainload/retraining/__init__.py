@@ -1,1 +1,1 @@
-"""Retraining: a package is trained again on new data, on a schedule, by a machine."""
+"""Scheduled retraining of a package on new data."""

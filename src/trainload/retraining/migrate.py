@@ -1,4 +1,4 @@
-"""Carrying weights to another program: new code was frozen, and begins with what was trained of the old code."""
+"""Migrate weights to another program, so that newly frozen code starts with weights that were trained with old code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainload.retraining.ticks.lineage import LINE, RELEASE, STORE
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
-    """A tensor whose shape is another one. copied: whether the part that both have was carried over."""
+    """A tensor whose shape differs between the programs. `copied` is True if the common part was carried over."""
 
     name: str
     source: str
@@ -31,16 +31,21 @@ class Reshaped:
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """What became of the tensors of a program.
+    """Result of a migration.
 
-    Law: every parameter and buffer of the new program is in exactly one of the lists `matched`, `converted`, `reshaped` and `missing`.
+    Law: every parameter and buffer of the new program is in exactly one of the lists `matched`, `converted`,
+    `reshaped` and `missing`.
 
     Attributes:
-        package: what was written. digest: its digest.
-        matched: carried over as they were. converted: carried over into another dtype.
-        reshaped: of another shape. missing: the old program has none: they have the values of the new package.
-        left: tensors of the old program that nothing takes.
-        elements: of the new program; carried: of those, how many have old values.
+        package: path of the package that was written.
+        digest: its digest.
+        matched: tensors that were carried over unchanged.
+        converted: tensors that were carried over with another dtype.
+        reshaped: tensors with another shape.
+        missing: tensors that the old program does not have. They keep the new package's values.
+        left: tensors of the old program that are not used.
+        elements: number of elements of the new program's tensors.
+        carried: number of these that have old values.
     """
 
     package: Path
@@ -63,20 +68,22 @@ def migrate(
     overlap: bool = False,
     strict: bool = False,
 ) -> Migration:
-    """Writes a package with the program of one and, by name, the weights of another.
+    """Write a package with the program of one package and, by name, the weights of another.
 
     Args:
-        new: the package of the new code.
-        old: the package whose weights are carried over.
-        output: the package to write; it does not exist.
-        rename: name, or pattern with one `*`, of the old program -> what it is called in the new one.
-        overlap: of tensors with another shape but as many dims, carry over the part that both have; a vocabulary that grew keeps its rows.
-        strict: demand that all is carried over.
+        new: package of the new code.
+        old: package whose weights are carried over.
+        output: path of the package to write, which must not exist.
+        rename: name in the old program, or pattern with one `*` -> name in the new program.
+        overlap: True to carry over the common part of tensors whose shapes differ but have the same
+            number of dims, such as the rows of a vocabulary that grew.
+        strict: True to require that everything is carried over.
 
     Raises:
-        PackageError: a package is abstract; or `strict`, and something is missing, left or reshaped.
-        RequestError: a name of `rename` is not in the old program, or two tensors would have one name.
-        StorageError: `output` is taken or cannot be written.
+        PackageError: a package is abstract; or, with `strict`, a tensor is missing, left or reshaped.
+        RequestError: a name of `rename` is not in the old program, or two tensors would get the same
+            name.
+        StorageError: `output` exists or cannot be written.
     """
     check_weights(new)
     check_weights(old)
@@ -118,7 +125,7 @@ def migrate(
 
 
 class _Count:
-    """How much was carried over. overlapped: names of tensors of which a part was."""
+    """Counts of what was carried over; `overlapped` has the names of tensors that were carried over in part."""
 
     def __init__(self) -> None:
         self.elements = self.carried = 0
@@ -126,7 +133,7 @@ class _Count:
 
 
 def _renamed(old: Package, rename: Mapping[str, str]) -> dict[str, str]:
-    """Name in the new program -> name in the old one."""
+    """Return name in the new program -> name in the old one."""
     found: dict[str, str] = {}
     used: set[str] = set()
     for name in old.weights.names():
@@ -146,7 +153,7 @@ def _renamed(old: Package, rename: Mapping[str, str]) -> dict[str, str]:
 
 
 def _filled(pattern: str, replacement: str, name: str) -> str | None:
-    """The new name of a tensor, where a pattern is of it. Raises: RequestError where the pattern is none."""
+    """Return the new name of a tensor; None if the pattern does not match. Raises RequestError if the pattern is invalid."""
     if pattern.count("*") > 1 or pattern.count("*") != replacement.count("*"):
         raise RequestError("a renaming has one * on both sides, or none", where=f"--rename {pattern}={replacement}")
     if not fnmatch.fnmatchcase(name, pattern.replace("[", "[[]").replace("?", "[?]")):
@@ -156,7 +163,7 @@ def _filled(pattern: str, replacement: str, name: str) -> str | None:
 
 
 def _fate(new: Package, old: Package, name: str, source: str | None) -> tuple[str, str, str]:
-    """What becomes of a tensor of the new program: how, of which of the old one's, its name."""
+    """Return a new tensor's kind (the name of its list in `Migration`), the old tensor's name, and its own name."""
     if source is None:
         return "missing", "", name
     if tuple(new.weights.shape(name)) != tuple(old.weights.shape(source)):
@@ -167,7 +174,7 @@ def _fate(new: Package, old: Package, name: str, source: str | None) -> tuple[st
 def _tensors(
     new: Package, old: Package, plan: Sequence[tuple[str, str, str]], count: _Count, *, overlap: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the new program, one at a time."""
+    """Yield the tensors of the new program, one at a time."""
     for fate, source, name in plan:
         own = new.weights.tensor(name)
         count.elements += own.numel()
@@ -188,16 +195,16 @@ def _tensors(
 
 
 def publish(made: Migration, old: Package, store: str, line: str) -> str:
-    """Publishes what was carried over as the first release of a line, whose lineage goes on where the weights are from.
+    """Publish a migrated package as the first release of a line, whose lineage continues with the source of the weights.
 
     Args:
-        made: it.
-        old: whose weights it has.
-        store: a folder or fsspec URL.
-        line: a line that has no releases yet.
+        made: result of the migration.
+        old: package with the original weights.
+        store: folder or fsspec URL of the store.
+        line: line without releases.
 
     Returns:
-        The release's number.
+        The number of the release.
 
     Raises:
         ConflictError: the line has releases already.
@@ -222,7 +229,7 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
         url, name, number = parts_of(old.source)
         assert name is not None and number is not None, "a package's source names its release"
         facts |= {LINE: name, RELEASE: number}
-        if Store(url).url != place.url:  # in its own store it stays where that is moved
+        if Store(url).url != place.url:  # within one store, the reference stays valid if the store is moved
             facts[STORE] = url
     message = f"the weights of {old.source or old.digest[:12]}"
     return push(made.package, store, line=line, only_if=NOBODY, message=message, facts=facts).release
@@ -230,7 +237,7 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
 
 @contextmanager
 def written_to(output: Path | None) -> Iterator[Path]:
-    """Where a package is written: to `output`, or into a folder that goes again."""
+    """Yield the path for a package: `output`, or one in a temporary folder."""
     if output is not None:
         yield output
         return

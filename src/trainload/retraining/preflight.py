@@ -1,4 +1,4 @@
-"""The preflight check of a retraining: its file together with its store, package and data. Nothing runs."""
+"""The preflight check of a retraining: its file together with its store, package and data. Nothing is run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainload.retraining.ticks.tick_stages import Stages
 from trainload.retraining.ticks.training import training_plan
 
 _FILES = 10
-"""Number of files whose rows are read: the last ones."""
+"""Number of the latest files whose rows are read."""
 
 
 def check(config: Config, stages: Stages) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The loop that runs ticks as they are due, through clocks that jump, machines that sleep, and ticks that fail."""
+"""The scheduler loop: run ticks when they are due, tolerating clock changes, suspended machines and failing ticks."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from trainload.core.processes import heeded
 from trainload.retraining.ticks.tick_times import Schedule
 
 LONGEST_WAIT = 60.0
-"""Seconds after which the clock is looked at again, since it may have been set, and the machine may have slept."""
+"""Seconds after which the clock is read again, since it may have been set, or the machine suspended."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0
-"""Seconds until a tick is run again that has failed."""
+"""Minimum and maximum seconds until a failed tick is retried."""
 _PASSING = (StorageError, ClusterError, DataError, WorkError)
-"""What a tick may fail of that may be another the next time."""
+"""Errors after which a tick is retried, since their causes may be temporary."""
 
 _LATE = timedelta(seconds=2 * LONGEST_WAIT)
-"""A tick that is later than this, or than half the time to the next one, was missed."""
+"""A tick that is later than this, or than half the time to the next one, counts as missed."""
 
 Missed = Literal["skip", "once"]
 
 
 class Clock(Protocol):
-    """What time it is, and waiting for it."""
+    """A clock that can wait."""
 
     def now(self) -> datetime:
-        """The time, in UTC."""
+        """Return the time in UTC."""
 
     def wait(self, seconds: float) -> bool:
-        """Waits. Returns: whether to end."""
+        """Wait; return True if the loop should end."""
 
 
 class WallClock:
-    """The machine's clock. SIGTERM, SIGINT and SIGHUP end the waiting; a second one ends the process as it always does."""
+    """The machine's clock. SIGTERM, SIGINT or SIGHUP end the waiting; a second signal has its usual effect."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
 
     def now(self) -> datetime:
-        """As of every clock."""
+        """Return the time in UTC."""
         return datetime.now(UTC)
 
     def wait(self, seconds: float) -> bool:
-        """As of every clock."""
+        """Wait; return True if a signal was received."""
         return self._ended.wait(seconds)
 
     @contextmanager
     def heeding_signals(self) -> Iterator[None]:
-        """Within it the first of them asks the loop to end, after the tick that is under way."""
+        """Handle signals within the context: the first one makes the loop end after the current tick."""
         before = heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
         def ask(number: int, frame: object) -> None:
@@ -80,23 +80,26 @@ def serve(
     clock: Clock | None = None,
     ticks: int | None = None,
 ) -> int:
-    """Runs ticks as they are due, until it is asked to end.
+    """Run ticks when they are due, until a signal ends the loop.
 
-    Laws: scheduled times are run in their order, none that is not scheduled, and none again that did not fail. Of several that passed while
-    nothing ran, one is run, the last; where `missed` is "skip", none that has passed for longer than a moment.
+    Laws: only scheduled times are run, in order, and a tick is repeated only if it failed. If several times have
+    passed while nothing ran, only the last one is run; with `missed` "skip", none of them, unless it passed just
+    now.
 
     Args:
-        schedule: when.
-        missed: what happens to times that have passed before it began, or while a tick ran or the machine slept.
-        tick: runs one. Where it raises a TrainloadError, that is told. Where this is of storage, data, cluster or work, the tick is run
-            again after a pause that doubles each time, while the next one is not due: it says itself when it has failed often enough.
-        last_done: the last time that was run, by whomever; None: there was none.
-        on_event: told what happens.
-        clock: the time; None: the machine's, which heeds signals.
-        ticks: end after so many; None: do not.
+        schedule: schedule of the ticks.
+        missed: treatment of times that passed before the loop began, while a tick ran, or while the
+            machine was suspended.
+        tick: runs a tick. A TrainloadError is reported. After an error of storage, data, cluster or
+            work, the tick is retried until the next one is due, after a pause that doubles each time;
+            the tick itself limits its attempts.
+        last_done: returns the time of the last finished tick, of any process; None if there is none.
+        on_event: called with progress messages.
+        clock: the clock; None for the machine's, with signal handling.
+        ticks: number of ticks after which the loop ends; None for no limit.
 
     Returns:
-        How many were run.
+        The number of ticks that were run.
     """
     if clock is None:
         wall = WallClock()
@@ -143,7 +146,7 @@ def _serve(
 
 
 def _last(last_done: Callable[[], datetime | None], on_event: Callable[[str], None]) -> datetime | None:
-    """The last time that was run, as far as the store can be asked."""
+    """Return the time of the last finished tick; None if there is none, or the store is not reachable."""
     try:
         return last_done()
     except _PASSING as error:
@@ -152,7 +155,7 @@ def _last(last_done: Callable[[], datetime | None], on_event: Callable[[str], No
 
 
 def _run(schedule: Schedule, when: datetime, tick: Callable[[datetime], object], on_event: Callable[[str], None], clock: Clock) -> bool:
-    """Runs a tick; again, after a pause, where it fails of what may pass, while the next one is not due. Returns: whether to end."""
+    """Run a tick, and retry it after temporary errors until the next one is due; return True if the loop should end."""
     pause = FIRST_PAUSE
     while True:
         try:
@@ -172,5 +175,5 @@ def _run(schedule: Schedule, when: datetime, tick: Callable[[datetime], object],
 
 
 def _before(schedule: Schedule, moment: datetime) -> datetime:
-    """A time after which the last scheduled one until a moment comes."""
+    """Return a time just before the last scheduled time that is not after `moment`."""
     return schedule.last_until(moment) - timedelta(microseconds=1)

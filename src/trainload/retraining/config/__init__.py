@@ -1,1 +1,1 @@
-"""The file of a retraining, and its checks."""
+"""The configuration file of a retraining, and its checks."""

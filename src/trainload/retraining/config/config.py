@@ -1,4 +1,4 @@
-"""What a retraining is: a YAML or TOML file, read and checked before anything runs."""
+"""The configuration of a retraining: a YAML or TOML file, read and checked before anything runs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from trainload.sharding.plans.strategies import Strategy
 
 MOST_BYTES = 2**20
 KEYS_ELSEWHERE = {"eval_batches": "evaluation.batches", "optimizer_from": "train.optimizer"}
-"""Settings of a run that have a key of their own in the file."""
+"""Settings of a run that have their own key in the file."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,9}) ?([smhdw])")
 _LONGEST = timedelta(days=36500)
 
 
 def seconds_of(text: object) -> object:
-    """The seconds of a text such as "90s", "30m", "6h", "7d" or "2w"; anything else as it is."""
+    """Convert a text such as "90s", "30m", "6h", "7d" or "2w" to a timedelta; return anything else unchanged."""
     found = _SPAN.fullmatch(text) if isinstance(text, str) else None
     seconds = int(found[1]) * _UNITS[found[2]] if found else 0
     return timedelta(seconds=seconds) if 0 < seconds <= _LONGEST.total_seconds() else text
@@ -71,20 +71,20 @@ Span = Annotated[
     PlainSerializer(_as_span, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": f"^{_SPAN.pattern}$"}),
 ]
-"""A time, written "6h"."""
+"""A duration, written as "6h"."""
 Names = Annotated[
     tuple[str, ...],
     BeforeValidator(_several),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
-"""One text or a list of them."""
+"""A text or a list of texts."""
 Some = Annotated[Names, Field(min_length=1)]
-"""The same, and not none."""
+"""A text or a non-empty list of texts."""
 Folder = Annotated[str, AfterValidator(_check_folder)]
-"""A path of this machine."""
+"""A path on this machine."""
 Positive = Annotated[int, Field(ge=1, strict=True)]
 MOST_ATTEMPTS = 20
-"""How often a tick is begun at most."""
+"""Maximum number of attempts of a tick."""
 
 
 class _Section(BaseModel):
@@ -92,14 +92,16 @@ class _Section(BaseModel):
 
 
 class Window(_Section):
-    """Which of the data a tick has.
+    """Selection of a tick's data.
 
     Attributes:
-        kind: "new": the files that no tick before has had; "path": those whose paths are of the last `span`, where `files` says how a path
-            has the time, as in "events/{time:%Y/%m/%d}/*.parquet"; "column": the rows whose `column` is of the last `span`.
-        span: how far back from the scheduled time, which is not part of it.
-        column: of timestamps, or of seconds since 1970.
-        since: "tick": files that an earlier tick has had are not new; "promoted": only those of the ticks that were promoted are not.
+        kind: "new": files that no earlier tick has used; "path": files whose paths have a time within
+            the last `span`, where `files` describes the time in a path, as in
+            "events/{time:%Y/%m/%d}/*.parquet"; "column": rows whose `column` is within the last `span`.
+        span: length of the window before the scheduled time, which is excluded.
+        column: column with timestamps, or seconds since 1970.
+        since: "tick": files that any earlier tick has used are not new; "promoted": only files of
+            promoted ticks are not new.
     """
 
     kind: Literal["new", "path", "column"] = "new"
@@ -119,16 +121,17 @@ class Window(_Section):
 
 
 class Data(_Section):
-    """The rows that a tick trains on.
+    """Training data of a tick.
 
     Attributes:
-        files: paths, folders, patterns or fsspec URLs, as of `trainload launch --data`.
-        window: which of them.
-        bad: what happens to files that lack a column, cannot be read or hold a NaN: "refuse": the tick ends without a release; "skip":
-            they are left out.
-        least_rows: with fewer the tick ends as one without new data.
-        drop: columns that are no inputs of the package.
-        inspect_rows: rows, spread over the files, whose values are looked at for NaN and for the statistics of drift.
+        files: paths, folders, patterns or fsspec URLs, as for `trainload launch --data`.
+        window: selection among them.
+        bad: treatment of files that lack a column, cannot be read or contain NaN: "refuse": the tick
+            ends without a release; "skip": they are left out.
+        least_rows: minimum number of rows; with fewer rows, there is no new data.
+        drop: columns that are not inputs of the package.
+        inspect_rows: number of rows, spread over the files, that are inspected for NaN and for the
+            statistics of drift.
     """
 
     files: Some
@@ -140,13 +143,13 @@ class Data(_Section):
 
 
 class Slices(_Section):
-    """Groups of the held-out rows that have a bar of their own.
+    """Groups of held-out rows with their own requirement.
 
     Attributes:
-        column: whose values make the groups; it is no input of the package.
-        require: the bar of each, an expression as `Gate.require`.
-        values: which values; None: all that there are, at most 64.
-        least_rows: with fewer a group is not judged.
+        column: column by whose values rows are grouped. It is not an input of the package.
+        require: expression that must hold for each group, as `Gate.require`.
+        values: values of the column; None for all values, at most 64.
+        least_rows: groups with fewer rows are not judged.
     """
 
     column: str
@@ -156,13 +159,14 @@ class Slices(_Section):
 
 
 class Evaluation(_Section):
-    """The rows on which champion and challenger are compared.
+    """Held-out rows on which champion and challenger are compared.
 
     Attributes:
-        files: held-out data, as `Data.files`; or
-        hold_out: the share of the tick's own rows that are held out. Which ones follows from their places in their files.
-        batches: at most so many global batches.
-        slices: groups with bars of their own.
+        files: held-out data, as `Data.files`. Alternatively,
+        hold_out: fraction of the tick's rows that are held out. They are selected by their positions
+            in their files.
+        batches: maximum number of global batches.
+        slices: groups with their own requirement.
     """
 
     files: Some | None = None
@@ -178,15 +182,16 @@ class Evaluation(_Section):
 
 
 class Train(_Section):
-    """How a challenger is trained.
+    """Training of a challenger.
 
     Attributes:
-        steps: updates; or
-        epochs: how often all rows are trained on. Neither: the steps of the package.
-        start: from which weights: those of the release that is "current", or those that the line's "first" release has.
-        checkpoint_every: updates between two checkpoints; None: one at the end.
-        optimizer: whether its state is that at the end of the run that made the release which it starts from: "kept"; or "fresh".
-        settings: of the run and of what it trains, as of `trainload launch --set`.
+        steps: number of updates. Alternatively,
+        epochs: number of passes over all rows. If neither is given, the package's steps apply.
+        start: initial weights: those of the "current" release, or of the line's "first" release.
+        checkpoint_every: updates between two checkpoints; None for one at the end.
+        optimizer: initial optimizer state: "kept" from the end of the run that created the release
+            from which it starts, or "fresh".
+        settings: settings of the run and of the training, as for `trainload launch --set`.
     """
 
     steps: Positive | None = None
@@ -208,20 +213,22 @@ class Train(_Section):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The settings as --set has them."""
+        """Settings in the form of --set."""
         return tuple(f"{name}={_spelled(value)}" for name, value in sorted(self.settings.items()))
 
 
 class Resources(_Section):
-    """Where a challenger is trained and evaluated.
+    """Resources for training and evaluation.
 
     Attributes:
-        backend: "ray", or "local": one process.
-        address: of a Ray cluster; None: a local one, for each run.
-        nodes: of the cluster. workers: devices of each. device: of which kind.
-        strategy: how the package is spread over them; None: as `trainload launch` chooses.
-        plan: a plan that `trainload plan` wrote, in place of the others.
-        compile: whether graphs are compiled.
+        backend: "ray", or "local" for one process.
+        address: address of a Ray cluster; None for a local one, started for each run.
+        nodes: number of nodes.
+        workers: number of devices of each node.
+        device: kind of the devices.
+        strategy: parallelism strategy; None for the one that `trainload launch` chooses.
+        plan: path of a plan that `trainload plan` wrote, which replaces the other keys.
+        compile: True to compile the graphs.
     """
 
     backend: Literal["ray", "local"] = "ray"
@@ -241,11 +248,11 @@ class Resources(_Section):
 
 
 class Drift(_Section):
-    """What is thought of data that is not like what the champion was trained on; 0: nothing, 0.1: a little, 0.25: much.
+    """Thresholds for drift from the champion's training data. 0 means no drift, 0.1 little, 0.25 much.
 
     Attributes:
-        warn: a column from here on is warned of; None: none is.
-        bar: a column from here on rejects the challenger; None: none does.
+        warn: drift of a column from which there is a warning; None for no warnings.
+        bar: drift of a column from which the challenger is rejected; None to reject none.
     """
 
     warn: Annotated[float, Field(gt=0)] | None = 0.2
@@ -253,11 +260,11 @@ class Drift(_Section):
 
 
 class Gate(_Section):
-    """What a challenger must be like to be promoted.
+    """Requirements for the promotion of a challenger.
 
     Attributes:
-        require: an expression over the metrics of both: docs/retraining.md.
-        drift: of its data.
+        require: expression over the metrics of champion and challenger (docs/retraining.md).
+        drift: thresholds for the drift of its data.
     """
 
     require: str = "eval.loss <= champion.eval.loss"
@@ -265,13 +272,13 @@ class Gate(_Section):
 
 
 class Lease(_Section):
-    """How ticks of one line keep out of each other's way.
+    """Mutual exclusion of the ticks of a line.
 
     Attributes:
-        seconds: how long a scheduler may be silent before another one takes its place.
-        taken: what a tick does where another one is under way: "forbid": it ends at once; "queue": it waits; "replace": it asks that one
-            to stop.
-        patience: how long it waits.
+        seconds: time without a renewal after which another scheduler may take the lease.
+        taken: behavior of a tick while another one runs: "forbid": it ends immediately; "queue": it
+            waits; "replace": it requests the other one to stop.
+        patience: maximum time that it waits.
     """
 
     seconds: Span = timedelta(seconds=60)
@@ -280,12 +287,14 @@ class Lease(_Section):
 
 
 class Timing(_Section):
-    """When ticks are due.
+    """Schedule of the ticks.
 
     Attributes:
-        every: a time between two, from the beginning of 1970 in UTC on; or
-        cron: a crontab's five fields, in the time `zone`.
-        missed: times that have passed while nothing ran: "skip"; or "once": the last of them is run.
+        every: interval between ticks, counted from the beginning of 1970 in UTC. Alternatively,
+        cron: five fields of a crontab.
+        zone: time zone of the crontab.
+        missed: treatment of times that passed while nothing ran: "skip" skips them, "once" runs the
+            last of them.
     """
 
     every: Span | None = None
@@ -303,13 +312,14 @@ class Timing(_Section):
 
 
 class Retention(_Section):
-    """What is kept.
+    """Retention of runs and releases.
 
     Attributes:
-        runs: folders of the newest runs; that of the champion's run is kept beside them.
-        releases: so many of the releases that were current keep their files, the newest ones, which `rollback` can go back to; None: all
-            releases do. The newest challenger keeps them too, and the release that each training starts from. Other lines of the store are
-            left alone.
+        runs: number of the newest runs whose folders are kept, in addition to the champion's.
+        releases: number of the newest releases that were current whose files are kept, so that
+            `rollback` can use them; None to keep all. The files of the newest challenger, and of the
+            release from which each training starts, are kept as well. Other lines of the store are not
+            affected.
     """
 
     runs: Positive = 3
@@ -317,14 +327,16 @@ class Retention(_Section):
 
 
 class Handover(_Section):
-    """What happens to a release when it is promoted, for those who serve it.
+    """Handover of a promoted release to serving.
 
     Attributes:
-        form: as of `trainload export`.
-        place: a folder; each release is exported into it under its own name, and `current` there is a link to the newest one.
-        graph: of pt2 and aoti: which of the package's graphs; None: the one for prediction.
-        command: what is run afterwards: it gets the tick's record as JSON on its standard input, and the export's path as its last word.
-        timeout: how long it may take.
+        form: format of the export, as for `trainload export`.
+        place: folder into which each release is exported under its own name. The link `current` in it
+            points to the newest one.
+        graph: graph of the package, for pt2 and aoti; None for the prediction graph.
+        command: command that is run afterwards. It receives the tick's record as JSON on standard
+            input, and the export's path as its last argument.
+        timeout: maximum duration of the command.
     """
 
     form: Literal["pt2", "aoti", "huggingface"] = "huggingface"
@@ -341,12 +353,12 @@ class Handover(_Section):
 
 
 class Hook(_Section):
-    """A command that is told how a tick ended: it gets the tick's record as JSON on its standard input.
+    """A command that is notified of the end of a tick. It receives the tick's record as JSON on standard input.
 
     Attributes:
-        command: its words; no shell.
-        outcomes: that it is told of.
-        timeout: how long it may take.
+        command: the command and its arguments, run without a shell.
+        outcomes: outcomes for which it is run.
+        timeout: maximum duration of the command.
     """
 
     command: Some
@@ -361,14 +373,16 @@ class Hook(_Section):
 
 
 class Config(_Section):
-    """A retraining.
+    """Configuration of a retraining.
 
     Attributes:
-        store: where its releases and records are: a folder or an fsspec URL.
-        line: of the store's releases.
-        package: published as the line's first release where it has none: a folder, or STORE#LINE/N.
-        runs: a folder for runs, on storage that all nodes share.
-        attempts: how often a tick may fail before it is given up, 20 at most. One that is killed from outside is begun 20 times.
+        store: folder or fsspec URL of the store for its releases and records.
+        line: line of the store's releases.
+        package: package that is published as the line's first release if it has none: a folder, or
+            STORE#LINE/N.
+        runs: folder for runs, on storage that all nodes share.
+        attempts: number of failures after which a tick is given up, at most 20. A tick that is killed
+            from outside is begun up to 20 times.
     """
 
     store: str
@@ -388,20 +402,21 @@ class Config(_Section):
     notify: Hook | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As a record has it. Law: `Config.model_validate(c.to_json()) == c`."""
+        """Return the configuration as JSON data. Law: `Config.model_validate(c.to_json()) == c`."""
         return self.model_dump(mode="json", by_alias=True)
 
 
 OWN = ("store", "runs", "cluster", "schedule", "lease", "retention", "handover", "notify")
-"""The keys that are each machine's own. They come from its file alone: commands and folders that a record of the store names are not used,
-since whoever may write to the store need not be allowed to run commands here."""
+"""Keys that each machine reads from its own file only. Commands and folders in records of the store are not used, since write
+access to the store must not imply permission to run commands here."""
 
 
 def read_config(path: Path) -> Config:
-    """The retraining that a file describes. Relative paths in it start at its folder.
+    """Read the configuration of a retraining. Relative paths in the file are relative to its folder.
 
     Raises:
-        RequestError: there is no such file, it is no YAML or TOML, or a key or value is not allowed: which, and what is.
+        RequestError: the file does not exist, is not valid YAML or TOML, or has a key or value that is not
+            allowed; names it and what is allowed.
     """
     if not path.is_file():
         raise RequestError("there is no such file", where=str(path), hint="Write one: `trainload retrain init FILE`.")
@@ -419,7 +434,7 @@ def read_config(path: Path) -> Config:
 
 
 def checked(raw: Mapping[str, Any], where: str) -> Config:
-    """A retraining of its keys and values.
+    """Build a configuration from keys and values.
 
     Raises:
         RequestError: a key or value is not allowed; names the key, the value and what is allowed.
@@ -447,7 +462,7 @@ def _refusal(first: Any, place: Sequence[str], where: str) -> RequestError:
 
 
 def _keys(place: Sequence[str]) -> list[str]:
-    """The keys that are allowed at a place."""
+    """Return the keys that are allowed at a place."""
     kind: Any = Config
     for part in place:
         if isinstance(kind, type) and issubclass(kind, BaseModel) and part in kind.model_fields:
@@ -458,7 +473,7 @@ def _keys(place: Sequence[str]) -> list[str]:
 
 
 def _section_of(kind: Any) -> Any:
-    """The section in a type such as `Slices | None`."""
+    """Return the section in a type such as `Slices | None`."""
     if get_origin(kind) in (Union, UnionType):
         return next((each for each in get_args(kind) if isinstance(each, type) and issubclass(each, BaseModel)), kind)
     return kind
@@ -471,7 +486,7 @@ def _spelled(value: object) -> str:
 
 
 def _placed(config: Config, folder: Path) -> Config:
-    """With the paths that start at the file's folder."""
+    """Return the configuration with relative paths resolved against the file's folder."""
 
     def whole(path: str) -> str:
         return path if "://" in path or path.startswith("${") else str((folder / Path(path).expanduser()).absolute())

@@ -5,8 +5,8 @@
     value      = number | name | "-" value | value ("+" | "-" | "*" | "/") value | ("abs" | "min" | "max") "(" value, ... ")"
                | "(" value ")"
 
-A comparison of something that is no finite number is unknown, and so is what depends on it: `not` of it too, `and` unless another part is
-false, `or` unless another part is true. What is unknown does not hold.
+A comparison with a non-finite number is unknown, and so are expressions that depend on it: `not`, `and` unless another
+part is false, `or` unless another part is true. An unknown condition does not hold.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ _FORM = "comparisons of numbers and metrics, with and, or, not, + - * /, abs, mi
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One comparison, as it came out.
+    """An evaluated comparison.
 
     Attributes:
-        text: of it. left, right: its sides. holds: None where a side is no finite number.
+        text: its text.
+        left: value of its left side.
+        right: value of its right side.
+        holds: its result; None if a side is not finite.
     """
 
     text: str
@@ -64,7 +67,8 @@ class Expression:
     """A condition over named numbers.
 
     Attributes:
-        text: as it was written. names: that it uses.
+        text: its text.
+        names: names that it uses.
     """
 
     def __init__(self, text: str, where: str) -> None:
@@ -82,7 +86,7 @@ class Expression:
         self._tree = tree
 
     def check(self, known: Collection[str]) -> None:
-        """Check that all names are known. Raises: RequestError, with the nearest one."""
+        """Raise RequestError, with the most similar known name, if a name is unknown."""
         for name in sorted(self.names - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {close[0]}?" if close else ""
@@ -91,10 +95,10 @@ class Expression:
             )
 
     def evaluate(self, values: Mapping[str, float]) -> tuple[bool | None, tuple[Comparison, ...]]:
-        """Whether it holds; None: that is unknown. And every comparison in it, in order.
+        """Return the result, None if it is unknown, and every comparison, in order.
 
         Args:
-            values: of all names.
+            values: values of all names.
         """
         found: list[Comparison] = []
         return self._holds(self._tree, values, found), tuple(found)
@@ -105,7 +109,7 @@ class Expression:
         return RequestError(f"an expression is not allowed: {problem}", where=self._where, expected=expected, got=got or self.text[:200])
 
     def _check(self, node: ast.expr, depth: int) -> set[str]:
-        """The names of a condition."""
+        """Check a condition, and return its names."""
         if depth > _MAX_DEPTH:
             raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
         match node:
@@ -118,7 +122,7 @@ class Expression:
         raise self._wrong(f"this is no comparison: {self._spelled(node)}")
 
     def _check_value(self, node: ast.expr, depth: int) -> set[str]:
-        """The names of a number."""
+        """Check a numeric expression, and return its names."""
         if depth > _MAX_DEPTH:
             raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
         match node:
@@ -136,7 +140,7 @@ class Expression:
         raise self._wrong(f"this is no number: {self._spelled(node)}")
 
     def _name(self, node: ast.expr) -> str:
-        """The dotted name that a node is."""
+        """Return the dotted name of a node."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -199,13 +203,13 @@ class Expression:
 
 
 def parse(text: str, where: str) -> Expression:
-    """An expression.
+    """Parse an expression.
 
     Args:
-        text: of it.
-        where: what holds it, for errors.
+        text: its text.
+        where: its location, for errors.
 
     Raises:
-        RequestError: it is none, or holds something that is not allowed.
+        RequestError: it is not an expression, or contains something that is not allowed.
     """
     return Expression(text, where)

@@ -1,4 +1,4 @@
-"""The file that `retrain init` writes: every key, with what it means; what is not needed is commented out."""
+"""The file that `retrain init` writes: every key with its meaning; optional keys are commented out."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The data of a tick."""
+"""Data of a tick: windows, snapshots, row selection and drift."""

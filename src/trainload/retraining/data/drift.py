@@ -1,9 +1,9 @@
-"""How far the values of a column are from those that the champion was trained on: the population stability index.
+"""Drift of a column's values from the champion's training data: the population stability index (PSI).
 
-The index compares the shares p and q of two samples in the same bins: sum of (p - q) * ln(p / q). It is the symmetrised Kullback-Leibler
-divergence of the binned samples (Jeffreys 1946), and has its name, and its rule of thumb, from credit scoring (Siddiqi, Credit Risk
-Scorecards, 2006): below 0.1 little has changed, from 0.25 on much. The bins are the deciles of the first sample; for integers of few values
-each value is one.
+The index compares the shares p and q of two samples in the same bins: sum of (p - q) * ln(p / q). It is the symmetrized
+Kullback-Leibler divergence of the binned samples (Jeffreys 1946). Its name and rule of thumb are from credit scoring
+(Siddiqi, Credit Risk Scorecards, 2006): below 0.1 little has changed, from 0.25 on much. The bins are the deciles of the
+first sample; for integers with few values, each value is a bin.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ from trainload.launching.data.columns import Array
 Floats = npt.NDArray[np.float64]
 
 MOST_VALUES = 64
-"""So many different values of integers are counted one by one."""
+"""Maximum number of distinct integers that are counted individually."""
 _PERCENTILES = 100
 _MOST_SAMPLES = 200_000
 _LEAST = 1e-4
-"""The share that an empty bin is taken to have, so that the index is finite."""
+"""Assumed share of an empty bin, which keeps the index finite."""
 
 
 class ColumnStatistics(Record):
-    """What the values of a column are like; of rows with dims, all their elements.
+    """Statistics of a column's values, including all elements of rows with dims.
 
     Attributes:
-        count: values that were looked at. broken: how many of them are NaN or infinite; the others are told of.
-        mean, deviation, least, greatest: None where there is no value.
-        percentiles: 101 values, from the least to the greatest; () where the values are counted.
-        counts: of integers of few values: value -> how often it is there, among the samples.
+        count: number of values that were inspected.
+        broken: number of these that are NaN or infinite. The other statistics exclude them.
+        mean: mean; None if there are no finite values, or it overflows.
+        deviation: standard deviation; None likewise.
+        least: minimum; None if there are no finite values.
+        greatest: maximum; None likewise.
+        percentiles: 101 percentiles, from the minimum to the maximum; () if values are counted.
+        counts: for integers with few values: value -> its number among the samples.
     """
 
     count: int
@@ -50,7 +54,7 @@ class ColumnStatistics(Record):
 
 
 class Sampled:
-    """Gathers a column's values, block by block. Of many it keeps every n-th, the same whenever the same blocks come."""
+    """Collector of a column's values, block by block. Of many values it keeps every n-th, deterministically."""
 
     def __init__(self, dtype: str) -> None:
         self._whole = "int" in dtype or dtype == "bool"
@@ -62,7 +66,7 @@ class Sampled:
         self._every = 1
 
     def add(self, block: Array) -> None:
-        """More values, of any shape."""
+        """Add values of any shape."""
         values = np.asarray(block, dtype=np.float64).reshape(-1)
         finite = values[np.isfinite(values)]
         self._broken += values.size - finite.size
@@ -70,7 +74,7 @@ class Sampled:
         if not finite.size:
             return
         self._sum += float(finite.sum())
-        with np.errstate(over="ignore"):  # then there is no deviation to tell
+        with np.errstate(over="ignore"):  # on overflow the deviation is None
             self._squares += float(np.square(finite).sum())
         self._least, self._greatest = min(self._least, float(finite.min())), max(self._greatest, float(finite.max()))
         self._kept.append(finite[:: self._every])
@@ -81,7 +85,7 @@ class Sampled:
             self._held = self._kept[0].size
 
     def statistics(self) -> ColumnStatistics:
-        """What they are like."""
+        """Return the statistics of all values so far."""
         good = self._count - self._broken
         if not good:
             return ColumnStatistics(count=self._count, broken=self._broken)
@@ -103,13 +107,13 @@ class Sampled:
 
 
 def drift_of(before: Mapping[str, ColumnStatistics], now: Mapping[str, ColumnStatistics]) -> dict[str, float]:
-    """The index of each column that both have, with values.
+    """Return the index of each column that has finite values in both.
+
+    Laws: it is finite and not negative, and 0 if the statistics are the same.
 
     Args:
-        before: of the data that the champion was trained on.
-        now: of other data.
-
-    Laws: it is finite and not negative, and 0 where the statistics are the same.
+        before: statistics of the champion's training data.
+        now: statistics of other data.
     """
     found = {}
     for name in sorted(before.keys() & now.keys()):
@@ -120,7 +124,7 @@ def drift_of(before: Mapping[str, ColumnStatistics], now: Mapping[str, ColumnSta
 
 
 def _shares(first: ColumnStatistics, second: ColumnStatistics) -> tuple[Floats, Floats]:
-    """The shares of two samples in the bins of the first."""
+    """Return the shares of two samples in the bins of the first one."""
     if first.counts and second.counts:
         values = sorted(first.counts.keys() | second.counts.keys())
         both = [np.array([each.counts.get(value, 0) for value in values], dtype=np.float64) for each in (first, second)]
@@ -141,8 +145,9 @@ def _percentiles(statistics: ColumnStatistics) -> Floats:
 
 
 def _below(percentiles: Floats, edges: Floats) -> Floats:
-    """The share of a sample that is not above each edge: between two percentiles in proportion, and where several are one value, all of
-    them.
+    """Return the share of a sample that is at most each edge.
+
+    It is interpolated linearly between two percentiles; if several percentiles are equal, all of them count.
     """
     levels = np.linspace(0.0, 1.0, percentiles.size)
     values, first = np.unique(percentiles, return_index=True)

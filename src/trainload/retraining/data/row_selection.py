@@ -1,4 +1,4 @@
-"""Rows that are chosen of a tick's files: by the time in a column, held out, by slices. They are the same wherever they are written."""
+"""Select rows from a tick's files: by the time in a column, held-out rows, slices. The selection is deterministic."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _MOST_SLICES = 64
 _BATCH = 65_536
 _DONE = "rows.json"
 _LONGEST_SLICE, _DIGEST = 128, 16
-"""Characters of a name of a slice, which is that of a part of a mixture, and of the digest that a longer one ends in."""
+"""Maximum length of a slice's name, which is also a name in a mixture, and length of the digest at the end of a longer one."""
 _TICKS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-"""Unit of an Arrow timestamp -> how many are a second."""
+"""Unit of an Arrow timestamp -> number of units in a second."""
 
 
 def chosen_rows(config: Config) -> bool:
-    """Whether rows are chosen, so that files cannot be used as they are."""
+    """Return True if rows are selected, so that files cannot be used directly."""
     window, evaluation = config.data.window, config.evaluation
     return bool(window.kind == "column" or config.data.drop or evaluation.hold_out is not None or evaluation.slices is not None)
 
 
 def extra_columns(config: Config, *, held: bool, trained: bool = True) -> tuple[str, ...]:
-    """Columns that files must have and that are no inputs.
+    """Return the columns that files must have although they are not inputs.
 
     Args:
-        config: the retraining.
-        held: of files whose rows are held out: those that make slices.
-        trained: of files whose rows are trained on: those that tell the time.
+        config: configuration of the retraining.
+        held: True for files with held-out rows, to include the column of slices.
+        trained: True for files with training rows, to include the column of the window.
     """
     found = [*config.data.drop]
     if trained and config.data.window.column is not None:
@@ -61,7 +61,7 @@ def extra_columns(config: Config, *, held: bool, trained: bool = True) -> tuple[
 
 
 def judged_slices(config: Config, found: Collection[str]) -> list[str]:
-    """The slices that have a bar: those of `evaluation.slices.values`, else all that were `found`."""
+    """Return the slices with a requirement: those of `evaluation.slices.values`, or else all that were `found`."""
     slices = config.evaluation.slices
     if slices is None or slices.values is None:
         return sorted(found)
@@ -69,7 +69,7 @@ def judged_slices(config: Config, found: Collection[str]) -> list[str]:
 
 
 def check_tables(config: Config, files: Sequence[DataFile]) -> None:
-    """Check that rows can be selected from files, if the configuration selects rows. Raises: RequestError."""
+    """Raise RequestError if the configuration selects rows, and a file's format does not support that."""
     other = next((file for file in files if file.suffix not in TABLES), None)
     if other is not None and chosen_rows(config):
         raise RequestError(
@@ -80,46 +80,46 @@ def check_tables(config: Config, files: Sequence[DataFile]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TimeWindow:
-    """The rows whose `column` is not before `first` and before `stop`, in seconds since 1970."""
+    """The rows whose `column` is in [first, stop), in seconds since 1970."""
 
     column: str
     first: float
     stop: float
 
     def holds(self, batch: Any, file: DataFile) -> Bools:
-        """Which rows of a batch are in it. Raises: DataError where the column tells no time, or has nulls."""
+        """Return a mask of the batch's rows in the window. Raises DataError if the column is not a time, or has nulls."""
         seconds = _seconds(batch.column(self.column), f"{file.name}, column {self.column!r}")
         found: Bools = (seconds >= self.first) & (seconds < self.stop)
         return found
 
     def rows(self, file: DataFile) -> Bools:
-        """Which rows of a file are in it. Raises: as `holds`."""
+        """Return a mask of the file's rows in the window. The errors are those of `holds`."""
         found = [self.holds(batch, file) for batch in _batches(file, (self.column,))]
         return np.concatenate(found) if found else np.zeros(0, dtype=bool)
 
 
 class RowFiles:
-    """The files of rows that a tick has chosen.
+    """Files with the rows that a tick has selected.
 
     Args:
-        config: the retraining.
-        snapshot: the tick's, with its files and its window.
-        folder: where they are written.
+        config: configuration of the retraining.
+        snapshot: snapshot of the tick, with its files and its window.
+        folder: folder for the files.
     """
 
     def __init__(self, config: Config, snapshot: Snapshot, folder: Path) -> None:
         self._config, self._snapshot, self._folder = config, snapshot, folder
 
     def there(self) -> bool:
-        """Whether they were written."""
+        """Return True if the files were written."""
         return (self._folder / _DONE).is_file()
 
     def write(self) -> dict[str, int]:
-        """Writes them. Returns: how many rows are trained on, held out (of no slice), and of each slice.
+        """Write the files; return the numbers of training rows, of held-out rows without a slice, and of rows of each slice.
 
         Raises:
-            RequestError: the files' format does not let rows be chosen.
-            DataError: a column that tells rows apart holds what it should not.
+            RequestError: the format of the data does not support selecting rows.
+            DataError: a column by which rows are selected has invalid values.
             StorageError: the folder cannot be written.
         """
         try:
@@ -137,7 +137,7 @@ class RowFiles:
         return counts
 
     def source(self, which: str) -> str:
-        """What a run is given: a file of rows, or a mixture with a part for each slice. which: `TRAIN` or `HELD`."""
+        """Return the data for a run: a file of rows, or a mixture with a part for each slice. `which` is `TRAIN` or `HELD`."""
         counts: dict[str, int] = json.loads((self._folder / _DONE).read_bytes())
         if which == TRAIN:
             return str(self._folder / _file(TRAIN))
@@ -149,7 +149,7 @@ class RowFiles:
         return str(path)
 
     def _divide(self, told: FileOf, writers: _Writers, *, held: bool) -> None:
-        """Writes the rows of one file where they belong."""
+        """Distribute the rows of one file to the writers."""
         (file,) = find_files(told.name, READERS)
         check_tables(self._config, (file,))
         start = 0
@@ -184,7 +184,7 @@ class RowFiles:
             )
 
     def _kept(self, batch: Any, *, held: bool) -> Any:
-        """A batch without columns that are no inputs."""
+        """Return a batch without columns that are not inputs."""
         extra = {*extra_columns(self._config, held=True), *extra_columns(self._config, held=held)}
         return batch.select([name for name in batch.schema.names if name not in extra])
 
@@ -199,7 +199,7 @@ class RowFiles:
 
 
 class _Writers:
-    """Arrow files that are being written, by what is in them. They get their names when all are whole."""
+    """Writers of Arrow files, by the name of their rows. The files are renamed when all of them are complete."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -211,11 +211,11 @@ class _Writers:
 
     @property
     def slices(self) -> int:
-        """How many there are beside those that are trained on."""
+        """Number of slices."""
         return len(self._counts.keys() - {TRAIN, HELD})
 
     def add(self, name: str, batch: Any, rows: Bools, where: str) -> None:
-        """Writes those of a batch's rows. where: the file that they are of. Raises: DataError, as `_as_first`."""
+        """Write the masked rows of a batch. `where` is their source file. Raises DataError, as `_as_first` does."""
         if not rows.any():
             return
         part = batch.filter(pa.array(rows))
@@ -227,7 +227,7 @@ class _Writers:
         self._counts[name] = self._counts.get(name, 0) + part.num_rows
 
     def close(self) -> dict[str, int]:
-        """Gives the files their names. Returns: name -> rows."""
+        """Close and rename the files; return name -> number of rows."""
         for writer in self._open.values():
             writer.close()
         for name, temporary in self._temporary.items():
@@ -240,13 +240,13 @@ class _Writers:
 
 
 def _file(name: str) -> str:
-    """The name of the file of a slice: its own where that is a plain one."""
+    """Return the file name for training rows, held-out rows, or a slice, whose name is hashed."""
     plain = name in (TRAIN, HELD)
     return f"{name}.arrow" if plain else f"slice-{hashlib.sha256(name.encode()).hexdigest()[:16]}.arrow"
 
 
 def _slice(column: str, value: object, wanted: set[str] | None) -> str:
-    """Return the name of a slice. One that is too long for a mixture's part ends in a digest, so that two values never share a name."""
+    """Return the name of a slice. If it is too long for a mixture's part, it ends in a digest, so that names are unique."""
     text = str(value)
     name = f"{column}={OTHER}" if wanted is not None and text not in wanted else f"{column}={text}"
     if len(name) <= _LONGEST_SLICE:
@@ -256,7 +256,7 @@ def _slice(column: str, value: object, wanted: set[str] | None) -> str:
 
 
 def _as_first(batch: Any, schema: Any, where: str) -> Any:
-    """A batch with the columns of the first one in their order and types, as far as no value changes. Raises: DataError."""
+    """Return a batch with the column order and types of the first batch. Raises DataError if values would change."""
     try:
         columns = [batch.column(field.name).cast(field.type) for field in schema]
         return pa.RecordBatch.from_arrays(columns, schema=schema)
@@ -270,7 +270,7 @@ def _as_first(batch: Any, schema: Any, where: str) -> Any:
 
 
 def _read(file: DataFile) -> Iterator[Any]:
-    """The record batches of a table, with all columns. Raises: DataError where it cannot be read."""
+    """Yield the record batches of a table, with all columns. Raises DataError if it cannot be read."""
     try:
         yield from _batches(file)
     except (OSError, pa.ArrowException) as error:
@@ -278,7 +278,7 @@ def _read(file: DataFile) -> Iterator[Any]:
 
 
 def _batches(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[Any]:
-    """The record batches of a table. columns: some of them, at least; None: all."""
+    """Yield the record batches of a table, with at least the given columns, or with all of them."""
     if file.suffix == ".parquet":
         with file.opened() as stream, pq.ParquetFile(stream, pre_buffer=False) as opened:
             yield from opened.iter_batches(batch_size=_BATCH, columns=None if columns is None else list(columns))
@@ -288,9 +288,9 @@ def _batches(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[A
 
 
 def _held_out(identity: str, numbers: npt.NDArray[np.uint64], share: float) -> Bools:
-    """Which rows of a file are held out: by a hash of the file and the row's number, so the same in every attempt."""
+    """Return a mask of a file's held-out rows, from a hash of the file and the row number: the same in every attempt."""
     seed = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
-    with np.errstate(over="ignore"):  # splitmix64 (Steele, Lea, Flood 2014) reckons modulo 2**64
+    with np.errstate(over="ignore"):  # splitmix64 (Steele, Lea, Flood 2014) computes modulo 2**64
         mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -300,7 +300,10 @@ def _held_out(identity: str, numbers: npt.NDArray[np.uint64], share: float) -> B
 
 
 def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
-    """A column of moments, in seconds since 1970; those without a zone are in UTC. Raises: DataError where it is none, or has nulls."""
+    """Convert a time column to seconds since 1970; times without a zone are in UTC.
+
+    Raises DataError if the column is not a time, or has nulls.
+    """
     if column.null_count:
         raise DataError("the column that tells the time holds nulls", where=where, hint="Fill them in or leave the rows out.")
     kind = column.type

@@ -1,4 +1,4 @@
-"""The data of a tick: which files, whether they are fit to be trained on, and what their values are like."""
+"""Take the snapshot of a tick's data: find its files, check them, and compute statistics of their values."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ if TYPE_CHECKING:
 
 
 def take(config: Config, scheduled: datetime, package: Package, had: Collection[tuple[str, str]], folder: Path) -> Snapshot:
-    """Looks at the data of a tick.
+    """Take the snapshot of a tick's data.
 
     Args:
-        config: the retraining.
-        scheduled: the tick's time.
-        package: what is trained.
-        had: name and identity of the files that ticks before have had; of a window of the kind new they are left out.
-        folder: of the tick, where rows that are chosen are written.
+        config: configuration of the retraining.
+        scheduled: scheduled time of the tick.
+        package: package that is trained.
+        had: names and identities of files that earlier ticks have used. With a window of the kind
+            "new" they are left out.
+        folder: folder of the tick, into which selected rows are written.
 
     Raises:
-        RequestError: what is asked for does not go with the files' format.
-        StorageError: a URL cannot be reached, or the folder not be written.
+        RequestError: the files' format does not support the configuration.
+        StorageError: a URL cannot be reached, or the folder cannot be written.
     """
     nothing = Snapshot(files=(), held_out=(), rows=0, held_out_rows=0, slices={}, statistics={}, made=False)
     try:
@@ -77,20 +78,20 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
 
 
 def newest(config: Config, scheduled: datetime, package: Package, most: int) -> tuple[int, tuple[FileOf, ...]]:
-    """Looks at the last files of a window, whoever has had them.
+    """Inspect the latest files of a window, whether or not an earlier tick has used them.
 
     Args:
-        config: the retraining.
-        scheduled: the end of the window.
-        package: what is trained.
-        most: how many files are looked at.
+        config: configuration of the retraining.
+        scheduled: end of the window.
+        package: package that is trained.
+        most: maximum number of files that are inspected.
 
     Returns:
-        How many the window has, and what is to be said of the last ones of them.
+        The number of files in the window, and the records of the latest ones.
 
     Raises:
-        RequestError: rows are to be chosen of files in a format that does not let them be.
-        DataError: there are none, they are of several formats, or the files that are held out cannot be used.
+        RequestError: the files' format does not support selecting rows.
+        DataError: there are no files, they have several formats, or the held-out files cannot be used.
         StorageError: a URL cannot be reached.
     """
     files = files_of(config, scheduled)
@@ -105,28 +106,28 @@ def newest(config: Config, scheduled: datetime, package: Package, most: int) -> 
 
 
 def train_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
-    """What a run of a tick is given as data: made again where it is not there."""
+    """Return the training data for a run of a tick; write it if it does not exist."""
     return _source(config, snapshot, folder, TRAIN)
 
 
 def evaluation_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
-    """What a run of a tick is given as held-out data: made again where it is not there."""
+    """Return the held-out data for a run of a tick; write it if it does not exist."""
     return _source(config, snapshot, folder, HELD)
 
 
 def check_evaluable(config: Config, snapshot: Snapshot, folder: Path) -> None:
-    """Check that the held-out rows are those that the tick read. Raises: as `check_unchanged`."""
+    """Check that the held-out rows are those that the tick has read. The errors are those of `check_unchanged`."""
     if not snapshot.made:
         _check_same(snapshot.held_out)
-    elif not RowFiles(config, snapshot, _place(snapshot, folder)).there():  # they are written anew
+    elif not RowFiles(config, snapshot, _place(snapshot, folder)).there():  # they will be written again
         check_unchanged(snapshot)
 
 
 def check_unchanged(snapshot: Snapshot) -> None:
-    """Check that the files are those that the tick read.
+    """Check that the files are those that the tick has read.
 
     Raises:
-        DataError: one has changed, or is gone.
+        DataError: a file has changed, or does not exist any more.
     """
     _check_same((*snapshot.good, *snapshot.held_out))
 
@@ -159,7 +160,7 @@ def _identity(file: DataFile) -> str:
 
 
 def _identity_or_none(file: DataFile) -> str:
-    """A file's identity; "" where it cannot be read, which is said of it when it is looked at."""
+    """Return a file's identity; "" if it cannot be read, which is reported when the file is inspected."""
     try:
         return _identity(file)
     except OSError:
@@ -171,7 +172,7 @@ def _words(text: str) -> str:
 
 
 def _window(config: Config, scheduled: datetime) -> TimeWindow | None:
-    """Which rows a tick has, where that is told by a column."""
+    """Return the window of a tick's rows; None if rows are not selected by a column."""
     window = config.data.window
     if window.column is None or window.span is None:
         return None
@@ -183,7 +184,7 @@ def _look(config: Config, specs: Sequence[InputSpec], files: int, window: TimeWi
 
 
 class _Look:
-    """Looks at files, one after another: whether they fit, and what their values are like."""
+    """An inspector of files, one after another: checks that they fit, and collects statistics of their values."""
 
     def __init__(self, specs: Sequence[InputSpec], extra: Collection[str], rows: int, files: int, window: TimeWindow | None = None) -> None:
         self._specs, self._extra, self._window = specs, extra, window
@@ -193,11 +194,11 @@ class _Look:
 
     @property
     def statistics(self) -> dict[str, ColumnStatistics]:
-        """Of the files that fit."""
+        """Statistics of the files that fit."""
         return {name: sampled.statistics() for name, sampled in self._samples.items()}
 
     def at(self, file: DataFile, identity: str) -> FileOf:
-        """What is to be said of a file."""
+        """Inspect a file, and return its record."""
         sizes, samples = copy.deepcopy(self._sizes), copy.deepcopy(self._samples)
         size, rows, problem = 0, 0, ""
         try:
@@ -213,7 +214,7 @@ class _Look:
             problem = _words(" ".join(str(error).split()))
         except (OSError, pa.ArrowException) as error:
             problem = _words(f"{file.name} cannot be read: {' '.join(str(error).split())}")
-            identity = "" if isinstance(error, OSError) else identity  # it may be read another time, and is new then
+            identity = "" if isinstance(error, OSError) else identity  # it may be readable later, and counts as new then
         if not problem:
             self._sizes, self._samples = sizes, samples
         return FileOf(name=file.name, identity=identity, size=size, rows=rows, problem=problem)
@@ -227,7 +228,7 @@ class _Look:
             check_file(FileSchema(schema.name, schema.rows, kept), self._specs, sizes)
 
     def _values(self, file: DataFile, sizes: Sizes, samples: dict[str, Sampled]) -> str:
-        """Looks at the first rows of a file; of a window, at the first ones in it. Returns: what is wrong with them."""
+        """Inspect the first rows of a file that are in the window; return a problem with them, or ""."""
         chosen = None if self._window is None or file.suffix not in TABLES else self._window.rows(file)
         start = looked = 0
         for block in READERS[file.suffix].read_blocks(file, self._specs, sizes):
@@ -248,7 +249,7 @@ class _Look:
 
 
 def _refusal(config: Config, files: Sequence[DataFile], told: Sequence[FileOf]) -> str:
-    """Why a tick's data is not trained on."""
+    """Return the reason to refuse a tick's data; "" if there is none."""
     try:
         one_format(files)
     except DataError as error:
@@ -260,7 +261,7 @@ def _refusal(config: Config, files: Sequence[DataFile], told: Sequence[FileOf]) 
 
 
 def _held_out(config: Config, specs: Sequence[InputSpec]) -> tuple[tuple[FileOf, ...], str]:
-    """The files that are held out, and why they cannot be used."""
+    """Return the records of the held-out files, and the reason why they cannot be used, or ""."""
     assert config.evaluation.files is not None, "else a share of the rows is"
     try:
         files = list_files(config.evaluation.files, READERS)
@@ -273,7 +274,7 @@ def _held_out(config: Config, specs: Sequence[InputSpec]) -> tuple[tuple[FileOf,
 
 
 def _counted(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
-    """The snapshot with its numbers of rows; rows that are chosen are written."""
+    """Return the snapshot with its numbers of rows, after writing selected rows."""
     if chosen_rows(config):
         counts = RowFiles(config, snapshot, _place(snapshot, folder)).write()
         held = {name: rows for name, rows in counts.items() if name != TRAIN}
@@ -291,7 +292,10 @@ def _counted(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
 
 
 def _place(snapshot: Snapshot, folder: Path) -> Path:
-    """The folder of a snapshot's own data in that of a tick: a process that was paused, and has seen other files, has another one."""
+    """Return the folder for a snapshot's data within that of a tick.
+
+    It depends on the files, so that a process that was paused, and has seen other files, uses another folder.
+    """
     files = [[(file.name, file.identity) for file in each] for each in (snapshot.good, snapshot.held_out)]
     return folder / f"data-{sha256_bytes(canonical_json([files, snapshot.first, snapshot.stop]))[:16]}"
 

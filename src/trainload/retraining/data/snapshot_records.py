@@ -17,9 +17,12 @@ class FileOf(Record):
     """A file of a snapshot.
 
     Attributes:
-        name: its path or URL. identity: its sha256, or what a URL's file system says of its version; "": it could not be read.
-        size: bytes. rows: of it.
-        problem: why it cannot be trained on; "": it can.
+        name: its path or URL.
+        identity: its SHA-256, or a hash of its version in a URL's file system; "" if it could not be
+            read.
+        size: size in bytes.
+        rows: number of rows.
+        problem: reason why it cannot be used for training; "" if it can.
     """
 
     name: Words
@@ -33,14 +36,18 @@ class Snapshot(Record):
     """The data of a tick.
 
     Attributes:
-        files: that are trained on, and those that were left out since they are bad.
-        held_out: those that champion and challenger are compared on; () where a share of `files` is held out.
-        rows: that are trained on. held_out_rows: that are held out.
-        slices: value -> held-out rows that have it.
-        statistics: of the columns that are trained on.
-        made: whether rows were chosen, and written anew into the tick's folder.
-        first, stop: of a window by column: seconds since 1970, the first one of it, and the first one after it.
-        empty: why there is nothing new to train on; refused: why the data is not trained on. "": there is, and it is.
+        files: training files, including bad ones that are left out.
+        held_out: files on which champion and challenger are compared; () if a fraction of `files` is
+            held out.
+        rows: number of training rows.
+        held_out_rows: number of held-out rows.
+        slices: slice -> number of its held-out rows.
+        statistics: statistics of the training columns.
+        made: True if rows were selected, and written into the tick's folder.
+        first: beginning of a window by column, in seconds since 1970.
+        stop: end of that window, which is excluded.
+        empty: reason why there is no new data; "" if there is new data.
+        refused: reason why the data is refused; "" if it is used.
     """
 
     files: Annotated[tuple[FileOf, ...], Field(max_length=100_000)]
@@ -57,5 +64,5 @@ class Snapshot(Record):
 
     @property
     def good(self) -> tuple[FileOf, ...]:
-        """The files that are trained on."""
+        """Files that are used for training."""
         return tuple(file for file in self.files if not file.problem)

@@ -1,4 +1,4 @@
-"""Which files a tick has."""
+"""Select the files of a tick."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _STEPS = {
     "H": timedelta(hours=1),
     "M": timedelta(minutes=1),
 }
-"""The directives of a time in a path, and how far apart two of them may be at most."""
+"""Directives of a time in a path -> maximum time between two of their values."""
 _MOST_PATHS = 100_000
 TABLES = (".parquet", ".arrow", ".feather")
-"""The formats whose rows can be chosen by a column's values."""
+"""Suffixes of the formats whose rows can be selected by a column's values."""
 
 
 def check_window(config: Config) -> None:
     """Check that a window fits the files that it selects from.
 
     Raises:
-        RequestError: it does not: names the key and what is allowed.
+        RequestError: it does not fit; names the key and what is allowed.
     """
     files, window = config.data.files, config.data.window
     for text in files:
@@ -45,14 +45,16 @@ def check_window(config: Config) -> None:
 
 
 def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
-    """The files of a tick's window, in order. Of a window of the kind new those too that ticks before have had.
+    """Return the files of a tick's window, in order.
+
+    With a window of the kind "new", files that earlier ticks have used are included.
 
     Args:
-        config: the retraining.
-        scheduled: the tick's time.
+        config: configuration of the retraining.
+        scheduled: scheduled time of the tick.
 
     Raises:
-        MissingDataError: there are none.
+        MissingDataError: there are no files.
         StorageError: a URL cannot be reached.
     """
     data = config.data
@@ -74,7 +76,7 @@ def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
 
 
 def one_format(files: Sequence[DataFile]) -> None:
-    """Check that all files are of one format. Raises: DataError."""
+    """Raise DataError if the files have several formats, or an unknown one."""
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
         raise DataError(
@@ -86,7 +88,7 @@ def one_format(files: Sequence[DataFile]) -> None:
 
 
 def _form(text: str) -> str:
-    """The form of the time in a path."""
+    """Return the time format in a path. Raises RequestError if there is not exactly one valid format."""
     found = _TIME.findall(text)
     if len(found) != 1:
         raise RequestError(
@@ -104,7 +106,7 @@ def _form(text: str) -> str:
 
 
 def _paths(text: str, start: datetime, stop: datetime) -> list[str]:
-    """A path for each time from `start` on and before `stop`, as finely as it tells the time."""
+    """Return a path for each time in [start, stop), at the resolution of its time format."""
     form = _form(text)
     step = min(_STEPS[each] for each in re.findall(r"%(.)", form))
     step = min(step, timedelta(days=1))  # months and years are found by their days
@@ -119,6 +121,6 @@ def _paths(text: str, start: datetime, stop: datetime) -> list[str]:
 
 
 def _floor(moment: datetime, step: timedelta) -> datetime:
-    """The last beginning of a day, an hour or a minute that is not after a moment."""
+    """Round a time down to the beginning of a day, an hour or a minute."""
     day = moment.replace(hour=0, minute=0, second=0, microsecond=0)
     return day + (moment - day) // step * step

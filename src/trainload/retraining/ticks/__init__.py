@@ -1,1 +1,1 @@
-"""One tick of a retraining: its stages, its lease and its gate."""
+"""Ticks of a retraining: stages, lease and promotion gate."""

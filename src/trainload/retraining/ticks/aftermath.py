@@ -1,4 +1,4 @@
-"""What follows a tick: a promoted release is handed over, old runs are removed, a command is told. None of it undoes the tick."""
+"""Actions after a tick: hand over a promoted release, remove old runs, notify a command. Their failures do not undo the tick."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ CURRENT = "current"
 
 
 def handed_over(handover: Handover) -> str | None:
-    """What the link `current` points at; None: there is none."""
+    """Return the target of the link `current`; None if it does not exist."""
     link = Path(handover.place) / CURRENT
     return os.readlink(link) if link.is_symlink() else None
 
 
 def name_at(handover: Handover, line: str, release: str) -> str:
-    """What a release is called at its place."""
+    """Return the name under which a release is exported."""
     return f"{line}-{shown(release)}{_SUFFIXES[handover.form]}"
 
 
 def hand_over(handover: Handover, package: Package, name: str, record: Mapping[str, Any]) -> None:
-    """Exports a release, points the link `current` at it, and runs the command. What was exported before is not exported again.
+    """Export a release unless that was done, make the link `current` point to it, and run the command.
 
     Args:
-        handover: where and how.
-        package: the release's.
-        name: as of `name_at`.
-        record: what the command is told.
+        handover: its configuration.
+        package: package of the release.
+        name: result of `name_at`.
+        record: record that the command receives.
 
     Raises:
-        TrainloadError: it cannot be exported, the place cannot be written, or the command failed.
+        TrainloadError: the export failed, the place cannot be written, or the command failed.
     """
     from trainload.exporting.export_graphs import export
 
@@ -67,15 +67,15 @@ def hand_over(handover: Handover, package: Package, name: str, record: Mapping[s
 
 
 def record_of(ended: Ended) -> dict[str, Any]:
-    """A tick's record as commands are told it."""
+    """Return a tick's record in the form that commands receive."""
     return {**ended.model_dump(mode="json"), "release": None if ended.release is None else shown(ended.release)}
 
 
 def tell(command: Sequence[str], record: Mapping[str, Any], timeout: timedelta) -> None:
-    """Runs a command with a record as JSON on its standard input.
+    """Run a command with a record as JSON on its standard input.
 
     Raises:
-        StorageError: it cannot be started, failed, or took too long.
+        StorageError: the command cannot be started, failed, or timed out.
     """
     where = " ".join(command)
     try:
@@ -91,7 +91,7 @@ def tell(command: Sequence[str], record: Mapping[str, Any], timeout: timedelta) 
         )
     except subprocess.TimeoutExpired as error:
         raise StorageError(f"a command took more than {timeout.total_seconds():g} s", where=where) from error
-    except (OSError, ValueError) as error:  # the second: a word with a NUL in it
+    except (OSError, ValueError) as error:  # ValueError: a word contains NUL
         raise StorageError(f"a command cannot be started: {getattr(error, 'strerror', None) or error}", where=where) from error
     if done.returncode != 0:
         raise StorageError(
@@ -100,13 +100,13 @@ def tell(command: Sequence[str], record: Mapping[str, Any], timeout: timedelta) 
 
 
 def clean_up(config: Config, ticks: Sequence[str], kept: str | None, needed: Collection[str]) -> None:
-    """Removes the folders of old runs, and the files of old releases.
+    """Remove the folders of old runs, and the files of old releases.
 
     Args:
-        config: what is kept.
+        config: configuration with the retention.
         ticks: all ticks of the line, in order.
-        kept: the tick whose run's folder stays, since the optimizer's state of the current release is there.
-        needed: releases whose files stay, whatever was current since.
+        kept: tick whose run's folder is kept, since it has the current release's optimizer state.
+        needed: releases whose files are kept in any case.
 
     Raises:
         TrainloadError: a folder cannot be removed, or the store's gc failed.
@@ -116,10 +116,10 @@ def clean_up(config: Config, ticks: Sequence[str], kept: str | None, needed: Col
     try:
         for name in there[: -config.retention.runs]:
             if name != kept:
-                with suppress(FileNotFoundError):  # another process removes it
+                with suppress(FileNotFoundError):  # another process has removed it
                     (root / name).rename(temporary_beside(root / name))
         for away in root.glob(".*") if root.is_dir() else ():
-            if _AWAY.fullmatch(away.name):  # also those of a process that was killed before it had removed them
+            if _AWAY.fullmatch(away.name):  # including leftovers of a process that was killed
                 with suppress(FileNotFoundError):
                     shutil.rmtree(away)
     except OSError as error:
@@ -131,5 +131,5 @@ def clean_up(config: Config, ticks: Sequence[str], kept: str | None, needed: Col
 
 
 def in_words(error: TrainloadError) -> str:
-    """An error in one line, for a record."""
+    """Return an error as one line, for a record."""
     return " ".join(str(error).split())[:8192]

@@ -1,4 +1,4 @@
-"""Checks of a retraining's file: by itself, and against the package that it trains."""
+"""Checks of a retraining's configuration file: by itself, and against the package that it trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_config(config: Config) -> None:
     """Check a file's expressions, schedule, window and settings.
 
     Raises:
-        RequestError: one is not: names the key, the value and what is allowed.
+        RequestError: one is invalid; names the key, the value and the allowed values.
     """
     from trainload.retraining.ticks.tick_times import schedule_of
     from trainload.retraining.ticks.training import settings_of
@@ -31,7 +31,7 @@ def check_config(config: Config) -> None:
 
 
 def expressions(config: Config) -> dict[str, Expression]:
-    """The expressions of a file, by their keys. Raises: RequestError where one is none."""
+    """Parse the expressions of a file, by their keys. Raises RequestError if one is invalid."""
     found = {"gate.require": config.gate.require}
     if config.evaluation.slices is not None:
         found["evaluation.slices.require"] = config.evaluation.slices.require
@@ -39,14 +39,14 @@ def expressions(config: Config) -> dict[str, Expression]:
 
 
 def known_names(package: Package, *, sliced: bool) -> set[str]:
-    """What expressions may name, of a package. sliced: those of slices may name more."""
+    """Return the names that expressions about a package may use; with `sliced`, including those for slices."""
     metrics = _metrics(package)
     scores = {f"{whose}.{name}" for whose in ("eval", "champion.eval") for name in ("loss", *metrics)}
     return {*_ALWAYS, *scores, *(f"drift.{name}" for name in package.manifest.data_inputs()), *(("slice.rows",) if sliced else ())}
 
 
 def _metrics(package: Package) -> list[str]:
-    """What an evaluation of a package gives beside the loss."""
+    """Return the names of the metrics of a package's evaluation."""
     found: list[str] = []
     for graph in dict.fromkeys(turn.graph for turn in package.recipe.turns):
         own = [output.name for output in package.manifest.graphs[graph].outputs if output.role == "metric"]
@@ -55,6 +55,6 @@ def _metrics(package: Package) -> list[str]:
 
 
 def check_known_names(config: Config, package: Package) -> None:
-    """Check that a file's expressions name values that a package has. Raises: RequestError."""
+    """Raise RequestError if a file's expressions use names that are unknown for a package."""
     for key, expression in expressions(config).items():
         expression.check(known_names(package, sliced=key != "gate.require"))

@@ -1,4 +1,4 @@
-"""The gate: whether a challenger is promoted, and why, or why not."""
+"""The promotion gate: decide if a challenger is promoted, with the reason."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from trainload.core.records import Record
 from trainload.retraining.config.expression import Expression, parse
 
 _FINITE = ("train.loss", "eval.loss")
-"""What must be a finite number, whatever the expressions say."""
+"""Values that must be finite, in addition to the expressions."""
 
 _MOST_REASONS = 3
-"""Comparisons that a reason names; all of them are in the verdict's checks."""
+"""Maximum number of comparisons in a reason. The verdict's checks have all of them."""
 
 Words = Annotated[str, Field(max_length=8192)]
 
 
 class Check(Record):
-    """One thing that was looked at.
+    """A check of the gate.
 
     Attributes:
-        text: what, and what it came to. slice: of which slice; "": of all rows.
-        left, right: the sides of a comparison; None: no finite number, or no comparison.
-        holds: None: unknown, which is as bad as false; or it was not judged.
-        judged: whether it counts.
+        text: description with the result.
+        slice: slice to which it applies; "" for all rows.
+        left: left side of a comparison; None if it is not finite, or the check is no comparison.
+        right: right side of a comparison; None likewise.
+        holds: its result; None if it is unknown, which rejects like False, or was not judged.
+        judged: True if it counts.
     """
 
     text: Words
@@ -39,7 +41,14 @@ class Check(Record):
 
 
 class Verdict(Record):
-    """What the gate says. reason: in a sentence. checks: all that was looked at. warnings: what does not stop a challenger."""
+    """Verdict of the gate.
+
+    Attributes:
+        promote: True if the challenger is promoted.
+        reason: reason for the verdict.
+        checks: all checks.
+        warnings: findings that do not reject the challenger.
+    """
 
     promote: bool
     reason: Words
@@ -58,20 +67,20 @@ def decide(
     drift_warn: float | None = None,
     drift_bar: float | None = None,
 ) -> Verdict:
-    """Decides about a challenger.
+    """Decide about a challenger.
 
     Args:
-        require: the bar, an expression.
-        values: name -> number, of all that it names, and of train.loss and eval.loss.
-        slices_require: the bar of each slice; None: they have none.
-        slices: slice -> its values; "slice.rows" among them.
-        slice_least_rows: one with fewer rows is not judged.
-        drift: column -> how far it is from the champion's data.
-        drift_warn: from where on a column is warned of; None: none is.
-        drift_bar: from where on a column rejects the challenger; None: none does.
+        require: expression that must hold.
+        values: name -> number, for all names in the expression, train.loss and eval.loss.
+        slices_require: expression that must hold for each slice; None for none.
+        slices: slice -> its values, including "slice.rows".
+        slice_least_rows: slices with fewer rows are not judged.
+        drift: column -> drift from the champion's data.
+        drift_warn: drift from which a column causes a warning; None for no warnings.
+        drift_bar: drift from which a column rejects the challenger; None for no such bar.
 
     Raises:
-        RequestError: an expression is none, or names what has no value.
+        RequestError: an expression is invalid, or uses a name without a value.
     """
     checks = [
         Check(text=f"{name} is finite: {values[name]:.6g}", left=_finite(values[name]), holds=math.isfinite(values[name]))
@@ -103,7 +112,7 @@ def decide(
 
 
 def _required(expression: Expression, values: Mapping[str, float], slice_name: str, checks: list[Check]) -> list[str]:
-    """Adds an expression's comparisons to `checks`. Returns: why it does not hold; [] where it does."""
+    """Append an expression's comparisons to `checks`; return the reasons why it does not hold, [] if it does."""
     expression.check(values.keys())
     holds, comparisons = expression.evaluate(values)
     checks += [
@@ -117,7 +126,7 @@ def _required(expression: Expression, values: Mapping[str, float], slice_name: s
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """Return the first texts, and how many more there are."""
+    """Join the first texts, followed by the number of the others."""
     more = len(texts) - _MOST_REASONS
     return "; ".join(texts[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
 

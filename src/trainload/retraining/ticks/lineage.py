@@ -1,4 +1,4 @@
-"""Where a release comes from, and what became of a line's ticks: read from the store alone."""
+"""Lineage of releases, and history of a line's ticks, read from the store alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainload.packaging.stores.store import Store
 from trainload.retraining.ticks.tick_records import Begun, Decided, Ended, Evaluated, Failed, Pinned, Taken, Ticks, Trained
 
 TICK, LINE, RELEASE, STORE = "tick", "migrated.line", "migrated.release", "migrated.store"
-"""The facts of a release that say which tick made it, or of which release of which line its weights were taken."""
+"""Names of a release's facts: the tick that created it, or the line, release and store from which its weights were migrated."""
 _READERS = 8
 
 How = Literal["frozen", "retrained", "migrated"]
@@ -21,7 +21,7 @@ How = Literal["frozen", "retrained", "migrated"]
 
 @dataclass(frozen=True, slots=True)
 class TickStory:
-    """A tick, and what its records say. begun, failures: how often it was begun, and how often it failed."""
+    """A tick and its records. `begun` is the number of its attempts; a stage that was not reached is None."""
 
     name: str
     begun: int
@@ -36,7 +36,7 @@ class TickStory:
 
 @dataclass(frozen=True, slots=True)
 class LineStory:
-    """A line: its releases and what is known of them, what was current one after another, and its ticks."""
+    """A line: the states of its releases, the history of its current release, and its ticks."""
 
     store: str
     line: str
@@ -46,7 +46,7 @@ class LineStory:
 
     @property
     def changes(self) -> tuple[Pointer, ...]:
-        """The history without entries that only confirm the one before."""
+        """History without entries that repeat the previous release."""
         found: list[Pointer] = []
         for entry in self.history:
             if not found or found[-1].release != entry.release:
@@ -56,11 +56,15 @@ class LineStory:
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A release on the way back to the first freeze.
+    """A release in a lineage, which leads back to the first freeze.
 
     Attributes:
-        store, line: its line. state: what is known of it. tick: that made it; None: none did.
-        how: "frozen": it has no parent; "retrained": the next one is its parent, in its line; "migrated": its weights are the next one's.
+        store: store of the release.
+        line: line of the release.
+        state: the release and its state.
+        tick: tick that created it; None if no tick did.
+        how: "frozen": it has no parent; "retrained": the next ancestor is its parent in the same line;
+            "migrated": its weights are from the next ancestor.
     """
 
     store: str
@@ -71,7 +75,7 @@ class Ancestor:
 
 
 def read_tick(ticks: Ticks, name: str) -> TickStory:
-    """What a tick's records say."""
+    """Read the records of a tick."""
     failures = tuple(each for number in range(1, ticks.count(Failed, name) + 1) if (each := ticks.nth_failure(name, number)) is not None)
     return TickStory(
         name=name,
@@ -87,10 +91,10 @@ def read_tick(ticks: Ticks, name: str) -> TickStory:
 
 
 def read_line(store: Store, line: str) -> LineStory:
-    """What a store says of a line.
+    """Read a line from a store.
 
     Raises:
-        StorageError: there is no such line.
+        StorageError: the line does not exist.
         IntegrityError: a record is damaged.
     """
     store.known_line(line)
@@ -101,15 +105,16 @@ def read_line(store: Store, line: str) -> LineStory:
 
 
 def ancestry(store: Store, line: str, release: str | int | None = None) -> tuple[Ancestor, ...]:
-    """A release, its parent, that one's parent, and so on to the first freeze.
+    """Return a release, its parent, and so on up to the first freeze.
 
     Args:
-        store: that has them.
-        line: the release's.
-        release: its number; None: the current one.
+        store: store of the release.
+        line: line of the release.
+        release: number of the release; None for the current one.
 
     Raises:
-        StorageError: there is no such release, or an ancestor lies in another store, which cannot be reached.
+        StorageError: the release does not exist, or an ancestor is in another store that cannot be
+            reached.
     """
     found: list[Ancestor] = []
     states: dict[tuple[str, str], Mapping[str, ReleaseState]] = {}
@@ -131,17 +136,18 @@ def ancestry(store: Store, line: str, release: str | int | None = None) -> tuple
 
 
 def rollback(store: Store, line: str, *, to: str | int | None = None, reason: str = "") -> Pointer:
-    """Makes the release current again that was so before the present one.
+    """Make an earlier release current again, and mark the present one as rejected.
 
     Args:
-        store: that has the line.
-        line: its name.
-        to: another one that was current; None: the last one that became current for the first time before the present one did, and can be
-            used.
-        reason: why; the release that is left is marked as rejected for it, so that nobody promotes it by mistake.
+        store: store of the line.
+        line: name of the line.
+        to: release to which to roll back; None for the last usable release that first became current
+            before the present one did.
+        reason: reason for the rollback. It is recorded with the rejected release, so that nobody
+            promotes it by mistake.
 
     Raises:
-        StorageError: there is none, or it cannot be used any more.
+        StorageError: there is no such release, or it is not usable any more.
         ConflictError: another release was made current meanwhile.
     """
     states = {state.release.id: state for state in store.releases(line)}
@@ -167,7 +173,7 @@ def rollback(store: Store, line: str, *, to: str | int | None = None, reason: st
 
 
 def metrics_of(tick: TickStory | None) -> dict[str, Any]:
-    """What a tick's evaluation came to: of both, by name."""
+    """Return a tick's evaluation by metric: the values of champion and challenger."""
     if tick is None or tick.evaluated is None:
         return {}
     champion, challenger = tick.evaluated.champion, tick.evaluated.challenger
@@ -177,7 +183,7 @@ def metrics_of(tick: TickStory | None) -> dict[str, Any]:
 
 
 def as_json(ancestors: Sequence[Ancestor]) -> list[dict[str, Any]]:
-    """The steps of a lineage, for a machine."""
+    """Return a lineage as JSON data."""
     found = []
     for step in ancestors:
         release, tick = step.state.release, step.tick
@@ -213,7 +219,7 @@ def as_json(ancestors: Sequence[Ancestor]) -> list[dict[str, Any]]:
 
 
 def _migrated_from(store: Store, release: Release) -> tuple[Store, str, Release] | None:
-    """The line and the release whose weights a release has, where its program is another one."""
+    """Return store, line and release from which a release's weights were migrated; None if they were not."""
     line, number, url = (release.facts.get(name) for name in (LINE, RELEASE, STORE))
     if not isinstance(line, str) or not isinstance(number, str):
         return None

@@ -1,9 +1,9 @@
-"""One tick: a scheduled time, run once. Each stage leaves a record, and one that has a record is not done again.
+"""A tick: one scheduled time, run once. Each stage writes a record, and a stage with a record is not repeated.
 
     pin -> snapshot of the data -> train -> evaluate -> decide -> promote or reject -> hand over, clean up, notify -> ended
 
-So a tick may be killed anywhere and run again, here or on another machine: it ends as it would have ended. What is done outside of the
-store (runs, exports, notifications) is done again where nobody knows whether it was.
+So a tick can be killed anywhere and run again, on this or another machine, with the same result. Effects outside of
+the store (runs, exports, notifications) are repeated if it is unknown whether they were completed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from trainload.retraining.ticks.tick_records import (
 
 _POLL_SECONDS = 1.0
 _LATE = 16
-"""How many of the last ticks are looked at for those that were not ended: one at most, unless a process was paused at a bad moment."""
+"""Number of the latest ticks among which unfinished ones are searched. There is at most one, unless a process was paused at a
+bad moment."""
 
 R = TypeVar("R", bound=TickRecord)
 Say = Callable[[str], None]
@@ -52,13 +53,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """A tick under way: what was pinned, and what was found.
+    """Context of a tick in progress.
 
     Attributes:
-        line, name: the tick's. scheduled: its time.
-        store: the line's store.
-        config: as it was pinned, but for what is each machine's own. pinned, held: its record; the lease that it is run under.
-        began: when this process began with it, as `time.monotonic` has it.
+        line: line of the tick.
+        name: name of the tick.
+        store: store of the line.
+        config: its pinned configuration, with this machine's own values for the keys in `OWN`.
+        pinned: its record of the pin stage.
+        held: lease under which it runs.
+        began: start of its execution in this process, by `time.monotonic`.
     """
 
     line: str
@@ -71,44 +75,47 @@ class Trail:
 
     @property
     def scheduled(self) -> datetime:
-        """The tick's time."""
+        """Scheduled time of the tick."""
         return time_of(self.name)
 
 
 class Work(Protocol):
-    """What the stages of a tick do. All of it may be done again, or twice at once, the second time by a process that does not count."""
+    """The stages of a tick.
+
+    Every stage may be repeated, or run twice concurrently, by a process that has lost its lease.
+    """
 
     def first(self, config: Config, store: Store) -> None:
-        """Sees to it that the line has a current release."""
+        """Ensure that the line has a current release."""
 
     def check_fitting(self, config: Config, release: str) -> None:
-        """Check that a retraining fits the release that it would begin with."""
+        """Check that a retraining fits the release from which it would start."""
 
     def snapshot(self, trail: Trail) -> Snapshot:
-        """Looks at the data."""
+        """Inspect the data, and return its snapshot."""
 
     def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
-        """Makes a challenger and publishes it as a candidate. Returns: the fields of `Trained`. Raises: DivergedError."""
+        """Train a challenger and publish it as a candidate; return the fields of `Trained`. Raises DivergedError."""
 
     def evaluate(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
-        """Scores of champion and challenger."""
+        """Return the scores of champion and challenger."""
 
     def decide(self, trail: Trail, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
-        """What the gate says, and the drift of each column."""
+        """Return the gate's verdict, and the drift of each column."""
 
     def after(self, trail: Trail, ended: Ended) -> tuple[str, ...]:
-        """Hands over, cleans up and tells those who want to know. Returns: what went wrong with it."""
+        """Hand over, clean up and notify; return the problems that occurred."""
 
 
 class Scheduler:
-    """Runs the ticks of a line.
+    """Runner of the ticks of a line.
 
     Args:
-        config: the retraining. Ticks that were begun with another one go on with theirs.
-        work: what stages do.
-        say: told what happens.
-        owner: what this process is called; None: after its machine and number.
-        now: the time.
+        config: configuration of the retraining. A tick that was begun with another one keeps it.
+        work: implementation of the stages.
+        say: called with progress messages.
+        owner: name of this process; None for one made of its machine and pid.
+        now: function that returns the time.
     """
 
     def __init__(
@@ -126,18 +133,21 @@ class Scheduler:
         self._leases = LineLeases(self._store, config.line, owner)
 
     def last_done(self) -> datetime | None:
-        """The time of the last tick that was ended; None: there was none. One that was begun and not ended is still due."""
+        """Return the time of the last finished tick; None if there is none. An unfinished tick is still due."""
         ended = self._ticks.of_all(Ended, self._ticks.names()[-_LATE:])
         return time_of(max(ended)) if ended else None
 
     def tick(self, scheduled: datetime) -> Ended:
-        """Runs the tick of a scheduled time, unless that was done; before it, one that was begun before it and not ended.
+        """Run the tick of a scheduled time, unless it is finished. Earlier unfinished ticks are run first.
 
         Raises:
-            RequestError: the time is to come, or a later tick was begun.
-            LeaseTakenError: another process runs a tick of the line, and the retraining does not wait for it.
-            LeaseLostError: this process was silent or paused for too long; nothing more was done.
-            TrainloadError: what a stage raised. The tick can be run again, until it has been begun as often as it may be.
+            RequestError: the time is in the future, or a later tick was begun.
+            LeaseTakenError: another process runs a tick of the line, and the retraining does not wait
+                for it, or not any longer.
+            LeaseLostError: this process was paused or did not renew its lease for too long; it has
+                done nothing since.
+            TrainloadError: an error of a stage. The tick can be run again until its maximum number of
+                attempts is reached.
         """
         name = name_of(scheduled)
         if scheduled > self._now():
@@ -184,7 +194,7 @@ class Scheduler:
         return found
 
     def _unfinished(self, before: str) -> list[str]:
-        """Ticks before a time that were begun and not ended. Raises: RequestError where a later one was begun, and this was not."""
+        """Return the unfinished ticks before a tick. Raises RequestError if a later one was begun and this one was not."""
         names = self._ticks.names()
         if before not in names and names and names[-1] > before:
             raise RequestError("a later tick was begun already", where=before, expected=f"a time after {names[-1]}", got=before)
@@ -197,7 +207,7 @@ class Scheduler:
     def _run(self, name: str, held: Held) -> Ended:
         held.check()
         pinned = self._ticks.read(Pinned, name) or self._pin(name)
-        done = self._ticks.read(Ended, name)  # by whoever had the lease before
+        done = self._ticks.read(Ended, name)  # perhaps by the previous holder of the lease
         if done is not None:
             return done
         config, unreadable = self._begun_with(pinned)
@@ -219,15 +229,18 @@ class Scheduler:
             raise
 
     def _begun_with(self, pinned: Pinned) -> tuple[Config, str]:
-        """The configuration of a tick, with what is each machine's own, and why it cannot be read; then it is this machine's."""
+        """Return the pinned configuration of a tick, with this machine's own keys, and "".
+
+        If it cannot be read, return this machine's configuration and the reason.
+        """
         try:
             found = checked(parse_canonical(pinned.config.encode(), f"{pinned.tick}, pinned.json, config"), f"tick {pinned.tick}")
-        except TrainloadError as error:  # another version of trainload began it
+        except TrainloadError as error:  # another version of trainload wrote it
             return self._config, f"what it was begun with cannot be read by this trainload: {' '.join(str(error).split())}"
         return found.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""
 
     def _hopeless(self, trail: Trail) -> str:
-        """Why a tick is given up; "" where it is not."""
+        """Return the reason to give a tick up; "" if there is none."""
         failures, begun = self._ticks.count(Failed, trail.name), self._ticks.count(Begun, trail.name)
         last = self._ticks.last_failure(trail.name)
         if last is not None and failures >= trail.config.attempts:
@@ -238,7 +251,7 @@ class Scheduler:
         current = self._store.current(self._config.line)
         if current is None:
             raise PackageError("no release is current", where=self._leases.where, hint="`trainload promote` one.")
-        self._work.check_fitting(self._config, current.release)  # a tick keeps what it is begun with
+        self._work.check_fitting(self._config, current.release)  # before it is pinned, since a tick keeps its configuration
         return self._ticks.write(
             Pinned,
             name,
@@ -300,7 +313,7 @@ class Scheduler:
         )
 
     def _settle(self, trail: Trail, trained: Trained | None, decided: Decided) -> Ended:
-        """Does what was decided."""
+        """Execute a decision."""
         if trained is None:
             return self._end(trail, "rejected", decided.reason, warnings=decided.warnings)
         if not decided.promote:
@@ -318,10 +331,11 @@ class Scheduler:
         return self._end(trail, "promoted", decided.reason, trained.release, pointer.id, warnings=decided.warnings)
 
     def _promote(self, trail: Trail, trained: Trained, decided: Decided) -> Pointer:
-        """Makes the challenger current; once, whoever did it.
+        """Make the challenger current, unless that was done by an earlier attempt.
 
         Raises:
-            ConflictError: another release was made current since the tick began, or the challenger was rejected or removed by somebody.
+            ConflictError: another release was made current since the tick began, or the challenger was
+                rejected or removed meanwhile.
         """
         since = [entry for entry in self._store.history(trail.line) if entry.id > trail.pinned.pointer]
         for entry in since:

@@ -1,10 +1,11 @@
-"""What a store says of the ticks of a line: one record for each stage, written once, in the order of the stages.
+"""Records of a line's ticks in a store: one for each stage, written once, in the order of the stages.
 
     lines/LINE/ticks/20261123T060000Z/pinned.json      configuration and parent
     .../data.json  begun-0001.json  trained.json  evaluated.json  decided.json  ended.json
 
-A stage whose record is there was done, whoever did it. So a tick that was broken off anywhere goes on from its last record, and of two
-processes that write the same record, since one of them has slept past the end of its lease, the first one is right.
+A stage with a record is done, regardless of the process that did it. So a tick that was interrupted resumes after its
+last record. If two processes write the same record, because one was suspended past the end of its lease, the first
+one counts.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks.gate import Check
 
 Outcome = Literal["promoted", "rejected", "conflict", "bad data", "no data", "replaced", "failed"]
-"""How a tick ended. conflict: another release was made current meanwhile, by hand; the challenger stays a candidate. replaced: a later tick
-asked it to stop. failed: it was begun as often as it may be."""
+"""Outcome of a tick. conflict: another release was made current manually meanwhile, and the challenger remains a candidate.
+replaced: a later tick requested a stop. failed: the maximum number of attempts was reached."""
 Name = Annotated[str, Field(pattern=r"^[0-9]{8}T[0-9]{6}Z$")]
-"""A scheduled time, as the name of its tick."""
+"""Name of a tick: its scheduled time."""
 _NAME = re.compile(r"[0-9]{8}T[0-9]{6}Z")
 _READERS = 32
 
 
 class TickRecord(Sealed):
-    """A record of a tick: `line` and `tick` are those of its path. `created`: when it was written."""
+    """A record of a tick. `line` and `tick` must match its path; `created` is the time of writing."""
 
     KIND: ClassVar[str]
 
@@ -47,19 +48,20 @@ class TickRecord(Sealed):
 
     @property
     def file(self) -> str:
-        """The name of its file, without .json."""
+        """Name of its file without .json."""
         return self.KIND
 
 
 class Pinned(TickRecord):
-    """What a tick was begun with, and keeps whatever changes meanwhile.
+    """Inputs of a tick, fixed at its beginning.
 
     Attributes:
-        config: the retraining, as JSON.
-        parent: the release that was current: the champion, from which the challenger starts unless it starts from the first one.
-        package: the parent's.
-        pointer: the entry of the line's history of `current` that said so.
-        versions: python, trainload, torch, ray.
+        config: configuration of the retraining, as JSON.
+        parent: the current release: the champion, from which the challenger starts unless the
+            configuration says to start from the first release.
+        package: digest of the parent's package.
+        pointer: entry of the line's history of `current` that made the parent current.
+        versions: versions of python, trainload, torch and ray.
     """
 
     KIND = "pinned"
@@ -80,18 +82,18 @@ class Taken(TickRecord):
 
 
 class NumberedRecord(TickRecord):
-    """A record of which a tick may have several: of its `number`th beginning."""
+    """A record of which a tick may have several, one for each attempt (1-based `number`)."""
 
     number: Annotated[int, Field(ge=1, le=9999)]
 
     @property
     def file(self) -> str:
-        """As of every record."""
+        """Name of its file without .json."""
         return f"{self.KIND}-{self.number:04d}"
 
 
 class Begun(NumberedRecord):
-    """A tick was begun, or gone on with, under the lease of this number, by `owner`."""
+    """The beginning of an attempt of a tick, by `owner` under a lease."""
 
     KIND = "begun"
 
@@ -100,7 +102,7 @@ class Begun(NumberedRecord):
 
 
 class Failed(NumberedRecord):
-    """How a beginning of a tick failed."""
+    """The failure of an attempt of a tick."""
 
     KIND = "failed"
 
@@ -109,16 +111,22 @@ class Failed(NumberedRecord):
 
 
 class Trained(TickRecord):
-    """A challenger.
+    """A trained challenger.
 
     Attributes:
-        release: where it was published, as a candidate. package: its package.
-        run_dir: the run's folder. checkpoint: its last one, with the optimizer's state.
-        steps: updates. first_loss, last_loss: of training.
-        rows: of the data. plan: strategy, ranks, and what else tells it.
-        seconds: stage -> how long it took; "first step": from the beginning of the run to the end of its first step.
-        sent_bytes: that were published; the others the store had.
-        restarts: how often its workers were started again.
+        release: release under which it was published as a candidate.
+        package: digest of its package.
+        run_dir: folder of the run.
+        checkpoint: the run's last checkpoint, with the optimizer state.
+        steps: number of updates.
+        first_loss: training loss of the first step.
+        last_loss: training loss of the last step.
+        rows: number of training rows.
+        plan: strategy, number of ranks and global batch of the plan.
+        seconds: stage -> duration in seconds; "first step" is the time from the start of the tick in
+            this process to the end of the run's first step.
+        sent_bytes: bytes that were published; the store had the others already.
+        restarts: number of restarts of the run's workers.
     """
 
     KIND = "trained"
@@ -138,7 +146,7 @@ class Trained(TickRecord):
 
 
 class Scores(Record):
-    """Of a package on held-out rows: loss, metrics, and the same for each slice. NaN is None."""
+    """Loss and metrics of a package on held-out rows, also for each slice. Non-finite values are None."""
 
     loss: float | None
     metrics: dict[str, float | None]
@@ -147,12 +155,12 @@ class Scores(Record):
 
     @property
     def values(self) -> dict[str, float | None]:
-        """Loss and metrics by name."""
+        """Values of loss and metrics by name."""
         return {"loss": self.loss, **self.metrics}
 
 
 class Evaluated(TickRecord):
-    """Champion and challenger on the same held-out rows."""
+    """Scores of champion and challenger on the same held-out rows."""
 
     KIND = "evaluated"
 
@@ -161,13 +169,14 @@ class Evaluated(TickRecord):
 
 
 class Decided(TickRecord):
-    """What the gate said.
+    """Decision of the gate.
 
     Attributes:
-        promote: whether the challenger becomes current.
-        reason: why, or why not. warnings: what else there is to say.
-        checks: every comparison, with both its sides.
-        drift: column -> how far its values are from those of the champion's data.
+        promote: True if the challenger becomes current.
+        reason: reason for the decision.
+        warnings: findings that do not reject the challenger.
+        checks: all comparisons, with both sides.
+        drift: column -> drift of its values from the champion's data.
     """
 
     KIND = "decided"
@@ -180,12 +189,14 @@ class Decided(TickRecord):
 
 
 class Ended(TickRecord):
-    """How a tick ended. Nothing is done of it any more.
+    """The end of a tick, after which nothing more is done for it.
 
     Attributes:
-        outcome: in a word; reason: in a sentence.
-        release: the challenger, where there is one. pointer: the entry of the history of `current` by which it was promoted.
-        warnings: what went wrong beside it: a hook, what was to be cleaned up.
+        outcome: its outcome.
+        reason: explanation of the outcome.
+        release: the challenger, if there is one.
+        pointer: entry of the history of `current` that promoted it, if it was promoted.
+        warnings: other problems, such as a failed hook or cleanup.
     """
 
     KIND = "ended"
@@ -201,21 +212,21 @@ R = TypeVar("R", bound=TickRecord)
 
 
 class Ticks:
-    """The records of a line's ticks."""
+    """Records of a line's ticks."""
 
     def __init__(self, store: Store, line: str) -> None:
         self._files, self._line = store.files, line
         self._root = f"lines/{line}/ticks"
 
     def names(self) -> list[str]:
-        """The ticks that were begun, in the order of their times."""
+        """Return the names of all ticks that were begun, in the order of their times."""
         return [name for name in self._files.names(self._root) if _NAME.fullmatch(name)]
 
     def read(self, kind: type[R], tick: str, file: str | None = None) -> R | None:
-        """A record; None: the tick has none of this kind.
+        """Read a record; return None if the tick has none of this kind.
 
         Raises:
-            IntegrityError: it is damaged.
+            IntegrityError: the record is damaged.
         """
         path = f"{self._root}/{tick}/{file or kind.KIND}.json"
         data = self._files.read(path, MAX_RECORD)
@@ -227,29 +238,29 @@ class Ticks:
         return found
 
     def read_required(self, kind: type[R], tick: str) -> R:
-        """A record that must be there. Raises: IntegrityError where it is not."""
+        """Read a record. Raises IntegrityError if it does not exist."""
         found = self.read(kind, tick)
         if found is None:
             raise IntegrityError(f"a tick has no record {kind.KIND}", where=f"{self._files.url}/{self._root}/{tick}")
         return found
 
     def of_all(self, kind: type[R], ticks: Sequence[str] | None = None) -> dict[str, R]:
-        """Tick -> its record of a kind, of those that have one."""
+        """Return tick -> its record of a kind, for all ticks that have one."""
         asked = self.names() if ticks is None else ticks
         with ThreadPoolExecutor(_READERS) as pool:
             found = pool.map(lambda tick: self.read(kind, tick), asked)
             return {tick: record for tick, record in zip(asked, found, strict=True) if record is not None}
 
     def draft(self, kind: type[R], tick: str, **fields: Any) -> R:
-        """A record that is not written."""
+        """Create a record without writing it."""
         return kind(line=self._line, tick=tick, created=now(), nonce=secrets.token_hex(16), **fields)
 
     def write(self, kind: type[R], tick: str, **fields: Any) -> R:
-        """Writes a record, unless there is one. Returns: the one that is there now.
+        """Write a record unless it exists; return the record in the store.
 
         Raises:
-            StorageError: it is too large, or the store cannot be written.
-            PackageError: it breaks the rules of its kind.
+            StorageError: the record is too large, or the store cannot be written.
+            PackageError: the record is invalid.
         """
         record = self.draft(kind, tick, **fields)
         path = f"{self._root}/{tick}/{record.file}.json"
@@ -262,7 +273,7 @@ class Ticks:
                 got=f"{len(data)} bytes",
                 hint="Let a tick have fewer files: shorten the window, or write larger ones.",
             )
-        kind.from_bytes(data, f"{self._files.url}/{path}")  # what cannot be read again would stop the line for ever
+        kind.from_bytes(data, f"{self._files.url}/{path}")  # a record that cannot be read back would block the line forever
         if self._files.create(path, data):
             return record
         there = self.read(kind, tick, record.file)
@@ -270,31 +281,31 @@ class Ticks:
         return there
 
     def count(self, kind: type[NumberedRecord], tick: str) -> int:
-        """How often a tick was begun, or has failed."""
+        """Return the number of a tick's records of a kind: its attempts, or its failures."""
         names = self._files.names(f"{self._root}/{tick}")
         return sum(name.startswith(f"{kind.KIND}-") for name in names)
 
     def last_failure(self, tick: str) -> Failed | None:
-        """How a tick failed the last time that it did; None: it did not."""
+        """Return the last failure of a tick; None if it has not failed."""
         return self.nth_failure(tick, self.count(Failed, tick)) if self.count(Failed, tick) else None
 
     def nth_failure(self, tick: str, number: int) -> Failed | None:
-        """The so-manieth failure of a tick, from 1 on; None: there were fewer."""
+        """Return the n-th failure of a tick (1-based); None if there were fewer."""
         names = [name for name in self._files.names(f"{self._root}/{tick}") if name.startswith(f"{Failed.KIND}-")]
         return self.read(Failed, tick, names[number - 1].removesuffix(".json")) if number <= len(names) else None
 
     def begin(self, tick: str, lease: str, owner: str) -> Begun:
-        """Counts that a tick is begun."""
+        """Record that an attempt of a tick begins."""
         return self.write(Begun, tick, number=self.count(Begun, tick) + 1, lease=lease, owner=owner)
 
 
 def name_of(scheduled: datetime) -> str:
-    """The name of a time's tick. Raises: RequestError where it has no zone, or parts of a second."""
+    """Return the name of the tick of a scheduled time. Raises RequestError if it has no time zone, or fractional seconds."""
     if scheduled.tzinfo is None or scheduled.microsecond:
         raise RequestError("this is no scheduled time", where=scheduled.isoformat(), expected="whole seconds, with a time zone")
     return scheduled.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
 def time_of(tick: str) -> datetime:
-    """The inverse of `name_of`."""
+    """Return the scheduled time of a tick; the inverse of `name_of`."""
     return datetime.strptime(tick, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""What the stages of a tick do: look at the data, train a challenger and publish it, compare it with the champion, decide."""
+"""The stages of a tick: inspect the data, train and publish a challenger, compare it with the champion, decide."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How packages are opened: as of `trainload.open`, and of `launch`."""
+    """Options for opening packages, as for `trainload.open` and `trainload.launch`."""
 
     libraries: Libraries = field(default_factory=lambda: MappingProxyType({}))
     trust_extensions: bool = False
@@ -44,12 +44,12 @@ class Opening:
 
 
 class Stages:
-    """`Work`, done.
+    """The implementation of `Work`.
 
     Args:
-        opening: how packages are opened.
-        say: told what happens.
-        on_event: told what happens in runs.
+        opening: options for opening packages.
+        say: called with progress messages.
+        on_event: called with the events of runs.
     """
 
     def __init__(self, opening: Opening, say: Say, on_event: Callable[[Event], None] = lambda _event: None) -> None:
@@ -57,8 +57,8 @@ class Stages:
         self._planned: tuple[Any, Plan] | None = None
 
     def first(self, config: Config, store: Store) -> None:
-        """As `Work.first`."""
-        self._planned = None  # a file that says how may have changed since the last tick
+        """Publish the configured package if the line has no current release (see `Work.first`)."""
+        self._planned = None  # the plan's file may have changed since the last tick
         if store.current(config.line) is not None:
             return
         if config.package is None:
@@ -76,20 +76,23 @@ class Stages:
             push(path, config.store, line=config.line, only_if=NOBODY, message="the first of the line")
 
     def check_fitting(self, config: Config, release: str) -> None:
-        """See `Work.check_fitting`. Raises: see `checks.check_known_names` and `training.training_plan`."""
+        """Check the names in expressions, and the plan, for a release.
+
+        The errors are those of `checks.check_known_names` and `training.training_plan`.
+        """
         package = self._release(config, release)
         check_known_names(config, package)
         self._plan(config, package)
 
     def snapshot(self, trail: Trail) -> Snapshot:
-        """As `Work.snapshot`."""
+        """Take the snapshot of the tick's data (see `Work.snapshot`)."""
         package = self._release(trail.config, trail.pinned.parent)
         ticks = _ticks(trail)
         had = files_had(ticks, before=trail.name, since=trail.config.data.window.since)
         return take(trail.config, trail.scheduled, package, had, folder_of(trail))
 
     def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
-        """As `Work.train`."""
+        """Train and publish the challenger (see `Work.train`)."""
         from trainload.packaging.stores.push import push
 
         check_unchanged(snapshot)
@@ -128,14 +131,18 @@ class Stages:
         }
 
     def evaluate(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
-        """As `Work.evaluate`. The run has evaluated both, where it began with the champion's weights and its folder is still there."""
+        """Return the scores of champion and challenger (see `Work.evaluate`).
+
+        The run itself has evaluated both if it started from the champion's weights; its results are used if its
+        folder still exists.
+        """
         found = _evaluated_by_run(Path(trained.run_dir))
         challenger = found.get(trained.steps) or self._evaluate(trail, snapshot, trained.release)
         champion = found.get(0) if trail.config.train.start == "current" else None
         return champion or self._evaluate(trail, snapshot, trail.pinned.parent), challenger
 
     def decide(self, trail: Trail, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
-        """As `Work.decide`."""
+        """Apply the gate to the scores (see `Work.decide`)."""
         gate, slices = trail.config.gate, trail.config.evaluation.slices
         drift = self._drift(trail, snapshot)
         columns = dict.fromkeys(snapshot.statistics, 0.0) | drift
@@ -174,7 +181,7 @@ class Stages:
         return verdict, drift
 
     def after(self, trail: Trail, ended: Ended) -> tuple[str, ...]:
-        """As `Work.after`."""
+        """Hand over, clean up and notify (see `Work.after`)."""
         config = trail.config
         wrong: list[str] = []
         steps: list[Callable[[], object]] = []
@@ -197,15 +204,16 @@ class Stages:
         return tuple(wrong)
 
     def hand_over(self, config: Config, record: Mapping[str, Any], *, promoted: bool = True) -> str | None:
-        """Hands over what is current, for those who serve it.
+        """Hand the current release over to serving.
 
         Args:
-            config: the retraining, which has a handover.
-            record: what its command is told.
-            promoted: also where it was handed over before; else only where something else was: what was rolled back.
+            config: configuration of the retraining, which has a handover.
+            record: record that its command receives.
+            promoted: True to hand it over in any case; False only if another release is handed over
+                now, as after a rollback.
 
         Returns:
-            The release; None: there was nothing to do.
+            The release; None if there was nothing to do.
         """
         handover, pointer = config.handover, Store(config.store).current(config.line)
         assert handover is not None, "there is a place to hand over to"
@@ -220,18 +228,18 @@ class Stages:
     # Packages
 
     def _release(self, config: Config, release: str) -> Package:
-        """A release's package, in this machine's cache."""
+        """Open a release's package from this machine's cache."""
         return self.open(f"{config.store}#{config.line}/{shown(release)}")
 
     def _plan(self, config: Config, package: Package) -> Plan:
-        """How a package is trained. A tick asks before it is begun, and when it trains: it is planned once."""
+        """Return the plan for a package. A tick needs it before it begins and when it trains, so the last plan is cached."""
         asked = (package.digest, config.cluster, config.train)
         if self._planned is None or self._planned[0] != asked:
             self._planned = asked, training_plan(config, package)
         return self._planned[1]
 
     def open(self, reference: str) -> Package:
-        """A package, once the policies let it be run."""
+        """Open a package after the policies accept it."""
         from trainload.launching.node.fetching import here
         from trainload.launching.node.libraries import open_for_run
         from trainload.packaging.signatures.policy import find_policies
@@ -242,7 +250,7 @@ class Stages:
         return replace(opened, source=source)
 
     def _first_release(self, trail: Trail) -> str:
-        """The first release of the line that has the parent's program."""
+        """Return the first release of the line with the parent's program."""
         store = trail.store
         program = store.release(trail.line, shown(trail.pinned.parent)).program
         for each in store.release_ids(trail.line):
@@ -251,18 +259,18 @@ class Stages:
         raise AssertionError("the parent is a release of its own program")
 
     def _made_by(self, trail: Trail, release: str) -> str | None:
-        """The tick that made a release; None: none did."""
+        """Return the tick that created a release; None if no tick did."""
         found: Release = trail.store.release(trail.line, shown(release))
         tick = found.facts.get(TICK)
         return tick if isinstance(tick, str) else None
 
     def _optimizer_from(self, trail: Trail) -> str | None:
-        """The checkpoint of the run that made the parent, where its optimizer's state is kept; None: it begins anew."""
+        """Return the folder of the run that created the parent, whose optimizer state is kept; None for a fresh optimizer."""
         if trail.config.train.optimizer == "fresh":
             return None
         tick = self._made_by(trail, trail.pinned.parent)
         made = None if tick is None else _ticks(trail).read(Trained, tick)
-        if made is None:  # the first release has no run
+        if made is None:  # the first release was not created by a run
             return None
         if not Path(made.run_dir).exists():
             raise StorageError(
@@ -274,11 +282,11 @@ class Stages:
         return made.run_dir
 
     def _kept(self, trail: Trail, ended: Ended) -> str | None:
-        """The tick whose run's folder stays."""
+        """Return the tick whose run's folder must be kept."""
         return trail.name if ended.outcome == "promoted" else self._made_by(trail, trail.pinned.parent)
 
     def _drift(self, trail: Trail, snapshot: Snapshot) -> dict[str, float]:
-        """How far the columns are from those of the data that the champion was trained on; of none where that is not known."""
+        """Return the drift of each column from the data of the champion; {} if that data is unknown."""
         tick = self._made_by(trail, trail.pinned.parent)
         before = None if tick is None else _ticks(trail).read(Taken, tick)
         return {} if before is None else drift_of(before.snapshot.statistics, snapshot.statistics)
@@ -289,7 +297,7 @@ class Stages:
 
         package = self._release(trail.config, release)
         cluster, settings = trail.config.cluster, settings_of(trail.config)
-        # Champion and challenger are scored alike: in the precision in which a run of this retraining evaluates what it trains.
+        # Champion and challenger must be scored in the same precision, the one in which runs of this retraining evaluate.
         overrides = Overrides(precision=settings.overrides.precision)
         check_evaluable(trail.config, snapshot, folder_of(trail))
         source = evaluation_source(trail.config, snapshot, folder_of(trail))
@@ -310,18 +318,18 @@ class Stages:
 
     @property
     def _run_options(self) -> dict[str, Any]:
-        """What runs are given of how packages are opened."""
+        """Options for opening packages, as keyword arguments of runs."""
         opening = self._opening
         return {"libraries": opening.libraries, "trust_extensions": opening.trust_extensions, "policy": opening.policy}
 
 
 def files_had(ticks: Ticks, before: str, since: str) -> set[tuple[str, str]]:
-    """Names and identities of the files that ticks before have had: those on which a challenger was judged, and those that were bad.
+    """Return names and identities of the files of earlier ticks: those of ticks that judged a challenger, and bad files.
 
     Args:
-        ticks: of the line.
-        before: only ticks before this one.
-        since: "promoted": of good files only those of ticks whose challenger was promoted.
+        ticks: ticks of the line.
+        before: only ticks before this one count.
+        since: with "promoted", good files count only if the tick's challenger was promoted.
     """
     names = [name for name in ticks.names() if name < before]
     ended = ticks.of_all(Ended, names)
@@ -334,7 +342,7 @@ def files_had(ticks: Ticks, before: str, since: str) -> set[tuple[str, str]]:
 
 
 def scores(loss: float, metrics: Mapping[str, float], parts: Mapping[str, Any], rows: int) -> Scores:
-    """What an evaluation came to. parts: by the name of each part of the held-out data."""
+    """Return the scores of an evaluation. `parts` has the results by name of each part of the held-out data."""
     slices = {
         name: Scores(loss=_finite(part["loss"]), metrics=_all_finite(part["metrics"]), rows=part["rows"], slices={})
         for name, part in parts.items()
@@ -343,7 +351,7 @@ def scores(loss: float, metrics: Mapping[str, float], parts: Mapping[str, Any], 
 
 
 def _evaluated_by_run(run_dir: Path) -> dict[int, Scores]:
-    """Step -> what a run's evaluation came to; of none where its folder is gone."""
+    """Return step -> scores of a run's evaluations; {} if its folder does not exist any more."""
     from trainload.launching.run.journal import stream_events
 
     if not run_dir.is_dir():

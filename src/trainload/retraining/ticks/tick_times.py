@@ -1,4 +1,4 @@
-"""When ticks are due: every so often, or by a crontab in a time zone."""
+"""Schedules of ticks: a fixed interval, or a crontab in a time zone."""
 
 from __future__ import annotations
 
@@ -17,49 +17,53 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Schedule(Protocol):
-    """Scheduled times. Laws: `last_until(next_after(t)) == next_after(t)`, and there is none between `t` and `next_after(t)`."""
+    """A sequence of scheduled times.
+
+    Laws: `last_until(next_after(t)) == next_after(t)`, and no scheduled time is between `t` and `next_after(t)`.
+    """
 
     def next_after(self, moment: datetime) -> datetime:
-        """The first scheduled time after a moment, in UTC."""
+        """Return the first scheduled time after a moment, in UTC."""
 
     def last_until(self, moment: datetime) -> datetime:
-        """The last scheduled time that is not after a moment, in UTC."""
+        """Return the last scheduled time that is not after a moment, in UTC."""
 
     def describe(self) -> str:
-        """What it is, for people."""
+        """Return a description for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """A time every so often, counted from the beginning of 1970 in UTC: the same on every machine, and after every restart."""
+    """A fixed interval, counted from the beginning of 1970 in UTC, so that it is the same on every machine."""
 
     span: timedelta
 
     def next_after(self, moment: datetime) -> datetime:
-        """As of every schedule."""
+        """Return the first scheduled time after a moment, in UTC."""
         return self.last_until(moment) + self.span
 
     def last_until(self, moment: datetime) -> datetime:
-        """As of every schedule."""
+        """Return the last scheduled time that is not after a moment, in UTC."""
         return _EPOCH + (moment.astimezone(UTC) - _EPOCH) // self.span * self.span
 
     def describe(self) -> str:
-        """As of every schedule."""
+        """Return a description for people."""
         return f"every {self.span}"
 
 
 class Cron:
-    """The times of a crontab, in a time zone.
+    """A crontab in a time zone.
 
-    Where clocks go forward, a time that there is not runs at the first one after the gap; where they go back, one that there is twice runs
-    the first time only. Times that come every hour or minute go on evenly in both. That is what Debian's cron does, and cronsim.
+    When clocks go forward, a time in the gap runs at the first time after it; when they go back, a repeated time
+    runs only the first time. Hourly and more frequent times continue evenly in both cases. Debian's cron and
+    cronsim do the same.
 
     Args:
         text: five fields: minute, hour, day of the month, month, day of the week.
-        zone: IANA's name of it.
+        zone: IANA name of the time zone.
 
     Raises:
-        RequestError: the text is no crontab, or never comes; there is no such zone.
+        RequestError: the crontab is invalid or never due, or the time zone is unknown.
     """
 
     def __init__(self, text: str, zone: str = "UTC") -> None:
@@ -79,7 +83,7 @@ class Cron:
             raise RequestError(f"this is no crontab: {problem}", where="schedule.cron", expected='such as "0 3 * * *"', got=text) from error
 
     def next_after(self, moment: datetime) -> datetime:
-        """As of every schedule."""
+        """Return the first scheduled time after a moment, in UTC."""
         times: Iterator[datetime] = CronSim(self._text, moment.astimezone(self._zone))
         for found in times:
             if found.astimezone(UTC) > moment:
@@ -87,8 +91,8 @@ class Cron:
         raise StopIteration
 
     def last_until(self, moment: datetime) -> datetime:
-        """As of every schedule."""
-        # Backwards cronsim takes a time that there is not, or is twice, for another one than forwards: so it only gives a place to start.
+        """Return the last scheduled time that is not after a moment, in UTC."""
+        # At clock changes cronsim's backward iteration yields other times than the forward one, so it only yields a start.
         later = moment.astimezone(self._zone) + timedelta(days=1)
         for before in CronSim(self._text, later, reverse=True):
             start = before.astimezone(UTC) - timedelta(days=1)
@@ -103,13 +107,13 @@ class Cron:
         raise StopIteration
 
     def describe(self) -> str:
-        """As of every schedule."""
+        """Return a description for people."""
         text: str = CronSim(self._text, _EPOCH).explain()
         return f"{text}, {self._zone.key}"
 
 
 def schedule_of(timing: Timing) -> Schedule:
-    """The schedule that a retraining has. Raises: RequestError, as `Cron`."""
+    """Return the schedule of a retraining. Raises RequestError, as `Cron` does."""
     if timing.every is not None:
         return Every(timing.every)
     assert timing.cron is not None, "a schedule is one or the other"

@@ -1,4 +1,4 @@
-"""The run of a tick: launched, or gone on with, and stopped where the tick has to stop."""
+"""The training run of a tick: launch or resume it, and stop it when the tick has to stop."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _WATCH_SECONDS = 0.5
 
 
 class TickRun:
-    """The training of a tick: a run in a folder of the tick, gone on with where there is one that nobody drives.
+    """The training run of a tick, in a subfolder of the tick's folder. An existing run without a driver is resumed.
 
     Args:
-        trail: the tick.
-        snapshot: its data.
-        package: what is trained.
-        plan: how.
-        options: what the run is given of how packages are opened.
-        say: told what is done.
-        on_event: told what happens in the run.
+        trail: context of the tick.
+        snapshot: data of the tick.
+        package: package that is trained.
+        plan: plan of the run.
+        options: the run's options for opening packages.
+        say: called with progress messages.
+        on_event: called with the events of the run.
 
     Attributes:
-        folder: the run's.
-        first_step: when its first step had ended, as `time.monotonic` has it; None: it has not.
+        folder: folder of the run.
+        first_step: end of its first step by `time.monotonic`; None before.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class TickRun:
         self.first_step: float | None = None
 
     def _place(self) -> Path:
-        """The first of the tick's folders for runs that has no run, or one that nobody else drives.
+        """Return the first of the tick's run folders without a run, or whose run has no other driver.
 
-        Whoever drives it has lost the lease, and ends: that is waited for, as long as it takes to know it of a process elsewhere.
+        Another driver has lost the lease and will end, so this waits as long as it takes to notice the end of a
+        process on another machine.
         """
         from trainload.launching.run.run_spec import RUN_FILE
         from trainload.launching.run.run_state import FRESH_SECONDS, read_state
@@ -80,11 +81,12 @@ class TickRun:
                 time.sleep(_WATCH_SECONDS)
 
     def result(self, optimizer_from: str | None) -> RunResult:
-        """Trains, or goes on with it. optimizer_from: the run whose optimizer's state it begins with.
+        """Launch or resume the run, and return its result. `optimizer_from` is the run with the initial optimizer state.
 
         Raises:
-            LeaseLostError: on Ray, at the first event in the run after the lease was lost. The run is left as it is.
-            TrainloadError: as `trainload.launch` and `resume`.
+            LeaseLostError: on Ray, at the first event of the run after the lease was lost. The run is not
+                changed.
+            TrainloadError: as for `trainload.launch` and `trainload.resume`.
         """
         with _stopped_for(self._trail, self.folder):
             return self._result(optimizer_from)
@@ -125,8 +127,8 @@ class TickRun:
         return max(1, math.ceil(train.epochs * self._snapshot.rows / self._plan.global_batch))
 
     def _heard(self, event: Event) -> None:
-        if self._trail.config.cluster.backend == "ray":  # there the driver itself asks; a run in this process ends as it would have
-            self._trail.held.check()  # without it another process may have resumed this run and be writing to its folder
+        if self._trail.config.cluster.backend == "ray":  # only on Ray this is called by the driver; a run in this process just ends
+            self._trail.held.check()  # otherwise another process may have resumed this run, and write to its folder
         if event.kind == "step" and self.first_step is None:
             self.first_step = time.monotonic()
         self._on_event(event)
@@ -136,7 +138,7 @@ def settings_of(config: Config) -> GivenSettings:
     """Return the settings in `train.set`.
 
     Raises:
-        RequestError: a setting is unknown, not valid, or has a key of its own.
+        RequestError: a setting is unknown or invalid, or has its own key in the file.
     """
     from trainload.launching.settings.parse import parse_settings
 
@@ -149,19 +151,19 @@ def settings_of(config: Config) -> GivenSettings:
 
 
 def training_plan(config: Config, package: Package) -> Plan:
-    """The plan by which a retraining trains a package.
+    """Return the plan by which a retraining trains a package.
 
     Raises:
         RequestError: a setting is not allowed.
-        JobError: a setting cannot be changed of this package.
-        PlanError: no plan of these settings fits it.
+        JobError: a setting cannot be changed for this package.
+        PlanError: no plan with these settings fits it.
     """
     settings = settings_of(config)
     return plan_of(config, settings.overrides.apply(package, config.train.steps), settings.batch)
 
 
 def plan_of(config: Config, package: Package, batch: Mapping[str, Any]) -> Plan:
-    """The plan for a package on the retraining's cluster."""
+    """Return the plan for a package on the retraining's cluster."""
     from trainload.sharding.planner.make_plan import plan
     from trainload.sharding.plans.plan import Cluster, read_plan
 
@@ -180,13 +182,13 @@ def plan_of(config: Config, package: Package, batch: Mapping[str, Any]) -> Plan:
 
 
 def folder_of(trail: Trail) -> Path:
-    """Where a tick keeps its runs, and data that was made for it."""
+    """Return the folder for a tick's runs and the data that is written for it."""
     return Path(trail.config.runs) / trail.line / trail.name
 
 
 @contextmanager
 def _stopped_for(trail: Trail, run_dir: Path) -> Iterator[None]:
-    """Within it a run is asked to stop, with a checkpoint, when the tick is."""
+    """Forward a request to stop the tick to its run within the context; the run stops with a checkpoint."""
     from trainload.launching.run.contact import Request
 
     over = threading.Event()
@@ -195,7 +197,7 @@ def _stopped_for(trail: Trail, run_dir: Path) -> Iterator[None]:
         while not over.wait(_WATCH_SECONDS):
             if trail.held.asked_to_stop is None or not run_dir.is_dir():
                 continue
-            with suppress(LeaseLostError, OSError):  # a run of somebody else's by now is not asked
+            with suppress(LeaseLostError, OSError):  # after losing the lease, the run may be another process's
                 trail.held.check()
                 (run_dir / Request.STOP.file).touch()
 
