@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trainload.launching.checkpoints.index import CHECKPOINTS, DRAFT, INDEX, published
+from trainload.launching.checkpoints.index import CHECKPOINTS, INDEX, published
 from trainload.launching.run.journal import Event, read_events
 
 LOOK_SECONDS = 0.0005
@@ -158,18 +158,16 @@ class Killer(threading.Thread):
         if self._compiling_since_kill():
             return "compile", "a half-made build"
         folder = self._run_dir / CHECKPOINTS
-        drafts = sorted(name for name in os.listdir(folder) if name.startswith(DRAFT)) if folder.is_dir() else []
-        writing = next((name for name in drafts if name.startswith(f"{DRAFT}step-")), None)
-        if writing is not None:
-            with suppress(FileNotFoundError):
-                inside = sorted(os.listdir(folder / writing))
-                if INDEX in inside:
-                    return "publish", "the index is written, the folder not renamed"
-                return "write", f"a draft with {', '.join(inside) or 'nothing'}"
-        if any(name.startswith((f"{DRAFT}deleted-", f"{DRAFT}replaced-")) for name in drafts):
-            return "publish", "renamed, an old one half deleted"
+        steps = sorted(folder.glob("step-*")) if folder.is_dir() else []
+        for step in steps:
+            if not (step / INDEX).is_file():
+                with suppress(FileNotFoundError):
+                    inside = sorted(path.name for path in step.rglob("rank-*"))
+                    return "write", f"a draft with {', '.join(inside) or 'nothing'}"
+            if any(step.rglob("*.done")):
+                return "publish", "the index is written, the marks not removed"
         if len(published(self._run_dir)) > self._keep:
-            return "publish", "renamed, the oldest not deleted yet"
+            return "publish", "published, the oldest not deleted yet"
         return "step", "no draft"
 
     def _compiling_since_kill(self) -> bool:

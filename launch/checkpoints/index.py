@@ -22,8 +22,6 @@ _READABLE = (2, VERSION)
 INDEX = "index.json"
 CHECKPOINTS = "checkpoints"
 """Subfolder of a run's folder that contains its checkpoints."""
-DRAFT = ".tmp-"
-"""Prefix of the names of folders that are not, or no longer, checkpoints."""
 
 _FOLDER = re.compile(r"step-([0-9]{8,})")
 
@@ -155,7 +153,7 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Return step -> folder of every checkpoint in a folder, oldest first."""
     if not folder.is_dir():
         return {}
-    found = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
+    found = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None and (path / INDEX).is_file()}
     return dict(sorted(found.items()))
 
 

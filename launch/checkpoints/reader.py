@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from trainload.core.errors import CheckpointError, StorageError, UnsafePackageError
-from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Where, files_at
+from trainload.launching.checkpoints.checkpoint_files import Where, files_at
+from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace
 from trainload.launching.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, scalar_key
 from trainload.launching.checkpoints.shard import CURE, ShardReader
 from trainload.launching.node.process_groups import gathered

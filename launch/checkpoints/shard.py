@@ -10,7 +10,8 @@ import torch
 
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import CheckpointError, PackageError
-from trainload.launching.checkpoints.checkpoint_place import CheckpointFiles, Draft
+from trainload.launching.checkpoints.checkpoint_files import CheckpointFiles
+from trainload.launching.checkpoints.checkpoint_place import Draft
 from trainload.launching.checkpoints.index import FileRecord
 from trainload.packaging.tensors import chunks
 from trainload.packaging.tensors.safetensors_file import CODES, DTYPES, MAX_HEADER, Place, bytes_of, header_length, to_fill

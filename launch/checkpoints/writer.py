@@ -21,7 +21,8 @@ import torch
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import CheckpointError, PackageError, StorageError, TrainloadError
 from trainload.core.paths import is_full
-from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Draft, Where
+from trainload.launching.checkpoints.checkpoint_files import Where
+from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Draft
 from trainload.launching.checkpoints.index import (
     CheckpointIndex,
     DataPosition,
@@ -104,8 +105,8 @@ class CheckpointWriter:
             place.begin()
             if rank == 0:
                 place.tidy(attempt)
-        except OSError as error:
-            raise _storage_error(error, place.where) from error
+        except (OSError, StorageError) as error:
+            raise self._told(error, place.where) from error
 
     def save(self, step: int, state: ShardedState, data: DataPosition, user: Mapping[str, Any]) -> None:
         """Copy the state and start to write it.
@@ -230,16 +231,20 @@ class CheckpointWriter:
                     self._published = Published(index.step, time.perf_counter() - began, size)
                 else:
                     self._follow(draft, index)
-            except OSError as error:
-                raise _storage_error(error, draft.where) from error
+            except (OSError, StorageError) as error:
+                raise self._told(error, draft.where) from error
         except BaseException as error:  # noqa: BLE001  # stored for the training thread, whose `save` or `wait` raises it
             self._failure = error
+
+    def _told(self, error: OSError | TrainloadError, where: str) -> TrainloadError:
+        """Return an error for the user: that of the operating system behind one of a folder, in words of checkpoints."""
+        cause = self._place.os_error(error)
+        return _storage_error(cause, where) if isinstance(cause, OSError) else cause
 
     def _lead(self, draft: Draft, index: CheckpointIndex) -> int:
         """Write rank 0's shard, wait for the others, and publish; return the bytes of all shards."""
         shard = shard_name(0, self._plan.world_size)
         try:
-            draft.begin()
             mine = write_shard(draft, shard, self._host)
             written = [Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own), *self._collect(draft)]
             in_order = sorted(range(self._plan.world_size), key=self._plan.file_index)
@@ -251,7 +256,7 @@ class CheckpointWriter:
             self._before_publishing()
             draft.publish(index)
         except (OSError, TrainloadError) as error:
-            draft.give_up(shard, _mark_of(error, draft.where))
+            draft.give_up(shard, _mark_of(self._told(error, draft.where)))
             self._given_up.append(draft)
             raise
         with contextlib.suppress(OSError, StorageError):  # leftovers are deleted after the next save, or by the next attempt
@@ -265,7 +270,6 @@ class CheckpointWriter:
     def _follow(self, draft: Draft, index: CheckpointIndex) -> None:
         shard = shard_name(self._rank, self._plan.world_size)
         try:
-            draft.begin()
             done = Written(file=write_shard(draft, shard, self._host), entries=index.entries, scalars=index.scalars, own=index.own)
             draft.leave(_done(self._rank), canonical_json(done.model_dump(mode="json")))
         except (OSError, TrainloadError) as error:
@@ -275,7 +279,7 @@ class CheckpointWriter:
                 notice = draft.notice()
                 if notice is None:
                     draft.drop(shard)
-                    draft.leave(_failed(self._rank), _mark_of(error, draft.where))
+                    draft.leave(_failed(self._rank), _mark_of(self._told(error, draft.where)))
             if notice is not None:
                 draft.withdraw(self._rank, shard)
                 raise _error_of(notice, draft.where, "rank 0") from error
@@ -324,7 +328,7 @@ class CheckpointWriter:
         if notice is not None:
             draft.withdraw(self._rank, shard)
             raise _error_of(notice, draft.where, "rank 0")
-        if not draft.published(self._attempt):
+        if not draft.published():
             raise CheckpointError("rank 0 could not publish the checkpoint", where=draft.where, hint="See rank 0's log.")
 
     def _awaited(self, ask: Callable[[], bool]) -> bool:
@@ -357,7 +361,7 @@ class CheckpointWriter:
             self._losses[index.step] = index.user.get(EVALUATION)
             self._losses = {at: self._losses[at] if at in self._losses else _loss_of(where) for at, where in there.items()}
         for at in self._keep.doomed({at: self._losses.get(at) for at in there}):
-            self._place.delete(at, self._attempt)
+            self._place.delete(at)
 
 
 def _loss_of(checkpoint: Where) -> float | None:
@@ -377,10 +381,9 @@ def _failed(rank: int) -> str:
     return f"rank-{rank:05}.failed"
 
 
-def _mark_of(error: OSError | TrainloadError, where: str) -> bytes:
+def _mark_of(error: TrainloadError) -> bytes:
     """Return an error encoded for the other ranks."""
-    told = _storage_error(error, where) if isinstance(error, OSError) else error
-    return canonical_json({"problem": told.problem, "got": told.got, "full": isinstance(told, StorageError)})
+    return canonical_json({"problem": error.problem, "got": error.got, "full": isinstance(error, StorageError)})
 
 
 def _error_of(mark: bytes, where: str, who: str) -> StorageError | CheckpointError:

@@ -16,7 +16,8 @@ from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import StorageError, TrainingError, TrainloadError
 from trainload.core.paths import check_name
 from trainload.core.writable_folder import check_writable_folder
-from trainload.launching.checkpoints.checkpoint_place import Where, place_of
+from trainload.launching.checkpoints.checkpoint_files import Where
+from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.run.journal import Event, stream_events
 from trainload.launching.run.run_changes import settings_of

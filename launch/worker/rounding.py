@@ -8,6 +8,7 @@ the graph is run again with a random error of one unit in the last place of ever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ _FURTHER_RUNS = 6
 By chance both runs may move a value of few elements hardly at all. And a value may jump: the gradient of a ReLU whose input is zero but
 for rounding takes another branch, in one run or another, and in the compiled graph.
 """
+_LANES = 8
+"""Sums that a vectorised loop computes side by side."""
 _FURTHER_FACTOR = 3.0
 """A compiled graph may differ by this many times the distance of a further run."""
 _CANCELLED = 0.1
@@ -42,21 +45,23 @@ _FACTOR_CANCELLED = 1000.0
 class Rounding(Interpreter):
     """An interpreter that changes each element of a floating-point result by up to some units in its last place.
 
-    Results that share memory with an input are not changed: they are views, or are written in place.
-    Neither are results of collectives, which are not complete before a wait.
+    Results that share memory with an input are left as they are: they are views, or are written in
+    place. So are results of collectives, which are not complete before a wait.
 
     Args:
         module: the graph.
-        seed: of the random changes.
+        seed: seed of the random changes.
         units: the greatest change.
+        sums: a result in float32 of a sum of n terms is changed by up to sqrt(n / `_LANES`) units, if
+            that is more: a compiler adds terms of one sign one after another, torch in pairs.
 
     Example:
         Rounding(graph, 0).run(*arguments)
     """
 
-    def __init__(self, module: GraphModule, seed: int, units: int = 1) -> None:
+    def __init__(self, module: GraphModule, seed: int, units: float = 1.0, *, sums: bool = False) -> None:
         super().__init__(module)
-        self._seed, self._units = seed, units
+        self._seed, self._units, self._sums = seed, units, sums
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def run_node(self, node: Node) -> Any:
@@ -64,16 +69,21 @@ class Rounding(Interpreter):
         value = super().run_node(node)
         if node.op != "call_function" or is_collective(node):
             return value
-        shared = {_storage(self.env.get(source)) for source in node.all_input_nodes} - {None}
-        return map_aggregate(value, lambda each: self._changed(each, shared))
+        inputs = [self.env.get(source) for source in node.all_input_nodes]
+        shared = {_storage(each) for each in inputs} - {None}
+        largest = max((each.numel() for each in inputs if isinstance(each, Tensor)), default=0)
+        return map_aggregate(value, lambda each: self._changed(each, shared, largest))
 
-    def _changed(self, value: Any, shared: set[int | None]) -> Any:
+    def _changed(self, value: Any, shared: set[int | None], largest: int) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or _storage(value) in shared:
             return value
         if value.device not in self._generators:
             self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
-        steps = torch.randint(-self._units, self._units + 1, value.shape, generator=self._generators[value.device], device=value.device)
-        return value * (1 + torch.finfo(value.dtype).eps * steps).to(value.dtype)
+        units = self._units
+        if self._sums and value.dtype == torch.float32 and value.numel():
+            units = max(units, math.sqrt(largest / value.numel() / _LANES))
+        share = torch.randint(-1, 2, value.shape, generator=self._generators[value.device], device=value.device)
+        return value * (1 + torch.finfo(value.dtype).eps * units * share).to(value.dtype)
 
 
 def _storage(value: Any) -> int | None:
@@ -93,7 +103,7 @@ def rounded_runs(
     for seed in range(_RUNS, _RUNS + _FURTHER_RUNS) if further else range(_RUNS):
         arguments = given()
         with torch.no_grad():
-            results = Rounding(module, seed, int(_FACTOR) if further else 1).run(*arguments)
+            results = Rounding(module, seed, _FACTOR if further else 1.0, sums=further).run(*arguments)
         yield arguments, results
 
 

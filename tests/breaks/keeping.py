@@ -130,32 +130,27 @@ KEEPING: tuple[Mutation, ...] = (
     ),
     Mutation(
         7,
-        "at a URL the shards of a checkpoint are removed before its index",
-        "launch/checkpoints/url_place.py",
-        '        self._place.delete([f"{folder}/{INDEX}"])\n'
-        "        self._place.delete(path for path in self._place.walk(folder) if _OURS.fullmatch(path))\n",
-        "        self._place.delete(path for path in self._place.walk(folder) if _OURS.fullmatch(path) and not path.endswith(INDEX))\n"
-        '        self._place.delete([f"{folder}/{INDEX}"])\n',
+        "the shards of a checkpoint are removed before its index",
+        "launch/checkpoints/checkpoint_place.py",
+        '        self._files.delete(f"{folder}/{INDEX}")\n        delete(self._files, [file.path for file in self._files.walk(folder)',
+        "        delete(self._files, [file.path for file in reversed(list(self._files.walk(folder)))",
         "../launch/checkpoints/test_checkpoint_places.py::test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from",
     ),
     Mutation(
         7,
-        "at a URL an attempt publishes shards that another one has removed",
-        "launch/checkpoints/url_place.py",
+        "an attempt publishes shards that another one has removed",
+        "launch/checkpoints/checkpoint_place.py",
         "            if size != file.size:\n",
         "            if False:\n",
         "../launch/checkpoints/test_checkpoint_places.py::test_an_attempt_that_was_taken_for_dead_publishes_nothing_once_another_has_begun[memory]",
     ),
     Mutation(
         7,
-        "the index of a checkpoint comes after it was published",
-        "launch/checkpoints/folder_place.py",
-        "        if self._final.exists():\n            self._final.rename(self._replaced)\n        self._draft.rename(self._final)\n",
-        "        (self._draft / INDEX).rename(self._folder / INDEX)\n"
-        "        if self._final.exists():\n"
-        "            self._final.rename(self._replaced)\n"
-        "        self._draft.rename(self._final)\n"
-        "        (self._folder / INDEX).rename(self._final / INDEX)\n",
+        "the index of a checkpoint is published before the shards of other ranks",
+        "launch/checkpoints/writer.py",
+        "            written = [Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own), *self._collect(draft)]\n",
+        "            draft.publish(index.model_copy(update={'files': (mine,) * self._plan.world_size}))\n"
+        "            written = [Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own), *self._collect(draft)]\n",
         "../launch/checkpoints/test_checkpoint_writing.py::test_a_kill_at_every_file_operation_leaves_whole_checkpoints_only",
     ),
     Mutation(
@@ -291,7 +286,7 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "a record is written that cannot be read again",
         "src/trainload/retraining/ticks/tick_records.py",
-        '        kind.from_bytes(data, f"{self._files.url}/{path}")  # what cannot be read again would stop the line for ever\n',
+        '        kind.from_bytes(data, f"{self._files.url}/{path}")  # a record that cannot be read back would block the line forever\n',
         "",
         "../retraining/test_tick.py::test_a_record_that_could_not_be_read_again_is_not_written",
     ),

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 from tests.shares import cut
 
-from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Where, place_of
+from trainload.launching.checkpoints.checkpoint_files import Where
+from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, place_of
 from trainload.launching.checkpoints.index import DataPosition
+from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.checkpoints.retention import Retention
 from trainload.launching.checkpoints.sharded_state import ShardedState, held
 from trainload.launching.checkpoints.writer import CheckpointWriter
@@ -31,6 +33,12 @@ ONE_EACH = tuple((name,) for name in PARAMETERS)
 BY_GROUP = (("a.weight", "b.weight"), ("a.bias", "b.bias"), ("frozen",), ("c.weight",))
 TURNED = (("b.weight", "a.weight"), ("b.bias", "a.bias"), ("frozen",), ("c.weight",))
 DATA = DataPosition(fingerprint="f" * 64, seed=3, position=48)
+
+
+def shard_of(checkpoint: Path, rank: int, world: int) -> Path:
+    """Return the file of a shard, of those that the index names."""
+    index = Checkpoint.open(checkpoint).index
+    return next(checkpoint / file.name for file in index.files if file.name.endswith(f"rank-{rank:05}-of-{world:05}.safetensors"))
 
 
 def make_plan(

@@ -19,7 +19,7 @@ from trainload.launching.checkpoints.index import published
 from trainload.launching.checkpoints.reader import Checkpoint
 
 PLAN = make_plan("zero3", 2)
-EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 
 
 def save_until_killed(run: Path, at: int) -> None:
@@ -59,6 +59,8 @@ def main(folder: Path, first: int, stride: int) -> None:
         visible = published(run)
         whole = sum(is_whole(path) for path in visible.values())
         writers(run, PLAN, attempt="t2")
-        drafts = sum(path.name.startswith(".") for path in (run / "checkpoints").iterdir())
+        named = {file.name for path in published(run).values() for file in Checkpoint.open(path).index.files}
+        shards = {"/".join(path.parts[-2:]) for path in (run / "checkpoints").rglob("*.safetensors")}
+        drafts = len(shards - named) + sum(1 for _ in (run / "checkpoints").rglob(".*"))
         print(at, killed, ",".join(str(step) for step in visible) or "-", whole, drafts, flush=True)
         at += stride

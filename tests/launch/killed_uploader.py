@@ -22,7 +22,7 @@ from tests.launch.checkpoint_cases import make_plan, save_in, writers
 from tests.launch.checkpoint_places import Kept
 
 from trainload.core.errors import CheckpointError
-from trainload.core.storage.remote_files import RemoteFiles, Upload
+from trainload.core.storage.remote_files import RemoteFiles, RemoteUpload
 from trainload.launching.checkpoints.reader import Checkpoint
 
 PLAN = make_plan("zero3", 2)
@@ -44,7 +44,7 @@ def save_until_killed(kept: Kept, at: int) -> None:
 
     RemoteFiles.replace = counted(RemoteFiles.replace)  # type: ignore[method-assign]
     RemoteFiles.delete = counted(RemoteFiles.delete)  # type: ignore[method-assign]
-    Upload.finish = counted(Upload.finish)  # type: ignore[method-assign]
+    RemoteUpload.finish = counted(RemoteUpload.finish)  # type: ignore[method-assign]
     for step in (10, 20, 20, 30):  # one step twice: the second gives way to the first
         save_in(kept.place, PLAN, step, salt=step, keep_last=2)
 

@@ -78,7 +78,7 @@ def test_a_killed_run_resumes(
 
 def trained_weights(run_dir: Path) -> list[bytes]:
     """The bytes of the shards of a run's last checkpoint."""
-    return [path.read_bytes() for path in sorted((run_dir / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors"))]
+    return [path.read_bytes() for path in sorted((run_dir / "checkpoints" / f"step-{STEPS:08}").rglob("*.safetensors"))]
 
 
 @dataclass(frozen=True, slots=True)

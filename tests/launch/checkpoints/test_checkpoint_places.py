@@ -19,9 +19,9 @@ from tests.ranks import ran
 from tests.waiting import wait_until
 
 from trainload.core.errors import CheckpointError, StorageError
+from trainload.core.storage import bounded_files
 from trainload.core.storage import remote_files as remote_files
 from trainload.core.storage.remote_files import RemoteFiles
-from trainload.launching.checkpoints import url_place as remote
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.load import full_parameters, load_sharded
 from trainload.launching.checkpoints.reader import Checkpoint, latest_checkpoint, usable_checkpoint
@@ -202,7 +202,7 @@ def test_a_damaged_newest_gives_way_to_the_one_before_with_the_reason(kept: Kept
         kept.write(path, {"flipped": flipped, "cut": whole[:-7], "longer": whole + b"x"}[damage])
     usable = usable_checkpoint(kept.place, patience=30.0)
     assert usable.path == older
-    if damage == "gone" and file == "index.json" and not kept.is_folder:
+    if damage == "gone" and file == "index.json":
         assert usable.rejected == ()  # without an index it is none
     else:
         assert len(usable.rejected) == 1
@@ -312,7 +312,7 @@ def test_a_place_that_cannot_be_reached_is_asked_again_and_no_older_checkpoint_i
 def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
     s3: str, bucket: Kept, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(remote, "_ANSWER_SECONDS", 1.5)
+    monkeypatch.setattr(bounded_files, "SECONDS", 1.5)
     monkeypatch.setattr("trainload.launching.worker.saving._HOLD_SECONDS", 0.1)
     monkeypatch.setattr("trainload.launching.worker.saving._FIRST_PAUSE", 0.1)
     with wire_to(s3) as wire:

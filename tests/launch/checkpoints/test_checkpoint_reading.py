@@ -15,12 +15,25 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, PARAMETERS, TURNED, make_plan, make_state, save_all, value, writers
+from tests.launch.checkpoint_cases import (
+    BY_GROUP,
+    DATA,
+    ONE_EACH,
+    PARAMETERS,
+    TURNED,
+    make_plan,
+    make_state,
+    save_all,
+    shard_of,
+    value,
+    writers,
+)
 from tests.ranks import on_ranks
 
 from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.core.errors import CheckpointError
-from trainload.launching.checkpoints.checkpoint_place import CheckpointFiles, place_of
+from trainload.launching.checkpoints.checkpoint_files import CheckpointFiles
+from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.index import FileRecord
 from trainload.launching.checkpoints.load import full_parameters, load_sharded
 from trainload.launching.checkpoints.reader import Checkpoint, latest_checkpoint, usable_checkpoint
@@ -94,7 +107,7 @@ def test_every_interval_of_a_parameter_is_its_slice(tmp_path: Path) -> None:
 def test_only_the_files_that_an_interval_lies_in_are_read(tmp_path: Path) -> None:
     path = save_all(tmp_path, PLANS["zero3 of 5"], 3)
     for number in (0, 2, 3, 4):
-        (path / f"rank-{number:05}-of-00005.safetensors").unlink()
+        shard_of(path, number, 5).unlink()
     checkpoint = Checkpoint.open(path)
     assert torch.equal(checkpoint.parameter_interval("a.weight", "param", 8, 14), value("a.weight", "param")[8:14])
     with pytest.raises(CheckpointError, match="rank-00002-of-00005"):
@@ -108,10 +121,10 @@ def test_the_index_says_where_the_run_is(tmp_path: Path) -> None:
 
 def test_shards_are_plain_safetensors_and_hold_each_element_once(tmp_path: Path) -> None:
     path = save_all(tmp_path, PLANS["zero0 of 2"], 3)
-    assert sorted(file.name for file in path.iterdir()) == [
+    assert sorted(file.name for file in path.rglob("*") if file.is_file()) == [
         "index.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors",
     ]  # fmt: skip
-    shards = [safetensors.torch.load_file(path / f"rank-0000{rank}-of-00002.safetensors") for rank in range(2)]
+    shards = [safetensors.torch.load_file(shard_of(path, rank, 2)) for rank in range(2)]
     both = torch.cat([shard["flat/param/bucket0"] for shard in shards])
     assert torch.equal(both, make_state(PLANS["zero0 of 2"], 0).flats["bucket0"]["param"])
     assert shards[0]["scalar/step/bucket0"].shape == ()
@@ -129,7 +142,7 @@ def test_zero_dim_state_comes_from_the_first_parameters_bucket(tmp_path: Path) -
 def test_any_flipped_bit_of_any_file_is_noticed(tmp_path: Path) -> None:
     path = save_all(tmp_path, PLANS["zero3 of 2"], 3)
     rng = random.Random(0)
-    for file in sorted(path.iterdir()):
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
         whole = file.read_bytes()
         places = range(len(whole) * 8) if file.name == "index.json" else range(0, len(whole) * 8, 7)
         for place in rng.sample(places, 250):
@@ -146,7 +159,7 @@ def test_any_flipped_bit_of_any_file_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "longer", "gone", "swapped"])
 def test_a_damaged_shard_is_refused_when_it_is_read(tmp_path: Path, damage: str) -> None:
     path = save_all(tmp_path, PLANS["zero3 of 2"], 3)
-    first, second = (path / f"rank-0000{rank}-of-00002.safetensors" for rank in range(2))
+    first, second = (shard_of(path, rank, 2) for rank in range(2))
     if damage == "swapped":
         shutil.copy(first, second)
     elif damage == "gone":
@@ -248,15 +261,16 @@ def test_the_latest_is_the_highest_step(tmp_path: Path) -> None:
     assert latest_checkpoint(place_of(tmp_path)) == newest
 
 
-@pytest.mark.parametrize("file", ["index.json", "rank-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("file", ["index.json", "shard"])
 def test_a_corrupt_newest_gives_way_to_the_one_before_with_the_reason(tmp_path: Path, file: str) -> None:
     older = save_all(tmp_path, PLANS["zero3 of 2"], 10)
     newer = save_all(tmp_path, PLANS["zero3 of 2"], 20)
-    (newer / file).write_bytes(b"\0" * 300)
+    damaged = newer / file if file == "index.json" else shard_of(newer, 1, 2)
+    damaged.write_bytes(b"\0" * 300)
     usable = usable_checkpoint(place_of(tmp_path))
     assert usable.path == older
     assert len(usable.rejected) == 1
-    assert str(newer / file) in usable.rejected[0]
+    assert str(damaged) in usable.rejected[0]
 
 
 def look_together(rank: int, world: int, folder: Path) -> None:
@@ -275,7 +289,7 @@ def look_together(rank: int, world: int, folder: Path) -> None:
 def test_ranks_read_some_shards_each_and_find_the_same_checkpoint(tmp_path: Path) -> None:
     older = save_all(tmp_path, PLANS["zero3 of 5"], 10)
     newer = save_all(tmp_path, PLANS["zero3 of 5"], 20)
-    damaged = newer / "rank-00003-of-00005.safetensors"
+    damaged = shard_of(newer, 3, 5)
     damaged.write_bytes(b"\0" * 300)
     on_ranks(2, look_together, tmp_path)
     (path, rejected, first), (other, others, second) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
@@ -290,9 +304,11 @@ def test_ranks_read_some_shards_each_and_find_the_same_checkpoint(tmp_path: Path
 
 def test_no_usable_checkpoint_is_none(tmp_path: Path) -> None:
     assert usable_checkpoint(place_of(tmp_path)).path is None
-    (save_all(tmp_path, PLANS["single"], 3) / "index.json").unlink()
+    (save_all(tmp_path, PLANS["single"], 3) / "index.json").write_bytes(b"")
     usable = usable_checkpoint(place_of(tmp_path))
     assert (usable.path, len(usable.rejected)) == (None, 1)
+    (tmp_path / "checkpoints/step-00000003/index.json").unlink()  # then it is none
+    assert usable_checkpoint(place_of(tmp_path)).rejected == ()
 
 
 def changed_plan(plan: Plan, **bucket: object) -> Plan:

@@ -20,7 +20,7 @@ from tests.ranks import end, ran, start
 
 from trainload.core.atomic import replace_file
 from trainload.core.errors import CheckpointError, StorageError
-from trainload.launching.checkpoints import folder_place as checkpoint_folder
+from trainload.core.storage import folder_files
 from trainload.launching.checkpoints import writer as checkpoint_writer
 from trainload.launching.checkpoints.checkpoint_place import Draft, place_of
 from trainload.launching.checkpoints.index import INDEX, published
@@ -36,8 +36,9 @@ ONE = make_plan("single", 1)
 
 
 def visible(run: Path) -> list[str]:
-    """The folders of a run's checkpoints, drafts included."""
-    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
+    """The folders of a run's checkpoints that have shards, published or not."""
+    folder = run / "checkpoints"
+    return sorted({path.relative_to(folder).parts[0] for path in folder.rglob("*.safetensors")})
 
 
 def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
@@ -69,10 +70,10 @@ def test_nothing_is_published_before_all_ranks_have_written(tmp_path: Path) -> N
     first.save(1, make_state(TWO, 0), DATA, {})
     while not list(tmp_path.rglob("*.safetensors")):
         time.sleep(0.01)
-    assert visible(tmp_path) == [".tmp-step-00000001-t1"]
+    assert published(tmp_path) == {}
     second.save(1, make_state(TWO, 1), DATA, {})
     second.wait()
-    assert visible(tmp_path) == ["step-00000001"]
+    assert list(published(tmp_path)) == [1]
     first.wait()
 
 
@@ -93,11 +94,15 @@ def test_a_step_reached_again_replaces_its_checkpoint_and_deletes_nothing_newer(
 def test_drafts_of_earlier_attempts_are_removed_at_the_start(tmp_path: Path) -> None:
     save_all(tmp_path, ONE, 5)
     folder = tmp_path / "checkpoints"
-    for name in (".tmp-step-00000006-t1", ".tmp-step-00000007-t2", ".tmp-deleted-step-00000001-t0"):
-        (folder / name).mkdir()
-        (folder / name / "part").touch()
+    drafts = ("step-00000006/t1-00000002", "step-00000007/t2-00000001", "step-00000005/t1-00000009")
+    for name in (*drafts, ".tmp-step-00000008-t1", ".tmp-deleted-step-00000001-t0"):  # the last two: of older versions
+        (folder / name).mkdir(parents=True)
+        (folder / name / "rank-00000-of-00001.safetensors").touch()
+    (folder / "step-00000005" / ".index.json.12ab.part").touch()
     writers(tmp_path, ONE, attempt="t2")
-    assert visible(tmp_path) == [".tmp-step-00000007-t2", "step-00000005"]
+    assert visible(tmp_path) == ["step-00000005", "step-00000007"]
+    assert sorted(path.name for path in (folder / "step-00000005").iterdir()) == ["index.json", "t1-00000001"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000007"]
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
@@ -116,14 +121,16 @@ def test_a_follower_learns_that_nothing_was_published(tmp_path: Path, monkeypatc
             raise OSError(errno.EIO, "Input/output error")
         replace_file(path, data, durable=durable)
 
-    monkeypatch.setattr(checkpoint_folder, "replace_file", refuse)
+    monkeypatch.setattr(folder_files, "replace_file", refuse)
     first.save(1, make_state(TWO, 0), DATA, {})
     second.save(1, make_state(TWO, 1), DATA, {})
     with pytest.raises(CheckpointError, match="Input/output error"):
         first.wait()
     with pytest.raises(CheckpointError, match=r"rank 0.* could not be written|rank 0 could not publish"):
         second.wait()
-    assert visible(tmp_path) == []
+    assert published(tmp_path) == {}
+    writers(tmp_path, TWO, attempt="t2")
+    assert visible(tmp_path) == []  # the shards stay until then: the index may have been written
 
 
 def test_an_error_of_the_thread_is_raised_by_the_next_save_and_only_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from benchmarks.killer import Kill, Killer
 from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
 
 import trainload
-from trainload.launching.checkpoints.index import CHECKPOINTS, DRAFT
+from trainload.launching.checkpoints.index import CHECKPOINTS, published
 from trainload.launching.run.journal import read_events
 from trainload.launching.run.result import RunResult
 from trainload.packaging.package import Package
@@ -21,7 +21,7 @@ MOMENTS = ("write", "publish")
 
 
 def shards(result: RunResult) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(Path(result.checkpoint).glob("*.safetensors"))]
+    return [path.read_bytes() for path in sorted(Path(result.checkpoint).rglob("*.safetensors"))]
 
 
 def done_steps(run_dir: Path) -> list[tuple[int, float, float]]:
@@ -50,4 +50,4 @@ def test_a_run_killed_while_it_saves_has_the_losses_of_one_that_was_left_alone(
     assert result.restarts == len(MOMENTS)
     assert set(done_steps(run_dir)) == set(done_steps(undisturbed.run_dir))
     assert shards(result) == shards(undisturbed)
-    assert [path.name for path in (run_dir / CHECKPOINTS).iterdir() if path.name.startswith(DRAFT)] == []
+    assert sorted(path.name for path in (run_dir / CHECKPOINTS).iterdir()) == [path.name for path in published(run_dir).values()]

@@ -31,7 +31,7 @@ def compiling(cache: Path) -> Callable[[], bool]:
 def checkpoint_bytes(run_dir: Path) -> list[bytes]:
     """The shards of the last checkpoint."""
     last = list(published(run_dir).values())[-1]
-    return [path.read_bytes() for path in sorted(last.glob("*.safetensors"))]
+    return [path.read_bytes() for path in sorted(last.rglob("*.safetensors"))]
 
 
 def how_to_go_on(ended: Interrupted) -> str:

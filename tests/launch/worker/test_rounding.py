@@ -60,3 +60,21 @@ def test_a_smooth_value_may_differ_by_no_more_in_further_runs() -> None:
     value = noise(0, 1.0)
     (distance,) = explained_distances([value], [[value + noise(seed, 1e-3)] for seed in range(6)], further=True)
     assert 1e-3 < distance < 1e-2
+
+
+class Mean(nn.Module):
+    """The mean of many numbers of one sign."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+def test_a_sum_may_be_computed_one_term_after_another() -> None:
+    values = torch.rand(2**20, generator=torch.Generator().manual_seed(0))
+    graph = symbolic_trace(Mean())
+    expected = graph(values)
+    lanes = values.reshape(-1, 8).cumsum(0)[-1].sum() / len(values)
+    (distance,) = explained_distances(
+        [expected], [results(run) for _, run in rounded_runs(graph, lambda: [values], further=True)], further=True
+    )
+    assert float((lanes - expected).abs() / expected) < distance < 1e-2

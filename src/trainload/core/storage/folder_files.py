@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
-from trainload.core.atomic import NO_LINKS, create_file, replace_file, replacing, sync_folder, temporary_beside, temporary_file
+from trainload.core.atomic import NO_LINKS, create_file, publish, replace_file, replacing, sync_folder, temporary_beside, temporary_file
 from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
 from trainload.core.paths import is_full, open_inside
 from trainload.core.storage.interface import BLOCK, Expected, OnBytes, StoredFile
+from trainload.core.writable_folder import existing_folder
 
 
 class FolderFiles:
@@ -125,6 +127,28 @@ class FolderFiles:
                 size -= len(block)
                 yield block
 
+    def part(self, path: str, start: int, stop: int) -> bytes:
+        """See `StoreFiles.part`."""
+        with self._reading(path), open_inside(self._root, path) as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def upload(self, path: str, size: int) -> FolderUpload:
+        """See `StoreFiles.upload`."""
+        with self._writing(path):
+            return FolderUpload(self, path, self._prepared(path))
+
+    def free_bytes(self) -> int | None:
+        """See `StoreFiles.free_bytes`."""
+        with self._reading("."):
+            return shutil.disk_usage(existing_folder(self._root)).free
+
+    def prune(self, folder: str) -> None:
+        """See `StoreFiles.prune`."""
+        for inner, _, _ in os.walk(self._root / folder, topdown=False):
+            with suppress(OSError):  # it has files
+                Path(inner).rmdir()
+
     def _prepared(self, path: str) -> Path:
         """Return the path at which to write a file, after creating its folder."""
         target = self._root / path
@@ -156,6 +180,36 @@ class FolderFiles:
             if is_full(error):
                 raise StorageError("the disk is full", where=self.url, hint="Free some space; then repeat the command.") from error
             raise StorageError(f"the store cannot be written: {error.strerror or error}", where=f"{self.url}/{path}") from error
+
+
+class FolderUpload:
+    """See `Upload`: a temporary file beside the path that it takes at the end."""
+
+    def __init__(self, files: FolderFiles, path: str, target: Path) -> None:
+        self._files, self._path, self._target = files, path, target
+        self._draft = temporary_beside(target)
+        self._file = self._draft.open("xb")
+
+    def write(self, piece: bytes | memoryview, /) -> None:
+        """See `Upload.write`."""
+        with self._files._writing(self._path):
+            self._file.write(piece)
+
+    def finish(self) -> None:
+        """See `Upload.finish`."""
+        with self._files._writing(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            publish(self._draft, self._target)
+            sync_folder(self._target.parent)
+
+    def abandon(self) -> None:
+        """See `Upload.abandon`."""
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self._draft.unlink(missing_ok=True)
 
 
 def changed_file(source: Path, expected: Expected, size: int, digest: str) -> IntegrityError:

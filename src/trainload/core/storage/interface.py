@@ -44,6 +44,19 @@ class Sink(Protocol):
         """Write the next bytes."""
 
 
+class Upload(Protocol):
+    """A file that is being written. It appears, complete, when `finish` returns, and never after `abandon`."""
+
+    def write(self, piece: bytes | memoryview, /) -> object:
+        """Write the next bytes."""
+
+    def finish(self) -> None:
+        """Make the file appear: all bytes were written."""
+
+    def abandon(self) -> None:
+        """Remove what was written, as far as the storage can be reached."""
+
+
 class StoreFiles(Protocol):
     """The files of a store. Paths are relative to it, with parts joined by `/`.
 
@@ -106,3 +119,18 @@ class StoreFiles(Protocol):
 
         Raises IntegrityError if there is no such file.
         """
+
+    def part(self, path: str, start: int, stop: int) -> bytes:
+        """Return a file's bytes [start, stop), or fewer if it ends before.
+
+        Raises IntegrityError if there is no such file.
+        """
+
+    def upload(self, path: str, size: int) -> Upload:
+        """Begin to write a file of `size` bytes piece by piece."""
+
+    def free_bytes(self) -> int | None:
+        """Return how much can be written, or None if that is unknown."""
+
+    def prune(self, folder: str) -> None:
+        """Remove a folder that has no files, with its empty subfolders. Nobody may write there at the same time."""

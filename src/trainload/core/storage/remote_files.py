@@ -185,7 +185,7 @@ class RemoteFiles:
             counter.take_back()
             raise IntegrityError("a file was changed while it was sent", where=str(source), hint="Write packages once; then push them.")
 
-    def upload(self, path: str, size: int) -> Upload:
+    def upload(self, path: str, size: int) -> RemoteUpload:
         """Start a streamed write of a file of `size` bytes.
 
         Raises StorageError as `StoreFiles`; so do the methods of `Upload`.
@@ -194,8 +194,8 @@ class RemoteFiles:
             name = self._first_name(path)
             part = max(_STREAM_PART, -(-size // _MAX_PARTS))
             if size < part or self._protocol == "memory":
-                return Upload(self, path, name, None)
-            return Upload(self, path, name, self._fs.open(name, "wb", block_size=part, autocommit=not self._atomic))
+                return RemoteUpload(self, path, name, None)
+            return RemoteUpload(self, path, name, self._fs.open(name, "wb", block_size=part, autocommit=not self._atomic))
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
         """Yield a file's bytes; see `StoreFiles.receive`.
@@ -229,6 +229,13 @@ class RemoteFiles:
                 if _code(error) in ("InvalidRange", "416") and (start or self.size(path) == 0):
                     return b""
                 raise
+
+    def free_bytes(self) -> int | None:
+        """See `StoreFiles.free_bytes`. It is unknown."""
+        return None
+
+    def prune(self, folder: str) -> None:
+        """See `StoreFiles.prune`. Object stores have no folders; those of other protocols stay."""
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/") if path else self._root
@@ -267,7 +274,7 @@ class RemoteFiles:
             raise unreachable(f"{self.url}/{path}", error) from without_secrets(error)
 
 
-class Upload:
+class RemoteUpload:
     """A streamed write of a file.
 
     The file exists, complete, when `finish` returns, and never after `abandon`.
