@@ -1,4 +1,4 @@
-"""What a run has come to and what it does now, as a file that its driver replaces every second: for those who ask from elsewhere."""
+"""State of a run, in a file that its driver replaces every second, for `trainload status` and other readers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trainload.launching.run.journal import Event
 
 STATE_FILE = "state.json"
 STATE_SECONDS = 1.0
-"""How often it is written."""
+"""Interval between two writes, in seconds."""
 FRESH_SECONDS = 15.0
-"""A driver of which nothing else is known is taken for lost when it has said nothing for so long."""
+"""Seconds without a write after which a driver is considered lost, unless its process is known to be alive."""
 
 Phase = Literal["waiting", "running", "ended", "stopped", "failed", "lost"]
-"""waiting: for nodes, or for its workers to start again. stopped: somebody asked for it. lost: the driver says no more, but not why."""
+"""waiting: for nodes, or for its workers to restart. stopped: on request. lost: the driver is gone without a last word."""
 
 
 class Summary(BaseModel):
-    """What the events of a run come to.
+    """Summary of a run's events.
 
     Attributes:
         step: steps done. steps: all that there are to do.
@@ -76,14 +76,14 @@ class Summary(BaseModel):
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Summary:
-        """What these come to."""
+        """Summarise events."""
         found = cls()
         for event in events:
             found.take(event)
         return found
 
     def take(self, event: Event) -> None:
-        """One event more."""
+        """Include one more event."""
         data = event.data
         self.updated = event.time
         match event.kind:
@@ -119,7 +119,7 @@ class Summary(BaseModel):
 
 
 def _mean(before: float | None, value: float) -> float:
-    """A running mean over some twenty values."""
+    """Return a running mean over about twenty values."""
     return value if before is None else 0.95 * before + 0.05 * value
 
 
@@ -162,7 +162,7 @@ class RunState(BaseModel):
 
     @property
     def alive(self) -> bool:
-        """Whether its driver is there, as far as can be told from here."""
+        """True if its driver is alive, as far as is known on this machine."""
         if self.over:
             return False
         ended = has_ended(self.process)
@@ -170,14 +170,14 @@ class RunState(BaseModel):
 
     @property
     def of_another(self) -> bool:
-        """Whether its driver is there, and is another process than this one."""
+        """True if its driver is alive and is not this process."""
         return self.alive and (
             self.process != this_process() if self.process else (self.host, self.pid) != (socket.gethostname(), os.getpid())
         )
 
     @property
     def phase(self) -> Phase:
-        """Of the run now."""
+        """Phase of the run."""
         return self.summary.phase if self.over or self.alive else "lost"
 
 
@@ -210,7 +210,7 @@ def _finite(value: object) -> object:
 
 
 def read_state(run_dir: Path) -> RunState | None:
-    """What the driver last said; None where it has said nothing, or nothing that can be read."""
+    """Return the last state that a driver wrote; None if there is none that can be read."""
     try:
         return RunState.model_validate_json((run_dir / STATE_FILE).read_bytes())
     except (OSError, ValidationError):

@@ -20,13 +20,13 @@ from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.tensors.safetensors_file import write_tensors
 
 ADAPTERS_FILE = "adapters.safetensors"
-"""Of a run's folder: the adapters that it has trained."""
+"""File in a run's folder with the adapters that it has trained."""
 _PEFT = "base_model.model."
-"""What the names of peft's files begin with."""
+"""Prefix of the names in peft's files."""
 
 
 def first_values(adapters: Sequence[LowRank], manifest: Manifest, seed: int) -> dict[str, Tensor]:
-    """What adapters begin with: A uniform within 1 / sqrt(in) of zero, which is Kaiming's bound for a = sqrt(5), as in peft; B zero. A
+    """Return the initial values of adapters: A uniform within 1 / sqrt(in) of zero, which is Kaiming's bound for a = sqrt(5), as in peft; B zero. A
     value follows from the seed, the parameter's name and its place alone.
 
     Args:

@@ -46,7 +46,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is changed of a package's graphs. None: as it was frozen."""
+    """Changes of a package's graphs. None: unchanged."""
 
     adapters: Adapters | None = None
     precision: Precision | None = None

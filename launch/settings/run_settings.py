@@ -64,9 +64,9 @@ class RunSettings(EvaluationSettings):
     """Folder or fsspec URL (`s3://bucket/folder`) for the checkpoints, which all nodes reach and no other run uses. Default: in the
     run's folder."""
     keep: Annotated[int, SettingInfo(unit="checkpoints")] = Field(default=2, ge=1)
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_best: Annotated[int, SettingInfo(unit="checkpoints")] = Field(default=0, ge=0)
-    """How many of those with the lowest evaluation losses are kept as well. Choose `--eval-every` and `--checkpoint-every` so that
+    """Number of checkpoints with the lowest evaluation losses that are kept as well. Choose `--eval-every` and `--checkpoint-every` so that
     they coincide."""
     keep_every: Annotated[int | None, SettingInfo(unit="updates")] = Field(default=None, ge=1)
     """Checkpoints whose step is a multiple of this are kept as well."""
@@ -76,7 +76,7 @@ class RunSettings(EvaluationSettings):
     require_compiled: bool = False
     """Fail the run, rather than run a graph uncompiled that cannot be compiled or whose compiled form differs."""
     sinks: Sequence[SinkName] = ()
-    """Where metrics go beside the journal: `tensorboard` (files in the run's folder), `mlflow` (`MLFLOW_TRACKING_URI`),
+    """Destinations of metrics beside the journal: `tensorboard` (files in the run's folder), `mlflow` (`MLFLOW_TRACKING_URI`),
     `prometheus` (the endpoints of the Ray cluster). Each needs the extra of its name; one that is unavailable only causes a warning."""
     storage_patience: Annotated[float, SettingInfo(unit="s")] = Field(default=600.0, ge=0)
     """Time for which storage may fail before the run does, counted from the last completed step."""

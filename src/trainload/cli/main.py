@@ -160,7 +160,7 @@ def freeze(
 
 
 def _asset_options(given: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
-    """What --asset says: name -> path and media type, from "NAME=PATH" or "NAME:TYPE/SUBTYPE=PATH"."""
+    """Parse --asset: name -> path and media type, from "NAME=PATH" or "NAME:TYPE/SUBTYPE=PATH"."""
     found = {}
     for text in given:
         name, _, path = text.partition("=")
@@ -237,7 +237,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _complain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What Python prints of an error that nobody expected, without secrets."""
+    """Print the traceback of an unexpected error, without secrets."""
     sys.stderr.write(redacted("".join(traceback.format_exception(kind, error, trace))))
 
 

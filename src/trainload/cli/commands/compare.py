@@ -125,7 +125,7 @@ def _row(tensor: TensorDifference) -> Sequence[str]:
 
 
 LISTED = "listed"
-"""What `changes` has for an entry of a list: its name says all."""
+"""Value in `changes` for an entry of a list, whose name says everything."""
 _STYLES = {"-": "red", "+": "green", "@": "cyan"}
 
 

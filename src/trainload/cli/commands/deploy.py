@@ -141,7 +141,7 @@ def pods_of(claim: str, env: Sequence[str], **others: Any) -> Pods:
 
 
 def _variables(given: Sequence[str]) -> dict[str, str]:
-    """What --env says."""
+    """Parse --env."""
     found = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -152,7 +152,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def _placing(mount: str) -> Callable[[str], str]:
-    """What a path is for the pods. URLs and references stay as they are."""
+    """Return a path as the pods see it. URLs and references stay as they are."""
     from trainload.core.credentials import check_no_credentials
 
     def place(path: str) -> str:

@@ -62,7 +62,7 @@ def evict(context: click.Context, run_dir: Path) -> None:
 
 
 def _was_stopped(state: RunState) -> bool:
-    """Whether a run was asked to stop, and did so with a checkpoint."""
+    """Return True if a run was asked to stop, and did so with a checkpoint."""
     return state.over and state.summary.error == RunInterrupted.__name__
 
 

@@ -27,7 +27,7 @@ _MOST_LOSSES = 3
 
 
 def is_kept() -> bool:
-    """Whether this process is a driver that another one keeps."""
+    """Return True if this process is a driver that a supervisor restarts."""
     return KEPT in os.environ
 
 
@@ -91,7 +91,7 @@ def keep(arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], p
 
 
 def _is_lost(state: RunState, status: int) -> bool:
-    """Whether a driver was lost that has left this state as its last word, and ended with this status."""
+    """Return True if a driver was lost, by its last state and its exit status."""
     if not state.over or state.summary.error == LostClusterError.__name__:
         return True
     return state.phase == "ended" and status not in (FAILED, WRONG)

@@ -1,4 +1,4 @@
-"""How the program's own help lists options and commands: beside each other, so that all of them fit a screen."""
+"""Help of the program: options and commands in columns, so that they fit a screen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Overview(click.Group):
     """A group whose help has two columns of commands, each in the order of the alphabet from top to bottom."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Of the program itself it is not listed: whoever reads the list has used it."""
+        """Return a hidden option: a reader of the list has used it."""
         option = super().get_help_option(ctx)
         if option is not None:
             option.hidden = True

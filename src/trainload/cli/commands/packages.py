@@ -141,7 +141,7 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _signatures(path: Path) -> list[dict[str, str]]:
-    """What the files in signatures/ say of themselves. Nothing of it is verified."""
+    """Return the claims of the files in signatures/, none of which is verified."""
     from trainload.packaging.signatures.signature_file import read_signature, signature_paths
 
     found: list[dict[str, str]] = []
@@ -220,7 +220,7 @@ def _setting(value: Option) -> str:
 
 
 def _library(entry: OpLibraryEntry) -> str:
-    """What registers the operators of a namespace."""
+    """Return the provider of a namespace's operators."""
     from trainload.packaging.package import told_library
 
     kernels = f"; Triton kernels {', '.join(kernel.name for kernel in entry.kernels)}" if entry.kernels else ""

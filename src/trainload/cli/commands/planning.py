@@ -282,7 +282,7 @@ def _plan_best(
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What of a search is shown, and where the best plan goes."""
+    """Output of a search: what is shown, and the file of the best plan."""
 
     explain: int | None
     output: Path | None

@@ -84,7 +84,7 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
 
 
 def _page() -> Any:
-    """What makes a page, and the mark of one. Raises: StorageError where a library for it is not installed."""
+    """Return the function that makes a page, and the mark of one. Raises: StorageError if a library is not installed."""
     try:
         from trainload.report.page import page_of
         from trainload.report.page_frame import MARK

@@ -395,7 +395,7 @@ def _changes(given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _leads(backend: Backend) -> bool:
-    """Whether this process says what came of a run: the only one, or torchrun's rank 0."""
+    """Return True if this process prints the result of a run: the only one, or torchrun's rank 0."""
     return backend != "torchrun" or os.environ.get("RANK", "0") == "0"
 
 

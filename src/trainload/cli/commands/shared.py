@@ -1,4 +1,4 @@
-"""What the commands share: options, opening a package, and what goes to stdout and stderr."""
+"""Options, opening of packages and output, shared by the commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainload.packaging.package import Package
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-"""What an option is added to."""
+"""A function that an option is added to."""
 DONE, FAILED, WRONG = 0, 1, 2
 _PLAIN_SECONDS = 5.0
 
@@ -143,7 +143,7 @@ def _warned(package: Package) -> Package:
 
 
 def trusts_extensions() -> bool:
-    """Whether the program was given --trust-extensions."""
+    """Return True if the program was called with --trust-extensions."""
     return bool(click.get_current_context().find_root().params.get("trust_extensions", False))
 
 
@@ -169,7 +169,7 @@ def open_to_run(name: str) -> Package:
 
 
 def libraries() -> dict[str, str | None]:
-    """What the program's --library options name: namespace -> module or file, None where it is only allowed."""
+    """Return the program's --library options: namespace -> module or file, None where it is only allowed."""
     named: tuple[str, ...] = click.get_current_context().find_root().params.get("library", ())
     found: dict[str, str | None] = {}
     for text in named:
@@ -181,7 +181,7 @@ def libraries() -> dict[str, str | None]:
 
 
 def policy() -> Path | None:
-    """What the program's --policy option names."""
+    """Return the program's --policy option."""
     named: Path | None = click.get_current_context().find_root().params.get("policy")
     return named
 
@@ -213,12 +213,12 @@ def show_record(result: Any, as_json: bool) -> None:
 
 
 def out() -> Console:
-    """Where results go."""
+    """Return the console for results."""
     return Console(file=sys.stdout)
 
 
 def err() -> Console:
-    """Where progress and complaints go."""
+    """Return the console for progress and errors."""
     return Console(file=sys.stderr)
 
 

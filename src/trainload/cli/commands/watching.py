@@ -110,7 +110,7 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
 
 
 def _state(run_dir: Path) -> RunState:
-    """What a run's driver last said."""
+    """Return the last state that a run's driver wrote."""
     from trainload.launching.run.run_spec import RUN_FILE
     from trainload.launching.run.run_state import read_state
 
@@ -138,14 +138,14 @@ def _followed(run_dir: Path) -> RunState:
 
 
 def _over(run_dir: Path) -> RunState:
-    """What the driver says when the run is over."""
+    """Wait for the end of a run, and return its last state."""
     while (state := _state(run_dir)).alive:
         time.sleep(_LOOK_SECONDS)
     return state
 
 
 def _brief(state: RunState) -> dict[str, Any]:
-    """What is said of a run among others."""
+    """Return a run's row in a list of runs."""
     told = state.summary
     return {
         "phase": state.phase,

@@ -76,7 +76,7 @@ def seconds(value: float) -> str:
 
 
 def nothing_fits(found: Found, smallest: Candidate | None) -> PlanError:
-    """What to say where no candidate fits. `smallest`: on the smallest cluster where one does."""
+    """Return the message if no candidate fits. `smallest`: on the smallest cluster where one does."""
     least = min(found.candidates, key=lambda candidate: candidate.costs.memory.peak)
     memory, there = least.costs.memory, found.device.memory_bytes
     hint = "Give another device, or a model with less to keep."

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL = 10.0
 """Seconds between two plain lines about steps."""
 MOST_RANKS = 8
-"""How many ranks a panel shows, those that are behind first."""
+"""Number of ranks in a panel, those furthest behind first."""
 _SAID_AT_THE_END = frozenset({"end", "failed", "stopped"})
 _REFRESHES = 4
 _LOOK_SECONDS = 1.0
@@ -110,7 +110,7 @@ class RunView:
 
 
 class Panel:
-    """What a run has come to, in a few lines. Events come by one thread, and another one draws.
+    """Progress of a run in a few lines. Events come by one thread, and another one draws.
 
     Args:
         run_dir: the run's folder, where there is one.
@@ -164,7 +164,7 @@ class Panel:
         return progress
 
     def _ranks(self) -> RunState | None:
-        """What the driver last said of the ranks."""
+        """Return the last state of the ranks that the driver wrote."""
         from trainload.launching.run.run_state import read_state
 
         if self._run_dir is not None and time.monotonic() - self._looked > _LOOK_SECONDS:

@@ -1,4 +1,4 @@
-"""What a person reads: a run's events as lines; its state, and any record, as tables and JSON. A run as it goes on: `run_view`."""
+"""Lines, tables and JSON for people: events and state of a run, and any record. Progress of a run: `run_progress`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _QUIET = frozenset({"step", "steps", "kind", "name", "workers", "nodes"})
 
 
 class Event(Protocol):
-    """What a run reports: `kind` is stage, step, eval, checkpoint, warning or end; `data` says the rest."""
+    """An event of a run: `kind` is stage, step, eval, checkpoint, warning or end; `data` says the rest."""
 
     @property
     def kind(self) -> str: ...
@@ -64,7 +64,7 @@ def log_line(event: Event, seconds: float) -> str:
 
 
 def status_table(name: str, state: RunState) -> Table:
-    """How a run is."""
+    """Return a table of a run's state."""
     told, now = state.summary, time.time()
     rows: list[tuple[str, Any]] = [("run", name), ("phase", state.phase)]
     rows.append(("step", f"{told.step} of {told.steps}" + (f", {duration(told.seconds_left)} left" if told.seconds_left else "")))
@@ -93,7 +93,7 @@ def status_table(name: str, state: RunState) -> Table:
 
 
 def ranks_table(state: RunState, most: int | None = None) -> Columns:
-    """What each rank does. `most`: of more ranks than this, those that are behind, or were not heard of for longest."""
+    """Return a table of ranks. `most`: maximum number; those furthest behind, or silent for longest, come first."""
     made = Columns(("rank", "node", "pid", "heard of", "memory", "does"), right={"rank", "pid", "memory"})
     behind = sorted(state.ranks.items(), key=lambda each: (each[1].step if each[1].step is not None else -1, -round(each[1].age), each[0]))
     for rank, seen in sorted(behind[:most]):
