@@ -26,8 +26,10 @@ _PEFT = "base_model.model."
 
 
 def first_values(adapters: Sequence[LowRank], manifest: Manifest, seed: int) -> dict[str, Tensor]:
-    """Return the initial values of adapters: A uniform within 1 / sqrt(in) of zero, which is Kaiming's bound for a = sqrt(5), as in peft; B zero. A
-    value follows from the seed, the parameter's name and its place alone.
+    """Return the initial values of adapters.
+
+    A is uniform within 1 / sqrt(in) of zero, which is Kaiming's bound for a = sqrt(5), as in peft; B is
+    zero. A value follows from the seed, the parameter's name and its place alone.
 
     Args:
         adapters: of a package's parameters.
