@@ -21,7 +21,7 @@ from trainload.core.writable_folder import check_writable_folder, existing_folde
 from trainload.launching.checkpoints.index import DRAFT, INDEX, CheckpointIndex, checkpoints_in, decode_index, encode_index, folder_name
 from trainload.packaging.tensors.chunks import Ranges, ranges_of
 
-_CURE = "Make it a folder that you may write to, or choose another place."
+_CURE = "Make the folder writable, or choose another place."
 
 
 class FolderPlace:
@@ -65,10 +65,10 @@ class FolderPlace:
         there = self.published()
         if there:
             raise StorageError(
-                "there are checkpoints here already",
+                "checkpoints already exist here",
                 where=self.where,
                 got=f"step {', '.join(map(str, there))}",
-                hint="Continue their run, or choose another place for those of a new one.",
+                hint="Resume the run that wrote them, or choose another place for a new run.",
             )
         self.check_writable()
 

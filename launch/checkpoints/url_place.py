@@ -158,14 +158,14 @@ class UrlPlace:
         return None
 
     def check_new(self) -> None:
-        with self._tried("to list what is there"):
+        with self._tried("to list the files"):
             there = [name for name in self._place.names("") if step_of(name) is not None]
         if there:
             raise StorageError(
-                "there are checkpoints here already, or a run that writes some",
+                "checkpoints already exist here, or another run is writing them",
                 where=self.where,
                 got=", ".join(there[:5]),
-                hint="Continue their run, or choose another place for those of a new one.",
+                hint="Resume the run that wrote them, or choose another place for a new run.",
             )
         self.check_writable()
 
@@ -173,7 +173,7 @@ class UrlPlace:
         probe = f"probe-{secrets.token_hex(8)}"
         with self._tried(f"to write {probe}"):
             self._place.put(probe, b"\0")
-        with self._tried(f"to remove {probe} again"):
+        with self._tried(f"to remove {probe}"):
             self._place.delete([probe])
 
     @contextmanager
@@ -182,11 +182,11 @@ class UrlPlace:
             yield
         except StorageError as error:
             raise StorageError(
-                "checkpoints cannot be kept here",
+                "checkpoints cannot be stored here",
                 where=self.where,
                 expected=what,
                 got=error.problem,
-                hint="Check the URL, the credentials and their rights: they must list, write, read and remove.",
+                hint="Check the URL, the credentials and their permissions to list, write, read and remove files.",
             ) from error
 
 
@@ -228,7 +228,7 @@ class UrlDraft:
         found = self._place.read_all([f"{self._folder}/{mark}" for mark in marks])
         for mark, data in zip(marks, found, strict=True):
             if data is None:
-                raise FileNotFoundError(f"there is no {self.where}/{mark} any more")
+                raise FileNotFoundError(f"there is no {self.where}/{mark} anymore")
         return [data for data in found if data is not None]
 
     def complete(self, index: CheckpointIndex) -> None:
@@ -238,11 +238,11 @@ class UrlDraft:
             size = there.get(f"{self._final}/{file.name}")
             if size != file.size:
                 raise StorageError(
-                    "a shard that was written is not there",
+                    "a shard that was written is missing",
                     where=f"{self._place.url}/{self._final}/{file.name}",
                     expected=f"{file.size} bytes",
                     got="nothing" if size is None else f"{size} bytes",
-                    hint="See whether another process carries on the same run, or somebody cleans up there.",
+                    hint="Check whether another process drives the same run, or something removes files there.",
                 )
 
     def publish(self, index: CheckpointIndex) -> None:
@@ -361,7 +361,7 @@ def _answer(ask: Callable[..., T], *arguments: Any, where: str) -> T:
     try:
         found, error = given.get(timeout=_ANSWER_SECONDS)
     except queue.Empty:
-        raise StorageError("the store does not answer", where=where, expected=f"an answer within {_ANSWER_SECONDS:g} s") from None
+        raise StorageError("the store does not respond", where=where, expected=f"a response within {_ANSWER_SECONDS:g} s") from None
     if error is not None:
         raise error
     return found  # type: ignore[return-value]  # None is one of its values then
