@@ -170,8 +170,8 @@ def test_a_pass_may_return_another_module(exact: Package) -> None:
     [
         (users_pass.no_graph, "returns no graph.*got NoneType"),
         (users_pass.raises, "the pass fails: ZeroDivisionError: by nothing"),
-        (users_pass.fewer_outputs, "other outputs.*expected 2 values, got 1"),
-        (users_pass.another_input, "other inputs.*more"),
+        (users_pass.fewer_outputs, "different number of outputs.*expected 2 values, got 1"),
+        (users_pass.another_input, "inputs of the new graph differ.*more"),
         (users_pass.broken, "broken graph"),
         (users_pass.specialises, "fixes a size that changes.*expected batch, got 4"),
         (users_pass.wrong_arguments, "a new node cannot be computed"),

@@ -136,13 +136,13 @@ def test_a_package_that_was_changed_and_sealed_again_is_not_the_one_that_was_sig
 
 def test_a_signature_of_some_of_the_files_is_a_problem(signed: Path, signers: Signers) -> None:
     edit_payload(signed, lambda payload: payload["predicate"]["resources"].pop())
-    assert "without weights/non-persistent.safetensors" in only_problem(verified(signed, signers.alice.public))[1]
+    assert "missing weights/non-persistent.safetensors" in only_problem(verified(signed, signers.alice.public))[1]
 
 
 def test_a_signature_of_more_than_the_files_is_a_problem(signed: Path, signers: Signers) -> None:
     more = {"name": "debug/train.json", "algorithm": "sha256", "digest": "0" * 64}
     edit_payload(signed, lambda payload: payload["predicate"]["resources"].append(more))
-    assert "with debug/train.json" in only_problem(verified(signed, signers.alice.public))[1]
+    assert "extra debug/train.json" in only_problem(verified(signed, signers.alice.public))[1]
 
 
 def test_a_payload_that_was_changed_beside_its_list_of_files_is_a_problem(signed: Path, signers: Signers) -> None:
