@@ -76,7 +76,7 @@ def test_a_driver_that_was_replaced_notices(tmp_path: Path) -> None:
         check_driver()
         newer = tmp_path / "driver/leases/00000002.json"
         newer.write_bytes((tmp_path / "driver/leases/00000001.json").read_bytes())
-        with pytest.raises(LeaseLostError, match=r"lease 2 was taken.*Another process is driving the run"):
+        with pytest.raises(LeaseLostError, match=r"another process has taken lease 2.*Another process is driving the run"):
             check_for_a_minute(check_driver)
 
 

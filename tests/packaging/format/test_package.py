@@ -113,7 +113,7 @@ def test_debug_files_do_not_enter_the_digest(job: Job, packaged: Package, tmp_pa
 
 def test_a_path_that_exists_is_left_alone(job: Job, tmp_path: Path) -> None:
     (tmp_path / "p.tl").mkdir()
-    with pytest.raises(StorageError, match="taken"):
+    with pytest.raises(StorageError, match="already exists"):
         write_package(tmp_path / "p.tl", job.program, job.updates, job.recipe)
     assert list((tmp_path / "p.tl").iterdir()) == []
 

@@ -211,7 +211,7 @@ def test_a_push_that_is_broken_off_shows_nothing_and_goes_on_where_it_stopped(pa
 def test_the_path_of_a_package_is_not_written_over(packaged: Package, folder: Place, tmp_path: Path) -> None:
     put(packaged.path, folder)
     (tmp_path / "taken.tl").mkdir()
-    with pytest.raises(StorageError, match="taken"):
+    with pytest.raises(StorageError, match="already exists"):
         get(folder, tmp_path / "taken.tl")
 
 
