@@ -84,7 +84,7 @@ def _last_words(client: Any, name: str) -> str | None:
         said = [line for line in client.get_job_logs(name).splitlines() if line.strip()]
     except (OSError, RuntimeError):
         return None
-    return said[-1] if said else "no word"
+    return said[-1] if said else "no output"
 
 
 def _client(address: str) -> Any:

@@ -71,7 +71,7 @@ def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozense
                 _import(namespace, module, wheel, folders[wheel])
             if not _registered(operators[namespace]):
                 name = next(name for name in operators[namespace] if running_schema(name) is None)
-                raise PackageError("the wheel in the package does not register an operator", where=wheel, got=name)
+                raise PackageError("the bundled wheel does not register an operator", where=wheel, got=name)
     return frozenset(brought)
 
 
@@ -99,7 +99,7 @@ def _fitting(namespace: str, entry: OpLibraryEntry) -> str:
         if fits(its):
             return wheel
     raise PackageError(
-        f"none of the package's wheels of {told_library(entry)} supports this Python and machine",
+        f"none of the bundled wheels of {told_library(entry)} supports this Python and machine",
         where=", ".join(tags),
         expected=running_tag(),
         got=", ".join(sorted(frozenset[str]().union(*tags.values()))),
@@ -112,7 +112,7 @@ def _import(namespace: str, name: str, wheel: str, folder: Path) -> None:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise PackageError(
-            f"the wheel in the package cannot be imported: {type(error).__name__}: {error}", where=f"{wheel}, module {name}"
+            f"the bundled wheel cannot be imported: {type(error).__name__}: {error}", where=f"{wheel}, module {name}"
         ) from error
     file = getattr(module, "__file__", None)
     if file is None or folder not in Path(file).parents:
@@ -165,7 +165,7 @@ def _check_requirements(folder: Path, wheel: str) -> None:
     missing = missing_requirements(requires, {name: installed_version(name) for name in required_names(requires, wheel)})
     if missing:
         raise PackageError(
-            "an operator library in the package requires distributions that are not installed",
+            "a bundled operator library requires distributions that are not installed",
             where=wheel,
             got=", ".join(missing),
             hint="Install them on every node.",

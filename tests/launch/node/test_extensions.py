@@ -164,7 +164,7 @@ def test_without_the_word_nothing_of_the_wheel_runs(copied: Path, tmp_path: Path
         trainload.open(copied)
     assert verify_package(copied).ok
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(PackageError, match="do not register this operator"):
+    with pytest.raises(PackageError, match="does not register an operator"):
         trainload.open(copied, trust_extensions=True)
     assert (tmp_path / "ran").exists(), "the trap would have been seen"
     del sys.modules[MODULE]
@@ -203,7 +203,7 @@ def test_a_policy_that_takes_signed_libraries_stands_for_the_word(copied: Path, 
 
 def test_a_wheel_for_another_machine_is_refused_by_its_tags(copied: Path) -> None:
     renamed(copied, f"{MODULE}-0-cp38-cp38-win_amd64.whl")
-    with pytest.raises(PackageError, match=r"supports this Python and machine.*got cp38-cp38-win_amd64.*pip install|put"):
+    with pytest.raises(PackageError, match=r"supports this Python and machine.*got cp38-cp38-win_amd64.*install"):
         trainload.open(copied, trust_extensions=True)
 
 
