@@ -108,7 +108,7 @@ def test_a_metric_without_a_usable_name_is_refused(name: Any) -> None:
         value = mean_square(model, batch)
         return trainload.Loss(value, metrics={name: value})
 
-    with pytest.raises(JobError, match=r"Job\.loss: metrics: not a usable name"):
+    with pytest.raises(JobError, match=r"Job\.loss: metrics: invalid name"):
         capture(job_of(Model(), loss=loss))
 
 
