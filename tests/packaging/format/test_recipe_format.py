@@ -72,7 +72,7 @@ def test_a_recipe_that_clips_twice_is_refused() -> None:
 @pytest.mark.parametrize("group", [{"schedule": 1, "learning_rates": (0.1,)}, {"schedule": 0, "learning_rates": (0.1, 0.2)}])
 def test_a_group_without_its_schedule_or_with_rates_beside_it_is_refused(group: dict[str, Any]) -> None:
     made = GroupRecipe(name="g", parameters=("p",), **group)
-    with pytest.raises(ValidationError, match="no such schedule, or learning rates of its own"):
+    with pytest.raises(ValidationError, match="a missing schedule, or has its own learning rates"):
         Recipe(optimizer="SGD", groups=(made,), schedules=((1.0,),), steps=1, global_batch=1)
 
 
