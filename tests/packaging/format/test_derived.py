@@ -200,6 +200,6 @@ def test_a_package_is_whole_where_its_derived_graphs_cannot_be_kept(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRAINLOAD_STATE_DIR", str(tmp_path / "file" / "state"))
-    with pytest.warns(UserWarning, match=r"the joint graphs are not kept.*the key cannot be created"):
+    with pytest.warns(UserWarning, match=r"the joint graphs could not be stored.*the key cannot be created"):
         keep_steps(open_package(copied), {"train": step})
     assert not verify_package(copied).problems
