@@ -240,7 +240,7 @@ class Recipe(LeanRecord):
     def _check(self) -> Self:
         for group in self.groups:
             if group.schedule is not None and (group.schedule >= len(self.schedules) or len(group.learning_rates) > 1):
-                raise ValueError(f"group {group.name} has no such schedule, or learning rates of its own as well")
+                raise ValueError(f"group {group.name} refers to a missing schedule, or has its own learning rates as well as a schedule")
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("the gradient is clipped by its norm or by value, not both")
         return self

@@ -48,7 +48,7 @@ def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | Non
     control = next((node for node in calls_in(module) if is_higher_order(node.target) and not _is_region(node)), None)
     if control is not None:
         raise JobError(
-            "the graph has control flow, whose bodies were captured for values of their dtypes",
+            "the graph has control flow, whose bodies were captured for fixed dtypes",
             where=where,
             got=f"{control.target} at {place_of_node(control)}",
             hint=_REFREEZE,
@@ -66,7 +66,7 @@ def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | Non
     strange = next((node for node in nodes_in(module) if dtype_of(node) in _LOW and dtype_of(node) is not dtype), None)
     if strange is not None:
         raise JobError(
-            f"a value stays in {str(dtype_of(strange)).removeprefix('torch.')}: it was made so otherwise than by autocast",
+            f"a value stays in {str(dtype_of(strange)).removeprefix('torch.')}: it was not converted by autocast",
             where=where,
             got=f"{strange.target} at {place_of_node(strange)}",
             hint=_REFREEZE,
@@ -118,7 +118,7 @@ class _Retyped(Interpreter):
             raise
         except Exception as error:  # torch's operators may raise anything for unsupported dtypes
             raise JobError(
-                f"an operator does not take what it would be given: {first_line(error)}",
+                f"an operator does not accept the dtypes that it would receive: {first_line(error)}",
                 where=self._where,
                 got=f"{n.target} at {place_of_node(n)}",
                 hint=_REFREEZE,

@@ -98,7 +98,7 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
             temporary.chmod(0o755)
             _put(temporary, folder / key)
     except OSError as error:
-        raise StorageError(f"the derived graph cannot be kept: {error.strerror}", where=str(folder)) from error
+        raise StorageError(f"the derived graph cannot be saved: {error.strerror}", where=str(folder)) from error
 
 
 def read_derived(package: Package, key: str) -> StepGraph | None:
@@ -169,7 +169,7 @@ def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:
     present = {f"derived/{path}" for path, _ in walk(root / "derived") if not path.startswith(".")}  # "." marks temporary folders
     keys = sorted({path.split("/")[1] for path in present if path.count("/") == 2})
     known = {f"derived/{key}/{name}" for key in keys for name in ("seal.json", "step.json")}
-    problems += [(path, "no part of a derived graph") for path in sorted(present - known)]
+    problems += [(path, "not part of a derived graph") for path in sorted(present - known)]
     for key in keys:
         try:
             _check_key(key)
@@ -182,7 +182,11 @@ def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:
 
 def _check_key(key: str) -> None:
     if not _KEY.fullmatch(key):
-        raise PackageError("a derived graph's key is no plain name", where=f"derived/{key[:80]}", expected="letters, digits and _ . + -")
+        raise PackageError(
+            "the key of a derived graph contains characters that are not allowed",
+            where=f"derived/{key[:80]}",
+            expected="letters, digits and _ . + -",
+        )
 
 
 def _put(made: Path, target: Path) -> None:
@@ -203,13 +207,13 @@ def _read_seal(root: Path, key: str) -> Seal:
         raw = parse_canonical(file.read(65_537), where, max_bytes=65_536, max_depth=4)
     checksum = raw.pop("checksum", None) if isinstance(raw, dict) else None
     if checksum is None or checksum != sha256_bytes(canonical_json(raw)):
-        raise IntegrityError("the seal is damaged: its checksum is another one", where=where)
+        raise IntegrityError("the seal is damaged: its checksum does not match", where=where)
     try:
         seal = Seal.model_validate(raw)
     except ValidationError as error:
         raise IntegrityError("the seal is malformed", where=where) from error
     if seal.key != key:
-        raise IntegrityError("the seal is of another graph", where=where, expected=key, got=repr(seal.key[:80]))
+        raise IntegrityError("the seal belongs to another graph", where=where, expected=key, got=repr(seal.key[:80]))
     return seal
 
 
@@ -218,7 +222,7 @@ def _read_step(root: Path, key: str, seal: Seal) -> bytes:
     with open_inside(root, where) as file:
         data = file.read(min(seal.size, MAX_BYTES) + 1)
     if len(data) != seal.size or sha256_bytes(data) != seal.sha256:
-        raise IntegrityError("a derived graph is not the one that its seal names", where=where, hint="Remove its folder.")
+        raise IntegrityError("a derived graph does not match its seal", where=where, hint="Remove its folder.")
     return data
 
 
@@ -228,7 +232,7 @@ def _check_document(document: Any, where: str, namespaces: Set[str]) -> tuple[Gr
     Return what its graph calls, its inputs and its outputs.
     """
     if not isinstance(document, dict) or set(document) != {"graph", "inputs", "outputs", "tags"}:
-        raise UnsafePackageError("a derived graph has graph, inputs, outputs and tags", where=where)
+        raise UnsafePackageError("a derived graph must have the fields graph, inputs, outputs and tags", where=where)
     facts = validate_graph(document["graph"], where, namespaces)
     _check_tags(document["tags"], where)
     return facts, _ports(document["inputs"], where), _ports(document["outputs"], where)
@@ -238,13 +242,15 @@ def _load(document: Any, where: str, namespaces: Set[str]) -> StepGraph:
     facts, inputs, outputs = _check_document(document, where, namespaces)
     unknown = sorted(name for name in facts.operators if running_schema(name) is None)
     if unknown:
-        raise PackageError("a derived graph calls an operator that the running torch has not", where=where, got=", ".join(unknown[:5]))
+        raise PackageError(
+            "a derived graph calls an operator that the running torch does not have", where=where, got=", ".join(unknown[:5])
+        )
     module = flat_from_json(document["graph"], where)
     nodes = {node.name: node for node in module.graph.nodes}
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
     taken = [node for node in nodes.values() if node.op == "placeholder"]
     if len(taken) != len(inputs) or not isinstance(returned, tuple) or len(returned) != len(outputs):
-        raise PackageError("a derived graph has other inputs or outputs than its ports", where=where)
+        raise PackageError("the inputs or outputs of a derived graph do not match its ports", where=where)
     for name, tags in document["tags"].items():
         if name not in nodes:
             raise PackageError("a derived graph tags a node that it does not have", where=where, got=name)
@@ -254,7 +260,7 @@ def _load(document: Any, where: str, namespaces: Set[str]) -> StepGraph:
 
 def _check_tags(found: Any, where: str) -> None:
     if not isinstance(found, dict) or not all(isinstance(tags, dict) for tags in found.values()):
-        raise UnsafePackageError("a derived graph's tags are objects by node", where=where)
+        raise UnsafePackageError("the tags of a derived graph must be objects keyed by node", where=where)
     for name, tags in found.items():
         for tag, value in tags.items():
             if not (tag in _TAGS or tag.startswith("trainload")) or not isinstance(value, str | int | float):
@@ -265,7 +271,7 @@ def _ports(pairs: Any, where: str) -> tuple[Port, ...]:
     try:
         return tuple(Port(Role(role), str(name)) for role, name in pairs)
     except (ValueError, TypeError) as error:
-        raise UnsafePackageError("a derived graph's ports are pairs of role and name", where=where) from error
+        raise UnsafePackageError("the ports of a derived graph must be pairs of role and name", where=where) from error
 
 
 def _tags(module: torch.fx.GraphModule) -> dict[str, dict[str, str | int | float]]:

@@ -298,9 +298,9 @@ def check_weights(package: Package) -> None:
     """
     if package.manifest.abstract is not None:
         raise PackageError(
-            "this package is abstract: it has shapes and no weights, so it can be shown and planned, and cannot be run",
+            "this package is abstract: it has shapes but no weights, so it can be inspected and planned, but not run",
             where=str(package.path),
-            hint="Freeze the job with its weights, where they fit: trainload freeze without --abstract.",
+            hint="Freeze the job with its weights on a machine where they fit: trainload freeze without --abstract.",
         )
 
 
@@ -383,7 +383,7 @@ def check_tree(path: Path, manifest: Manifest) -> None:
             raise IntegrityError("a file is not in the manifest", where=file, hint="Remove it, or fetch the package again.")
         if status.st_size != entry.size:
             raise IntegrityError(
-                "a file has another size than the manifest says",
+                "a file's size differs from the manifest",
                 where=file,
                 expected=f"{entry.size} bytes",
                 got=str(status.st_size),
@@ -411,17 +411,19 @@ def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
     wrong = [each for each in compare_operators(manifest) if not each.fits]
     if wrong:
         worst = min(wrong, key=lambda each: (each.verdict is not Verdict.MISSING, each.name))
-        advice = "Use a torch nearer to the one that the package was made with (debug/ says which), or freeze the job again."
+        advice = "Use a version of torch closer to the one that the package was made with (see debug/), or freeze the job again."
         for namespace, entry in manifest.op_libraries.items():
             if worst.name.startswith(f"torch.ops.{namespace}."):
                 missing = worst.verdict is Verdict.MISSING
                 advice = (
-                    f"Its library was not imported: {ways_to_allow(namespace, entry)}." if missing else f"It was of {told_library(entry)}."
+                    f"Its library was not imported: {ways_to_allow(namespace, entry)}."
+                    if missing
+                    else f"The package was made with {told_library(entry)}."
                 )
         raise PackageError(
-            f"{len(wrong)} of the package's operators are not those of torch {torch.__version__}; the worst is {worst.name}: {worst.told}",
+            f"{len(wrong)} of the package's operators differ in torch {torch.__version__}; the worst is {worst.name}: {worst.told}",
             where=MANIFEST,
-            hint=f"`trainload ops PKG --compat` lists all. {advice}",
+            hint=f"`trainload ops PKG --compat` lists them all. {advice}",
         )
 
 
@@ -434,10 +436,10 @@ def ways_to_allow(namespace: str, entry: OpLibraryEntry) -> str:
     """Return a hint that says how a user can let a package call the operators of a namespace."""
     module = entry.modules[0] if entry.modules else "MODULE"
     pinned = entry.distribution and (f"{entry.distribution}=={entry.version}" if entry.version else entry.distribution)
-    install = f"pip install {pinned}" if pinned else f"put {', '.join(entry.modules) or 'what provides it'} where Python finds it"
+    install = f"pip install {pinned}" if pinned else f"install {', '.join(entry.modules) or 'its library'}"
     named = f"{install}, and allow the namespace {namespace}: trainload --library {namespace}={module} COMMAND"
     if entry.wheels:
-        return f"load the wheel that the package brings: trainload --trust-extensions COMMAND; or {named}"
+        return f"load the wheel that is bundled with the package: trainload --trust-extensions COMMAND; or {named}"
     return named
 
 

@@ -216,7 +216,7 @@ def with_program(
         written = Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST).files
         for file in kept:
             if written[file] != package.manifest.files[file]:
-                raise IntegrityError("a file is not the one that the manifest lists", where=file, hint="Fetch the package again.")
+                raise IntegrityError("a file does not match its entry in the manifest", where=file, hint="Fetch the package again.")
         graphs.check(root)
         told = {name: document for name in _OF_THE_FREEZE if (document := read_debug(package.path, name)) is not None}
         write_debug(root, {**told, **graphs.debug(SourceMap(package.path).files)})
@@ -283,7 +283,7 @@ def _exported(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, Exp
     for name, capture in sorted(program.graphs.items()):
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}(-[a-z][a-z0-9_]{0,31}){0,2}", name):
             raise PackageError(
-                "a graph's name is not one of a job's", where=name, expected="small letters, digits and _, and - between parts"
+                "a graph has a name that no job can produce", where=name, expected="lowercase letters, digits and _, with - between parts"
             )
         graphs[name] = capture.exported
     for update in updates:
@@ -302,7 +302,9 @@ def _constants(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, to
                 raise PackageError("an update graph has parameters or buffers of its own", where=f"update-{update.group}-{place}")
             for name, value in exported.constants.items():
                 if not isinstance(value, torch.Tensor):
-                    raise PackageError("an update graph has a constant that is no tensor", where=f"update-{update.group}-{place}", got=name)
+                    raise PackageError(
+                        "an update graph has a constant that is not a tensor", where=f"update-{update.group}-{place}", got=name
+                    )
                 found[f"update-{update.group}-{place}/{name}"] = value
     return dict(sorted(found.items()))
 
@@ -345,7 +347,7 @@ def _bare_manifest(
     for name in sorted(operators):
         schema = running_schema(name)
         if schema is None:
-            raise PackageError(f"the operator {name} is not one of torch's dispatcher")
+            raise PackageError(f"the operator {name} is not registered with torch's dispatcher")
         schemas[name] = schema
     try:
         return Manifest(

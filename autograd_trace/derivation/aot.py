@@ -329,7 +329,7 @@ def _forget_check(node: Node, graph: str) -> None:
     effect = node.args[1]
     if effect is not torch.ops.aten._linalg_check_errors.default:
         raise CaptureError(
-            f"the operator {effect} has a side effect beside its result, which a step graph cannot have",
+            f"the operator {effect} has a side effect, which a step graph cannot have",
             where=f"graph {graph}",
             hint="Keep it out of forward: `if not torch.compiler.is_exporting(): ...`.",
         )
@@ -354,7 +354,9 @@ def _outputs(node: Node, module: StepModule, ports: Sequence[Port]) -> tuple[tup
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if target[0] == "b":
                 port = module.port_of(target)
             case InputMutationAOTOutput(mutated_input=written):
-                raise CaptureError("forward writes to what is no buffer", where=f"{written}", hint="Keep what changes in a buffer.")
+                raise CaptureError(
+                    "forward writes to a tensor that is not a buffer", where=f"{written}", hint="Keep changing values in a buffer."
+                )
             case _:
                 raise AssertionError(f"unforeseen output of a joint graph: {description}")
         found.append(port)

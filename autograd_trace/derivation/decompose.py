@@ -99,7 +99,7 @@ def decompose(module: GraphModule, chosen: Callable[[Any], bool]) -> GraphModule
             if not left:
                 break
         else:
-            raise CaptureError("decompositions do not come to an end", got=", ".join(sorted({spelled(n.target) for n in left})))
+            raise CaptureError("decompositions do not terminate", got=", ".join(sorted({spelled(n.target) for n in left})))
         part.graph.lint()
         part.recompile()
     return made

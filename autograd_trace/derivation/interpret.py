@@ -143,9 +143,9 @@ class GraphInterpreter(Interpreter):
     def _drawn_in(self, target: Any, args: tuple[Any, ...]) -> Any:
         if target not in KEYED:
             raise CaptureError(
-                f"a body of {target} draws random numbers, for which it has no stateless form",
+                f"a body of {target} draws random numbers, which has no stateless form",
                 where=self.where(),
-                hint="Draw the random tensor before it and pass it in as an operand.",
+                hint="Draw the random tensor before the call and pass it in as an operand.",
             )
         return KEYED[target](self, target, self._node, *args)
 

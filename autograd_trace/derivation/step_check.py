@@ -98,8 +98,8 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
             raise CaptureError(
                 f"the joint graph fails on {rows} rows: {first_line(error)}",
                 where=f"graph {capture.name}",
-                hint="The derivative of an operator of the model has the number of rows of the example in it: write it with other "
-                "operators (x * mask in place of masked_select), or fix the size with dynamic={name: {0: Dim.STATIC}}.",
+                hint="The derivative of an operator of the model depends on the example's number of rows: use other "
+                "operators (x * mask instead of masked_select), or fix the size with dynamic={name: {0: Dim.STATIC}}.",
             ) from error
     found = {(p.role, p.name): v for p, v in zip(step.outputs, results, strict=True)}
     state = {name: program.state[name] for name in program.state} | dict(program.constants)
@@ -145,7 +145,7 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
                 where=f"graph {capture.name}",
                 expected=f"a relative difference of at most {allowed:g}",
                 got=f"{distance:.2g}" if key in found else "no gradient",
-                hint="This is a fault of trainload or of torch's AOT autograd for an operator of the model, not of the model.",
+                hint="This is a bug in trainload or in torch's AOT autograd for an operator of the model, not in the model.",
             )
 
 

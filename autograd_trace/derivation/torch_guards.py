@@ -90,11 +90,11 @@ def _check_order(graphs: Mapping[str, GraphCapture], targets: Sequence[Target]) 
         if variant and variant not in takers:
             other = min(takers)
             raise JobError(
-                "the variant would never be picked for its own example: one before it takes that batch",
+                "the variant would never be selected for its own example, because an earlier one accepts that batch",
                 where=f"Job.variants[{variant!r}]",
-                expected="another input, constant or shape than in the variants before it",
-                got=f"a batch that {f'the variant {other!r}' if other else 'the first variant, of Job.batch,'} takes",
-                hint="Leave it out, or put it first (Job.batch) if its graph is the one to run.",
+                expected="an input, constant or shape that differs from the earlier variants",
+                got=f"a batch that {f'the variant {other!r}' if other else 'the first variant, of Job.batch,'} accepts",
+                hint="Omit it, or put it first (Job.batch) if its graph is the one to run.",
             )
 
 

@@ -58,17 +58,17 @@ def bound(
         made = type(optimizer)([options], **defaults)  # its state is made in __init__
     except TypeError as error:
         raise CaptureError(
-            f"the optimizer makes state in __init__, and cannot be made again for other tensors: {error}",
+            f"the optimizer creates state in __init__ and cannot be re-created for other tensors: {error}",
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="a constructor that takes (params, **options)",
-            hint="Make the state in the first step.",
+            hint="Create the state in the first step.",
         ) from error
     if not made.state:
         raise JobError(
-            "the optimizer has done steps already, and a package holds none of its state",
+            "the optimizer has already taken steps, and a package does not contain its state",
             where="Job.optimizer",
             expected="a new optimizer",
-            hint="Make it in the function.",
+            hint="Create the optimizer inside the function.",
         )
     return made
 
@@ -103,7 +103,7 @@ def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.
     for name, inner in wrapped(optimizer).items():
         if inner.param_groups is not optimizer.param_groups or inner.state:
             raise CaptureError(
-                "the optimizer wraps another one that has parameter groups or state of its own already",
+                "the optimizer wraps another one that already has its own parameter groups or state",
                 where=f"Job.optimizer: {type(optimizer).__name__}.{name}",
                 expected="the same groups, and no state before the first step",
                 hint="Write both updates in the step() of one class.",
@@ -127,5 +127,5 @@ def step(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> None:
             f"the optimizer cannot update a parameter of shape {shape}: {type(error).__name__}: {error}",
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
-            hint="Give these parameters to another optimizer, such as AdamW or SGD.",
+            hint="Use another optimizer, such as AdamW or SGD, for these parameters.",
         ) from error

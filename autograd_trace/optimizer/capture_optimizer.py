@@ -74,7 +74,7 @@ def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tup
                     where=f"{trainer.where}: group {number}",
                     expected="one dtype",
                     got=str(sorted(kinds)),
-                    hint="Make one parameter group for each dtype.",
+                    hint="Use one parameter group for each dtype.",
                 )
             shapes = {n: tuple(specs[n].shape) for n in names}
             table = rates[number].factors
@@ -109,30 +109,30 @@ def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CaptureError(
-            "the optimizer calls a closure, which runs the model as often as it likes, so it has no fixed update",
+            "the optimizer requires a closure and evaluates it any number of times, so it has no fixed update",
             where=f"{where}: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
             hint="Use AdamW or SGD.",
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise CaptureError(
-            "the optimizer evaluates the model with other weights than it trains (its train() and eval())",
+            "the optimizer evaluates the model with weights that differ from the trained ones (its train() and eval())",
             where=f"{where}: {type(optimizer).__name__}",
-            expected="weights that are what the updates leave",
-            hint="Use AdamW or SGD with Job.ema, whose mean is what evaluations see and the trained package holds.",
+            expected="the weights that the updates produce",
+            hint="Use AdamW or SGD with Job.ema: its averaged weights are used in evaluations and stored in the trained package.",
         )
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise CaptureError(
             "the optimizer has no learning rate",
             where=f"{where}: {type(optimizer).__name__}",
             expected='"lr" among the options of each group',
-            hint="Give it one. transformers' Adafactor takes one with relative_step=False.",
+            hint="Set one. transformers' Adafactor accepts one with relative_step=False.",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise CaptureError(
-            "the optimizer wants sparse gradients, and a step graph's gradients are dense",
+            "the optimizer requires sparse gradients, but the gradients of a step graph are dense",
             where=f"{where}: SparseAdam",
-            hint="Use Adam; it updates the rows of an embedding that were not looked up as well, by their moments.",
+            hint="Use Adam, which also updates the rows of an embedding that were not looked up, because of their moments.",
         )
 
 

@@ -75,11 +75,11 @@ def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, o
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise JobError(
-            "the scheduler watches a metric, and learning rates are fixed before a run",
+            "the scheduler depends on a metric, but learning rates are fixed before a run",
             where="Job.schedule",
-            expected="learning rates that follow from the step",
+            expected="learning rates that depend only on the step",
             got="ReduceLROnPlateau",
-            hint="Use a schedule of the step; evaluate, and resume with another package where it does not suit.",
+            hint="Use a schedule that depends on the step. To change it later, evaluate, and resume with another package.",
         )
     rates: list[list[float]] = [[] for _ in options]
     for step in range(updates):
@@ -91,18 +91,20 @@ def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, o
             driven = sorted(k for k, v in before.items() if k not in ("lr", "initial_lr") and group.get(k) != v)
             if driven:
                 raise JobError(
-                    f"the scheduler changes {', '.join(driven)}, and only learning rates are scheduled",
+                    f"the scheduler changes {', '.join(driven)}, but only learning rates can be scheduled",
                     where=f"Job.schedule at step {step}",
-                    expected="learning rates alone",
+                    expected="changes to learning rates only",
                     got=f"{driven[0]} = {group[driven[0]]}, was {before[driven[0]]}",
-                    hint="Give the scheduler cycle_momentum=False.",
+                    hint="Pass cycle_momentum=False to the scheduler.",
                 )
     return rates
 
 
 def _finite(rate: float, step: int) -> float:
     if not math.isfinite(rate):
-        raise JobError("is not a finite number", where=f"Job.schedule at step {step}", expected="a finite learning rate", got=str(rate))
+        raise JobError(
+            "the learning rate is not finite", where=f"Job.schedule at step {step}", expected="a finite learning rate", got=str(rate)
+        )
     return rate
 
 

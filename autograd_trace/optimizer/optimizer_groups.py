@@ -37,19 +37,19 @@ def group_parameters(model: nn.Module, trainable: Set[str], param_groups: Sequen
             name = names.get(id(parameter))
             if name is None:
                 raise JobError(
-                    "holds a tensor that is no parameter of the model",
+                    "contains a tensor that is not a parameter of the model",
                     where=f"{where}: group {number}",
                     got=f"shape {tuple(parameter.shape)}",
-                    hint="Build the optimizer from the model that the function is given.",
+                    hint="Build the optimizer from the model that is passed to the function.",
                 )
             if name in seen:
-                raise JobError("a parameter is in two groups", where=f"{where}: group {number}", got=name)
+                raise JobError("a parameter is in two parameter groups", where=f"{where}: group {number}", got=name)
             if name in trainable and name not in found:
                 found.append(name)
         seen.update(found)
         groups.append(sorted(found))
     if not seen:
-        raise JobError("the optimizer trains no parameter", where=where, hint="Give it model.parameters().")
+        raise JobError("the optimizer trains no parameter", where=where, hint="Pass it model.parameters().")
     return groups
 
 
@@ -64,7 +64,7 @@ def with_trained(program: Program, groups: Sequence[GroupRecipe]) -> Program:
     if not left_out:
         return program
     warnings.warn(
-        f"{len(left_out)} parameters require a gradient and are in no optimizer; they are not trained: {', '.join(left_out)}",
+        f"{len(left_out)} parameters require a gradient but are in no optimizer, so they are not trained: {', '.join(left_out)}",
         stacklevel=4,
     )
     parameters = tuple(replace(p, trainable=p.trainable and (p.alias_of or p.name) in trained) for p in program.parameters)

@@ -82,17 +82,19 @@ def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtyp
         step(stepped, shape)
         if stepped.param_groups[0]["lr"] != rate * factor:
             raise CaptureError(
-                "step() changes the learning rate, which the job's schedule gives", where=kind, hint="Say it in Job.schedule."
+                "step() changes the learning rate, which is set by the job's schedule",
+                where=kind,
+                hint="Specify the change in Job.schedule.",
             )
         states.append(_own(stepped, param))
         shared.append(_shared(stepped))
     if any(set(entries) != set(states[-1]) for entries in states):
         raise CaptureError(
-            "the optimizer's state has other entries after the first step than later",
+            "the optimizer's state has different entries after the first step and after later ones",
             where=kind,
             expected=", ".join(sorted(states[-1])) or "none",
             got=", ".join(sorted(states[0])) or "none",
-            hint="Make all of the state in the first step, and let none of it grow.",
+            hint="Create all of the state in the first step, and add nothing later.",
         )
     changing = {n: _changes(f"{kind}: state {n!r}", [s[n] for s in states]) for n in sorted(states[-1])}
     moved = [n for n in sorted(shared[-1]) if any(not _same(before.get(n), each.get(n)) for each in shared)]
@@ -164,9 +166,9 @@ def _changes(where: str, values: Sequence[Any]) -> bool:
     if all(v.ndim == 0 if isinstance(v, Tensor) else _is_number(v) for v in values):  # a number in some steps, a 0-dim tensor in others
         return True
     raise CaptureError(
-        "what the optimizer keeps is neither a tensor in its state nor a number",
+        "the optimizer keeps a value that is neither a tensor in its state nor a number",
         where=where,
         expected="tensors and numbers in self.state[param]",
         got=", ".join(dict.fromkeys(type(v).__name__ for v in values)),
-        hint="Keep it as tensors, each under a name of its own.",
+        hint="Keep it as tensors, each under its own name.",
     )

@@ -128,7 +128,7 @@ class _NumbersStayTensors(TorchFunctionMode):
             try:
                 return func(*args)
             except Exception as error:
-                raise ValueError(f"{_TAKEN[func]}() takes a number out of a tensor, and the graph would keep that number") from error
+                raise ValueError(f"{_TAKEN[func]}() reads a number from a tensor, which the graph would keep as a constant") from error
         if func == _DATA.__get__:
             return args[0].detach()
         if func == _DATA.__set__:

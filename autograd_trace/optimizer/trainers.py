@@ -74,7 +74,9 @@ def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
         where = f"Job.loop[{number}]"
         turn = Turn(entry) if isinstance(entry, str) else entry
         if turn.graph not in graphs:
-            raise JobError("not a turn of one of the graphs", where=where, expected=f"a Turn, or one of {sorted(graphs)}", got=repr(entry))
+            raise JobError(
+                "the turn does not name one of the graphs", where=where, expected=f"a Turn, or one of {sorted(graphs)}", got=repr(entry)
+            )
         try:
             turns.append(TurnRecipe(graph=turn.graph, times=turn.times, every=turn.every, start=turn.start, fresh=turn.fresh))
         except ValidationError as error:
@@ -82,14 +84,16 @@ def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
         _check_turn(job, turns, where)
     idle = sorted(set(graphs) - {turn.graph for turn in turns})
     if idle:
-        raise JobError("a graph never runs", where="Job.loop", expected="every graph of the job", got=f"none of {', '.join(idle)}")
+        raise JobError(
+            "a graph never runs", where="Job.loop", expected="a turn of every graph of the job", got=f"no turn of {', '.join(idle)}"
+        )
     main = main_of(job)
     if not any(turn.graph == main and turn.every == 1 and turn.start == 0 for turn in turns):
         raise JobError(
-            "the first graph that trains does not run in every round, and its loss is the run's",
+            "the first graph that trains must run in every round, because its loss is the run's",
             where="Job.loop",
             expected=f"a turn of {main!r} in every round",
-            hint="Put another graph first in Job.graphs, or let a round be every so many turns of the others.",
+            hint="Put another graph first in Job.graphs, or let the other graphs run several times per round (Turn.times).",
         )
     return tuple(turns)
 
@@ -105,14 +109,16 @@ def _check_turn(job: Job, turns: Sequence[TurnRecipe], where: str) -> None:
         always = any(turn.every % t.every == 0 and t.start <= turn.start and (turn.start - t.start) % t.every == 0 for t in before)
         if turn.fresh or not always:
             raise JobError(
-                f"it is fed by {source!r}, which is not there whenever it runs",
+                f"it is fed by {source!r}, which is not always available when it runs",
                 where=f"{where}: {entry}",
                 expected=f"a turn of {other!r} before it, in each of its rounds, and both on the round's own batch (not fresh)",
                 got=", ".join(t.graph for t in turns),
             )
     if job.graphs[turn.graph].compute is not None and (turn.times > 1 or turn.fresh):
         raise JobError(
-            "it trains nothing, so once on the round's batch is all that it can do", where=where, expected="times=1, fresh=False"
+            "the graph trains nothing, so it can only run once per round, on the round's batch",
+            where=where,
+            expected="times=1, fresh=False",
         )
 
 
@@ -142,7 +148,7 @@ def make_optimizers(job: Job) -> Optimizers:
         if name in shared[1:]:
             continue
         factory = graph.optimizer or job.optimizer
-        assert factory is not None, "a graph without an optimizer was refused"
+        assert factory is not None, "a graph without an optimizer was rejected"
         made[name] = _made(job, factory, _place(name, graph))
     return made
 
@@ -222,14 +228,14 @@ def _check_own_methods(optimizer: torch.optim.Optimizer, where: str) -> None:
             continue
         if name == "step" and getattr(value, "_wrapped_by_lr_sched", False):
             raise JobError(
-                "makes a learning rate scheduler, which nobody would step",
+                "creates a learning rate scheduler, which would never be stepped",
                 where=where,
-                expected="an optimizer alone",
-                hint="Give it as Job.schedule: schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000).",
+                expected="only an optimizer",
+                hint="Pass it as Job.schedule: schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000).",
             )
         raise JobError(
-            f"returns an optimizer whose {name} was replaced",
+            f"returns an optimizer whose method {name} was replaced",
             where=f"{where}: {type(optimizer).__name__}.{name}",
             expected="the method of its class",
-            hint="Write it as a method of a class of your own: class Mine(torch.optim.SGD).",
+            hint="Define it as a method of a subclass: class Mine(torch.optim.SGD).",
         )

@@ -66,9 +66,9 @@ def check_update(
     )
     if different is not None:
         raise CaptureError(
-            f"the captured update leaves another {different!r} than the optimizer on a parameter of shape {shape}",
+            f"the captured update's {different!r} differs from the optimizer's own on a parameter of shape {shape}",
             where=f"{type(optimizer).__name__}, {update.group}",
-            expected=f"at most {tolerance:g} of its size",
+            expected=f"a relative difference of at most {tolerance:g}",
             hint="The optimizer keeps something outside self.state[param], such as an attribute that step() changes.",
         )
     if update.elementwise and flat.numel() > 1:
@@ -76,9 +76,9 @@ def check_update(
         parts = torch.cat([_run(graphs, flat[s], [g[s] for g in given])[0] for s in (slice(0, cut), slice(cut, None))])
         if not torch.allclose(parts, captured, rtol=tolerance, atol=tolerance):
             raise CaptureError(
-                "the update of a slice is not that part of the whole parameter's update",
+                "the update of a slice differs from the same part of the whole parameter's update",
                 where=f"{type(optimizer).__name__}, {update.group}",
-                hint="Let the update of an element depend on that element alone.",
+                hint="Make the update of an element depend on that element only.",
             )
 
 
@@ -103,8 +103,10 @@ def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], d
             "the update of a parameter depends on other parameters of its group",
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
-            got=f"another {differs[0]!r} beside another parameter" if differs else "another parameter beside another one",
-            hint="Give each parameter an update of its own; the gradient's norm over all of them is clipped by Job.clip_norm.",
+            got=f"a different {differs[0]!r} when updated together with another parameter"
+            if differs
+            else "a different result when updated together with another parameter",
+            hint="Update each parameter independently. To clip the norm over all gradients, use Job.clip_norm.",
         )
 
 
@@ -159,10 +161,10 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
             group |= given
     if apart:
         raise CaptureError(
-            "the optimizer moves a parameter otherwise than another tensor of its shape in its group",
+            "the optimizer updates a parameter differently from another tensor of the same shape and group",
             where=f"Job.optimizer: {type(optimizer).__name__}, {apart[0]}",
             expected="an update of (parameter, gradient, state, options of the group)",
-            hint="Put it into a group of its own, and tell groups apart by their options, not parameters by their names or attributes.",
+            hint="Put it into a separate group, and distinguish groups by their options, not parameters by their names or attributes.",
         )
 
 

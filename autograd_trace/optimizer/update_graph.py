@@ -108,7 +108,7 @@ def _state_specs(names: StateNames, param: Tensor, state: Sequence[Tensor], kind
         where = f"{kind} state {entry!r}"
         if flat and value.ndim > 0 and not like_parameter:
             raise CaptureError(
-                "an optimizer state has another shape than its parameter, so the update does not run on slices",
+                "an optimizer state has a different shape from its parameter, so the update cannot run on slices",
                 where=where,
                 expected="the parameter's shape or 0 dims",
                 got=str(tuple(value.shape)),
@@ -117,9 +117,9 @@ def _state_specs(names: StateNames, param: Tensor, state: Sequence[Tensor], kind
             raise CaptureError(
                 "the size of an optimizer state depends on values",
                 where=where,
-                expected="as many elements at every step",
+                expected="the same number of elements at every step",
                 got=str(tuple(value.shape)),
-                hint="Keep a mask of the parameter's shape in place of indices.",
+                hint="Keep a mask of the parameter's shape instead of indices.",
             )
         others = () if like_parameter else tuple(value.shape)
         specs.append(StateSpec(entry, str(value.dtype).removeprefix("torch."), like_parameter, others))
@@ -144,8 +144,8 @@ def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) ->
 def _cure_of(optimizer: torch.optim.Optimizer) -> str:
     options = [name for name, value in optimizer.param_groups[0].items() if isinstance(value, Tensor)]
     if options:
-        return f"Give {', '.join(options)} as a number: {type(optimizer).__name__} reads a tensor as one while it steps."
-    return "Its step must be tensor operators on the parameter, the gradient and the state; .item() of them may be reckoned with."
+        return f"Pass {', '.join(options)} as a number: {type(optimizer).__name__} converts a tensor to a number in its step()."
+    return "Its step() must use tensor operators on the parameter, the gradient and the state; arithmetic with their .item() is allowed."
 
 
 def _line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
@@ -167,7 +167,7 @@ def _check_constants(exported: ExportedProgram, optimizer: torch.optim.Optimizer
             raise CaptureError(
                 "the update reads a tensor that is neither an option nor part of its state",
                 where=f"{type(optimizer).__name__}, {name}",
-                expected="constants of one element at most",
+                expected="constants of at most one element",
                 got=str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__,
                 hint="Keep it in self.state[param].",
             )

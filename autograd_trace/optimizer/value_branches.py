@@ -53,7 +53,7 @@ class Ways:
         """
         self.count += 1
         if self.count > MOST_WAYS:
-            raise TooManyWays(f"its Python branches have more than {MOST_WAYS} ways through them")
+            raise TooManyWays(f"its Python branches have more than {MOST_WAYS} paths through them")
         met: list[Tensor] = []
 
         def decide(value: Tensor) -> bool:
@@ -69,7 +69,7 @@ class Ways:
 
 def _chosen(condition: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Results:
     if [_kind(t) for t in first] != [_kind(t) for t in second]:
-        raise ValueError("the ways through its Python branches leave state of different shapes or dtypes")
+        raise ValueError("the paths through its Python branches produce state of different shapes or dtypes")
     return tuple(a if a is b else torch.where(condition.reshape(()) != 0, a, b) for a, b in zip(first, second, strict=True))
 
 

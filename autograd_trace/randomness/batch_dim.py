@@ -58,9 +58,9 @@ def find_batch_dim(shape: Sequence[Size], batch: torch.SymInt, where: str) -> in
         if not isinstance(size, int) and size.node.expr.has(symbol):
             if (size.node.expr / symbol).has(symbol):
                 raise CaptureError(
-                    f"a random value's dim {dim} has {size} entries, which is not a whole number for each of the {batch} rows",
+                    f"dim {dim} of a random tensor has {size} entries, which is not a multiple of the {batch} rows",
                     where=where,
-                    hint="Draw the random tensor with the batch as a dim of its own.",
+                    hint="Draw the random tensor with the batch as a separate dim.",
                 )
             return dim
     return None
@@ -99,7 +99,7 @@ class Layout:
         stacks = self._stacks(node, str(shape[dim]))
         if stacks is None:
             raise CaptureError(
-                f"a random value's dim {dim} has the batch as an inner part of its {shape[dim]} entries, so that its numbers would depend "
+                f"dim {dim} of a random tensor has the batch as an inner part of its {shape[dim]} entries, so its values would depend "
                 "on how the batch is split over workers",
                 where=where,
                 hint="Merge dims with the batch first (x.transpose(0, 1).flatten(0, 1)), or apply the dropout before they are merged.",

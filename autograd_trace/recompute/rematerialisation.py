@@ -132,11 +132,11 @@ def _kept(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]
                 answers *= len(made)
             elif len(answers) != len(made):
                 raise CaptureError(
-                    f"a selective checkpoint's policy treats the calls of {name} differently, and the derived graph has not as many",
+                    f"a selective checkpoint's policy treats the calls of {name} differently, but the derived graph has another number",
                     where=f"graph {graph}",
                     expected=f"{len(answers)} calls in the checkpoint",
                     got=f"{len(made)}",
-                    hint="Have the policy decide by the operator alone.",
+                    hint="Make the policy depend on the operator only.",
                 )
             for node, answer in zip(made, answers, strict=True):
                 if answer == "1":

@@ -123,8 +123,8 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
 
 def _nested_transforms(graph: str, error: Exception) -> CaptureError:
     """Return the report for nested torch.func transforms that a graph cannot nest."""
-    problem = "a transform of torch.func inside of another, which a graph cannot hold"
-    advice = "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) in place of vmap over the jvp of a row."
+    problem = "a torch.func transform is nested in another one, which a graph cannot represent"
+    advice = "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) instead of vmap over the jvp of a row."
     finding = Finding(BREAK.anchor, problem, advice, "y, tangent = torch.func.jvp(f, (x,), (v,))  # f of all rows", None)
     return CaptureError(f"the {graph} graph cannot be captured: {problem}", where="Job", got=_gist(error), hint=advice, findings=[finding])
 
@@ -135,8 +135,8 @@ def own_generator() -> CaptureError:
     Call it below the user's frame.
     """
     place = place_here()
-    problem = "forward draws from a generator of its own, whose state is no part of the model"
-    advice = "Leave out `generator`: what a graph draws follows from the run's seed, the step and the row."
+    problem = "forward draws from its own generator, whose state is not part of the model"
+    advice = "Omit `generator`: the random numbers of a graph depend on the run's seed, the step and the row."
     finding = Finding(GLOBAL.anchor, problem, advice, "noise = torch.rand(size, device=x.device)  # no generator", place)
     return CaptureError(problem, where=_where(place), hint=advice, findings=[finding])
 
@@ -198,7 +198,7 @@ def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
     except CaptureError as error:
         if error.__cause__ is None or not error.findings or error.findings[0].cause != OTHER_SIZE.anchor:
             return None
-        problem = f"the captured graph fails on the example batch, and the model does not: {raised(error.__cause__)}"
+        problem = f"the captured graph fails on the example batch, but the model does not: {raised(error.__cause__)}"
         finding = Finding(DIFFERENCE.anchor, problem, BREAK.advice, rewrite.custom_operator(), None)
         return CaptureError(problem, where=error.where, hint=BREAK.advice, findings=[finding])
     return None
@@ -297,7 +297,7 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
         NUMBER.anchor: lambda: rewrite.number(spot),
         VALUES.anchor: lambda: rewrite.values(spot),
         BREAK.anchor: rewrite.custom_operator,
-        TENSOR_CLASS.anchor: lambda: "y = scaled(x)  # a function of ordinary tensors, in place of a class",
+        TENSOR_CLASS.anchor: lambda: "y = scaled(x)  # a function of ordinary tensors, instead of a class",
         DATA.anchor: lambda: rewrite.data(spot),
         SPECIALISED.anchor: lambda: rewrite.size(spot, text, name),
         CONSTRAINT.anchor: lambda: rewrite.size(spot, text, name),
@@ -325,7 +325,7 @@ def _of_deed(deed: Deed) -> Finding:
         return Finding(MODULE.anchor, f"forward changes {deed.detail}, which a graph would freeze", MODULE.advice, code, deed.place)
     found = _finding(deed.cause, deed.place, "")
     if deed.cause is GLOBAL:
-        sentence = f"forward uses {deed.detail}, which is no part of the model and which a graph would freeze"
+        sentence = f"forward uses {deed.detail}, which is not part of the model and which a graph would freeze"
         return replace(found, sentence=sentence)
     return found
 

@@ -129,11 +129,11 @@ class Dispatcher:
         unknown = sorted(set(leaves).union(constants) - self.names)
         if unknown:
             raise DataError(
-                f"the batch has what no variant takes: {', '.join(map(repr, unknown))}",
+                f"the batch has entries that no variant accepts: {', '.join(map(repr, unknown))}",
                 where=f"graph {self._graph}",
                 expected=", ".join(sorted(self.names)),
                 got=", ".join(sorted({*leaves, *constants})),
-                hint="Leave it out.",
+                hint="Omit them.",
             )
         return self.pick_facts({name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}, constants)
 
@@ -141,14 +141,14 @@ class Dispatcher:
         said = [f"{name or 'the first'}: {misfit}" for name, misfit in self.misfits(facts, constants).items()]
         if len(said) == 1:
             return DataError(
-                f"the graph does not take this batch: {said[0].partition(': ')[2]}",
+                f"the graph does not accept this batch: {said[0].partition(': ')[2]}",
                 where=f"graph {self._graph}",
-                hint="`trainload inspect` lists what it takes; another freeze, with Job.dynamic or Job.variants, takes more.",
+                hint="`trainload inspect` lists what it accepts. To accept more, freeze the job again with Job.dynamic or Job.variants.",
             )
         return DataError(
-            f"none of the {len(said)} variants takes this batch, the nearest first: {'; '.join(said)}",
+            f"none of the {len(said)} variants accepts this batch (nearest first): {'; '.join(said)}",
             where=f"graph {self._graph}",
-            hint="`trainload inspect` lists what each takes; another freeze, with one more in Job.variants, takes more.",
+            hint="`trainload inspect` lists what each accepts. To accept more, freeze the job again with a further entry in Job.variants.",
         )
 
 
@@ -267,7 +267,7 @@ class _Matcher:
         for name, value, usual in self._constants:
             given = constants.get(name, usual)
             if name in facts or given is None or (given != value and not _named_member(given, value)):
-                usually = f"nothing, which is {usual}" if name not in constants and name not in facts and usual is not None else ""
+                usually = f"nothing, which means {usual}" if name not in constants and name not in facts and usual is not None else ""
                 yield Misfit(name, str(value), usually or _seen(name, facts, constants), coarse=True)
         dims_of = {name: dims for name, _, _, dims in self._parts}
         shown = {entry.name: f"{entry.dtype}[{', '.join(map(str, entry.sizes))}]" for entry in self._guard.inputs}
@@ -305,7 +305,7 @@ class _Matcher:
             text = next(e.text for n, d, e in self._derived if (n, d) == (name, dim))
             if rest or value < least or (most is not None and value > most):
                 limits = limits_text(least, most)
-                yield Misfit(f"{name}[{dim}]", f"{text} with {symbol} of {limits}", str(facts[name][1][dim]), coarse=False)
+                yield Misfit(f"{name}[{dim}]", f"{text} where {symbol} is {limits}", str(facts[name][1][dim]), coarse=False)
                 return
             values[symbol] = value
         for name, dim, expression in self._derived:

@@ -86,7 +86,7 @@ class _Parser:
     def run(self) -> Expression:
         value = self.condition()
         if self.at != len(self.tokens):
-            raise GrammarError(f"{self.tokens[self.at]!r} follows the end")
+            raise GrammarError(f"unexpected {self.tokens[self.at]!r} after the end of the expression")
         return Expression(self.text, tuple(self.symbols), value)
 
     def take(self, *wanted: str) -> str | None:
@@ -103,7 +103,7 @@ class _Parser:
     def condition(self) -> Callable[[Values], int]:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise GrammarError(f"nested more than {MAX_DEPTH} deep")
+            raise GrammarError(f"nested more than {MAX_DEPTH} levels deep")
         parts = [self.both()]
         while self.take("or"):
             parts.append(self.both())
@@ -172,14 +172,14 @@ class _Parser:
             chosen = max if word == "max" else min
             return lambda values: chosen(part(values) for part in parts)
         if self.at == len(self.tokens):
-            raise GrammarError("it ends too early")
+            raise GrammarError("unexpected end of the expression")
         token = self.tokens[self.at]
         self.at += 1
         if token.isdigit():
             number = int(token)
             return lambda values: number
         if token in _WORDS or not (token[0].isalpha() or token[0] == "_"):
-            raise GrammarError(f"{token!r} where a size belongs")
+            raise GrammarError(f"unexpected {token!r} in place of a size")
         self.symbols[token] = None
         return lambda values: values[token]
 
@@ -189,6 +189,6 @@ def _tokens(text: str) -> Iterator[str]:
     while text[at:].strip():
         match = _TOKEN.match(text, at)
         if match is None or match[0].endswith("."):
-            raise GrammarError(f"character {at} starts no token")
+            raise GrammarError(f"unexpected character at position {at}")
         yield match[0].strip()
         at = match.end()

@@ -68,7 +68,7 @@ def warned_of_autocast(verb: Callable[P, R]) -> Callable[P, R]:
         active = [device for device in _AUTOCAST if torch.is_autocast_enabled(device)]
         if active:
             warnings.warn(
-                f"{verb.__name__} was called under torch.autocast({active[0]!r}), which is no part of the job and is ignored. "
+                f"{verb.__name__} was called under torch.autocast({active[0]!r}), which is not part of the job and is ignored. "
                 "Enter it in Job.loss or in the model's forward.",
                 stacklevel=2,
             )
@@ -113,10 +113,10 @@ def _check_no_torch_modes() -> None:
     modes = active_modes()
     if modes:
         raise RequestError(
-            "torch's operators do something else here than in a fresh process, and what surrounds the call is no part of the job",
-            expected="no mode of torch and no transform of torch.func around the call",
+            "a torch mode or a torch.func transform is active around the call, but it is not part of the job",
+            expected="a call outside of torch modes and torch.func transforms",
             got=", ".join(modes),
-            hint="Leave it before the call; what belongs to the job is entered in Job.loss or in the model's forward.",
+            hint="Exit it before the call; if it belongs to the job, enter it in Job.loss or in the model's forward.",
         )
 
 
@@ -137,7 +137,7 @@ def default_dtype_hint() -> str:
     dtype = _outside.get()
     if dtype in (None, torch.float32):
         return ""
-    return f" torch.set_default_dtype({dtype}) is in effect here and will not be in a run: give dtypes explicitly."
+    return f" torch.set_default_dtype({dtype}) is in effect here, but not during training: specify dtypes explicitly."
 
 
 @contextmanager

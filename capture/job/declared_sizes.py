@@ -40,7 +40,7 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
     unknown = sorted(set(dynamic) - set(leaves))
     if unknown:
         raise JobError(
-            "names inputs that the batch lacks",
+            "names inputs that are not in the batch",
             where="Job.dynamic",
             expected=f"some of {sorted(leaves)}",
             got=", ".join(map(repr, unknown)),
@@ -55,7 +55,7 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
             where="Job.batch",
             expected="2 rows or more",
             got=f"{count}",
-            hint="Give more rows, or fix the size with dynamic={name: {0: Dim.STATIC}}.",
+            hint="Use more rows, or fix the size with dynamic={name: {0: Dim.STATIC}}.",
         )
     for dims in shapes.values():
         dims[0] = rows
@@ -73,8 +73,8 @@ def warn_of_special_lengths(shapes: Shapes, leaves: Mapping[str, Tensor]) -> Non
             length = leaves[name].shape[dim]
             if dim > 0 and spec is not Dim.STATIC and length < 2:
                 warnings.warn(
-                    f"Job.batch: {name} has length {length} in dim {dim}, which is declared as {spelled(spec)}; torch takes lengths 0 and "
-                    f"1 for constants, so the graph would fit this length alone. Give an example of length 2 or more.",
+                    f"Job.batch: {name} has length {length} in dim {dim}, which is declared as {spelled(spec)}; torch treats lengths 0 and "
+                    f"1 as constants, so the graph would accept only this length. Use an example of length 2 or more.",
                     stacklevel=3,
                 )
 
@@ -117,16 +117,20 @@ def _check_rows(leaves: Mapping[str, Tensor]) -> None:
     for name, leaf in leaves.items():
         if leaf.ndim == 0:
             raise JobError(
-                "an input without a batch dim",
+                "the input has no batch dim",
                 where=f"Job.batch: {name}",
-                expected="one dim or more",
+                expected="at least one dim",
                 got="0 dims",
-                hint=f"If it is the same for all rows, declare shared=[{name!r}]; else give it a leading batch dim.",
+                hint=f"If it is the same for all rows, declare shared=[{name!r}]; otherwise add a leading batch dim.",
             )
     rows = {name: leaf.shape[0] for name, leaf in leaves.items()}
     if len(set(rows.values())) != 1:
         raise JobError(
-            "inputs differ in their number of rows", where="Job.batch", expected="one leading size", got=str(rows), hint=_cure(leaves)
+            "inputs have different numbers of rows",
+            where="Job.batch",
+            expected="the same leading size for all",
+            got=str(rows),
+            hint=_cure(leaves),
         )
 
 
@@ -163,18 +167,18 @@ def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
     elif isinstance(said, Sequence) and not isinstance(said, str):
         if len(said) != leaf.ndim:
             raise JobError(
-                "says another number of dims than the example has", where=where, expected=f"{leaf.ndim} entries", got=str(len(said))
+                "declares a different number of dims from the example", where=where, expected=f"{leaf.ndim} entries", got=str(len(said))
             )
         given = list(enumerate(said))
     else:
-        raise JobError("does not say it by dim", where=where, expected="{dim: ...}, or one entry for each dim", got=repr(said))
+        raise JobError("does not declare sizes by dim", where=where, expected="{dim: ...}, or one entry for each dim", got=repr(said))
     dims: dict[int, Any] = {}
     for dim, spec in given:
         if type(dim) is not int or not -leaf.ndim <= dim < leaf.ndim:
-            raise JobError("no such dim", where=where, expected=f"0 to {leaf.ndim - 1}", got=repr(dim))
+            raise JobError("the input has no such dim", where=where, expected=f"0 to {leaf.ndim - 1}", got=repr(dim))
         place = dim % leaf.ndim
         if place in dims:
-            raise JobError("says it of one dim twice", where=f"{where}[{dim}]", got=f"{place} and {dim}")
+            raise JobError("declares one dim twice", where=f"{where}[{dim}]", got=f"{place} and {dim}")
         dims[place] = _checked(spec, leaf.shape[place], f"{where}[{dim}]")
     return dims
 
@@ -185,21 +189,25 @@ def _checked(spec: Any, size: int, where: str) -> Any:
     if type(spec) is int:
         if spec != size:
             raise JobError(
-                "fixes another size than the example has", where=where, expected=str(size), got=str(spec), hint="Let both be the same."
+                "fixes a size that differs from the example's",
+                where=where,
+                expected=str(size),
+                got=str(spec),
+                hint="Use the same size in both.",
             )
         return Dim.STATIC
     if not isinstance(spec, Dim) and not is_hint(spec):
         hint = f"Write Dim({spec!r})." if isinstance(spec, str) and spec.isidentifier() else ""
-        raise JobError("this declares no dim", where=where, expected=_WORDS, got=repr(spec), hint=hint)
+        raise JobError("not a valid declaration of a dim", where=where, expected=_WORDS, got=repr(spec), hint=hint)
     if hasattr(spec, "root"):
         factor, offset = affine(spec)
         if factor * int(spec.root.min) + offset < 0:
             raise JobError(
-                f"{spelled(spec)} is negative for the least {spec.root.__name__}",
+                f"{spelled(spec)} is negative for the smallest {spec.root.__name__}",
                 where=where,
                 expected="0 or more",
                 got=f"{spec.root.__name__} from {int(spec.root.min)}",
-                hint=f"Give the root a least size: Dim({spec.root.__name__!r}, min={-(offset // factor)}).",
+                hint=f"Give the root a minimum size: Dim({spec.root.__name__!r}, min={-(offset // factor)}).",
             )
     least, most = limits_of(spec)
     if (least is not None and size < least) or (most is not None and size > most):
@@ -208,7 +216,7 @@ def _checked(spec: Any, size: int, where: str) -> Any:
             where=where,
             expected=f"{least or 0} to {'any size' if most is None else most}",
             got=str(size),
-            hint="Widen the range, or give another example.",
+            hint="Widen the range, or use another example.",
         )
     return Dim.STATIC if is_hint(spec) and spec.type.name == "STATIC" else spec
 
@@ -220,7 +228,7 @@ def _batch_dim(shapes: Shapes) -> Any:
         return Dim.STATIC
     if len({spelled(spec) for spec in said.values()}) > 1:
         raise JobError(
-            "declares the batch dim in several ways",
+            "declares the batch dim in different ways",
             where="Job.dynamic",
             expected="one Dim for dim 0",
             got=", ".join(map(spelled, said.values())),
@@ -231,11 +239,11 @@ def _batch_dim(shapes: Shapes) -> Any:
     where, spec = next(iter(said.items()))
     if hasattr(spec, "root"):
         raise JobError(
-            "the batch dim is derived from another one",
+            "the batch dim is derived from another dim",
             where=where,
-            expected="a dim that takes any number of rows",
+            expected="a dim that accepts any number of rows",
             got=spelled(spec),
-            hint="Rows are dealt out in any number. Give each row a dim more: (rows, 2, ...) in place of (2*rows, ...).",
+            hint="A batch can have any number of rows. Give each row an extra dim: (rows, 2, ...) instead of (2*rows, ...).",
         )
     return spec
 
@@ -256,11 +264,11 @@ def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
             root: Any = getattr(spec, "root", spec)
             if dim > 0 and not is_hint(rows) and root.__name__ == rows.__name__:
                 raise JobError(
-                    f"the batch dim {rows.__name__!r} is another dim as well",
+                    f"the batch dim {rows.__name__!r} is also used for another dim",
                     where=where,
-                    expected="a name of its own",
+                    expected="a different name",
                     got=spelled(spec),
-                    hint="Rows are dealt out in any number, so no row can have a length that depends on it.",
+                    hint="A batch can have any number of rows, so the length of a row cannot depend on it.",
                 )
             other, known = ranges.setdefault(root.__name__, (where, root))
             if spelled(known) != spelled(root):
@@ -271,9 +279,7 @@ def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
             size = leaves[name].shape[dim]
             length, rest = divmod(size - offset, factor)
             if rest:
-                raise JobError(
-                    "the example's size is none that the derived dim can have", where=where, expected=spelled(spec), got=f"{size}"
-                )
+                raise JobError("the example's size is not possible for the derived dim", where=where, expected=spelled(spec), got=f"{size}")
             other, known_length = sizes.setdefault(root.__name__, (where, length))
             if known_length != length:
                 raise JobError(
@@ -281,5 +287,5 @@ def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
                     where=where,
                     expected=f"{known_length}, as in {other}",
                     got=f"{length}",
-                    hint="Give the dims names of their own, or an example that fits.",
+                    hint="Give the dims different names, or use an example that fits.",
                 )

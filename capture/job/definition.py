@@ -245,7 +245,7 @@ def check_job(job: Job) -> None:
     for where, factory in factories.items():
         if isinstance(factory, type):
             raise JobError(
-                "a class in place of a function of the model",
+                "a class instead of a function of the model",
                 where=f"{where}.optimizer",
                 expected=f"lambda model: {factory.__name__}(model.parameters(), lr=0.1), for example",
                 got=factory.__name__,

@@ -113,7 +113,7 @@ class StepFunction(Traced):
                 where=self._where,
                 expected="a 0-dim floating-point tensor, or trainload.Loss with one",
                 got=_described(value),
-                hint="Reduce it with .mean(), or give loss=... a function that returns the scalar.",
+                hint="Reduce it with .mean(), or use a loss function that returns the scalar.",
             )
         outputs = [OutputSpec("loss", OutputRole.LOSS)]
         values: list[Any] = [value]
@@ -203,12 +203,12 @@ def _check_names(values: Mapping[Any, Any], where: str) -> None:
     """Check that the names of metrics and outputs are non-empty printable strings."""
     for name in values:
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise JobError("not a usable name", where=where, expected="a text of printable characters", got=repr(name))
+            raise JobError("invalid name", where=where, expected="a string of printable characters", got=repr(name))
 
 
 def _detached(value: Any, where: str) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim == 0:
-        raise JobError("not a tensor with a row for each of the batch's", where=where, got=_described(value))
+        raise JobError("not a tensor with one row per row of the batch", where=where, got=_described(value))
     return value.detach()
 
 
@@ -219,9 +219,9 @@ def _described(value: object) -> str:
 def _check_stateless(function: object, where: str) -> None:
     if isinstance(function, nn.Module) and (any(True for _ in function.parameters()) or any(True for _ in function.buffers())):
         raise JobError(
-            "has parameters or buffers of its own, which would be lost",
+            "the function has its own parameters or buffers, which would be lost",
             where=where,
             expected="a function of the model and the batch",
             got=f"a {type(function).__name__} with state",
-            hint="Make it a part of Job.model, and reach it there: model.criterion(...).",
+            hint="Make it a submodule of Job.model, and call it there: model.criterion(...).",
         )

@@ -68,7 +68,9 @@ def _sparse_file(size: int) -> Iterator[str]:
             os.truncate(file.fileno(), size)
     except OSError as error:
         raise StorageError(
-            f"no sparse file of {size:,} bytes can be made: {error.strerror}", where=tempfile.gettempdir(), hint="Set TMPDIR."
+            f"cannot create a sparse file of {size:,} bytes: {error.strerror}",
+            where=tempfile.gettempdir(),
+            hint="Set TMPDIR to another folder.",
         ) from error
     try:
         yield file.name

@@ -60,7 +60,7 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
             values.
     """
     if not batch:
-        raise JobError("the example batch is empty", where="Job.batch", hint="Give one real batch, input name -> tensor.")
+        raise JobError("the example batch is empty", where="Job.batch", hint="Pass one real batch: a dict from input names to tensors.")
     found: dict[str, Tensor] = {}
     for name, value in _entries("", batch):
         if isinstance(value, Tensor):
@@ -69,18 +69,19 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
             found |= {} if value.dim is None else {name: value.tensor.movedim(value.dim, 0)}
         elif not (value is None or isinstance(value, int | float | str | enum.Enum)):
             raise JobError(
-                "an entry of a type that a batch cannot hold",
+                "the entry has a type that a batch cannot contain",
                 where=f"Job.batch: {name}",
                 expected="a tensor, None, a number, a string, an Enum's member, or a dict, list, tuple, named tuple or dataclass of these",
                 got=f"{type(value).__module__}.{type(value).__qualname__}",
-                hint="Make it a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model. "
+                hint="Convert it to a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model. "
                 "See docs/capture.md#unsupported-input.",
             )
     if not found:
         raise JobError(
-            "the example batch holds no tensor",
+            "the example batch contains no tensor",
             where="Job.batch",
-            hint="Numbers: torch.tensor(values); text: its tokens; lists of tensors: padded. See docs/capture.md#unsupported-input.",
+            hint="Convert numbers with torch.tensor(values), text to tokens, and lists of tensors to one padded tensor. "
+            "See docs/capture.md#unsupported-input.",
         )
     check_tensors(("input", name, leaf) for name, leaf in sorted(found.items()) if values or has_values(leaf))
     return dict(sorted(found.items()))
@@ -155,10 +156,12 @@ def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]
         name = f"{prefix}{key}"
         if not isinstance(key, int | str) or isinstance(key, bool) or not is_part(str(key)):
             place = f"Job.batch: {prefix.rstrip('.')}" if prefix else "Job.batch"
-            expected = "an integer, or a text without dots and control characters"
-            raise JobError("not a usable input name", where=place, expected=expected, got=repr(key))
+            expected = "an integer, or a string without dots and control characters"
+            raise JobError("invalid input name", where=place, expected=expected, got=repr(key))
         if len(name) > LONGEST_NAME:
-            raise JobError("an input's name is too long", where="Job.batch", expected=f"{LONGEST_NAME} characters", got=f"{name[:40]}...")
+            raise JobError(
+                "an input's name is too long", where="Job.batch", expected=f"at most {LONGEST_NAME} characters", got=f"{name[:40]}..."
+            )
         inside = _parts(value)
         if inside is None:
             yield name, value
@@ -170,7 +173,9 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     """Return a container's entries by key if it can be rebuilt from them, else None."""
     if type(value) in (dict, OrderedDict):
         if len({str(key) for key in value}) < len(value):
-            raise JobError("a dict with two keys of one spelling", where="Job.batch", expected="different names", got=repr(list(value)[:8]))
+            raise JobError(
+                "two keys of a dict have the same string form", where="Job.batch", expected="distinct names", got=repr(list(value)[:8])
+            )
         return dict(value)
     if type(value) in (tuple, list):
         return dict(enumerate(value))
@@ -181,9 +186,9 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
         beside = sorted(set(getattr(value, "__dict__", ())) - set(parts))
         if beside:
             raise JobError(
-                f"a {type(value).__name__} holds more than its fields, which the graphs would fix to what the example has",
+                f"a {type(value).__name__} has attributes that are not fields, which the graphs would fix to the example's values",
                 where="Job.batch",
-                expected=f"the fields {', '.join(parts)} alone",
+                expected=f"only the fields {', '.join(parts)}",
                 got=", ".join(beside),
                 hint="Make it a field, or a property.",
             )

@@ -58,22 +58,27 @@ def arranged(job: Job) -> Job:
 def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
     """Return the names of the tensors that `Job.shared` lists, directly or through a container."""
     if isinstance(job.shared, str):
-        raise JobError("a name in place of names", where="Job.shared", expected="a list of names", got=repr(job.shared))
+        raise JobError("a single name instead of a list of names", where="Job.shared", expected="a list of names", got=repr(job.shared))
     found: set[str] = set()
     for entry in job.shared:
         names = {name for name in examples if name == entry or name.startswith(f"{entry}.")}
         if not names:
-            raise JobError("names inputs that the batch lacks", where="Job.shared", expected=f"some of {sorted(examples)}", got=repr(entry))
+            raise JobError(
+                "names inputs that are not in the batch", where="Job.shared", expected=f"some of {sorted(examples)}", got=repr(entry)
+            )
         if sized := sorted(names & set(job.dynamic)):
             raise JobError(
-                "an input that all rows share has the sizes of the example",
+                "the sizes of an input in Job.shared are fixed to those of the example",
                 where=f"Job.dynamic[{sized[0]!r}]",
-                hint="Leave it out there, or in Job.shared.",
+                hint="Remove it from Job.dynamic or from Job.shared.",
             )
         found |= names
     if found and found >= set(examples):
         raise JobError(
-            "no input has rows", where="Job.shared", expected="one input that differs from row to row", got=", ".join(sorted(found))
+            "every input is shared, so none has a batch dim",
+            where="Job.shared",
+            expected="at least one input that differs from row to row",
+            got=", ".join(sorted(found)),
         )
     return found
 

@@ -31,20 +31,20 @@ def check_model(model: object) -> nn.Module:
             floating point, or if two parameters are different objects on one memory.
     """
     if not isinstance(model, nn.Module):
-        raise JobError("not a module", where="Job.model", expected="a torch.nn.Module", got=type(model).__name__)
+        raise JobError("the model is not a module", where="Job.model", expected="a torch.nn.Module", got=type(model).__name__)
     _check_no_modules(
         model,
         (torch.jit.ScriptModule,),
-        "a scripted module, which torch.export does not follow",
-        expected="a module of Python",
-        hint="Give the module that was scripted or traced: torch.jit has no use here.",
+        "a scripted module, which torch.export cannot capture",
+        expected="an ordinary torch.nn.Module",
+        hint="Pass the original module instead of the scripted or traced one.",
     )
     _check_no_modules(
         model,
         _wrappers(),
-        "a wrapper that spreads the model over ranks, which is decided by the plan of a launch",
-        expected="the module that was wrapped",
-        hint="Give model.module.",
+        "a wrapper that distributes the model over ranks, which the plan of a launch decides",
+        expected="the wrapped module",
+        hint="Pass model.module.",
     )
     check_names(model)
     check_tensors(("parameter", name, parameter) for name, parameter in model.named_parameters())
@@ -83,10 +83,10 @@ def _check_not_inference(model: nn.Module) -> None:
         for name, tensor in named:
             if tensor.is_inference():
                 raise JobError(
-                    f"the {kind} was made in inference mode, so it cannot be changed in training",
+                    f"the {kind} was created in inference mode, so it cannot be changed in training",
                     where=f"Job.model: {name}",
-                    expected="a model made outside of torch.inference_mode()",
-                    hint="Make the model outside of inference mode, or give copy.deepcopy(model).",
+                    expected="a model built outside of torch.inference_mode()",
+                    hint="Build the model outside of inference mode, or pass copy.deepcopy(model).",
                 )
 
 
@@ -99,11 +99,11 @@ def _check_floating(model: nn.Module) -> None:
         if not parameter.is_floating_point():
             owner, _, own = name.rpartition(".")
             raise CaptureError(
-                "the parameter is of no floating-point dtype",
+                "the parameter does not have a floating-point dtype",
                 where=f"Job.model: {name}",
                 expected="float32, bfloat16, float16 or float64",
                 got=str(parameter.dtype).removeprefix("torch."),
-                hint=f"Nothing trains it, so make it a buffer: {owner or 'self'}.register_buffer({own!r}, value).",
+                hint=f"It cannot be trained, so register it as a buffer: {owner or 'self'}.register_buffer({own!r}, value).",
             )
 
 
@@ -173,7 +173,7 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
                 raise CaptureError(
                     f"the model cannot be put into {'train' if training else 'eval'} mode: {raised(error)}",
                     where=str(place_of_error(error) or "Job.model"),
-                    hint="Give the module itself, in place of what torch.export made of it." if isinstance(model, GraphModule) else "",
+                    hint="Pass the original module instead of the exported one." if isinstance(model, GraphModule) else "",
                 ) from error
         if training:
             for module in kept_in_eval:
@@ -206,8 +206,8 @@ def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]
         raise CaptureError(
             f"{type(overridden).__name__}.train() changes values of the model: {', '.join(changed[:4])}",
             where=f"Job.model: {changed[0]}",
-            expected="train() and eval() that set modes alone, since a run calls neither",
-            got="other values after a change of mode",
+            expected="train() and eval() that only set the mode, since a run calls neither",
+            got="different values after a change of mode",
             hint="Merge or change the weights elsewhere (for LoRA layers: merge_weights=False).",
         )
 

@@ -33,9 +33,9 @@ def check_names(model: nn.Module) -> None:
     for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if not is_dotted_name(name):
             raise JobError(
-                "a name that a package cannot hold",
+                "the name cannot be stored in a package",
                 where=f"Job.model: {name[:80]!r}",
-                expected=f"at most {LONGEST} characters, none of which is a control or format character",
+                expected=f"at most {LONGEST} characters, without control or format characters",
                 got=f"{len(name)} characters" if len(name) > LONGEST else repr(name[:80]),
-                hint="Name the module, parameter or buffer otherwise.",
+                hint="Rename the module, parameter or buffer.",
             )

@@ -46,10 +46,11 @@ def parameter_groups(
         if not found:
             fitting = [name for called in names.values() for name in called if fnmatchcase(name, pattern)]
             raise JobError(
-                f"the pattern {pattern!r} gets no parameter" + (": an earlier one has all that it fits" if fitting else ""),
+                f"the pattern {pattern!r} selects no parameter"
+                + (", because earlier patterns match all of its parameters" if fitting else ""),
                 where="parameter_groups",
                 expected="a part of " + ", ".join(called[0] for called in names.values()),
-                got=", ".join(fitting) or "nothing that fits",
+                got=", ".join(fitting) or "no match",
             )
     groups: list[dict[str, Any]] = [{**patterns[pattern], "params": found} for pattern, found in chosen.items()]
     return groups if only or not others else [*groups, {**(rest or {}), "params": others}]

@@ -76,9 +76,9 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
     for name, tensor in changing.items():
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise CaptureError(
-                f"the {name} is expanded: several of its elements are one number in memory, so that it cannot be updated in place",
+                f"the {name} is expanded: several of its elements share one memory location, so it cannot be updated in place",
                 where=f"Job.model: {name}",
-                expected="a tensor with memory for every element",
+                expected="a tensor with separate memory for every element",
                 got=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
                 hint="Clone it: nn.Parameter(value.expand(...).clone()).",
             )
@@ -90,7 +90,7 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
         raise CaptureError(
             f"the {one} and the {other} share memory, and training changes the {one}: in a package they would diverge",
             where=f"Job.model: {other}",
-            expected="memory of its own",
+            expected="separate memory",
             got="shared memory",
             hint=_cure(one, other),
         )
@@ -130,15 +130,15 @@ def _cure(one: str, other: str) -> str:
     if kind == "parameter" and other.startswith(_USED):
         return (
             f"Use model.{name} itself there, or model.{name}.detach(), and keep several parameters in an nn.ParameterList or "
-            "nn.ParameterDict: what is in a Python list or dict is no part of the model. If it is to keep its values, clone it "
+            "nn.ParameterDict: tensors in a Python list or dict are not part of the model. If it must keep its values, clone it "
             "(.detach().clone())."
         )
     if kind == "buffer" and other.startswith("buffer "):
-        return "Give each a tensor of its own (clone it), or register it once and reach it there."
+        return "Give each a separate tensor (clone it), or register it once and use that one."
     if kind == "parameter" and other.startswith("parameter "):
         path = other.partition(" ")[2]
         return f"Tie them by assignment, as in module.{path.rpartition('.')[2]} = other.{name.rpartition('.')[2]}, or clone one of them."
-    return f"If it is to keep its values, clone it (.detach().clone()); if it is to follow the {one}, use model.{name}.detach() in forward."
+    return f"If it must keep its values, clone it (.detach().clone()); if it must follow the {one}, use model.{name}.detach() in forward."
 
 
 def _overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
@@ -162,9 +162,9 @@ def check_same_memory(exported: ExportedProgram) -> None:
     for node in calls_in(exported.graph_module):
         if is_overload(node.target) and node.target.overloadpacket in _OTHER_MEMORY and getattr(node.args[0], "op", "") == "placeholder":
             raise CaptureError(
-                f"forward gives a tensor of the model other memory, by {node.target.overloadpacket.__name__}",
+                f"forward replaces the memory of a tensor of the model with {node.target.overloadpacket.__name__}",
                 where=place_of_node(node),
-                expected="a write of values",
+                expected="a write to its values",
                 got=f"{node.target} of {node.args[0]}",
-                hint="Write the values of a buffer with copy_; a size that changes is kept in a mask or a number.",
+                hint="Write a buffer's values with copy_; represent a changing size by a mask or a number.",
             )

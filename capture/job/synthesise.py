@@ -23,7 +23,7 @@ from trainload.core.errors import DataError
 
 QUANTILES = 17
 """Number of stored values of an input: smallest, greatest and those at each sixteenth between."""
-_CURE = "Give rows to compare on: --data, or data=."
+_CURE = "Specify a data set to compare on: --data, or data=."
 
 
 def with_quantiles(program: Program, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
@@ -106,7 +106,7 @@ def _values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Te
         if dtype == torch.bool:
             return torch.rand(shape, generator=generator) < 0.5
         if not dtype.is_floating_point:
-            raise DataError("the package does not say which values an input takes", where=f"input {spec.name}", hint=_CURE)
+            raise DataError("the package does not record the range of values of an input", where=f"input {spec.name}", hint=_CURE)
         return torch.randn(shape, generator=generator).to(dtype)
     held = np.asarray(spec.quantiles)
     rank = torch.rand(shape, generator=generator, dtype=torch.float64).numpy() * (len(held) - 1)

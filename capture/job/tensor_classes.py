@@ -130,7 +130,7 @@ def _error(findings: list[Finding], tensor: Tensor, where: str) -> CaptureError:
 
 def _finding(what: str, name: str, tensor: Tensor, special: _Special, place: Place | None = None) -> Finding:
     reached = {"input": f'batch["{name}"]', "tensor": "x"}.get(what, f"model.{name}")
-    called = "a tensor that forward makes" if what == "tensor" else f"the {what} {name}"
+    called = "a tensor that forward creates" if what == "tensor" else f"the {what} {name}"
     sentence = f"{called} ({class_name(tensor)}) {special.sentence}"
     return Finding(special.cause.anchor, sentence, special.advice, special.code(reached, what), place)
 
@@ -176,7 +176,7 @@ def _special(tensor: Tensor) -> _Special | None:
         return _Special(TENSOR_CLASS, "decides in Python what torch's operators do (__torch_dispatch__)", _PLAIN_ADVICE, _plain_code)
     if named:
         said = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
-        return _Special(TENSOR_CLASS, f"has behaviour of its own ({said}), which a trace loses", _PLAIN_ADVICE, _plain_code)
+        return _Special(TENSOR_CLASS, f"overrides the behaviour of torch.Tensor ({said}), which a trace loses", _PLAIN_ADVICE, _plain_code)
     if tensor.is_nested:
         return _NESTED
     if tensor.layout is not torch.strided:
@@ -190,8 +190,8 @@ def _wrapper(tensor: Any) -> _Special:
     inner: Mapping[str, Tensor] = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
     return _Special(
         TENSOR_CLASS,
-        f"wraps tensors of its own ({', '.join(inner)}) and computes with them in Python",
-        "Register what it wraps as parameters (what is trained) and buffers, and write what the class does with plain operators.",
+        f"wraps other tensors ({', '.join(inner)}) and computes with them in Python",
+        "Register the wrapped tensors as parameters (if trained) or buffers, and implement the class's behaviour with plain operators.",
         partial(_inner_code, inner),
     )
 
@@ -203,7 +203,7 @@ def _kept(reached: str, what: str, value: str) -> str:
     return f"{reached} = {value}"
 
 
-_PLAIN_ADVICE = "Keep an ordinary tensor, and write what the class does as a function or a module that forward calls."
+_PLAIN_ADVICE = "Use an ordinary tensor, and implement the class's behaviour in a function or a module that forward calls."
 
 
 def _plain_code(reached: str, what: str) -> str:
@@ -238,7 +238,9 @@ def _of_input(name: str, made: str) -> Callable[[str, str], str]:
     return code
 
 
-_OF_A_CLASS = _Special(TENSOR_CLASS, "is no torch.Tensor, and a trace turns no other class into a constant", _PLAIN_ADVICE, _plain_code)
+_OF_A_CLASS = _Special(
+    TENSOR_CLASS, "is not a plain torch.Tensor, and a trace cannot turn other classes into constants", _PLAIN_ADVICE, _plain_code
+)
 _NESTED = _Special(
     TENSOR_CLASS,
     "holds rows of different lengths (a nested tensor)",
@@ -251,14 +253,14 @@ _NESTED = _Special(
 )
 _DISTRIBUTED = _Special(
     TENSOR_CLASS,
-    "is spread over a device mesh already (DTensor)",
-    "Freeze the model before it is sharded: how it is spread is decided by the plan.",
+    "is already distributed over a device mesh (DTensor)",
+    "Freeze the model before it is sharded: the plan decides how it is sharded.",
     lambda reached, what: _kept(reached, what, f"{reached}.full_tensor()"),
 )
 _SPARSE = _Special(
     TENSOR_CLASS,
     "is not dense",
-    "Make it dense, or pass its indices and values as tensors of their own and compute with index_select, index_add or scatter.",
+    "Make it dense, or pass its indices and values as separate tensors and compute with index_select, index_add or scatter.",
     _of_input("to_dense()", '"{key}": {key}.{x}'),
 )
 _QUANTISED = _Special(
@@ -279,19 +281,19 @@ _MASKED = _Special(
 )
 _UNINITIALISED = _Special(
     NO_VALUES,
-    "has no shape yet (a lazy module's)",
-    "Run the model once, so that lazy modules know their sizes.",
+    "has no shape yet (it belongs to a lazy module)",
+    "Run the model once to initialize its lazy modules.",
     lambda reached, what: "model(**example)  # once, before Job(model=model, ...)",
 )
 _FAKE = _Special(
     NO_VALUES,
-    "is a fake tensor, which has a shape and no values",
+    "is a fake tensor, which has a shape but no values",
     "Build the model and the example batch outside of FakeTensorMode.",
     lambda reached, what: "model = Model()  # not under FakeTensorMode\nmodel.load_state_dict(state)",
 )
 _META = _Special(
     NO_VALUES,
-    "is on the meta device: it has a shape and no values",
+    "is on the meta device: it has a shape but no values",
     "Give it values: build the model on a real device, or move it there and load its weights.",
     lambda reached, what: (
         f'Job(batch={{"{reached[7:-2]}": torch.randn(4, ...)}}, ...)'

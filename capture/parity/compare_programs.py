@@ -69,7 +69,9 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
         expected = _replay(first, before, state, batch, seed, "the graph before the pass")
         loss = next((value for key, value in expected.items() if key.startswith(OutputRole.LOSS)), None)
         if loss is not None and not bool(loss.isfinite()):
-            raise DataError("the loss is not finite on this batch, so nothing can be compared", where=f"graph {name}", got=f"{loss:g}")
+            raise DataError(
+                "the loss is not finite on this batch, so the graphs cannot be compared", where=f"graph {name}", got=f"{loss:g}"
+            )
         got = _replay(second, after, state, batch, seed, "the graph after the pass")
         if all(_same(value, got.get(key)) for key, value in expected.items()):
             continue

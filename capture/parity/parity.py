@@ -85,7 +85,7 @@ def check_parity(
         nan += [f"the input {name}" for name, value in batches[0].items() if bool(value.isnan().any())]
         warnings.warn(
             f"The loss of Job.batch is {float(loss):g} in the {captured.name} graph: its gradients could not be compared with those of "
-            f"eager mode. Give an example whose loss is a number.{' There are NaNs in ' + ', '.join(nan[:4]) + '.' if nan else ''}",
+            f"eager mode. Use an example with a finite loss.{' There are NaNs in ' + ', '.join(nan[:4]) + '.' if nan else ''}",
             stacklevel=2,
         )
     return missing or set()
@@ -131,11 +131,11 @@ def _compare(
     for spec, value in zip(captured.outputs, eager_outputs, strict=True):
         if spec.role is OutputRole.WEIGHT and not 0 <= value.item() < math.inf:
             raise JobError(
-                "the weight of the batch is none that a mean can be taken over",
+                "the weight of the batch cannot be used for a weighted mean",
                 where=f"the {captured.name} graph on {rows} rows of the example batch",
                 expected="a finite number, 0 or more",
                 got=f"{value.item():g}",
-                hint="It is the number of what the loss is the mean of, such as tokens that are not padding.",
+                hint="The weight is the number of items that the loss averages over, such as tokens that are not padding.",
             )
     eager_buffers = dict(model.named_buffers(remove_duplicate=False))
     differentiable = sorted(name for name, value in eager_buffers.items() if value.requires_grad)
@@ -243,7 +243,7 @@ def _check_no_python_draws(modules: Sequence[str]) -> None:
         raise CaptureError(
             f"forward draws from {' and '.join(modules)}, and the graph would always use the number that was drawn during capture",
             where="Job.model",
-            hint="Draw with torch, and choose by torch.where or torch.cond; or pass the number in the batch.",
+            hint="Draw with torch and select with torch.where or torch.cond, or pass the number in the batch.",
         )
 
 
@@ -281,7 +281,7 @@ def _check_constants_unwritten(names: set[str], captured: GraphCapture) -> None:
     users = [user for node in graph.find_nodes(op="placeholder") if node.name in inputs for user in node.users]
     writers = [user for user in users if is_overload(user.target) and user.target._schema.is_mutable] or users
     raise CaptureError(
-        f"the {captured.name} graph writes to a tensor that is no buffer: to an attribute, a tensor of a closure, or an input that all "
+        f"the {captured.name} graph writes to a tensor that is not a buffer: an attribute, a tensor of a closure, or an input that all "
         "rows share",
         where=place_of_node(writers[0]) if writers else f"graph {captured.name}",
         expected="a step that changes buffers only",
@@ -326,11 +326,11 @@ def _eager_gradients(
         gradient = parameters[name].grad
         if gradient is not None and gradient.layout is not torch.strided:
             raise CaptureError(
-                "a parameter's gradient is a sparse tensor, which neither a bucket nor an optimizer's graph can hold",
+                "a parameter has a sparse gradient, which gradient buckets and optimizer graphs do not support",
                 where=f"Job.model: {name}",
                 expected="torch.strided",
                 got=str(gradient.layout),
-                hint="Make the embedding with sparse=False.",
+                hint="Create the embedding with sparse=False.",
             )
     return {name: parameters[name].grad for name in owners.values()}
 
@@ -364,12 +364,12 @@ def _check(
     distance = relative_distance(expected, got)
     if not distance <= tolerance and not allowed():
         raise CaptureError(
-            f"the captured {captured.name} graph differs from eager in its {what} on {rows} rows by {distance:.2g} of its size",
+            f"the captured {captured.name} graph differs from eager mode in its {what} on {rows} rows",
             where=where() or f"graph {captured.name}",
-            expected=f"at most {tolerance:g}",
+            expected=f"a relative difference of at most {tolerance:g}",
             got=f"{distance:.2g}",
-            hint="The model does something that capture does not see: counters or attributes changed in forward, buffers that are assigned "
-            "anew instead of written with copy_, hooks, branches on the batch size, or as_strided of a tensor that is not contiguous."
+            hint="The model does something that capture does not see: counters or attributes changed in forward, buffers that are "
+            "reassigned instead of written with copy_, hooks, branches on the batch size, or as_strided of a tensor that is not contiguous."
             + default_dtype_hint(),
         )
 
@@ -401,11 +401,12 @@ def _check_gradients(
         module = last.rpartition(".")[0] or "the model itself"
         names = ", ".join(sorted(wrong)[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
         raise CaptureError(
-            f"the captured graph has other gradients than eager for {len(wrong)} of {len(expected)} parameters ({names}) on {rows} rows",
+            f"the captured graph's gradients differ from those of eager mode for {len(wrong)} of {len(expected)} parameters ({names}) "
+            f"on {rows} rows",
             where=where() or f"module {module}",
             expected=f"a relative difference of at most {tolerance:g}",
             got=f"{wrong[last]:.2g} for {last}",
-            hint="There the model uses something that torch.export drops without a word: a torch.autograd.Function, a tensor "
+            hint="The model uses something there that torch.export silently drops: a torch.autograd.Function, a tensor "
             "or module hook, torch.utils.checkpoint, or no_grad around a control-flow operator. "
             "Express it with plain operators or a custom op.",
         )

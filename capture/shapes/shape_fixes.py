@@ -203,9 +203,9 @@ def _check_rows(shapes: Shapes, graph: str) -> None:
         for dim, spec in dims.items():
             if (dim == 0 and hasattr(spec, "root")) or (dim > 0 and not is_hint(spec) and _root(spec).__name__ == _root(rows).__name__):
                 raise CaptureError(
-                    f"torch suggests sizes for the {graph} graph that depend on the number of rows, which cannot be had",
+                    f"the sizes that torch suggests for the {graph} graph depend on the number of rows, which must be free",
                     where=f"Job.dynamic[{name!r}][{dim}]",
-                    expected="a model that takes any number of rows",
-                    got=f"the batch dim {spelled(rows)}" if dim == 0 else f"{spelled(spec)} beside the batch dim {spelled(rows)}",
+                    expected="a model that accepts any number of rows",
+                    got=f"the batch dim {spelled(rows)}" if dim == 0 else f"{spelled(spec)} together with the batch dim {spelled(rows)}",
                     hint="Change the model; `trainload freeze --explain-shapes` names the line.",
                 )

@@ -108,7 +108,9 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     trained = [target for target in targets_of(job) if target.training]
     step = next((target for target in trained if graph in (None, target.name)), None)
     if step is None:
-        raise JobError("no training graph of this name", where="Job.graphs", expected=", ".join(t.name for t in trained), got=repr(graph))
+        raise JobError(
+            "there is no training graph of this name", where="Job.graphs", expected=", ".join(t.name for t in trained), got=repr(graph)
+        )
     batch, shapes = example_of(job, step)
     shapes = {name: shapes[name] for name in batch}
     refused: tuple[str, ...] = ()
@@ -247,10 +249,10 @@ class _Writer:
             return " ".join(dict.fromkeys(filter(None, self._widen(place, spec, causes))))
         size = self._batch[name].shape[dim]
         if size < 2:
-            return "Give an example of length 2 or more: torch takes lengths 0 and 1 for constants."
+            return "Use an example of length 2 or more: torch treats lengths 0 and 1 as constants."
         write = f"Write {self._proposal(place)}"
         if not self._could.fixed(place):
-            return f"{write}." if dim > 0 else f"Leave out what Job.dynamic says of dim 0: {spelled(spec)}."
+            return f"{write}." if dim > 0 else f"Remove the declaration of dim 0 from Job.dynamic: {spelled(spec)}."
         return _sentence(_change(causes, size), *([write] if spec is Dim.STATIC and dim > 0 else []))
 
     def _widen(self, place: Place, spec: Any, causes: tuple[Cause, ...]) -> Iterator[str]:
@@ -303,7 +305,7 @@ def _sentence(*steps: str) -> str:
 def _change(causes: tuple[Cause, ...], number: int) -> str:
     """Return which line to change: one whose condition mentions `number`, if there is one."""
     if not causes:
-        return "Change the model so that it takes any length"
+        return "Change the model so that it accepts any length"
     cause = next((c for c in causes if re.search(rf"\b{number}\b", c.condition)), causes[0])
     return f"Change {cause.place}, which needs {cause.condition}"
 

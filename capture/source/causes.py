@@ -34,43 +34,43 @@ class Cause:
 
 BRANCH = Cause(
     "data-dependent-branch",
-    "Python branches on a value that is only known when the batch is there",
-    "A graph has no Python: write both outcomes with torch.where or torch.cond, and checks for eager mode only.",
+    "Python branches on a value that is only known at run time",
+    "A graph contains no Python: express both branches with torch.where or torch.cond, and run checks in eager mode only.",
     ("DataDependentOutputException",),
     r"Could not guard on data-dependent expression|data-dependent",
 )
 NUMBER = Cause(
     "data-dependent-shape",
-    "Python takes a number or a size out of a tensor",
-    "Its value is only known when the batch is there: keep it a 0-dim tensor, and give sizes a fixed upper bound with a mask.",
+    "Python reads a number or a size from a tensor",
+    "Its value is only known at run time: keep it as a 0-dim tensor, and replace a size by a fixed upper bound and a mask.",
     (),
     r"Could not extract specialized|_local_scalar_dense|aten::item|\.item\(\)",
 )
 VALUES = Cause(
     "values-outside-of-torch",
-    "something outside of torch asks for a tensor's values",
-    "Use torch's own operators, keep it to eager mode, or compute it beforehand and pass it in the batch.",
+    "code outside of torch reads a tensor's values",
+    "Use torch operators, run this code in eager mode only, or compute the result beforehand and pass it in the batch.",
     (),
     r"\.numpy\(\) is not supported|to numpy|__array__|Cannot access data pointer|passed to FakeTensor\.__format__|"
     r"Can't pickle|cannot pickle|NotImplementedError.*[Ss]torage|UnpicklingError",
 )
 BREAK = Cause(
     "unsupported-construct",
-    "a construct that torch.export does not follow",
-    "Express it with plain operators, keep it out of forward, or hide it in a custom operator.",
+    "torch.export cannot trace this construct",
+    "Express it with plain operators, keep it out of forward, or wrap it in a custom operator.",
     ("Unsupported", "TorchRuntimeError"),
     r"context manager|torch\.jit|[Gg]raph break",
 )
 DATA = Cause(
     "data-write",
-    "`.data` reaches around autograd and around the capture",
-    "Write to a buffer in place under torch.no_grad() (to a parameter only the optimizer writes); read with .detach().",
+    "`.data` bypasses autograd and the capture",
+    "Write to a buffer in place under torch.no_grad() (only the optimizer may write to a parameter); read with .detach().",
     (),
     r"fake tensor in the exported program constant|access .*\.data\b",
 )
 SPECIALISED = Cause(
     "specialised-dim",
-    "a dim that was declared dynamic has one size only in this model",
+    "a dim that was declared dynamic can have only one size in this model",
     "Compute sizes from x.shape; or declare that the size never changes.",
     (),
     r"specialized it to be a constant|is specialized to be a constant|unhashable type: .*Sym(Int|Float|Bool)",
@@ -78,14 +78,14 @@ SPECIALISED = Cause(
 CONSTRAINT = Cause(
     "violated-constraint",
     "a dim that was declared dynamic can only have certain sizes in this model",
-    "Make the model accept any size, or declare the sizes that it takes.",
+    "Make the model accept any size, or declare the sizes that it accepts.",
     ("ConstraintViolationError",),
     r"Constraints violated|not all values of .* satisfy|marked .* as dynamic but",
 )
 NO_FAKE_KERNEL = Cause(
     "no-fake-kernel",
-    "an operator has no fake kernel, which says the shape of its result",
-    "Register one with torch.library.register_fake; around an operator of torch's, write a custom one.",
+    "an operator has no fake kernel, which computes the shape of its result",
+    "Register one with torch.library.register_fake; wrap an operator of torch in a custom operator.",
     ("UnsupportedOperatorException", "DynamicOutputShapeException"),
     r"no fake impl|does not have a fake impl|NotImplementedError.*[Mm]eta|attempted to run this operator with Meta tensors",
 )
@@ -105,28 +105,28 @@ DEVICES = Cause(
 )
 INPUT = Cause(
     "unsupported-input",
-    "an input is of a type that cannot be captured",
-    "Pass tensors only: numbers as 0-dim parts of the model, text as tokens, lists padded to one tensor.",
+    "an input has a type that cannot be captured",
+    "Pass only tensors: numbers as 0-dim buffers of the model, text as tokens, lists padded to one tensor.",
     (),
     r"Unsupported input type|pytree.*not.*registered|not.*registered.*pytree",
 )
 TENSOR_CLASS = Cause(
     "tensor-class",
-    "a tensor of a class with behaviour of its own, which a trace does not follow",
-    "Keep ordinary tensors, and write what the class does as a function or a module that forward calls.",
+    "a tensor subclass overrides the behaviour of torch.Tensor, which a trace cannot follow",
+    "Use ordinary tensors, and implement the class's behaviour in a function or a module that forward calls.",
     (),
     r"Creating a new Tensor subclass|Unable to cast NotImplemented to Tensor|__torch_dispatch__ handlers returned NotImplemented|"
     r"'FakeTensor' object has no attribute",
 )
 NO_VALUES = Cause(
     "tensor-without-values",
-    "a tensor has a shape and no values",
+    "a tensor has a shape but no values",
     "Build the model on a real device; run lazy modules once.",
 )
 OWN_KERNEL = Cause(
     "own-kernel",
-    "an operator of your own has no kernel for this machine",
-    "Register one that computes the same in torch, for the CPU: the comparison runs there, and the package then trains there too.",
+    "a custom operator has no kernel for this machine",
+    "Register a CPU kernel that computes the same with torch operators: graphs are compared with eager mode on the CPU.",
 )
 MODULE = Cause(
     "module-changed-in-forward",
@@ -135,13 +135,13 @@ MODULE = Cause(
 )
 GLOBAL = Cause(
     "global-state",
-    "forward reads or changes what is no part of the model, which a graph would freeze",
-    "Draw with torch, pass what changes in the batch, and read settings once, in __init__.",
+    "forward reads or changes state outside of the model, which a graph would freeze",
+    "Draw random numbers with torch, pass changing values in the batch, and read settings once, in __init__.",
 )
 ASKS = Cause(
     "global-state",
-    "forward asks whether it is being compiled or exported, and does something else then",
-    "Compute the same in both cases; what is for eager mode alone may only check, print or log.",
+    "forward behaves differently while it is being compiled or exported",
+    "Compute the same result in both cases; code for eager mode only may check, print or log.",
 )
 PARAMETER_WRITE = Cause(
     "parameter-changed-in-forward",
@@ -155,7 +155,7 @@ INPUT_WRITE = Cause(
 )
 BACKWARD = Cause(
     "own-backward",
-    "a backward of its own that a graph cannot hold",
+    "a custom backward that a graph cannot represent",
     "Express it with plain operators, an autograd function without mark_dirty, or a custom operator with torch.library.register_autograd.",
 )
 NO_GRADIENT = Cause(
@@ -165,18 +165,18 @@ NO_GRADIENT = Cause(
 )
 OTHER_SIZE = Cause(
     "other-batch-size",
-    "the model does not take a batch of another size",
+    "the model does not accept a batch of another size",
     "Compute sizes from x.shape, or fix the size with dynamic={name: {0: Dim.STATIC}}.",
 )
 EAGER = Cause(
     "model-fails",
-    "the model itself fails on Job.batch, without any capture",
-    "Mend it first: this line must run in eager mode, for the eval graph under torch.no_grad().",
+    "the model fails on Job.batch in eager mode, before any capture",
+    "Fix this first: the line must run in eager mode (for the eval graph, under torch.no_grad()).",
 )
 
 DIFFERENCE = Cause(
     "differs-from-eager",
-    "the graph computes something else than the model",
+    "the graph computes something different from the model",
     "",
 )
 

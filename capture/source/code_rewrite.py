@@ -14,14 +14,14 @@ from trainload.capture.source.source_place import place_at
 from trainload.core.finding import Place
 
 _WHERE = (
-    "torch.where(condition, when_true, when_false)               # both are computed, one is taken\n"
+    "torch.where(condition, when_true, when_false)               # both are computed, one is selected\n"
     "torch.cond(condition, true_function, false_function, (x,))  # one is computed"
 )
 _MASK = (
-    "mask = (x > 0).to(x.dtype)                            # in place of x[x > 0], x.nonzero() and their sizes\n"
-    "mean = (x * mask).sum() / mask.sum().clamp(min=1)     # of those that count; 0 where none does"
+    "mask = (x > 0).to(x.dtype)                            # instead of x[x > 0], x.nonzero() and their sizes\n"
+    "mean = (x * mask).sum() / mask.sum().clamp(min=1)     # over the unmasked entries; 0 if there are none"
 )
-_ROUNDS = "in range(10):  # as many rounds as it can take"
+_ROUNDS = "in range(10):  # an upper bound of the number of iterations"
 _GUARD = "if not torch.compiler.is_exporting():  # in eager mode only"
 
 
@@ -249,11 +249,13 @@ def number(spot: Spot | None) -> str:
             kept = f"{name} = {_condition(value)}  # a 0-dim tensor"
             match spot.node:
                 case ast.Call(func=ast.Name(id="int")):
-                    kept += f"\ncounted = torch.arange(most, device={name}.device) < {name}  # in place of a size: these of `most`"
+                    kept += (
+                        f"\ncounted = torch.arange(most, device={name}.device) < {name}  # instead of a size: a mask over `most` entries"
+                    )
             return kept
     return (
         "chosen = values[tensor_index]                       # an index may stay a tensor\n"
-        "mask = torch.arange(most, device=n.device) < n      # in place of a size n: `most` entries, of which n count\n"
+        "mask = torch.arange(most, device=n.device) < n      # instead of a size n: a mask over `most` entries\n"
         "total = (values * mask).sum() / n.clamp(min=1)"
     )
 
@@ -415,7 +417,7 @@ def custom_operator(name: str = "part") -> str:
     return (
         f'@torch.library.custom_op("my_library::{name}", mutates_args=())\n'
         f"def {name}(x: torch.Tensor) -> torch.Tensor:\n"
-        "    return ...  # what stands here now\n"
+        "    return ...  # the current code\n"
         f"@{name}.register_fake\n"
         "def _(x):\n"
         "    return torch.empty_like(x)  # with the shape and dtype of the result\n"

@@ -79,7 +79,7 @@ def without_kernel(function: nn.Module, batch: Mapping[str, Tensor]) -> CaptureE
     if not mode.name or mode.name.partition("::")[0] in _BUILT_IN:
         return None
     device = next(iter(batch.values())).device.type
-    sentence = f"the operator {mode.name} cannot run on {device.upper()} tensors, so nothing can be compared with eager"
+    sentence = f"the operator {mode.name} cannot run on {device.upper()} tensors, so the graph cannot be compared with eager mode"
     code = (
         f'@torch.library.register_kernel("{mode.name}", "{device}")\n'
         f"def _({', '.join(mode.arguments)}):\n"
@@ -123,8 +123,10 @@ def check_no_wrapped_kernels(module: GraphModule) -> None:
 
 def _raw(name: str, place: Place | None) -> CaptureError:
     named = "a Triton kernel" if name == "kernel" else f"the Triton kernel {name}"
-    sentence = f"forward launches {named} itself, which a package cannot hold"
-    return _error(sentence, "Make it an operator with torch.library.triton_op, which a graph calls by name.", _RAW.format(name=name), place)
+    sentence = f"forward launches {named} directly, which a package cannot contain"
+    return _error(
+        sentence, "Wrap it in an operator with torch.library.triton_op, which a graph can call by name.", _RAW.format(name=name), place
+    )
 
 
 def _error(sentence: str, advice: str, code: str, place: Place | None, said: str = "") -> CaptureError:

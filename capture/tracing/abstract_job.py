@@ -53,9 +53,9 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
     """
     if any(graph.feeds for graph in job.graphs.values()):
         raise JobError(
-            "an abstract job's graphs cannot feed one another: what feeds them would have to be computed",
+            "the graphs of an abstract job cannot feed one another, because the inputs would have to be computed",
             where="Job.graphs",
-            hint="Freeze it with weights.",
+            hint="Freeze the job with weights.",
         )
     with hollow(job.model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".* parameters get no gradient from the loss")  # the reduced job warned already
@@ -67,11 +67,11 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
     found = difference(program, reduced)
     if found is not None:
         raise CaptureError(
-            "the abstract program differs from the reduced one in more than sizes and repetition, so nothing is proven of it",
+            "the abstract program differs from the reduced one in more than sizes and repetition, so nothing is proven about it",
             where=found.where,
             expected=f"as in the reduced job: {found.reduced}",
             got=found.abstract,
-            hint="Make the reduced job of the same code and settings, so that it takes every branch that the abstract one takes: "
+            hint="Build the reduced job from the same code and settings, so that it takes every branch that the abstract one takes: "
             "smaller sizes, fewer layers of each kind, the same ratios (heads to key-value heads) where code depends on them.",
         )
     return program, AbstractProof(parameter_count(reduced), structure_of(program))

@@ -43,7 +43,7 @@ from trainload.core.finding import Place
 _HELPED = frozenset(cause.anchor for cause in (SPECIALISED, CONSTRAINT, VALUES, BREAK))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _READ = frozenset({"item", "_local_scalar_dense"})
-_CURE = "Leave strict out: the non-strict mode keeps it."
+_CURE = "Omit strict: the non-strict mode keeps it."
 
 
 def could_help(page: CaptureError) -> bool:
@@ -149,7 +149,7 @@ def _run(model: nn.Module, seen: _Marks) -> Iterator[None]:
         yield
         changed = next((name for module, name, value in held if module._buffers.get(name) is not value), None)
         if changed is not None:
-            seen.found.append(_lost(f"forward assigns another tensor to the buffer {changed}", None))
+            seen.found.append(_lost(f"forward assigns a new tensor to the buffer {changed}", None))
 
 
 class _Marks(TorchFunctionMode):
@@ -195,12 +195,14 @@ def _mark_in_words(mark: Any, args: tuple[Any, ...]) -> str:
     if mark is marks.GRAD_MODE:
         return "forward changes the grad mode"
     if mark is marks.BEGIN:
-        return f"forward holds a region of its own ({str(args[0]).replace('_', ' ')})"
-    return "forward reaches into autograd"
+        return f"forward contains a region ({str(args[0]).replace('_', ' ')})"
+    return "forward uses autograd directly"
 
 
 def _lost(what: str, place: Place | None) -> CaptureError:
-    return CaptureError(f"torch.export's strict mode would lose something: {what}", where="" if place is None else str(place), hint=_CURE)
+    return CaptureError(
+        f"torch.export's strict mode would lose part of the model: {what}", where="" if place is None else str(place), hint=_CURE
+    )
 
 
 # Checks of the exported graph
@@ -210,16 +212,16 @@ def _check_graph(exported: ExportedProgram, target: Target) -> None:
     """Check that a strict graph contains nothing unwatched, and no state that the model lacks."""
     for node in calls_in(exported.graph_module):
         if is_higher_order(node.target):
-            raise _unsound(f"its graph holds the operator {node.target}, whose bodies were not watched")
+            raise _unsound(f"its graph contains the operator {node.target}, whose bodies were not checked")
         if getattr(node.target, "_opname", "") in _READ:
-            raise _unsound("its graph reads a number out of a tensor")
+            raise _unsound("its graph reads a number from a tensor")
     model = target.function.model
     names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
     for spec in exported.graph_signature.input_specs:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).removeprefix("model.") not in names:
-            raise _unsound(f"its graph has the parameter or buffer {spec.target}, which the model lacks")
+            raise _unsound(f"its graph has the parameter or buffer {spec.target}, which is not in the model")
     if len(exported.graph_signature.user_outputs) != len(target.function.signature.outputs):
-        raise _unsound("its graph returns another number of values than the model")
+        raise _unsound("its graph returns a different number of values from the model")
 
 
 def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Shapes) -> None:
@@ -241,15 +243,15 @@ def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Sh
                 continue
             size, said = str(value.shape[dim]), "the batch dim" if is_hint(spec) else spelled(spec)
             if size.isdigit() and not is_hint(spec):
-                raise _unsound(f"{name}[{dim}] is {size} in its graph, and declared as {said}")
+                raise _unsound(f"{name}[{dim}] is {size} in its graph, but is declared as {said}")
             if declared.setdefault(size, said) != said:
-                raise _unsound(f"one size stands for {declared[size]} and {said} in its graph")
+                raise _unsound(f"its graph uses one size for both {declared[size]} and {said}")
     # Conditions are matched by symbol: strict mode names inputs `L['flat_args'][0]` in them.
     symbols = {word for size in declared for word in _words(size)}
     for guard in environment.guards:
         condition = str(environment.replace(guard.expr))  # "True" if it unified two symbols
         if symbols & _words(condition):
-            raise _unsound(f"it asks {condition} of a declared size")
+            raise _unsound(f"it requires {condition} of a declared size")
 
 
 def _words(text: str) -> set[str]:
@@ -257,4 +259,4 @@ def _words(text: str) -> set[str]:
 
 
 def _unsound(what: str) -> CaptureError:
-    return CaptureError(f"torch.export's strict mode does not do for this model: {what}", hint=_CURE)
+    return CaptureError(f"torch.export's strict mode cannot be used for this model: {what}", hint=_CURE)

@@ -51,40 +51,50 @@ def graphs_of(job: Job) -> dict[str, Graph]:
     """
     if not job.graphs:
         if job.optimizer is None:
-            raise JobError("the job has no optimizer", where="Job.optimizer", hint="Give a function of the model that makes one.")
+            raise JobError(
+                "the job has no optimizer", where="Job.optimizer", hint="Pass a function that takes the model and returns an optimizer."
+            )
         if job.loop is not None:
-            raise JobError("a loop without graphs", where="Job.loop", hint='Give Job(graphs={"name": Graph(loss=...)}).')
+            raise JobError("a loop requires graphs", where="Job.loop", hint='Specify them: Job(graphs={"name": Graph(loss=...)}).')
         return {MAIN: Graph(loss=job.loss)}
     if job.loss is not None:
-        raise JobError("a loss beside graphs", where="Job.loss", hint="Make it the loss of one of the graphs.")
+        raise JobError("loss cannot be combined with graphs", where="Job.loss", hint="Pass it as the loss of one of the graphs.")
     before: dict[str, Graph] = {}
     for name, graph in job.graphs.items():
         where = f"Job.graphs[{name!r}]"
         _check_name(name, where)
         if (graph.loss is None) == (graph.compute is None):
-            raise JobError("a graph has a loss or computes tensors for others", where=where, expected="one of loss and compute")
+            raise JobError("a graph needs either a loss or a compute function", where=where, expected="exactly one of loss and compute")
         trained = [option for option in ("optimizer", "schedule", "clip_norm", "clip_value", "ema") if getattr(graph, option) is not None]
         if graph.compute is not None and trained:
-            raise JobError("a graph without a loss trains nothing", where=f"{where}.{trained[0]}", hint="Leave it out.")
+            raise JobError("a graph without a loss cannot be trained", where=f"{where}.{trained[0]}", hint="Omit it.")
         if graph.loss is not None and graph.optimizer is None and job.optimizer is None:
-            raise JobError("no optimizer trains on this loss", where=f"{where}.optimizer", hint="Give it one, or the job.")
+            raise JobError(
+                "no optimizer is specified for this loss",
+                where=f"{where}.optimizer",
+                hint="Set the optimizer of the graph, or Job.optimizer.",
+            )
         if graph.schedule is not None and graph.optimizer is None:
             raise JobError(
-                "a schedule for an optimizer that other graphs share", where=f"{where}.schedule", hint="Give the graph its own optimizer."
+                "the graph has a schedule, but shares its optimizer with other graphs",
+                where=f"{where}.schedule",
+                hint="Give the graph its own optimizer.",
             )
         for entry, source in graph.feeds.items():
             if not entry.isidentifier() or any(entry in batch for batch in (job.batch, *job.variants.values())):
-                raise JobError("not a name for an entry that the batch lacks", where=f"{where}.feeds", got=repr(entry))
+                raise JobError(
+                    "a fed input needs a valid identifier that is not already in the batch", where=f"{where}.feeds", got=repr(entry)
+                )
             if source.partition(".")[0] not in before or not source.partition(".")[2]:
                 raise JobError(
-                    "a graph is fed by an output of a graph before it",
+                    "a graph can only be fed by an output of an earlier graph",
                     where=f"{where}.feeds[{entry!r}]",
-                    expected=", ".join(f"{other}.OUTPUT" for other in before) or "a graph that stands before it in Job.graphs",
+                    expected=", ".join(f"{other}.OUTPUT" for other in before) or "an output of an earlier graph in Job.graphs",
                     got=repr(source),
                 )
         before[name] = graph
     if all(graph.loss is None for graph in before.values()):
-        raise JobError("no graph has a loss", where="Job.graphs", hint="Give one: Graph(loss=...).")
+        raise JobError("no graph has a loss", where="Job.graphs", hint="Specify one: Graph(loss=...).")
     return before
 
 
@@ -120,9 +130,7 @@ def targets_of(job: Job) -> tuple[Target, ...]:
                 outputs |= {f"{name}.{output}": value for output, value in _outputs(function, given)}
                 lacking = sorted(source for source in needed if source.startswith(f"{name}.") and source not in outputs)
                 if lacking:
-                    raise JobError(
-                        "a graph is fed by an output that there is not", where="Job.graphs", expected=str(sorted(outputs)), got=lacking[0]
-                    )
+                    raise JobError("a graph is fed by an unknown output", where="Job.graphs", expected=str(sorted(outputs)), got=lacking[0])
         if job.predict is not None:
             given = _selected(job, batch, job.predict_inputs, "Job.predict_inputs")
             function = TensorsFunction(job.model, given, job.predict, OutputRole.PREDICTION, "Job.predict")
@@ -155,9 +163,9 @@ def example_of(job: Job, target: Target) -> tuple[dict[str, Tensor], Shapes]:
 def _check_name(name: str, where: str) -> None:
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise JobError(
-            "not a usable name",
+            "invalid name",
             where=where,
-            expected=f"small letters, digits and _, up to 32, and none of {', '.join(sorted(RESERVED))}",
+            expected=f"up to 32 lowercase letters, digits and underscores, and none of {', '.join(sorted(RESERVED))}",
             got=repr(name),
         )
 
@@ -172,7 +180,7 @@ def _selected(job: Job, batch: Mapping[str, Any], names: Collection[str] | None,
     known = set(job.batch).union(*job.variants.values())
     unknown = sorted(set(names) - known)
     if unknown:
-        raise JobError("names inputs that the batch lacks", where=where, expected=f"some of {sorted(known)}", got=str(unknown))
+        raise JobError("names inputs that are not in the batch", where=where, expected=f"some of {sorted(known)}", got=str(unknown))
     return {name: value for name, value in batch.items() if name in set(names)}
 
 

@@ -90,7 +90,7 @@ def capture(
         }
         if without_gradient:
             warnings.warn(
-                f"{len(without_gradient)} parameters get no gradient from the loss and stay as they are: "
+                f"{len(without_gradient)} parameters get no gradient from the loss and are not trained: "
                 f"{', '.join(sorted(without_gradient))}. "
                 "See docs/capture.md#parameter-without-a-gradient.",
                 stacklevel=2,
@@ -128,7 +128,7 @@ def _check_variants(graphs: Iterable[GraphCapture]) -> None:
         other = first.setdefault((captured.graph, captured.mode), captured)
         if captured.outputs != other.outputs:
             raise JobError(
-                "a variant returns other values than the first",
+                "a variant returns different values from the first one",
                 where=f"Job.variants[{captured.variant!r}]: graph {captured.graph}",
                 expected=", ".join(f"{o.role} {o.name}" for o in other.outputs),
                 got=", ".join(f"{o.role} {o.name}" for o in captured.outputs),
@@ -174,7 +174,7 @@ def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
             f"torch.export's strict mode cannot capture the {target.name} graph",
             where=str(place_of_error(error) or f"graph {target.name}"),
             got=raised(error),
-            hint="Leave strict out: the non-strict mode takes most models, and says more of those that it does not.",
+            hint="Omit strict: the non-strict mode accepts most models, and explains in more detail why it rejects one.",
         ) from error
 
 
@@ -268,7 +268,7 @@ def _export(
         after = sorted(n for n, p in function.model.named_parameters() if p._post_accumulate_grad_hooks)
         if after and training:
             raise of_hook(
-                f"the parameter {after[0]} has a hook that runs after its gradient is accumulated, when the step's graph is over",
+                f"the parameter {after[0]} has a hook that runs after its gradient is accumulated, when the step's graph has ended",
                 "Change the gradient with parameter.register_hook, or in the optimizer.",
             )
         hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
@@ -381,7 +381,7 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
             value = exported.constants[spec.target]
             if not isinstance(value, Tensor) or value.requires_grad:
                 raise CaptureError(
-                    "a trained tensor stands outside the model, so its gradient would be lost",
+                    "a tensor that requires a gradient is not part of the model, so its gradient would be lost",
                     where=spec.target,
                     hint="Make it an nn.Parameter of Job.model, or freeze it with requires_grad_(False).",
                 )
@@ -392,6 +392,6 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
                 where=str(spec.target),
                 expected="a tensor",
                 got=str(spec.kind),
-                hint="Pass tensors only; keep other objects as attributes of the model that forward does not hand on.",
+                hint="Pass only tensors; keep other objects as attributes of the model that forward does not pass to operators.",
             )
     return found

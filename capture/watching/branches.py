@@ -79,7 +79,7 @@ def _traced(watch: Recorder, model: nn.Module, pred: Tensor, branches: Sequence[
             where=str(place_here()),
             expected=", ".join(f"{dtype} {shape}" for shape, dtype in kinds[0]),
             got=", ".join(f"{dtype} {shape}" for shape, dtype in kinds[1]),
-            hint="Have both return tensors of the same shapes and dtypes.",
+            hint="Return tensors of the same shapes and dtypes from both branches.",
         )
     found = iter(marks.BRANCHES(pred, *values, *(each.number for each in traced)))
     result = mapped(traced[0].result, lambda x: _as_before(next(found), x.dtype))

@@ -164,7 +164,7 @@ def _traced_backward(
     if len(gradients) < arguments or any(g is not None for g in gradients[arguments:]):
         raise own_backward(
             f"the backward of the autograd function {cls.__name__} returns {len(gradients)} gradients for {arguments} arguments",
-            "Return one for each argument of forward, None where there is none.",
+            "Return one for each argument of forward, or None where there is no gradient.",
         )
     return number, gradients
 
@@ -180,8 +180,8 @@ def _connected_by_use(
     """
     if len(places) > _MOST_OUTPUTS:
         raise own_backward(
-            f"the backward of the autograd function {cls.__name__} asks which of {len(places)} outputs were used (set_materialize_grads)",
-            f"Return at most {_MOST_OUTPUTS} tensors, or leave set_materialize_grads(False) out, so that it is given zeros.",
+            f"the backward of the autograd function {cls.__name__} distinguishes which of {len(places)} outputs are used",
+            f"Return at most {_MOST_OUTPUTS} tensors, or omit set_materialize_grads(False), so that backward receives zeros.",
         )
     inputs = [i for i, needed in enumerate(context.needs_input_grad) if needed]
     traced: list[tuple[int, int, list[Tensor | None]]] = []

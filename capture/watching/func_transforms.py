@@ -89,7 +89,7 @@ class _Transforms:
             y = function(*args)
             if not isinstance(y, Tensor) or any(options.values()):
                 raise own_backward(
-                    "a Jacobian of more than one tensor, or with options, is not captured", "Take that of each tensor by itself."
+                    "a Jacobian of several tensors, or with options, is not supported", "Compute the Jacobian of each tensor separately."
                 )
             units = torch.eye(y.numel(), dtype=y.dtype, device=y.device).reshape(y.numel(), *y.shape)
             rows = self.vmap(lambda unit: self.grad(lambda *inner: (function(*inner) * unit).sum(), argnums)(*args))(units)
@@ -152,7 +152,7 @@ def autograd_grad(
 ) -> tuple[Tensor, ...]:
     """Record torch.autograd.grad as one operator; an unused input's gradient is zeros."""
     if is_grads_batched:
-        raise own_backward("forward calls torch.autograd.grad with is_grads_batched, which is not captured", "Use torch.func.vmap.")
+        raise own_backward("forward calls torch.autograd.grad with is_grads_batched, which is not supported", "Use torch.func.vmap.")
     ends = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     starts = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     given: list[Tensor | None] = [None] * len(ends)
@@ -211,7 +211,7 @@ def _jvp(function: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: 
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise own_backward(
-            f"forward calls torch.func.{name}, which is not captured",
+            f"forward calls torch.func.{name}, which is not supported",
             "Write it with torch.func.jvp.",
         )
 

@@ -128,11 +128,11 @@ def _backward_by_use(call: Call, outputs: int, inputs: int, used: Sequence[int],
 def _place_of_use(used: Sequence[int], bits: int) -> int:
     if bits not in used:
         raise CaptureError(
-            "gradients arrive at outputs of an autograd function from which its backward could not be traced",
+            "an autograd function receives gradients for a set of outputs for which its backward was not traced",
             where="trainload_backward_by_use",
             expected=f"sets of outputs {', '.join(map(bin, used))}",
             got=bin(bits),
-            hint="Have its backward take None for each output that may go unused, or use all of them in the loss.",
+            hint="Make its backward accept None for each output that may be unused, or use all outputs in the loss.",
         )
     return list(used).index(bits)
 

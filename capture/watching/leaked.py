@@ -20,9 +20,9 @@ from trainload.capture.source.source_place import place_here
 from trainload.core.errors import CaptureError
 from trainload.core.finding import Finding, Place
 
-_SENTENCE = "forward keeps a tensor outside of the model from one call to the next, and has the one that was made while it was captured"
+_SENTENCE = "forward keeps a tensor outside of the model between calls, and now has the one that was created during capture"
 _ADVICE = "Call the model once before the freeze, so that the kept tensor has values; or make it a buffer of the model."
-_REWRITE = "job.loss(job.model, job.batch)  # once: what forward keeps has values then\ntrainload.freeze(job, ...)"
+_REWRITE = "job.loss(job.model, job.batch)  # once, so that the kept tensors have values\ntrainload.freeze(job, ...)"
 
 
 class _First(TorchFunctionMode):

@@ -27,7 +27,7 @@ def module_hooks(watch: Recorder, model: nn.Module) -> Iterator[None]:
         taken.append((module, before, after))
         if after and not module._is_full_backward_hook:
             raise own_backward(
-                f"module {name} has a backward hook of the old kind, which torch itself calls unreliable",
+                f"module {name} has a legacy backward hook (register_backward_hook), which torch documents as unreliable",
                 "Use register_full_backward_hook, or a tensor hook.",
             )
         module._backward_pre_hooks.clear()
@@ -86,8 +86,8 @@ class _Unavailable:
 
     def _refuse(self, *_: object) -> Any:
         raise own_backward(
-            f"a full backward hook of module {self._name} reads the gradients of the module's outputs, which are not at hand "
-            "where those of its inputs are captured",
+            f"a full backward hook of module {self._name} reads the gradients of the module's outputs, which are not available "
+            "where the gradients of its inputs are captured",
             "Use register_full_backward_pre_hook to change the outputs' gradients, or an autograd function around the module.",
         )
 

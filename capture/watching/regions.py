@@ -213,7 +213,7 @@ def _forget_removed(graph: Graph) -> None:
                 raise CaptureError(
                     "a tensor hook is removed after a gradient was taken through it",
                     where=place_of_node(removal),
-                    hint="Register it on a copy of the tensor (x.view_as(x)) that this gradient alone passes.",
+                    hint="Register it on a copy of the tensor (x.view_as(x)) that only this gradient passes through.",
                 )
             graph.erase_node(hook)
         graph.erase_node(removal)
@@ -564,7 +564,7 @@ def _check_no_writes(region: _Region) -> None:
         for target in written_by(node):
             if base_of(target) not in inside:
                 raise CaptureError(
-                    "a branch of torch.cond writes to a tensor that is no buffer of the model",
+                    "a branch of torch.cond writes to a tensor that is not a buffer of the model",
                     where=place_of_node(node),
                     hint="Return the new value from both branches, or keep it in a buffer (register_buffer).",
                 )

@@ -50,8 +50,8 @@ def given_back() -> Iterator[None]:
 def _watched(context: Any) -> tuple[Any, Any]:
     pack, unpack = context.pack_hook, context.unpack_hook
     page = own_backward(
-        f"hooks on saved tensors ({type(context).__name__}) give backward other values than forward saved, which a graph cannot say",
-        "Have unpack return exactly what pack was given, or write what backward shall use in a torch.autograd.Function.",
+        f"hooks on saved tensors ({type(context).__name__}) change the values saved for backward, which a graph cannot represent",
+        "Make unpack return exactly what pack received, or implement the backward in a torch.autograd.Function.",
     )
 
     def packed(x: Tensor) -> Any:

@@ -79,7 +79,7 @@ def kept_operators(text: str) -> dict[str, str]:
         name, equals, answers = entry.rpartition("=")
         if not equals or not answers or set(answers) - {"0", "1"}:
             raise CaptureError(
-                "a selective checkpoint does not say which calls of an operator it keeps",
+                "a selective checkpoint does not specify which calls of an operator it keeps",
                 where="trainload_selective_checkpoint",
                 expected="an operator, =, and a 0 or 1 for each call",
                 got=entry[:80],

@@ -204,7 +204,7 @@ def _buffers_written(model: nn.Module) -> Iterator[None]:
             continue
         if now.shape != value.shape or now.dtype != value.dtype:
             raise CaptureError(
-                f"forward assigns another kind of tensor to the buffer {name}",
+                f"forward assigns a tensor of another shape or dtype to the buffer {name}",
                 where=f"buffer {name} of {type(module).__name__}",
                 expected=f"shape {tuple(value.shape)}, {value.dtype}",
                 got=f"shape {tuple(now.shape)}, {now.dtype}",
@@ -249,7 +249,7 @@ class _Functions(TorchFunctionMode):
         elif isinstance(kwargs.get("generator"), torch.Generator):
             raise own_generator()
         elif name in _REFUSED:
-            raise own_backward(f"forward calls {name}, which a graph cannot say", _REFUSED[name])
+            raise own_backward(f"forward calls {name}, which a graph cannot represent", _REFUSED[name])
         return func(*args, **kwargs)
 
 
@@ -262,7 +262,7 @@ def _check_gradient_stays_on(func: Any, args: tuple[Any, ...], kwargs: Mapping[s
     if name == "requires_grad_" or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # a descriptor
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         if isinstance(args[0], nn.Parameter) and args[0].requires_grad and not wanted:
-            raise unfollowed("forward switches the gradient of a parameter off", "Use parameter.detach() where no gradient is wanted.")
+            raise unfollowed("forward disables the gradient of a parameter", "Use parameter.detach() where no gradient is wanted.")
 
 
 _REFUSED = {

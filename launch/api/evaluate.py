@@ -101,7 +101,7 @@ def _folder(run_dir: str | Path | None, address: str | None) -> Iterator[Path]:
         return
     if address is not None:
         raise RequestError(
-            "the nodes of a cluster need a folder that they share", where="run_dir", hint="Give --run-dir, on storage that all nodes have."
+            "a cluster needs a run folder on shared storage", where="run_dir", hint="Pass --run-dir with a folder that all nodes can reach."
         )
     with tempfile.TemporaryDirectory(prefix="trainload-evaluate-") as folder:
         yield Path(folder) / "run"

@@ -193,7 +193,9 @@ def change(run_dir: Path, settings: RunSettings) -> RunSpec:
     check_rows(check_package(package, spec), spec)
     if spec.output is not None and Path(spec.output).exists():
         raise StorageError(
-            "the run has written its result, and would come to another one", where=spec.output, hint="Move it away, and resume the run."
+            "the run has already written its result, and the changed run would produce another one",
+            where=spec.output,
+            hint="Move the result, then resume the run.",
         )
     replace_file(run_dir / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
     return spec

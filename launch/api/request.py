@@ -132,18 +132,18 @@ def _state_of(source: str | Path | None, package: Package) -> str | None:
     usable = usable_checkpoint(place)
     if usable.path is None:
         raise CheckpointError(
-            "there is no checkpoint to take the optimizer's state from",
+            "there is no usable checkpoint to load the optimizer state from",
             where=str(source),
-            got="; ".join(usable.rejected) or "none is there",
+            got="; ".join(usable.rejected) or "no checkpoints",
         )
     made_from = Checkpoint.open(usable.path).index.package
     if made_from not in (package.digest, package.manifest.parent):
         raise CheckpointError(
-            "the optimizer's state is that of another run than the one that made the package",
+            "the optimizer state is from a different run than the one that produced the package",
             where=str(source),
             expected=f"a run of package {package.manifest.parent or package.digest}",
             got=made_from,
-            hint="Name the run whose output the package is, or leave the optimizer to begin anew.",
+            hint="Specify the run whose output the package is, or start with a fresh optimizer.",
         )
     return str(usable.path)
 
@@ -182,7 +182,9 @@ def checked(package: Package, plan: Plan, data: Data, request: RunRequest, *, ev
     """
     backend = request.backend
     if not request.run_dir:
-        raise RequestError("is missing", where="run_dir", expected="a folder for the run", hint="Give it: run_dir='runs/first'.")
+        raise RequestError(
+            "is missing", where="run_dir", expected="a folder for the run", hint="Pass it, for example run_dir='runs/first'."
+        )
     check_backend(backend, request.address)
     run_dir = Path(request.run_dir).absolute()
     check_sinks(request.sinks, backend)
@@ -221,14 +223,16 @@ def another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strate
             strategy are passed as well.
     """
     if workers is not None or strategy is not None:
-        raise PlanError("a plan says the number of workers and the strategy itself", where="resume", hint="Give the plan alone.")
+        raise PlanError(
+            "a plan cannot be combined with a number of workers or a strategy", where="resume", hint="Pass only the plan, which sets both."
+        )
     if plan.global_batch != before.global_batch:
         raise PlanError(
-            "the plan has another global batch than the run",
+            "the plan's global batch differs from the run's",
             where="plan.global_batch",
             expected=str(before.global_batch),
             got=str(plan.global_batch),
-            hint="Make a plan with the run's: its losses depend on it.",
+            hint="Make a plan with the run's global batch: the losses depend on it.",
         )
     return plan
 
@@ -241,11 +245,11 @@ def check_package(frozen: Package, spec: RunSpec) -> Package:
     for each in spec.plans or (spec.plan,):
         if each.package == frozen.digest != package.digest:
             raise PlanError(
-                "the plan is for the package as it was frozen, and the run changes its graphs",
+                "the plan was made for the unmodified package, but this run changes the package's graphs",
                 where="plan.package",
                 expected=package.digest,
                 got=each.package,
-                hint="Make it with the same settings: trainload plan --set, or trainload.plan(overrides.apply(package), ...).",
+                hint="Make the plan with the same settings: trainload plan --set, or trainload.plan(overrides.apply(package), ...).",
             )
         check_plan(each, package)
     return package
@@ -254,7 +258,7 @@ def check_package(frozen: Package, spec: RunSpec) -> Package:
 def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
     """Check the data, and return its number of rows and that of the held-out data (None if there is none)."""
     if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
-        raise DataError("an evaluation was asked for without held-out data", where="eval_data", hint="Give --eval-data.")
+        raise DataError("evaluation during training needs held-out data", where="eval_data", hint="Pass --eval-data.")
     count = spec.plan.rows_per_call
     rows = check_run_data(spec.data, package, count)
     eval_rows = check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
@@ -266,7 +270,9 @@ def check_backend(backend: Backend, address: str | None) -> None:
     if backend not in get_args(Backend):
         raise ClusterError("no such backend", expected=" or ".join(get_args(Backend)), got=str(backend))
     if backend != "ray" and address is not None:
-        raise RequestError("an address is one of a Ray cluster", where="address", got=f"backend {backend}", hint="Leave one of them out.")
+        raise RequestError(
+            "an address requires the Ray backend", where="address", got=f"backend {backend}", hint="Omit the address or the backend."
+        )
 
 
 def leads(backend: Backend) -> bool:
@@ -294,9 +300,9 @@ def check_place(package: Package, spec: RunSpec) -> None:
     free = place.free_bytes()
     if free is not None and free < count * one:
         raise StorageError(
-            "the disk has no room for the run's checkpoints",
+            "there is not enough disk space for the run's checkpoints",
             where=place.where,
             expected=f"{count} x {one:,} bytes",
             got=f"{free:,} bytes free",
-            hint="Make room, keep fewer checkpoints, or choose another place for them.",
+            hint="Free some disk space, keep fewer checkpoints, or store them in another place.",
         )

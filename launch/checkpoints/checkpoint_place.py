@@ -171,27 +171,27 @@ class CheckpointPlace:
 
     def check_new(self) -> None:
         """Check that a new run may write here. Raises: StorageError: checkpoints exist, or none can be written."""
-        with self._tried("to list what is there"):
+        with self._tried("to list the files"):
             there = [name for name in self._files.names("") if step_of(name) is not None]
         if there:
             raise StorageError(
-                "there are checkpoints here already, or a run that writes some",
+                "checkpoints already exist here, or another run is writing them",
                 where=self.where,
                 got=", ".join(there[:5]),
-                hint="Continue their run, or choose another place for those of a new one.",
+                hint="Resume the run that wrote them, or choose another place for a new run.",
             )
         self.check_writable()
 
     def check_writable(self) -> None:
         """Write something and remove it again. Raises: StorageError, with what was tried and why it failed."""
         if self._folder is not None:
-            hint = "Make it a folder that you may write to, or choose another place."
+            hint = "Make the folder writable, or choose another place."
             check_writable_folder(self._folder, "the folder of the checkpoints cannot be written", hint)
             return
         probe = f"probe-{secrets.token_hex(8)}"
         with self._tried(f"to write {probe}"):
             self._files.replace(probe, b"\0")
-        with self._tried(f"to remove {probe} again"):
+        with self._tried(f"to remove {probe}"):
             self._files.delete(probe)
 
     @contextmanager
@@ -200,11 +200,11 @@ class CheckpointPlace:
             yield
         except StorageError as error:
             raise StorageError(
-                "checkpoints cannot be kept here",
+                "checkpoints cannot be stored here",
                 where=self.where,
                 expected=what,
                 got=error.problem,
-                hint="Check the URL, the credentials and their rights: they must list, write, read and remove.",
+                hint="Check the URL, the credentials and their permissions to list, write, read and remove files.",
             ) from error
 
 
@@ -262,7 +262,7 @@ class Draft:
         found = list(at_once(lambda mark: self._files.read(f"{self._folder}/{mark}", MAX_BYTES), list(marks)))
         for mark, data in zip(marks, found, strict=True):
             if data is None:
-                raise FileNotFoundError(f"there is no {self.where}/{mark} any more")
+                raise FileNotFoundError(f"there is no {self.where}/{mark} anymore")
         return [data for data in found if data is not None]
 
     def complete(self, index: CheckpointIndex) -> None:
@@ -272,11 +272,11 @@ class Draft:
             size = there.get(f"{self._final}/{file.name}")
             if size != file.size:
                 raise StorageError(
-                    "a shard that was written is not there",
+                    "a shard that was written is missing",
                     where=f"{self._files.url}/{self._final}/{file.name}",
                     expected=f"{file.size} bytes",
                     got="nothing" if size is None else f"{size} bytes",
-                    hint="See whether another process carries on the same run, or somebody cleans up there.",
+                    hint="Check whether another process drives the same run, or something removes files there.",
                 )
 
     def publish(self, index: CheckpointIndex) -> None:

@@ -44,7 +44,7 @@ class FileRecord(_Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(self.chunks) != -(-self.size // self.chunk):
-            raise ValueError(f"{self.name} has another number of digests than of chunks")
+            raise ValueError(f"{self.name} does not have one digest per chunk")
         return self
 
 
@@ -177,7 +177,7 @@ def decode_index(data: bytes, where: str) -> CheckpointIndex:
     try:
         value = parse_canonical(data, where)
         if not isinstance(value, dict) or set(value) != {"content", "sha256"}:
-            raise CheckpointError("this is no index of a checkpoint", where=where, expected="content and sha256")
+            raise CheckpointError("this is not the index of a checkpoint", where=where, expected="content and sha256")
         digest = sha256_bytes(canonical_json(value["content"]))
         if digest != value["sha256"]:
             raise CheckpointError(
@@ -190,11 +190,11 @@ def decode_index(data: bytes, where: str) -> CheckpointIndex:
         version = value["content"].get("version")
         if version not in _READABLE:
             raise CheckpointError(
-                "the checkpoint has another format",
+                "the checkpoint has an unsupported format version",
                 where=where,
                 expected=f"version {' or '.join(map(str, _READABLE))}",
                 got=f"version {version}",
-                hint="Use the trainload that wrote it.",
+                hint="Use the version of trainload that wrote it.",
             )
         return CheckpointIndex.model_validate(value["content"])
     except (PackageError, ValidationError) as error:

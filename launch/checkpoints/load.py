@@ -29,11 +29,11 @@ def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int, *, state_alone: 
     """
     if not state_alone and checkpoint.index.package != plan.package:
         raise CheckpointError(
-            "the checkpoint is of another package",
+            "the checkpoint belongs to a different package",
             where=str(checkpoint.path),
             expected=f"package {plan.package}",
             got=checkpoint.index.package,
-            hint="Begin a new run, or resume with the package that the run began with.",
+            hint="Launch a new run, or resume with the package that the run started with.",
         )
     _check_parameters(checkpoint, plan)
     flats: dict[str, dict[str, torch.Tensor]] = {}
@@ -68,7 +68,7 @@ def _check_parameters(checkpoint: Checkpoint, plan: Plan) -> None:
     for name in sorted(set(wanted) | set(found)):
         if wanted.get(name) != found.get(name):
             raise CheckpointError(
-                f"parameter {name!r} of the checkpoint is not that of the plan",
+                f"parameter {name!r} differs between the checkpoint and the plan",
                 where=str(checkpoint.path),
                 expected=_spell(wanted.get(name)),
                 got=_spell(found.get(name)),
@@ -85,7 +85,7 @@ def _entries(checkpoint: Checkpoint, bucket: Bucket) -> tuple[str, ...]:
         raise CheckpointError(
             "parameters of one bucket have different optimizer states in the checkpoint",
             where=f"{checkpoint.path}, bucket {bucket.name!r}",
-            expected="one set of entries",
+            expected="the same entries for all of them",
             got="; ".join(sorted(", ".join(entries) for entries in found)),
         )
     return found.pop() if found else (PARAM,)
@@ -114,7 +114,7 @@ def _stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             "parameters of one bucket have different optimizer states in the checkpoint",
             where=f"{checkpoint.path}, bucket {bucket.name!r}",
-            expected="one set of entries",
+            expected="the same entries for all of them",
             got="; ".join(sorted(str(kind) for kind in kinds)),
         )
     return {entry: torch.stack([own[entry] for own in found]) for entry in (found[0] if found else ())}

@@ -41,7 +41,7 @@ def write_shard(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor]) ->
         tensor = tensors[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in CODES:
-            raise CheckpointError("a tensor has a dtype that safetensors does not hold", where=key, expected=", ".join(CODES), got=dtype)
+            raise CheckpointError("a tensor has a dtype that safetensors does not support", where=key, expected=", ".join(CODES), got=dtype)
         end = offset + tensor.nbytes
         header[key] = {"dtype": CODES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end

@@ -308,8 +308,8 @@ class CheckpointWriter:
             raise CheckpointError(
                 "a rank did not write its part of the checkpoint",
                 where=draft.where,
-                expected=f"rank {missing[0]} within {self._timeout:g} s",
-                hint="See that rank's log; all nodes must reach the place of the checkpoints.",
+                expected=f"the part of rank {missing[0]} within {self._timeout:g} s",
+                hint="Check that rank's log. All nodes must be able to reach the place of the checkpoints.",
             )
         for rank, told in failed.items():
             raise _error_of(told, draft.where, f"rank {rank}")
@@ -329,7 +329,7 @@ class CheckpointWriter:
             draft.withdraw(self._rank, shard)
             raise _error_of(notice, draft.where, "rank 0")
         if not draft.published():
-            raise CheckpointError("rank 0 could not publish the checkpoint", where=draft.where, hint="See rank 0's log.")
+            raise CheckpointError("rank 0 could not publish the checkpoint", where=draft.where, hint="Check rank 0's log.")
 
     def _awaited(self, ask: Callable[[], bool]) -> bool:
         """Poll a condition until it is true or the timeout is over; return True if it became true.
@@ -398,8 +398,8 @@ def _storage_error(error: OSError, where: str) -> StorageError | CheckpointError
         return StorageError(
             "the disk is full: the checkpoint was not written",
             where=where,
-            expected="room for a checkpoint more than are kept",
+            expected="space for one checkpoint more than are kept",
             got=str(error),
-            hint="Make room or keep fewer checkpoints; earlier ones are as they were.",
+            hint="Free some disk space or keep fewer checkpoints. Earlier checkpoints are intact.",
         )
-    return CheckpointError("the checkpoint could not be written", where=where, got=str(error), expected="a folder to write to")
+    return CheckpointError("the checkpoint could not be written", where=where, got=str(error), expected="a writable folder")

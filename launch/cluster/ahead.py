@@ -48,7 +48,7 @@ def compile_ahead(spec: RunSpec, local_world: int, contact: Contact) -> None:
             contact.write("stage", name="compile ahead", seconds=time.perf_counter() - began)
         else:
             said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-            contact.write("warning", message=f"other numbers of nodes could not be compiled for ahead: {said[-1]}")
+            contact.write("warning", message=f"compiling ahead for other numbers of nodes failed: {said[-1]}")
 
     threading.Thread(target=work, name="ahead", daemon=True).start()
 

@@ -82,7 +82,9 @@ class Book:
             except StorageError as error:
                 if not self._warned:
                     self._warned = True
-                    self._on_event(Event("warning", {"message": f"{error} What happens is kept, and written when it can be."}, time.time()))
+                    self._on_event(
+                        Event("warning", {"message": f"{error} Events are kept in memory and written as soon as possible."}, time.time())
+                    )
         for event in events:
             self.summary.take(event)
             self._new_step = self._new_step or event.kind == "step"

@@ -59,10 +59,10 @@ def connect(address: str | None) -> bool:
         raise turned_away(address or "local", error) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
-            "no Ray cluster answers",
+            "no Ray cluster responds",
             where=f"address {address or 'local'}",
             got=f"{first_line(error)}, after {time.monotonic() - began:.0f} s",
-            hint="Start one with `ray start --head`, or leave out --address for a local one.",
+            hint="Start one with `ray start --head`, or omit --address to use a local one.",
         ) from error
     return True
 
@@ -83,10 +83,10 @@ def _deaf_to_hangups() -> Iterator[None]:
 def turned_away(address: str, error: AuthenticationError) -> ClusterError:
     """Return the error for a cluster that rejects this process's token, or its lack of one."""
     return ClusterError(
-        "the cluster turns away who does not show its token",
+        "the cluster requires its token",
         where=f"address {address}",
         got=first_line(error),
-        hint="Give the cluster's token as RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token.",
+        hint="Provide the cluster's token in RAY_AUTH_TOKEN, in the file at RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token.",
     )
 
 

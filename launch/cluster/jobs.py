@@ -45,23 +45,23 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
     except RuntimeError as error:
         taken = "already exists" in str(error)
         raise ClusterError(
-            "the cluster has a job of this name already" if taken else "the cluster does not take the job",
+            "the cluster already has a job with this name" if taken else "the cluster did not accept the job",
             where=f"{address}, job {name}",
             got="" if taken else first_line(error),
-            hint="Choose another --run-dir: the job has the name of its last part." if taken else "",
+            hint="Choose another --run-dir: the job is named after its last part." if taken else "",
         ) from error
     except OSError as error:
         raise LostClusterError(
-            "the cluster has not said whether it takes the job",
+            "the cluster did not confirm whether it accepted the job",
             where=f"{address}, job {name}",
             got=first_line(error),
-            hint=f"Look among its jobs, or ask `trainload status {shlex.quote(str(run_dir))}`.",
+            hint=f"Look for it among the cluster's jobs, or run `trainload status {shlex.quote(str(run_dir))}`.",
         ) from error
     until = time.monotonic() + _BEGIN_SECONDS
     while time.monotonic() < until and read_state(run_dir) == before:
         last = _last_words(client, name)
         if last is not None and read_state(run_dir) == before:
-            raise TrainingError("the driver ended before it had begun", where=f"{address}, job {name}", got=last)
+            raise TrainingError("the driver ended before it started the run", where=f"{address}, job {name}", got=last)
         time.sleep(_LOOK_SECONDS)
     return name
 
@@ -84,7 +84,7 @@ def _last_words(client: Any, name: str) -> str | None:
         said = [line for line in client.get_job_logs(name).splitlines() if line.strip()]
     except (OSError, RuntimeError):
         return None
-    return said[-1] if said else "no word"
+    return said[-1] if said else "no output"
 
 
 def _client(address: str) -> Any:
@@ -99,8 +99,8 @@ def _client(address: str) -> Any:
         raise turned_away(address, error) from error
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
-            "no Ray cluster takes jobs there",
+            "no Ray cluster accepts jobs at this address",
             where=f"address {address}",
             got=f"{first_line(error)}, after {time.monotonic() - began:.0f} s",
-            hint="Give the address of its dashboard, http://HOST:8265; `ray start --head` says it.",
+            hint="Pass the address of its dashboard, http://HOST:8265; `ray start --head` prints it.",
         ) from error

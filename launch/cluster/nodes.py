@@ -116,11 +116,11 @@ def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, i
     if place is None:
         name = resource_of(plan.cluster.device)
         raise ClusterError(
-            "a step cannot be tried out: somebody else uses the devices",
+            "a trial step cannot run: all devices are in use",
             where=f"{len(nodes)} nodes with {name}s",
             expected=f"1 free {name}",
             got=", ".join(f"{node.free} of {node.devices}" for node in nodes),
-            hint="Try again when one is free. A launch waits for them.",
+            hint="Try again when a device is free. A launch waits for free devices.",
         )
     return place, places.count(place)
 
@@ -187,12 +187,12 @@ def check_seats(plan: Plan, nodes: Sequence[Node]) -> None:
             where=f"{len(nodes)} nodes with {name}s",
             expected=f"{wanted} {name}s for {wanted} workers",
             got=f"{there} {name}s",
-            hint=f"Plan for at most {there} workers, or join more nodes.",
+            hint=f"Plan for at most {there} workers, or add nodes to the cluster.",
         )
     raise ClusterError(
         "the cluster's nodes do not fit the plan",
         where=f"{len(nodes)} nodes with {name}s",
-        expected=f"{wanted} {name}s of one kind" + (f", by {unit} on a node" if unit > 1 else ""),
+        expected=f"{wanted} {name}s of one kind" + (f", in groups of {unit} per node" if unit > 1 else ""),
         got=spread,
-        hint="Make a plan for these nodes: a run is on nodes of one kind, and its tensor axis inside a node.",
+        hint="Make a plan for these nodes: a run uses nodes of one kind, and each tensor group must fit on a node.",
     )

@@ -156,10 +156,10 @@ class Supervisor:
 
     def _lost_cluster(self, error: RayError) -> LostClusterError:
         return LostClusterError(
-            "the cluster does not answer any more",
+            "the cluster no longer responds",
             where=str(self._run_dir),
             got=first_line(error),
-            hint=f"When it does, continue with: {self._how_to_resume()}",
+            hint=f"When it responds again, continue with: {self._how_to_resume()}",
         )
 
     # One attempt
@@ -223,7 +223,7 @@ class Supervisor:
                 if self._stop_asked or not self._book.stepped:
                     raise
                 self._stop_asked = True
-                self._book.write("stage", name="stopping after this step, with a checkpoint; Ctrl-C again ends it at once")
+                self._book.write("stage", name="stopping after this step, with a checkpoint; press Ctrl-C again to stop immediately")
         failure = self._listen(monitor) or failure
         while self._unheard_since is not None:  # so that the last messages of the workers are received
             time.sleep(POLL_SECONDS)
@@ -256,9 +256,9 @@ class Supervisor:
                     message=f"node {node} will be gone"
                     + ("" if seconds is None else f" in {seconds:.0f} s")
                     + (
-                        ": the run goes to other nodes, with a checkpoint"
+                        ": the run moves to other nodes, with a checkpoint"
                         if self._moving
-                        else ": a checkpoint is written; there is no other node yet"
+                        else ": a checkpoint is written; no other node is available yet"
                     ),
                 )
         if news and not self._moving:
@@ -325,7 +325,7 @@ class Supervisor:
             nodes=list(failed.nodes),
             doing={str(rank): text for rank, text in (failed.doing or {}).items()},
             attempt=self._number,
-            action=GIVEN_UP if over else "it starts again from its last checkpoint",
+            action=GIVEN_UP if over else "it restarts from its last checkpoint",
         )
         if over:
             if isinstance(failed.cause, TrainloadError):
@@ -335,7 +335,7 @@ class Supervisor:
                 where=str(self._run_dir),
                 expected=f"at most {self._spec.max_failures} failures in a row without a new checkpoint",
                 got="one more",
-                hint=f"{'Continue from the last checkpoint' if self._book.has_checkpoint else 'Begin again'} with: {self._how_to_resume()}",
+                hint=f"{'Continue from the last checkpoint' if self._book.has_checkpoint else 'Start again'} with: {self._how_to_resume()}",
             ) from failed.cause
         again = self._failures + self._storage_failures - 1
         if again > 0:
@@ -411,7 +411,7 @@ class Supervisor:
                     raise StorageError(
                         f"the run's folder cannot be written: {error.strerror}",
                         where=str(self._run_dir),
-                        hint=f"When it can, continue with: {self._how_to_resume()}",
+                        hint=f"When it is writable again, continue with: {self._how_to_resume()}",
                     ) from error
                 if time.monotonic() - said > _SAY_SECONDS:
                     said = time.monotonic()
@@ -447,11 +447,11 @@ class Supervisor:
             free = ", ".join(f"{n.free} of {n.devices}" for n in there if n.id not in self._lost) or "none"
             if time.monotonic() - began > self._spec.node_patience:
                 raise ClusterError(
-                    "there were too few nodes for too long",
+                    "there were too few free nodes for too long",
                     where=str(self._run_dir),
                     expected=f"{least.world_size} free {name}s within {self._spec.node_patience:g} s",
                     got=free,
-                    hint=f"Continue on what there is with: {self._how_to_resume()} --workers N",
+                    hint=f"Continue on the available nodes with: {self._how_to_resume()} --workers N",
                 )
             if time.monotonic() - said > _SAY_SECONDS and time.monotonic() - began > POLL_SECONDS * 10:
                 said = time.monotonic()

@@ -44,14 +44,14 @@ def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
     except GetTimeoutError as error:
         ray.cancel(asked, force=True)
         raise ClusterError(
-            "the step that was tried out gave no answer in time",
+            "the trial step did not finish in time",
             where=f"node {place}",
-            expected=f"one within {spec.start_timeout:g} s",
+            expected=f"a result within {spec.start_timeout:g} s",
             got="none",
-            hint="See who uses the node, or allow more: --set start_timeout=SECONDS.",
+            hint="Check what else uses the node, or allow more time: --set start_timeout=SECONDS.",
         ) from error
     except RayError as error:
-        raise TrainingError("the step that was tried out failed", where=f"node {place}", got=last_line(str(error))) from error
+        raise TrainingError("the trial step failed", where=f"node {place}", got=last_line(str(error))) from error
     if isinstance(found, TrainloadError):
         raise found
     return found

@@ -59,7 +59,7 @@ def _written(batches: Iterable[Batch], draft: Path) -> int:
                         writer = pa.ipc.new_file(file, schema)
                     if not batch.schema.equals(schema):
                         raise DataError(
-                            "a batch has other columns than the first",
+                            "a batch has different columns than the first one",
                             where=f"batch {number}",
                             expected=_told(schema),
                             got=_told(batch.schema),
@@ -82,7 +82,7 @@ def _record_batches(given: Batch, number: int) -> list[Any]:
         return found
     if not isinstance(given, Mapping):
         expected = "a dict of arrays, a pyarrow.Table or a pyarrow.RecordBatch"
-        raise DataError("this is no batch of rows", where=f"batch {number}", expected=expected, got=type(given).__name__)
+        raise DataError("this is not a batch of rows", where=f"batch {number}", expected=expected, got=type(given).__name__)
     arrays = {name: _array(value, f"batch {number}, column {name!r}") for name, value in given.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
@@ -94,13 +94,13 @@ def _array(value: Any, where: str) -> Array:
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError) as error:  # numpy lacks the dtype, or the rows differ in length
-        raise DataError("a column is no array", where=where, got=str(error)) from error
+        raise DataError("a column is not an array", where=where, got=str(error)) from error
     if array.dtype.name not in DTYPES:
         got = array.dtype.name
-        hint = "Rows of different lengths must be padded or cut." if got == "object" else ""
-        raise DataError("a column has a dtype that data files do not hold", where=where, expected=", ".join(DTYPES), got=got, hint=hint)
+        hint = "Pad or truncate rows of different lengths." if got == "object" else ""
+        raise DataError("a column has a dtype that data files do not support", where=where, expected=", ".join(DTYPES), got=got, hint=hint)
     if not array.ndim or 0 in array.shape[1:]:
-        raise DataError("a column has no rows with values", where=where, expected="(n, *dims), each dim 1 or more", got=str(array.shape))
+        raise DataError("a column has no values", where=where, expected="(n, *dims), each dim 1 or more", got=str(array.shape))
     return native(array)
 
 

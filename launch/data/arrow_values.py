@@ -24,7 +24,7 @@ def column_types(schema: Any, where: str) -> dict[str, ColumnType]:
     """Return the columns of an Arrow schema. Raises DataError if two have the same name."""
     columns = {field.name: _column_type(field) for field in schema}
     if len(columns) < len(schema):
-        raise DataError("two columns have one name", where=where, hint="Rename one of them.")
+        raise DataError("two columns have the same name", where=where, hint="Rename one of them.")
     return columns
 
 
@@ -155,7 +155,7 @@ def _dense_tensors(column: Any, shape: tuple[int, ...], place: str, start: int) 
     wrong = np.flatnonzero(lengths != wanted)
     if wrong.size:
         raise DataError(
-            "a tensor has not the shape that its column declares",
+            "a tensor does not have the shape that its column declares",
             where=f"{place}, row {start + int(wrong[0])}",
             expected=f"{wanted} values, shape {shape}",
             got=f"{int(lengths[wrong[0]])} values",
@@ -186,9 +186,9 @@ def _check_no_nulls(column: Any, place: str, start: int, entries_per_row: int) -
     if column.null_count:
         first = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise DataError(
-            "the data holds nulls",
+            "the data contains nulls",
             where=f"{place}, row {start + first // max(1, entries_per_row)}",
-            expected="a value in every place",
+            expected="no nulls",
             got=f"{column.null_count} nulls in one block of rows",
-            hint="Fill them in or leave the rows out.",
+            hint="Fill them in or drop the rows.",
         )

@@ -114,7 +114,7 @@ class Sizes:
                 where=where,
                 expected=f"length {wanted} in dim {dim}" + ("" if isinstance(symbol, int) else f" ({symbol}, as in the rows before)"),
                 got=f"length {length}",
-                hint="All rows of a data set have one shape: pad, cut or leave out the others.",
+                hint="All rows of a data set must have the same shape: pad, truncate or drop the others.",
             )
 
     def bind(self, name: str, dim: int, length: int) -> int:
@@ -128,14 +128,14 @@ def check_inputs(inputs: Sequence[InputSpec]) -> None:
     for spec in inputs:
         if spec.dtype not in DTYPES:
             raise DataError(
-                f"input {spec.name!r} has a dtype that data files do not hold",
+                f"input {spec.name!r} has a dtype that data files do not support",
                 expected=", ".join(DTYPES),
                 got=spec.dtype,
-                hint="Let the job take one of these and convert inside the model.",
+                hint="Use one of these dtypes for the input and convert it inside the model.",
             )
         if not spec.shape:
             raise DataError(
-                f"input {spec.name!r} has no batch dim, so no row of a data set can give it",
+                f"input {spec.name!r} has no batch dim, so a data set cannot provide it",
                 expected="a shape that begins with the batch dim",
                 got="()",
                 hint="Freeze the job again with this input declared in Job.shared, or with a batch dim.",
@@ -153,16 +153,16 @@ def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) ->
             where=schema.name,
             expected=expected,
             got=got,
-            hint="Name the columns as the package's inputs (`trainload inspect` lists them).",
+            hint="Give the columns the names of the package's inputs (`trainload inspect` lists them).",
         )
     extra = sorted(set(schema.columns) - names)
     if extra:
         raise DataError(
-            f"the data has columns that are no inputs of the package: {_quoted(extra)}",
+            f"the data has columns that are not inputs of the package: {_quoted(extra)}",
             where=schema.name,
             expected=expected,
             got=got,
-            hint=f"Write the file with these columns alone: {expected}.",
+            hint=f"Write the file with only these columns: {expected}.",
         )
     for spec in inputs:
         _check_column(spec, schema.columns[spec.name], sizes, f"{schema.name}, column {spec.name!r}")
@@ -175,7 +175,7 @@ def _check_column(spec: InputSpec, column: ColumnType, sizes: Sizes, where: str)
             where=where,
             expected=spec.dtype,
             got=column.dtype,
-            hint=f"Nothing is cast silently: write the column as {spec.dtype}.",
+            hint=f"Values are never cast silently: write the column as {spec.dtype}.",
         )
     if len(column.dims) != len(spec.shape) - 1:
         raise DataError(
@@ -183,7 +183,7 @@ def _check_column(spec: InputSpec, column: ColumnType, sizes: Sizes, where: str)
             where=where,
             expected=f"rows of {len(spec.shape) - 1} dims, shape ({_shape(spec.shape)})",
             got=f"rows of {len(column.dims)} dims",
-            hint="A row's dims are nested lists in Parquet and Arrow files, and trailing dims of arrays.",
+            hint="A row's dims are nested lists in Parquet and Arrow files, and the trailing dims of arrays.",
         )
     for dim, length in enumerate(column.dims, start=1):
         if length is not None:
@@ -204,13 +204,13 @@ def one_length(rows: Mapping[str, int], where: str) -> int:
         raise DataError(
             "the arrays have different numbers of rows",
             where=where,
-            expected="one length of the leading dim",
+            expected="the same length of the leading dim",
             got=", ".join(f"{name}: {count}" for name, count in sorted(rows.items())),
-            hint="Write arrays whose rows belong together.",
+            hint="Write arrays with one entry per row.",
         )
     return next(iter(rows.values()), 0)
 
 
 def unreadable(file: DataFile, kind: str, error: Exception) -> DataError:
     """Return the error for a file that does not have the format of its name. `kind` is the format with its article."""
-    return DataError("the file cannot be read", where=file.name, expected=kind, got=f"{error}", hint="Write it again, or leave it out.")
+    return DataError("the file cannot be read", where=file.name, expected=kind, got=f"{error}", hint="Write it again, or omit it.")

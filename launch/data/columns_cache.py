@@ -85,9 +85,9 @@ def make_cached(
         raise StorageError(
             "the disk is full" if full else "the cache of data columns cannot be written",
             where=str(cache_dir),
-            expected="room for the data set, uncompressed" if full else "a folder that this process may write to",
+            expected="room for the data set, uncompressed" if full else "a writable folder",
             got=str(error),
-            hint="Make room or choose another cache folder.",
+            hint="Free some disk space or choose another cache folder.",
         ) from error
 
 
@@ -95,7 +95,7 @@ def _identity(file: DataFile, cache_dir: Path) -> str:
     try:
         return file.identity(cache_dir)
     except FileNotFoundError as error:
-        raise MissingDataError("a file of the data set is gone", where=file.name) from error
+        raise MissingDataError("a file of the data set no longer exists", where=file.name) from error
 
 
 class _Column:
@@ -128,7 +128,7 @@ class _Column:
         """Close the file, and return its entry in `columns.json`."""
         self.close()
         if self._written != self._rows or self._dims is None:
-            raise DataError("the data changed while it was read", expected=f"{self._rows} rows", got=str(self._written))
+            raise DataError("the data changed while it was being read", expected=f"{self._rows} rows", got=str(self._written))
         shape = [self._rows, *self._dims]
         return {"dtype": self._dtype, "shape": shape, "sha256": self._digest.hexdigest()}
 

@@ -83,6 +83,6 @@ def _places(stream: BinaryIO, where: str) -> dict[str, Place]:
         begin, end = entry["data_offsets"]
         dtype, shape = _NAMES[entry["dtype"]], tuple(int(each) for each in entry["shape"])
         if min((0, *shape)) < 0 or end - begin != prod(shape) * DTYPES[dtype].itemsize or not 0 <= begin <= end <= size - 8 - length:
-            raise ValueError(f"tensor {name!r} does not lie where the header says")
+            raise ValueError(f"tensor {name!r} is not where the header says")
         places[name] = Place(dtype, shape, 8 + length + begin, 8 + length + end)
     return places

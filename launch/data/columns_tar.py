@@ -91,7 +91,7 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     assert archive.fileobj is not None
     archive.fileobj.seek(archive.offset)
     if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise EOFError(f"no member is at byte {archive.offset}, nor the archive's end")
+        raise EOFError(f"there is neither a member nor the archive's end at byte {archive.offset}")
 
 
 def _rows(archive: tarfile.TarFile) -> Iterator[_Row]:
@@ -143,7 +143,7 @@ def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where
     assert stream is not None, "only files are members of rows"
     data = stream.read()
     if len(data) != member.size:
-        raise EOFError(f"{member.name} is cut short")
+        raise EOFError(f"{member.name} is truncated")
     try:
         if ending.endswith("npy"):
             array: Array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
@@ -171,9 +171,9 @@ def _stacked(rows: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[
 
 def _other_columns(where: str, row: str, expected: Mapping[str, object], got: Mapping[str, object]) -> DataError:
     return DataError(
-        "a row has other columns than the rows before",
+        "a row has different columns than the previous rows",
         where=f"{where}, row {row!r}",
         expected=", ".join(sorted(expected)),
         got=", ".join(sorted(got)),
-        hint="Write each row's files one after another, all rows with the same endings.",
+        hint="Write each row's files one after another, with the same suffixes for all rows.",
     )

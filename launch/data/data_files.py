@@ -234,7 +234,7 @@ def _check_exists(path: Path) -> None:
         if path.exists():
             return
         link = f"a link to {path.readlink()}" if path.is_symlink() else "no file"
-    raise MissingDataError("a file of the data is not there", where=str(path), got=link, hint="Restore it, or remove the link.")
+    raise MissingDataError("a file of the data does not exist", where=str(path), got=link, hint="Restore it, or remove the link.")
 
 
 def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
@@ -272,11 +272,11 @@ def _is_data(name: str, endings: Collection[str]) -> bool:
 
 def _no_files(where: str, endings: Collection[str]) -> MissingDataError:
     return MissingDataError(
-        "there is no such data",
+        "no data was found",
         where=where,
-        expected=f"a file that ends in {', '.join(sorted(endings))}, a folder that holds some, or a pattern that matches some",
+        expected=f"a file that ends in {', '.join(sorted(endings))}, a folder that contains such files, or a pattern that matches some",
         got="no file",
-        hint="Check the path; relative ones start at the current folder.",
+        hint="Check the path; relative paths start at the current folder.",
     )
 
 

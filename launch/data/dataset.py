@@ -57,7 +57,7 @@ class Dataset:
             IndexError: the dataset does not have one of the rows.
         """
         if rows.size and int(rows.min()) < 0:
-            raise IndexError(f"row {int(rows.min())} of a data set of {self.size} rows")
+            raise IndexError(f"row {int(rows.min())} is out of range for a data set of {self.size} rows")
         return {name: torch.from_numpy(np.asarray(np.take(column, rows, axis=0))) for name, column in self._columns.items()}
 
 
@@ -115,11 +115,11 @@ def _files(source: Source) -> tuple[DataFile, ...]:
     readers = {READERS.get(file.suffix) for file in files}
     if len(readers) > 1 or None in readers:
         raise DataError(
-            "a data set's files are all of one format",
+            "all files of a data set must have the same format",
             where=spelled(source),
             expected="names that all end in one of " + ", ".join(READERS),
             got=", ".join(kind or "no ending" for kind in sorted({file.suffix for file in files})),
-            hint="Convert the files or name some of them only.",
+            hint="Convert the files, or specify only some of them.",
         )
     return files
 

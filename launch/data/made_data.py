@@ -25,7 +25,7 @@ from trainload.launching.data.arrow_file import Batch, write_rows
 from trainload.launching.run.run_spec import RUN_FILE, made_file
 
 PYTHON = "python:"
-_FORM = "python:path/to/file.py:name or python:package.module:name, with ?argument=value&... where it takes any"
+_FORM = "python:path/to/file.py:name or python:package.module:name, with ?argument=value&... if it takes arguments"
 
 
 class RayDataset(Protocol):
@@ -78,9 +78,9 @@ def in_files(data: Data, eval_data: Data | None, run_dir: Path, *, alone: bool =
     made = {name: _name_of(each) for name, each in sources.items()}
     if made and not alone:
         raise DataError(
-            "only a process that launches a run alone can make its data, and torchrun has one for each rank",
+            "data from a function requires a single launching process, but torchrun starts one per rank",
             where=", ".join(made.values()),
-            hint="Write the rows into a file first, with trainload.write_rows.",
+            hint="Write the rows to a file first, with trainload.write_rows.",
         )
     files = {name: made_file(run_dir, name) if name in sources else _path(each) for name, each in given.items()}
     return InFiles(files["data"], files.get("eval_data"), made, sources)
@@ -117,10 +117,10 @@ def _path(data: Data) -> str | Path:
     if isinstance(data, str | Path):
         return data
     raise DataError(
-        "this is no data",
+        "this is not a data source",
         expected=f"a path, a URL, {_FORM}, a function, or a ray.data.Dataset",
         got=type(data).__name__,
-        hint="Rows in memory: give a function that returns them, or write them with trainload.write_rows.",
+        hint="For rows in memory, pass a function that returns them, or write them to a file with trainload.write_rows.",
     )
 
 
@@ -156,12 +156,12 @@ def _batches(data: Data, name: str) -> Iterator[Batch]:
         elif isinstance(rows, Mapping | pa.Table | pa.RecordBatch):
             rows = (rows,)
         if not isinstance(rows, Iterable):
-            raise DataError("the function gives no rows", where=name, expected="batches of them", got=type(rows).__name__)
+            raise DataError("the function does not return rows", where=name, expected="batches of rows", got=type(rows).__name__)
         yield from rows
     except TrainloadError:
         raise
     except (Exception, SystemExit) as error:
-        raise DataError(f"its rows cannot be had: {describe(error)}", where=f"{name} ({user_line(error, module)})") from error
+        raise DataError(f"the data source failed: {describe(error)}", where=f"{name} ({user_line(error, module)})") from error
 
 
 def _function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
@@ -169,7 +169,7 @@ def _function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
     named, _, query = reference.removeprefix(PYTHON).partition("?")
     location, _, name = named.rpartition(":")
     if not location or not name.isidentifier():
-        raise DataError("this names no function", where=reference, expected=_FORM)
+        raise DataError("this does not name a function", where=reference, expected=_FORM)
     try:
         module = load_module(location)
     except JobError as error:
@@ -181,9 +181,9 @@ def _function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         arguments = {key: resolve(value) for key, value in pairs}
         if len(arguments) < len(pairs):
-            raise TypeError("an argument comes twice")
+            raise TypeError("an argument is given twice")
         inspect.signature(function).bind(**arguments)
     except (TypeError, ValueError) as error:
-        expected = f"{name}{inspect.signature(function)}, all of them texts"
+        expected = f"{name}{inspect.signature(function)}, all of them strings"
         raise DataError(f"the function does not take these arguments: {error}", where=reference, expected=expected) from error
     return module, lambda: function(**arguments)

@@ -83,7 +83,7 @@ def parts_of(source: Source) -> tuple[Part, ...]:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"this is no mixture: {place + ': ' if place else ''}{first['msg']}",
+            f"this is not a valid mixture: {place + ': ' if place else ''}{first['msg']}",
             where=str(path),
             expected=json.dumps({"parts": [{"data": "rows.parquet", "constants": {}, "weight": 1.0}]}),
             hint="See docs/variants.md#mixtures.",
@@ -91,7 +91,9 @@ def parts_of(source: Source) -> tuple[Part, ...]:
     names = [part.name for part in mixture.parts if part.name is not None]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise DataError("two parts of a mixture have one name", where=str(path), got=", ".join(twice), hint="Give each one of its own.")
+        raise DataError(
+            "two parts of a mixture have the same name", where=str(path), got=", ".join(twice), hint="Give each part its own name."
+        )
     return tuple(
         Part(
             source=[_placed(path, each) for each in part.data] if isinstance(part.data, list) else _placed(path, part.data),

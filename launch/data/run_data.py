@@ -146,18 +146,20 @@ def _variant(part: Part, package: Package, rows: int) -> str:
     strange = {name: dtype for name, (dtype, _) in columns.items() if dtype not in DTYPES}
     if strange:
         name, dtype = min(strange.items())
-        raise DataError(f"column {name!r} has a dtype that no input has", where=_where(part), expected=", ".join(DTYPES), got=dtype)
+        raise DataError(
+            f"column {name!r} has a dtype that inputs do not support", where=_where(part), expected=", ".join(DTYPES), got=dtype
+        )
     facts = {name: (DTYPES[dtype], (rows, *dims)) for name, (dtype, dims) in columns.items()}
     constants = {name: fixed_value(value) for name, value in part.constants.items() if value is not None}
     dispatcher = run_dispatcher(package)
     unknown = sorted({*facts, *constants} - dispatcher.names)
     if unknown:
         raise DataError(
-            f"the data has what no graph takes: {', '.join(map(repr, unknown))}",
+            f"the data has columns or constants that no graph takes: {', '.join(map(repr, unknown))}",
             where=_where(part),
             expected=", ".join(sorted(dispatcher.names)),
             got=", ".join(sorted({*facts, *constants})),
-            hint="Leave it out of the columns, and of the mixture's constants.",
+            hint="Remove them from the columns and from the mixture's constants.",
         )
     try:
         return dispatcher.pick_facts(facts, constants)

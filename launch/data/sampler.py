@@ -57,7 +57,7 @@ def sequential(size: int, start: int, count: int) -> Rows:
 def _check(size: int, start: int, count: int) -> None:
     if size < 1 or start < 0 or count < 0:
         raise DataError(
-            "no such positions in a stream of rows",
+            "invalid positions in a stream of rows",
             expected="size >= 1, start >= 0, count >= 0",
             got=f"size {size}, start {start}, count {count}",
         )

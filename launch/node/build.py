@@ -257,9 +257,9 @@ def _no_room_told(cache_dir: Path) -> Iterator[None]:
         raise StorageError(
             "the compiled graphs cannot be written",
             where=str(cache_dir),
-            expected="room and permission to write",
+            expected="free disk space and write permission",
             got=error.strerror or str(error),
-            hint="Make room, or set TRAINLOAD_CACHE_DIR to another folder.",
+            hint="Free some disk space, or set TRAINLOAD_CACHE_DIR to another folder.",
         ) from error
 
 

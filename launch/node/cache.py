@@ -47,11 +47,11 @@ def private_folder(path: Path) -> Path:
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StorageError(
-            "the cache could be written by others, and what is in it is run",
+            "other users can write to the cache, whose files are executed",
             where=str(path),
-            expected="a folder of your own, mode 0700",
+            expected="a folder that you own, mode 0700",
             got=f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}",
-            hint="Set TRAINLOAD_CACHE_DIR to a folder of your own.",
+            hint="Set TRAINLOAD_CACHE_DIR to a folder that you own and only you can write to.",
         )
     return path
 
@@ -128,7 +128,7 @@ def _has_room(cache: Path) -> bool:
     try:
         most = float(limit) * 2**30
     except ValueError as error:
-        raise RequestError("this is no size", where=f"${SIZE_VARIABLE}", expected="a number of GiB", got=limit) from error
+        raise RequestError("this is not a size", where=f"${SIZE_VARIABLE}", expected="a number of GiB", got=limit) from error
     return _bytes(cache) <= most
 
 

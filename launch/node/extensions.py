@@ -71,7 +71,7 @@ def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozense
                 _import(namespace, module, wheel, folders[wheel])
             if not _registered(operators[namespace]):
                 name = next(name for name in operators[namespace] if running_schema(name) is None)
-                raise PackageError("the wheel that the package brings does not register an operator", where=wheel, got=name)
+                raise PackageError("the bundled wheel does not register an operator", where=wheel, got=name)
     return frozenset(brought)
 
 
@@ -99,11 +99,11 @@ def _fitting(namespace: str, entry: OpLibraryEntry) -> str:
         if fits(its):
             return wheel
     raise PackageError(
-        f"no wheel of {told_library(entry)} that the package brings runs on this Python and machine",
+        f"none of the bundled wheels of {told_library(entry)} supports this Python and machine",
         where=", ".join(tags),
         expected=running_tag(),
         got=", ".join(sorted(frozenset[str]().union(*tags.values()))),
-        hint=f"Else {ways_to_allow(namespace, entry.model_copy(update={'wheels': ()}))}.",
+        hint=f"Instead, {ways_to_allow(namespace, entry.model_copy(update={'wheels': ()}))}.",
     )
 
 
@@ -112,16 +112,16 @@ def _import(namespace: str, name: str, wheel: str, folder: Path) -> None:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise PackageError(
-            f"the wheel that the package brings does not import: {type(error).__name__}: {error}", where=f"{wheel}, module {name}"
+            f"the bundled wheel cannot be imported: {type(error).__name__}: {error}", where=f"{wheel}, module {name}"
         ) from error
     file = getattr(module, "__file__", None)
     if file is None or folder not in Path(file).parents:
         raise PackageError(
-            "another module of this name was imported here before",
+            "another module with this name has already been imported",
             where=f"{wheel}, module {name}",
             expected=f"one in {folder}",
             got=str(file),
-            hint=f"Use that one instead: trainload --library {namespace}={name} COMMAND.",
+            hint=f"Use that module instead: trainload --library {namespace}={name} COMMAND.",
         )
 
 
@@ -154,7 +154,7 @@ def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
             raise StorageError(
                 f"the wheel cannot be unpacked: {error.strerror}",
                 where=str(root),
-                hint="Make room, or set TRAINLOAD_CACHE_DIR to another folder.",
+                hint="Free some disk space, or set TRAINLOAD_CACHE_DIR to another folder.",
             ) from error
     return final
 
@@ -165,8 +165,8 @@ def _check_requirements(folder: Path, wheel: str) -> None:
     missing = missing_requirements(requires, {name: installed_version(name) for name in required_names(requires, wheel)})
     if missing:
         raise PackageError(
-            "an operator library that the package brings requires what is not installed here",
+            "a bundled operator library requires distributions that are not installed",
             where=wheel,
             got=", ".join(missing),
-            hint="Install it on every node.",
+            hint="Install them on every node.",
         )

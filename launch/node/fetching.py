@@ -78,7 +78,7 @@ def fetched(reference: str, cache: Path, digest: str, *, on_progress: OnProgress
         make_room(cache)
         _, found = pinned(reference)
         if found != digest:
-            raise IntegrityError("the package is another one than the run was launched with", where=reference, expected=digest, got=found)
+            raise IntegrityError("this is not the package that the run was launched with", where=reference, expected=digest, got=found)
         if is_oci(reference):
             pull_oci(reference, folder, on_progress=on_progress)
         else:
@@ -111,7 +111,7 @@ def _is_there(folder: Path, digest: str) -> bool:
             where=str(folder),
             expected=digest,
             got=found,
-            hint="Remove that folder; it is fetched again.",
+            hint="Remove this folder; the package is then fetched again.",
         )
     return True
 
@@ -121,5 +121,5 @@ def parts_of(reference: str) -> tuple[str, str | None, str | None]:
     url, _, rest = reference.partition("#")
     line, slash, number = rest.partition("/")
     if not url or (slash and not (line and number)):
-        raise StorageError("this names no release", where=reference, expected="STORE#LINE/RELEASE, STORE#LINE or STORE")
+        raise StorageError("this does not name a release", where=reference, expected="STORE#LINE/RELEASE, STORE#LINE or STORE")
     return url, line or None, number or None

@@ -89,11 +89,11 @@ def open_for_run(
     for expected in (digest, allowed):
         if expected is not None and package.digest != expected:
             raise IntegrityError(
-                "the package is another one than the run was launched with",
+                "this is not the package that the run was launched with",
                 where=str(path),
                 expected=expected,
                 got=package.digest,
-                hint="Put the package back, or launch a new run.",
+                hint="Restore the package, or launch a new run.",
             )
     return package
 
@@ -124,7 +124,7 @@ def _import(namespace: str, location: str) -> None:
             importlib.import_module(location)
         except ImportError as error:
             raise PackageError(
-                f"it cannot be imported: {error}", where=where, got=location, hint="Install it on every node, or give a .py file."
+                f"it cannot be imported: {error}", where=where, got=location, hint="Install it on every node, or pass a .py file."
             ) from error
         return
     path = Path(location).absolute()
@@ -136,7 +136,7 @@ def _import(namespace: str, location: str) -> None:
         return
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise PackageError("there is no such file", where=where, got=str(path), hint="Put it where every node finds it.")
+        raise PackageError("there is no such file", where=where, got=str(path), hint="Put it at a path that every node can read.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

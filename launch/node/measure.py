@@ -46,7 +46,7 @@ def measure(kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] 
     """
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda" and torch.cuda.device_count() < ranks:
-        raise ClusterError("there are not so many GPUs", expected=str(ranks), got=str(torch.cuda.device_count()))
+        raise ClusterError("there are not enough GPUs", expected=str(ranks), got=str(torch.cuda.device_count()))
     torch.zeros(1, device=device)  # initializes the device, so that its context counts as reserved memory
     reserved = _reserved(device)
     say("matrix products")
@@ -169,7 +169,7 @@ def _collectives(kind: DeviceKind, ranks: int) -> tuple[Measured, ...]:
                 process.kill()
                 process.join()
         if any(codes) or None in codes:
-            raise ClusterError("the processes that measure collectives did not end well", expected="exit codes 0", got=str(codes))
+            raise ClusterError("the processes that measure collectives failed", expected="exit codes 0", got=str(codes))
         return tuple(Measured.model_validate(each) for each in json.loads(result.read_text()))
 
 

@@ -24,7 +24,7 @@ class Phase(StrEnum):
     DATA = "waiting for data"
     STEP = "in a step"
     COMPARING = "comparing a compiled graph with the interpreted one"
-    AGREEING = "asking whether to go on"
+    AGREEING = "agreeing whether to continue"
     EVALUATING = "evaluating"
     SAVING = "saving"
     ENDING = "ending"

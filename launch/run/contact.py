@@ -64,10 +64,10 @@ def clear_requests(run_dir: Path) -> None:
         take_back(run_dir)
     except OSError as error:
         raise StorageError(
-            f"what the run was asked for before cannot be removed: {error.strerror}",
+            f"earlier requests to the run cannot be removed: {error.strerror}",
             where=str(run_dir),
-            expected=f"no files {' and '.join(_FILES.values())}, or a folder that can be written",
-            hint="Remove them, and resume the run.",
+            expected=f"no files {' and '.join(_FILES.values())}, or a writable folder",
+            hint="Remove these files, then resume the run.",
         ) from error
 
 

@@ -95,7 +95,7 @@ def _restore(run_dir: Path, before: RunState | None) -> None:
 
 
 def _leases(run_dir: Path) -> Leases[LeaseRecord]:
-    hint = "Another process drives the run: watch it with `trainload status`."
+    hint = "Another process is driving the run: watch it with `trainload status`."
     return Leases(FolderFiles(run_dir), FOLDER, where=str(run_dir), kinds=PLAIN, hint=hint, regains=True)
 
 
@@ -105,4 +105,4 @@ def _nobody_else() -> None:
 
 def _driven_elsewhere(run_dir: Path, owner: str) -> StorageError:
     hint = "Watch it with `trainload status`, or end it with `trainload stop`."
-    return StorageError("the run is going on", where=str(run_dir), got=f"its driver is {owner}", hint=hint)
+    return StorageError("the run is already being driven", where=str(run_dir), got=f"its driver is {owner}", hint=hint)

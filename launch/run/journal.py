@@ -118,7 +118,7 @@ class Journal:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            hint = "Make room, and resume the run." if error.errno == errno.ENOSPC else ""
+            hint = "Free some disk space, then resume the run." if error.errno == errno.ENOSPC else ""
             raise StorageError(f"the journal cannot be written: {error.strerror}", where=str(self._path), hint=hint) from error
 
 

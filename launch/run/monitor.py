@@ -84,20 +84,20 @@ class Monitor:
         now = self._clock()
         silent = [rank for rank, seen in self._ranks.items() if now - seen.heard > self._limit(seen)]
         if silent:
-            return self._found(silent, "no word from {}: stopped, or its node is out of reach", now)
+            return self._found(silent, "no heartbeat from {}: stopped, or its node is unreachable", now)
         # Ranks wait for each other at every step: as long as one of them makes progress, nothing hangs.
         if not self._ranks or any(now - seen.moved <= self._limit(seen) for seen in self._ranks.values()):
             return None
         unheard = sorted(set(range(self._world)) - set(self._ranks))
         if unheard:  # the ranks that have reported wait for them
-            return self._found(unheard, "{} never said anything, and the others wait", now)
+            return self._found(unheard, "{} never reported, and the others wait", now)
         positions = {rank: _position(seen.doing) for rank, seen in self._ranks.items()}
         behind = [rank for rank, position in positions.items() if position == min(positions.values())]
         if len(behind) == self._world and self._world > 1:
             return self._found(
-                behind, "{} wait in the same place: for the network between them, or for one of them within an operator", now
+                behind, "{} wait in the same place: for the network between them, or for one of them inside an operator", now
             )
-        return self._found(behind, "{} went on no further" + ("" if self._world == 1 else ", and the others wait"), now)
+        return self._found(behind, "{} made no progress" + ("" if self._world == 1 else ", and the others wait"), now)
 
     def _limit(self, seen: _Seen) -> float:
         return max(self._hang_timeout, self._others.get(seen.doing.phase, 0.0))

@@ -79,7 +79,7 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
     place = place_of(run_dir, spec.checkpoints)
     usable = usable_checkpoint(place, patience=spec.storage_patience)
     if usable.path is None:
-        raise TrainingError("the run has left no checkpoint", where=place.where, got="; ".join(usable.rejected) or "none")
+        raise TrainingError("the run has no usable checkpoint", where=place.where, got="; ".join(usable.rejected) or "none")
     checkpoint = Checkpoint.open(usable.path)
     mean = spec.weights == "mean"
     asked = spec.overrides.adapters
@@ -118,7 +118,7 @@ def check_output(spec: RunSpec, *, new: bool) -> None:
     check_name(Path(spec.output))
     folder = Path(spec.output).parent
     if not folder.is_dir():
-        raise StorageError("there is no such folder", where=str(folder), hint="Make it, or choose another --output.")
+        raise StorageError("there is no such folder", where=str(folder), hint="Create it, or choose another --output.")
     check_writable_folder(folder, "the trained package cannot be written there", "Choose another --output.")
     if not Path(spec.output).exists() or (not new and _parent(Path(spec.output)) == spec.digest):
         return
@@ -155,10 +155,10 @@ def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str,
         again = with_weights(package, Path(folder) / output.name, tensors, training=training, trained=names)
         if sha256_bytes(read_manifest(output)) != again.digest:
             raise StorageError(
-                "the run's result cannot be written: something else lies there",
+                "the run's result cannot be written: another file or folder is in its place",
                 where=str(output),
                 expected=f"nothing, or the package {again.digest}",
-                hint="Move it away, and resume the run.",
+                hint="Move it, then resume the run.",
             )
     return open_package(output, namespaces=package.namespaces)
 

@@ -40,7 +40,9 @@ def changed(spec: RunSpec, step: int, settings: RunSettings) -> RunSpec:
     _check_changeable(Overrides, overrides.model_fields_set)
     _check_changeable(RunSettings, given)
     if given.get("steps", step + 1) <= step:
-        raise JobError("the run has done so many steps already", where="steps", expected=f"more than {step}", got=str(given["steps"]))
+        raise JobError(
+            "the run has already completed this many steps", where="steps", expected=f"more than {step}", got=str(given["steps"])
+        )
     update = {name: getattr(overrides, name) for name in overrides.model_fields_set}
     update["group_lr"] = {**spec.overrides.group_lr, **overrides.group_lr}
     change = Change(step=step, settings={**overrides.settings(), **given})

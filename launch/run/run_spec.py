@@ -112,7 +112,7 @@ def check_new_run(run_dir: Path) -> None:
 
 def _taken(run_dir: Path) -> StorageError:
     return StorageError(
-        "there is a run here already",
+        "a run already exists here",
         where=str(run_dir),
         hint=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
     )
@@ -161,9 +161,9 @@ def read_spec(run_dir: Path) -> RunSpec:
         raise StorageError(
             "the run's description cannot be read",
             where=str(path),
-            expected="what this trainload writes",
+            expected="a description in the format of this version of trainload",
             got=first_line(error),
-            hint="Resume with the trainload that launched it.",
+            hint="Resume with the version of trainload that launched the run.",
         ) from error
     own: dict[str, str] = {name: str(made_file(run_dir.absolute(), name)) for name in spec.made}
     return spec.model_copy(update={"run_dir": str(run_dir.absolute()), **own})

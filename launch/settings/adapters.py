@@ -54,10 +54,10 @@ class Adapters(BaseModel):
         clash = next((name for each in found for name in (each.down, each.up) if name in taken), None)
         if clash is not None:
             raise JobError(
-                "the package has a parameter of an adapter's name",
+                "the package already has a parameter with an adapter's name",
                 where="adapters.layers",
                 got=clash,
-                hint="It was frozen with adapters: choose other layers, or freeze it with the adapters merged.",
+                hint="The package was frozen with adapters: choose other layers, or freeze it with the adapters merged.",
             )
         return found
 
@@ -72,10 +72,10 @@ class Adapters(BaseModel):
         both = sorted(found & {each.weight for each in self.chosen(manifest)})
         if both:
             raise JobError(
-                "a parameter gets an adapter and is trained as well",
+                "a parameter is selected for an adapter and for training",
                 where="adapters.also",
                 got=both[0],
-                hint="Name it in adapters.layers or in adapters.also.",
+                hint="Select it in adapters.layers or in adapters.also, not in both.",
             )
         return found
 
@@ -85,22 +85,22 @@ class Adapters(BaseModel):
         other = entry.alias_of or tied.get(entry.name)
         if other is not None:
             raise JobError(
-                f"{entry.name} and {other} are one parameter, and an adapter of it would be in both places",
+                f"{entry.name} and {other} are the same parameter, so an adapter would apply to both",
                 where="adapters.layers",
                 got=entry.name,
-                hint="Leave it out of the pattern, or train it as it is: adapters.also.",
+                hint="Exclude it from the pattern, or train it without an adapter: adapters.also.",
             )
         if len(entry.shape) != 2:
             raise JobError(
-                f"{entry.name} is no linear layer's weight",
+                f"{entry.name} is not the weight of a linear layer",
                 where="adapters.layers",
-                expected="parameters of two dims (out, in)",
+                expected="a parameter with two dims (out, in)",
                 got=f"shape {tuple(entry.shape)}",
-                hint="Match the weights alone: '*.q_proj.weight'.",
+                hint="Match only the weights: '*.q_proj.weight'.",
             )
         if self.rank > min(entry.shape):
             raise JobError(
-                "the rank is greater than a layer's",
+                "the rank is greater than that of a layer",
                 where="adapters.rank",
                 expected=f"at most {min(entry.shape)}, as {entry.name} has shape {tuple(entry.shape)}",
                 got=str(self.rank),
@@ -116,9 +116,9 @@ def _matched(patterns: Sequence[str], names: Sequence[str], like: Sequence[str],
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, like, n=5, cutoff=0.3) or list(like[:5])
             raise JobError(
-                f"no {'trained ' if where == 'adapters.also' else ''}parameter has a name like {pattern!r}",
+                f"no {'trained ' if where == 'adapters.also' else ''}parameter matches {pattern!r}",
                 where=where,
                 expected=", ".join(near) + (", ..." if len(like) > len(near) else ""),
-                hint="Patterns are those of a shell: `*.q_proj.weight`. `trainload inspect --json` lists the names.",
+                hint="Use shell patterns, such as `*.q_proj.weight`. `trainload inspect --json` lists the names.",
             )
     return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))

@@ -131,10 +131,10 @@ def _change_precision(made: _Made, precision: Precision) -> None:
             graphs[name] = replace(capture, exported=with_graph(capture.exported, module, f"graph {name}"))
     if not changed:
         raise JobError(
-            f"it would change nothing: all that autocast would have in {_spelled(dtype)} was frozen so",
+            f"it has no effect: everything that autocast would compute in {_spelled(dtype)} was already frozen that way",
             where="precision",
             got=precision,
-            hint="Leave it out.",
+            hint="Omit it.",
         )
     made.program = replace(made.program, graphs=graphs)
     made.passes.append(_entry("change_precision", {"precision": precision}))
@@ -185,9 +185,9 @@ def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozense
     idle = next((name for name, graph in graphs.items() if not graph.groups), None)
     if idle is not None:
         raise JobError(
-            f"the graph {idle} would have nothing to train",
+            f"graph {idle} would have no trained parameters",
             where="adapters.layers",
-            hint="Give parameters that it trains adapters as well, or name them in adapters.also.",
+            hint="Add adapters to parameters that it trains, or select them in adapters.also.",
         )
     return recipe.model_copy(update={"groups": tuple(groups), "graphs": graphs})
 
@@ -201,10 +201,10 @@ def _home(package: Package, weights: set[str]) -> str:
         if group.name in elementwise and wanted == {dtypes[group.parameters[0]]} and not package.recipe.graphs:
             return group.name
     raise JobError(
-        f"{min(weights)} was frozen with the job, and no group's update can be its adapter's",
+        f"{min(weights)} is not trained by the job, and no parameter group's update can be used for its adapter",
         where="adapters.layers",
-        expected="a job of one graph, with a group of the parameter's dtype whose update works element by element",
-        hint="Freeze the job with the parameter among its optimizer's.",
+        expected="a job with one graph and a parameter group of the same dtype with an element-wise update",
+        hint="Freeze the job with this parameter in its optimizer.",
     )
 
 
@@ -214,9 +214,9 @@ def _check_elementwise(package: Package, group: GroupRecipe) -> None:
         raise JobError(
             f"the adapters of group {group.name} cannot be updated by {package.recipe.optimizer}",
             where="adapters.layers",
-            expected="an update that works element by element, which takes parameters of any shape",
-            got=f"one that was captured for whole parameters of shape {update.shape}, as it mixes their elements",
-            hint="Freeze the job with AdamW, SGD or another such optimizer for these parameters.",
+            expected="an element-wise update, which supports parameters of any shape",
+            got=f"an update captured for whole parameters of shape {update.shape}, since it mixes their elements",
+            hint="Freeze the job with AdamW, SGD or another element-wise optimizer for these parameters.",
         )
 
 
@@ -229,14 +229,14 @@ def _check_linear(program: Program, adapter: LowRank) -> None:
         strange = next((use for use in uses if not use.linear), None)
         if strange is not None:
             raise JobError(
-                f"{adapter.weight} is used otherwise than as a linear layer's weight",
+                f"{adapter.weight} is not only used as the weight of a linear layer",
                 where=f"adapters.layers, graph {name}",
                 expected="aten.linear.default(x, weight, bias)",
                 got=f"{strange.operator} at {strange.place}",
-                hint="Leave it out of the pattern, or train it as it is: adapters.also.",
+                hint="Exclude it from the pattern, or train it without an adapter: adapters.also.",
             )
     if not used:
-        raise JobError(f"no graph that trains uses {adapter.weight}", where="adapters.layers", hint="Leave it out of the pattern.")
+        raise JobError(f"no training graph uses {adapter.weight}", where="adapters.layers", hint="Exclude it from the pattern.")
 
 
 def _placeholders(capture: GraphCapture, parameter: str) -> list[Node]:
@@ -276,7 +276,7 @@ def _check_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
             raise JobError(
                 f"{lacking[0]} gets no gradient from graph {name}",
                 where="adapters.layers",
-                hint="It is used under torch.no_grad(), or what it makes is detached: leave it out of the pattern.",
+                hint="It is used under torch.no_grad(), or its output is detached: exclude it from the pattern.",
             )
 
 

@@ -80,10 +80,10 @@ def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestErr
             "there is no such option",
             where=name,
             expected=f"one of {', '.join(sorted(model.model_fields))}",
-            hint=f"Perhaps {alike[0]} is meant." if alike else "What of the training is changed goes into overrides.",
+            hint=f"Did you mean {alike[0]}?" if alike else "Pass changes of the training settings in `overrides`.",
         )
     if first["type"] == "missing":
         return RequestError("is missing", where=name, expected=field.description or "a value")
     if Path in get_args(field.annotation):
-        return RequestError("is of the wrong type", where=name, expected="a path", got=shown(first["input"]))
+        return RequestError("has the wrong type", where=name, expected="a path", got=shown(first["input"]))
     return out_of_range(error, RequestError)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from trainload.packaging.package import Package
 
 _SHAPES = ("constant", "linear", "cosine")
-LAW = "every step's rows follow from it, and those of the steps that were done would be others: launch a new run"
-_UPDATE = "it is a constant of the captured update: freeze the job again with another"
-_GRAPH = "it is part of the captured graph: freeze the job again with another, or rewrite the graph with `trainload transform`"
+LAW = "it determines the rows of every step, including those already done: launch a new run"
+_UPDATE = "it is a constant of the captured update: freeze the job again with another value"
+_GRAPH = "it is part of the captured graph: freeze the job again with another value, or rewrite the graph with `trainload transform`"
 FIXED: Mapping[str, str] = {
     **dict.fromkeys(("optimizer", "weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad"), _UPDATE),
     **dict.fromkeys(("dropout", "dtype", "label_smoothing"), _GRAPH),
@@ -35,7 +35,7 @@ FIXED: Mapping[str, str] = {
 def _schedule(text: str) -> str:
     shape, colon, warmup = text.partition(":")
     if shape not in _SHAPES or (colon and not warmup.isdecimal()):
-        raise ValueError(f"give one of {', '.join(_SHAPES)}, or one of them with :WARMUP, a number of updates")
+        raise ValueError(f"must be one of {', '.join(_SHAPES)}, optionally followed by :WARMUP, a number of updates")
     return text
 
 
@@ -60,19 +60,20 @@ class Overrides(BaseModel):
     clip_value: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Maximum absolute value of the gradient's elements; 0 switches clipping off."""
     frozen: Annotated[
-        tuple[str, ...], SettingInfo(fixed="the run's checkpoints hold the optimizer's state of what was trained so far: launch a new run")
+        tuple[str, ...],
+        SettingInfo(fixed="the run's checkpoints hold the optimizer state of the parameters trained so far: launch a new run"),
     ] = ()
     """Shell patterns of names of parameters that are not trained: they have no gradient and no optimizer state."""
     seed: Annotated[int | None, SettingInfo(fixed=LAW)] = Field(default=None, ge=0, lt=2**63)
     """Seed of the order of rows and of random numbers."""
     adapters: Annotated[
         Adapters | None,
-        SettingInfo(fixed="the run's checkpoints hold other parameters: launch a new run, from the package that this one writes"),
+        SettingInfo(fixed="the run's checkpoints hold other parameters: launch a new run from this run's output package"),
     ] = None
     """Low-rank adapters that are trained in place of whole parameters."""
     precision: Annotated[
         Literal["bf16", "fp32"] | None,
-        SettingInfo(fixed="the run's checkpoints are of its package in the precision that it began with: launch a new run"),
+        SettingInfo(fixed="the run's checkpoints are in the precision that it started with: launch a new run"),
     ] = None
     """`bf16`: all graphs run under autocast to bfloat16, while parameters and optimizer state keep their dtypes. `fp32`: without
     autocast."""
@@ -144,16 +145,16 @@ class Overrides(BaseModel):
         for pattern in self.frozen:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise JobError(
-                    f"no trained parameter has a name like {pattern!r}",
+                    f"no trained parameter matches {pattern!r}",
                     where="frozen",
                     expected=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
-                    hint="Patterns are those of a shell: `layers.0.*`. `trainload inspect` lists the names.",
+                    hint="Use shell patterns, such as `layers.0.*`. `trainload inspect` lists the names.",
                 )
         held = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in self.frozen))
         if not held:
             return recipe, held
         if held == set(names):
-            raise JobError("all parameters are frozen, and nothing is left to train", where="frozen", got=", ".join(self.frozen))
+            raise JobError("all parameters are frozen, so nothing is left to train", where="frozen", got=", ".join(self.frozen))
         groups = tuple(
             group.model_copy(update={"parameters": kept})
             for group in recipe.groups
@@ -172,20 +173,25 @@ class Overrides(BaseModel):
         strange = sorted(set(self.group_lr) - {group.name for group in recipe.groups})
         if strange:
             raise JobError(
-                f"there is no group {strange[0]!r}", where="lr", expected=", ".join(group.name for group in recipe.groups), got=strange[0]
+                f"there is no parameter group {strange[0]!r}",
+                where="lr",
+                expected=", ".join(group.name for group in recipe.groups),
+                got=strange[0],
             )
         peaks = {group.name: max(_table(recipe, group)) for group in recipe.groups}
         first = peaks[recipe.groups[0].name]
         if self.lr is not None and first == 0:
-            raise JobError("the first group's learning rate is zero throughout, and cannot be scaled", where="lr", hint="Give lr.GROUP.")
+            raise JobError(
+                "the first group's learning rate is zero throughout, and cannot be scaled", where="lr", hint="Set lr.GROUP instead."
+            )
         scale = 1.0 if self.lr is None else self.lr / first
         wanted = {name: self.group_lr.get(name, peak * scale) for name, peak in peaks.items()}
         if self.schedule is not None and recipe.loop:
             raise JobError(
-                "a job of several graphs keeps its schedules",
+                "the schedule of a job with several graphs cannot be changed",
                 where="schedule",
                 got=self.schedule,
-                hint="Its updates are counted graph by graph: freeze it again with other ones.",
+                hint="Updates are counted per graph: freeze the job again with other schedules.",
             )
         if self.schedule is not None:
             course = tuple(_course(self.schedule, step, steps) for step in range(steps))
@@ -214,7 +220,7 @@ def _table(recipe: Recipe, group: GroupRecipe) -> list[float]:
 
 def _ratio(wanted: float, peak: float) -> float:
     if peak == 0 and wanted != 0:
-        raise JobError("a group's learning rate is zero throughout, and cannot be scaled", where="lr", hint="Give a schedule as well.")
+        raise JobError("a group's learning rate is zero throughout, and cannot be scaled", where="lr", hint="Set a schedule as well.")
     return 1.0 if peak == 0 else wanted / peak
 
 
@@ -223,11 +229,11 @@ def _check_peak(schedule: str, steps: int) -> None:
     shape, _, warmup = schedule.partition(":")
     if warmup and int(warmup) >= steps:
         raise JobError(
-            "the learning rate would rise throughout the run, and never be the one that was asked for",
+            "the warm-up does not end within the run, so the learning rate would never reach its value",
             where="schedule",
             expected=f"{shape}:N with N less than the run's {steps} steps",
             got=schedule,
-            hint="Give fewer updates of rising, or the run more steps.",
+            hint="Use fewer warm-up updates, or more steps.",
         )
 
 

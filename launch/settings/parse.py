@@ -93,7 +93,7 @@ def parse_settings(texts: Sequence[str], *, resuming: bool = False) -> GivenSett
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise RequestError("give KEY=VALUE", where=f"--set {text}")
+            raise RequestError("expected KEY=VALUE", where=f"--set {text}")
         group = name.removeprefix("lr.") if name.startswith("lr.") else None
         key = KEYS.get(name if group is None else GROUP_LR)
         _check_allowed(key, name, text, resuming=resuming)
@@ -109,7 +109,7 @@ def parse_settings(texts: Sequence[str], *, resuming: bool = False) -> GivenSett
     if adapters := values[Adapters]:
         lacking = [f"adapters.{field}" for field, info in Adapters.model_fields.items() if info.is_required() and field not in adapters]
         if lacking:
-            raise RequestError(f"give {' and '.join(lacking)} as well", where="--set adapters")
+            raise RequestError(f"{' and '.join(lacking)} must be set as well", where="--set adapters")
         values[Overrides]["adapters"] = Adapters(**adapters)
     return GivenSettings(values[RunSettings], Overrides(**values[Overrides]), values[BatchSettings])
 
@@ -120,11 +120,11 @@ def _check_allowed(key: Key | None, name: str, text: str, *, resuming: bool) -> 
         problem = f"{name} cannot be set at a launch: {FIXED[name]}"
     elif key is None:
         known = [each.name for each in KEYS.values() if not (each.info.fixed if resuming else each.info.option)]
-        problem = f"there is no {name}{' to change' if resuming else ''}; there are {', '.join(sorted(known))}"
+        problem = f"there is no setting {name}{' to change' if resuming else ''}; available: {', '.join(sorted(known))}"
     elif resuming and key.info.fixed:
         problem = f"{name} cannot be changed in the middle of a run: {key.info.fixed}"
     elif key.info.option and not resuming:
-        problem = f"{name} has an option of its own, {key.info.option}"
+        problem = f"{name} is set with its own option, {key.info.option}"
     if problem:
         raise RequestError(problem, where=f"--set {text}")
 

@@ -70,7 +70,7 @@ class RunSettings(EvaluationSettings):
     they coincide."""
     keep_every: Annotated[int | None, SettingInfo(unit="updates")] = Field(default=None, ge=1)
     """Checkpoints whose step is a multiple of this are kept as well."""
-    optimizer_from: Annotated[str | Path | None, SettingInfo(fixed="it is what the run began with: launch a new run")] = None
+    optimizer_from: Annotated[str | Path | None, SettingInfo(fixed="it is fixed when the run starts: launch a new run")] = None
     """Folder of the run that made the package, or of its checkpoints: optimizer state, running means and loss scales continue from
     there. Schedule and step count start anew."""
     require_compiled: bool = False
@@ -91,6 +91,6 @@ class BatchSettings(Settings):
     """Rows of an update, over all ranks and microbatches."""
     accumulate: Annotated[
         int | None,
-        SettingInfo(unit="microbatches", fixed="it is part of the plan: give another one of the run's global batch with --plan"),
+        SettingInfo(unit="microbatches", fixed="it is part of the plan: pass another plan with the run's global batch as --plan"),
     ] = Field(default=None, ge=1, le=_MAX_ROWS)
     """Microbatches of an update (gradient accumulation)."""

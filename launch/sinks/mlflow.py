@@ -54,7 +54,7 @@ class Mlflow:
             described |= {f"set.{name}": value for name, value in spec.overrides.model_dump(exclude_defaults=True).items()}
             self._client.log_batch(self._run, params=[Param(name, str(value)) for name, value in described.items()])
         except MlflowException as error:
-            raise StorageError("MLflow does not take the run", where="MLFLOW_TRACKING_URI", got=first_line(error)) from error
+            raise StorageError("MLflow did not accept the run", where="MLFLOW_TRACKING_URI", got=first_line(error)) from error
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
         self._waiting += [Metric(name, value, int(time * 1000), step) for name, value in values.items() if math.isfinite(value)]

@@ -47,7 +47,7 @@ class Prometheus:
 
     def __init__(self, run_dir: Path) -> None:
         if not ray.is_initialized():
-            raise StorageError("prometheus goes with Ray", where="sinks", got="no cluster", hint="Launch on Ray, or leave it out.")
+            raise StorageError("prometheus requires Ray", where="sinks", got="no cluster", hint="Launch on Ray, or omit it.")
         spec = read_spec(run_dir)
         tags = {"run": run_dir.name, "package": (spec.digest or spec.plan.package)[:_DIGITS]}
         assert tuple(tags) == TAGS

@@ -74,7 +74,7 @@ class _Feed(threading.Thread):
             call()
         except Exception as error:  # noqa: BLE001  # a server may fail in any way; the run continues with a warning
             if not self._failing:
-                self._on_event(Event("warning", {"message": f"{self.name} does not take the run's numbers: {error}"}, time.time()))
+                self._on_event(Event("warning", {"message": f"{self.name} did not accept the run's metrics: {error}"}, time.time()))
             self._failing = True
         else:
             self._failing = False
@@ -84,11 +84,11 @@ def check_sinks(sinks: Sequence[SinkName], backend: str) -> None:
     """Raise ClusterError if a sink needs Ray and the run's backend is another one."""
     if "prometheus" in sinks and backend != "ray":
         raise ClusterError(
-            "prometheus goes with Ray, whose endpoints have the numbers",
+            "prometheus requires Ray, whose endpoints serve the metrics",
             where="sinks",
-            expected="the backend ray",
+            expected="backend ray",
             got=backend,
-            hint="Launch on Ray, or leave it out of sinks.",
+            hint="Launch on Ray, or remove it from sinks.",
         )
 
 
@@ -139,7 +139,10 @@ def _naming_the_extra(name: SinkName) -> Iterator[None]:
         yield
     except ImportError as error:
         raise StorageError(
-            f"{name} is not installed", where="sinks", got=str(error), hint=f"pip install 'trainload[{_extra(name)}]', or leave it out."
+            f"{name} is not installed",
+            where="sinks",
+            got=str(error),
+            hint=f"Run `pip install 'trainload[{_extra(name)}]'`, or remove it from sinks.",
         ) from error
 
 

@@ -57,6 +57,6 @@ def check_same_data(fingerprint: str, node: str, data: str, control: dist.Proces
             "the nodes do not have the same data",
             where=data,
             expected=f"what rank 0 has on node {found[0][1]}: {first}",
-            got=f"other rows on {', '.join(others)}",
+            got=f"different rows on {', '.join(others)}",
             hint="Put it on storage that all nodes share, or copy it again.",
         )

@@ -87,11 +87,11 @@ class Evaluation:
         for graph, values in totals.items():
             if not values[-1]:
                 raise DataError(
-                    f"the weight of the {rows} held-out rows that were evaluated is 0, so their loss has no mean",
+                    f"the total weight of the {rows} evaluated held-out rows is 0, so their mean loss is undefined",
                     where=f"{self._where}, graph {graph}",
                     expected="rows that the loss counts: labels that are not all ignored, or a mask that is not all 0",
                     got="a weight of 0",
-                    hint="Evaluate rows with labels. Loss(weight=...) is what the job counts.",
+                    hint="Evaluate rows with labels. The job's Loss(weight=...) defines what is counted.",
                 )
         return self._evaluated(totals, rows, parts)
 

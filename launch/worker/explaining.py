@@ -72,7 +72,7 @@ def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
 
     Args:
         error: error raised by a graph or by torch.
-        when: "step 3", "making the graphs".
+        when: "step 3", "building the graphs".
     """
     if isinstance(error, TrainloadError):
         return error
@@ -82,7 +82,7 @@ def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
         raised(error).rstrip("."),
         where=when,
         hint="The traceback is in the rank's log: trainload logs RUN --rank N. An evaluation keeps its logs only with --run-dir. "
-        "It would fail again, so it is not tried again.",
+        "The run is not retried, since it would fail again.",
     )
 
 
@@ -104,5 +104,5 @@ def _data_error(
         where=f"{when}, {of if row is None else f'row {row} of {of}'}",
         expected=rejected.expected,
         got=rejected.got,
-        hint="Correct the data, of which rows are counted from 0, or what the model computes of it.",
+        hint="Fix this row of the data (rows are counted from 0), or what the model computes from it.",
     )

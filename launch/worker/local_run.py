@@ -30,10 +30,10 @@ def check_one_worker(spec: RunSpec) -> None:
     """Raise ClusterError unless a plan is for one worker."""
     if spec.plan.world_size != 1:
         raise ClusterError(
-            "the local backend has one worker",
+            "the local backend supports only one worker",
             expected="1 worker",
             got=str(spec.plan.world_size),
-            hint="Use --backend ray, or start it under torchrun with --backend torchrun.",
+            hint="Use --backend ray, or start the command with torchrun and --backend torchrun.",
         )
 
 
@@ -67,7 +67,7 @@ def torchrun_place() -> Place:
             where="environment",
             expected=", ".join(names),
             got=f"no {', '.join(missing)}",
-            hint="torchrun --nproc-per-node N -m trainload launch ... --backend torchrun",
+            hint="Start it with `torchrun --nproc-per-node N -m trainload launch ... --backend torchrun`.",
         )
     return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
@@ -89,7 +89,7 @@ def check_torchrun(spec: RunSpec) -> Place:
     place = torchrun_place()
     if place.world != spec.plan.world_size:
         raise ClusterError(
-            "torchrun started another number of workers than the plan has", expected=str(spec.plan.world_size), got=str(place.world)
+            "the number of workers that torchrun started differs from the plan's", expected=str(spec.plan.world_size), got=str(place.world)
         )
     return place
 

@@ -132,8 +132,8 @@ def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Bui
         raise CompileError(
             "no C++ compiler was found",
             where=socket.gethostname(),
-            expected="one, to compile the run's graphs (require_compiled)",
-            hint="Install g++, or leave require_compiled out, and they run interpreted.",
+            expected="a C++ compiler for the run's graphs (require_compiled)",
+            hint="Install g++, or omit require_compiled to run the graphs interpreted.",
         )
     return uncompiled_build(package, spec.plan, device, pipeline_index, evaluates=evaluates), None
 
@@ -228,8 +228,8 @@ class _Worker:
             raise CheckpointError(
                 "none of the run's checkpoints can be used",
                 where=self._checkpoints.where,
-                got="; ".join(usable.rejected) or "none is there",
-                hint="Restore one of them, or launch a new run: this one does not begin again by itself.",
+                got="; ".join(usable.rejected) or "no checkpoints",
+                hint="Restore one of them, or launch a new run. This run does not start over from step 0 automatically.",
             )
         return gathered(uuid.uuid4().hex, self._control)[0], None if usable.path is None else str(usable.path)
 
@@ -239,7 +239,7 @@ class _Worker:
         try:
             return built_for(self._spec, self._package, self._plan.pipeline_index(self._place.rank))
         except Exception as error:
-            explained = explain_without_rows(error, "making the graphs")
+            explained = explain_without_rows(error, "building the graphs")
             if explained is None or explained is error:
                 raise
             raise explained from error
@@ -289,7 +289,7 @@ class _Worker:
             return
         if checkpoint.index.data.fingerprint != self._data.fingerprint:
             raise DataError(
-                "the data is not what the run began with",
+                "the data differs from the data that the run started with",
                 where=self._spec.data,
                 expected=checkpoint.index.data.fingerprint,
                 got=self._data.fingerprint,
@@ -432,14 +432,14 @@ class _Worker:
             else:
                 continue
             of_data = next(filter(None, gathered(first_not_finite(draws, self._data, self._spec.data), self._control)), "")
-            advice = "Lower the learning rate, clip the gradient, or look at the data of this step."
-            likely = f"Look at the data: {of_data}." if of_data else advice
+            advice = "Lower the learning rate, clip the gradient, or inspect the data of this step."
+            likely = f"Check the data: {of_data}." if of_data else advice
             raise DivergedError(
                 f"the {what} is {value}",
                 where=f"step {step + 1}" + (f", graph {graph}" if result.others else ""),
                 expected="a finite number",
                 got=str(value),
-                hint=f"The last checkpoint is from before it. {likely}",
+                hint=f"The last checkpoint was written before this step. {likely}",
             )
 
     def _can_train(self, graph: str, found: GraphResult) -> bool:

@@ -110,7 +110,7 @@ def _advice(found: Candidate, failed: Memory) -> str:
     options += [f"--recompute {choice.recompute}"] if choice.recompute != "job" else []
     options += [f"--accumulate {choice.accumulate}"] if choice.accumulate > 1 else []
     needs = _gib(found.costs.memory.tensors)
-    return f"A plan with {' '.join(options)} was estimated to need {needs} in place of {_gib(failed.tensors)}"
+    return f"A plan with {' '.join(options)} was estimated to need {needs} instead of {_gib(failed.tensors)}"
 
 
 def _spelled(memory: Memory) -> str:

@@ -56,7 +56,7 @@ class Saver:
         began = time.perf_counter()
         if any(gathered(not self._writer.idle(0.0 if self._put_off else _HOLD_SECONDS), self._control)):
             if self._leading and not self._put_off:
-                message = f"the checkpoint of step {step} is put off: the one before is still being written"
+                message = f"the checkpoint of step {step} is delayed: the previous one is still being written"
                 self._contact.write("warning", message=message)
             self._put_off = True
             return
@@ -97,7 +97,7 @@ class Saver:
             self._failures += 1
             self._again_at = time.monotonic() + _pause(self._failures)
             if self._leading:
-                self._contact.write("warning", message=f"a checkpoint could not be written, the run goes on: {error}")
+                self._contact.write("warning", message=f"a checkpoint could not be written; the run continues: {error}")
             return error
         if published is not None:
             self._failures = 0

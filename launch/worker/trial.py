@@ -71,7 +71,7 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
     """
     plan = spec.plan
     if plan.pipeline is not None:
-        raise PlanError("a rank of a pipeline cannot be tried out without the others", where="plan.pipeline")
+        raise PlanError("a single rank of a pipeline cannot run a trial step without the others", where="plan.pipeline")
     set_threads(local_world)
     seconds: dict[str, float] = {}
 

@@ -76,12 +76,12 @@ class Comparison:
     def __str__(self) -> str:
         at = (f" at {self.operator}" if self.operator else "") + (f" ({self.place})" if self.place else "")
         if self.error:
-            return f"graph {self.graph} fails where it is compiled{at}: {self.error}"
+            return f"graph {self.graph} fails when compiled{at}: {self.error}"
         if not self.interpreted:
-            return f"graph {self.graph} is as the interpreted one"
-        far = "by more than any number" if self.distance is None else f"by {self.distance:.2g}"
+            return f"graph {self.graph} matches the interpreted one"
+        far = "by NaN or infinity" if self.distance is None else f"by {self.distance:.2g}"
         return (
-            f"graph {self.graph} differs, compiled, from the interpreted one in the {self.output} {far}, "
+            f"compiled graph {self.graph} differs from the interpreted one in the {self.output} {far}, "
             f"where rounding explains {self.explained:.2g}{at}"
         )
 
@@ -278,8 +278,8 @@ def _refused(comparison: Comparison) -> CompileError:
     return CompileError(
         "a graph cannot run compiled",
         where=str(comparison),
-        expected="compiled graphs that give what the interpreted ones give (require_compiled)",
-        hint="Leave require_compiled out, and it runs interpreted; or write in another way what is named.",
+        expected="compiled graphs with the same results as the interpreted ones (require_compiled)",
+        hint="Omit require_compiled to run it interpreted, or rewrite the code that is named.",
     )
 
 

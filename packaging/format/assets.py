@@ -103,7 +103,7 @@ def no_such_asset(manifest: Manifest, name: str) -> StorageError:
     """Return the error for an unknown asset, with a hint that lists the existing ones."""
     names = [asset.name for asset in assets_of(manifest)]
     close = difflib.get_close_matches(name, names, n=3) or names[:8]
-    hint = f"There are: {', '.join(close)}." if names else "There are none: give Job(assets={...}) or freeze --asset."
+    hint = f"It has: {', '.join(close)}." if names else "It has none: add assets with Job(assets={...}) or freeze --asset."
     return StorageError("the package has no such asset", where=f"{ASSETS}{name}", hint=hint)
 
 
@@ -154,7 +154,11 @@ def asset_sources(assets: Mapping[str, AssetLike]) -> tuple[AssetSource, ...]:
         for name, source in _files(given, asset.source if isinstance(asset, Asset) else asset):
             path = _path(name)
             if path.casefold() in found:
-                raise PackageError("two assets have one name", where=path, hint="Give each a name of its own; case does not count.")
+                raise PackageError(
+                    "two assets have one name",
+                    where=path,
+                    hint="Give each asset a different name; names are compared without regard to case.",
+                )
             found[path.casefold()] = AssetSource(path, source, media_type)
     return tuple(found.values())
 
@@ -189,12 +193,12 @@ def _files(name: str, source: str | os.PathLike[str] | bytes) -> Iterator[tuple[
     if path.is_dir():
         inner = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         if not inner:
-            raise StorageError("an asset is an empty folder", where=str(path), hint="Leave it out.")
+            raise StorageError("an asset is an empty folder", where=str(path), hint="Omit it.")
         yield from ((f"{name.rstrip('/')}/{each}", _readable(path / each)) for each in inner)
     elif path.is_file():
         yield name, _readable(path)
     else:
-        raise StorageError("an asset is no file and no folder", where=str(path))
+        raise StorageError("an asset is neither a file nor a folder", where=str(path))
 
 
 def _readable(path: Path) -> Path:
@@ -210,11 +214,11 @@ def _path(name: str) -> str:
         return safe_path(f"{ASSETS}{name}")
     except ValueError as error:
         raise PackageError(
-            "an asset's name is none that a package may hold",
+            "an asset's name is not allowed in a package",
             where=name,
             expected="letters, digits and _ . + - between slashes, and no part that begins with . + or -",
             got=repr(name),
-            hint="Give it another name; name the files of a folder one by one to leave some out.",
+            hint="Rename it. To omit some files of a folder, list the others one by one.",
         ) from error
 
 
@@ -223,5 +227,5 @@ def _check_media_type(name: str, media_type: str) -> None:
         _MEDIA_TYPE.validate_python(media_type)
     except ValidationError as error:
         raise PackageError(
-            "this is no media type", where=name, expected='type/subtype, such as "text/plain"', got=repr(media_type)
+            "this is not a media type", where=name, expected='type/subtype, such as "text/plain"', got=repr(media_type)
         ) from error

@@ -55,7 +55,7 @@ def _read_index(root: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or set(index) != {"files", "checksum"} or not isinstance(index["files"], dict):
         raise IntegrityError("the index is malformed", where=INDEX)
     if index["checksum"] != sha256_bytes(canonical_json({"files": index["files"]})):
-        raise IntegrityError("the index is damaged: its checksum is another one", where=INDEX)
+        raise IntegrityError("the index is damaged: its checksum does not match", where=INDEX)
     return index["files"]
 
 

@@ -75,13 +75,13 @@ def check_guard(guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | st
         PackageError: one of these does not hold.
     """
     if [len(sizes) for sizes in guard.sizes] != [len(shape) for _, shape in inputs]:
-        raise PackageError("the guard is not one of the graph's inputs", where=where)
+        raise PackageError("the guard does not match the graph's inputs", where=where)
     told: set[str] = set()
     used: set[str] = set()
     for (name, shape), sizes in zip(inputs, guard.sizes, strict=True):
         for declared, size in zip(shape, sizes, strict=True):
             if isinstance(declared, int) and size != declared:
-                raise PackageError("the guard has another size than the input", where=f"{where}, {name}", got=str(size))
+                raise PackageError("a size of the guard differs from that of the input", where=f"{where}, {name}", got=str(size))
             if isinstance(size, str):
                 expression = _parsed(size, where)
                 used.update(expression.symbols)
@@ -90,17 +90,17 @@ def check_guard(guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | st
         used.update(_parsed(condition, where).symbols)
     if told != set(guard.ranges) or not used <= told:
         wrong = sorted((told ^ set(guard.ranges)) | (used - told))
-        raise PackageError("the guard's symbols are not those that its sizes determine", where=where, got=", ".join(wrong[:5]))
+        raise PackageError("the guard's symbols do not match those that its sizes determine", where=where, got=", ".join(wrong[:5]))
     for symbol, (least, most) in guard.ranges.items():
         if most is not None and most < least:
             raise PackageError("the guard has an empty range", where=where, got=f"{symbol}: {least} to {most}")
     twice = set(guard.absent) & {name for name, _ in inputs}
     if twice:
-        raise PackageError("the guard wants an input absent that the graph has", where=where, got=min(twice))
+        raise PackageError("the guard requires that an input of the graph is absent", where=where, got=min(twice))
 
 
 def _parsed(text: str, where: str) -> Expression:
     try:
         return parse(text)
     except GrammarError as error:
-        raise PackageError(f"the guard holds what is no expression of sizes: {error}", where=where, got=repr(text[:80])) from error
+        raise PackageError(f"the guard contains an invalid size expression: {error}", where=where, got=repr(text[:80])) from error

@@ -39,8 +39,8 @@ version.
 """
 FEATURES: Mapping[str, str] = {
     "abstract": "the package has shapes and no weights, and cannot be trained: `abstract` says what was proven",
-    "custom-ops": "graphs call operators of other libraries, described in `op_libraries`; a reader must be told that it may run them",
-    "extensions": "extensions/ holds wheels of operator libraries, which run code; a reader loads them if it is told to",
+    "custom-ops": "graphs call operators of other libraries, described in `op_libraries`; a reader needs permission to run them",
+    "extensions": "extensions/ holds wheels of operator libraries, which run code; a reader loads them only with permission",
     "non-persistent-buffers": "weights/non-persistent.safetensors holds buffers that are not in the model's state dict",
     "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
     "several-graphs": "several graphs are trained in turns: `loop`, `graphs`, `feeds` and `main` in the recipe, `clock` in its groups",
@@ -368,7 +368,7 @@ class Manifest(Record):
         _check_version(raw, where)
         checksum = raw.pop("checksum", None)
         if checksum != sha256_bytes(canonical_json(raw)):
-            raise IntegrityError("the manifest is damaged: its checksum is another one", where=where, hint="Fetch the package again.")
+            raise IntegrityError("the manifest is damaged: its checksum does not match", where=where, hint="Fetch the package again.")
         try:
             manifest = cls.model_validate_json(canonical_json(upgraded(raw, where)))
         except ValidationError as error:
@@ -453,7 +453,9 @@ class Manifest(Record):
             if graph.guard is not None:
                 check_guard(graph.guard, [(i.name, i.shape) for i in graph.inputs], f"{where}, graph {name}")
             if (variant := variant_of(name)) and (variant not in self.variants or graph.guard is None):
-                raise PackageError("a graph is of a variant without a guard or a place among the variants", where=where, got=name)
+                raise PackageError(
+                    "a graph of a variant has no guard, or its variant is not in the list of variants", where=where, got=name
+                )
             lacking = [] if variant else [each for each in self.variants if f"{name}-{each}" not in self.graphs]
             if lacking:
                 raise PackageError("a graph lacks one of the variants", where=where, got=f"{name}, {lacking[0]}")
@@ -478,18 +480,22 @@ class Manifest(Record):
                     f"the update of {update.group} does not fit its parameters", where=where, expected=str(update.shape), got=str(taken)
                 )
             if any(entry.shape and (entry.like_parameter or update.elementwise) for entry in update.state):
-                raise PackageError("a state has a shape of its own where it has the parameter's or none", where=where, got=update.group)
+                raise PackageError(
+                    "an optimizer state has its own shape where only the parameter's shape or none is allowed",
+                    where=where,
+                    got=update.group,
+                )
         if self.updates and {u.group for u in self.updates} != {g.name for g in self.recipe.groups}:
-            raise PackageError("the updates are not those of the recipe's groups", where=where)
+            raise PackageError("the updates do not match the recipe's groups", where=where)
         modes = self.modes()
         for name in self.graphs:
             if name != graph_name(graph_of(name), modes[name], variant_of(name)):
-                raise PackageError("a graph has a name that no job gives", where=where, got=name)
+                raise PackageError("a graph has a name that no job can produce", where=where, got=name)
         _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
         _check_abstract(self, where)
         _check_extensions(self, where)
         if ("training" in self.features) != (self.training is not None):
-            raise PackageError("the feature training and the field of that name are not there together", where=where)
+            raise PackageError("the feature training requires the field training, and the reverse", where=where)
         needed = [*self.graph_files(), *([] if self.abstract is not None else [INDEX, CHUNKS]), *([CONSTANTS] if self.constants else [])]
         for path in needed:
             if path not in self.files:
@@ -497,7 +503,7 @@ class Manifest(Record):
         folded: dict[str, str] = {}
         for path in self.files:
             if path == MANIFEST or path.split("/")[0] in OUTSIDE:
-                raise UnsafePackageError("this path cannot be in the list of files", where=where, got=path)
+                raise UnsafePackageError("this path is not allowed in the list of files", where=where, got=path)
             parts = path.split("/")
             for end in range(1, len(parts) + 1):
                 prefix = "/".join(parts[:end])
@@ -517,15 +523,15 @@ class Manifest(Record):
         trainable = {p.name for p in self.parameters if p.trainable and p.alias_of is None}
         groups = {group.name: group.parameters for group in recipe.groups}
         if recipe.graphs and set(recipe.graphs) != trained:
-            raise PackageError("the recipe's graphs are not those that train", where=where, got=", ".join(sorted(recipe.graphs)))
+            raise PackageError("the recipe's graphs do not match the training graphs", where=where, got=", ".join(sorted(recipe.graphs)))
         if not recipe.graphs and {graph_of(name) for name in trained} - {recipe.main}:
-            raise PackageError("the recipe does not say what the graphs train", where=where, got=", ".join(sorted(trained)))
+            raise PackageError("the recipe does not state which parameters each graph trains", where=where, got=", ".join(sorted(trained)))
         for name in trained:
             if set(self.graphs[name].reached or ()) - trainable:
-                raise PackageError("a graph reaches what is not trained", where=where, got=name)
+                raise PackageError("a graph reaches a parameter that is not trained", where=where, got=name)
         for name, graph in recipe.graphs.items():
             if set(graph.groups) - set(groups):
-                raise PackageError("the recipe names a group that there is not", where=where, got=", ".join(sorted(graph.groups)))
+                raise PackageError("the recipe names an unknown group", where=where, got=", ".join(sorted(graph.groups)))
             _unique([p for group in graph.groups for p in groups[group]], f"parameter in the groups of graph {name}:", where)
         if not recipe.graphs:
             _unique([p for parameters in groups.values() for p in parameters], "parameter in the recipe's groups", where)
@@ -534,7 +540,7 @@ class Manifest(Record):
         turns = {turn.graph for turn in recipe.turns}
         if trained and (turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called:
             wrong = sorted((turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called)
-            raise PackageError("the recipe names a graph that there is not", where=where, got=", ".join(wrong))
+            raise PackageError("the recipe names an unknown graph", where=where, got=", ".join(wrong))
         if trained and not any(turn.graph == recipe.main and (turn.every, turn.start) == (1, 0) for turn in recipe.turns):
             raise PackageError("the main graph does not run in every round", where=where, got=recipe.main)
         for fed_graph, feeds in recipe.feeds.items():
@@ -545,11 +551,11 @@ class Manifest(Record):
             if self.modes()[name] is Mode.PREDICT:
                 continue
             if graph_of(name) == graph and set(feeds) - {i.name for i in entry.inputs}:
-                raise PackageError("a graph is fed what it does not take", where=where, got=f"{name}: {', '.join(sorted(feeds))}")
+                raise PackageError("a graph is fed an input that it does not have", where=where, got=f"{name}: {', '.join(sorted(feeds))}")
             given = {f"{graph_of(name)}.{o.name}" for o in entry.outputs if o.role == "output"}
             lacking = [source for source in feeds.values() if source.partition(".")[0] == graph_of(name) and source not in given]
             if lacking:
-                raise PackageError("a graph is fed by an output that there is not", where=where, got=lacking[0])
+                raise PackageError("a graph is fed by an unknown output", where=where, got=lacking[0])
 
 
 def _check_version(raw: dict[str, Any], where: str) -> None:
@@ -570,7 +576,7 @@ def _check_version(raw: dict[str, Any], where: str) -> None:
     for feature in features:
         if feature not in FEATURES:
             raise PackageError(
-                f"the package needs the feature {feature[:80]!r}, which this trainload lacks",
+                f"the package needs the feature {feature[:80]!r}, which this version of trainload does not support",
                 where=where,
                 expected=f"features among {', '.join(sorted(FEATURES))}",
                 got=feature[:80],
@@ -582,7 +588,7 @@ def _check_abstract(manifest: Manifest, where: str) -> None:
     """Check that a package either has weights, or says that it is abstract and has none."""
     if ("abstract" in manifest.features) != (manifest.abstract is not None):
         raise PackageError(
-            "the feature abstract and the field of that name are not there together",
+            "the feature abstract requires the field abstract, and the reverse",
             where=where,
             got=", ".join(manifest.features) if manifest.abstract is None else "a field without its feature",
         )
@@ -597,15 +603,15 @@ def _check_extensions(manifest: Manifest, where: str) -> None:
     there = {path for path in manifest.files if path.split("/")[0] == EXTENSIONS}
     if named != there:
         raise PackageError(
-            f"the wheels in {EXTENSIONS}/ are not those that operator libraries name",
+            f"the wheels in {EXTENSIONS}/ do not match those that the operator libraries name",
             where=where,
             expected=", ".join(sorted(named)),
             got=", ".join(sorted(there)),
         )
     if wrong := sorted(path for path in there if path.count("/") != 1 or not path.endswith(".whl")):
-        raise PackageError(f"what lies in {EXTENSIONS}/ is no wheel", where=where, got=wrong[0])
+        raise PackageError(f"a file in {EXTENSIONS}/ is not a wheel", where=where, got=wrong[0])
     if bool(there) != ("extensions" in manifest.features):
-        raise PackageError("the feature extensions and wheels are not there together", where=where, got=", ".join(manifest.features))
+        raise PackageError("the feature extensions requires wheels, and the reverse", where=where, got=", ".join(manifest.features))
 
 
 def _unique(names: Iterable[str], what: str, where: str) -> None:

@@ -34,7 +34,7 @@ def read_checked(root: Path, path: str, entry: FileEntry) -> bytes:
 def _check_listed(path: str, entry: FileEntry, size: int, digest: str) -> None:
     if (size, digest) != (entry.size, entry.sha256):
         raise IntegrityError(
-            "a file is not the one that the manifest lists",
+            "a file does not match its entry in the manifest",
             where=path,
             expected=f"{entry.size} bytes of sha256 {entry.sha256}",
             got=f"{'more' if size > entry.size else size} bytes of sha256 {digest}",
@@ -68,7 +68,7 @@ def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
             elif stat.S_ISREG(status.st_mode):
                 yield path, status
             else:
-                raise UnsafePackageError("a package holds plain files and folders only", where=path, got="a link or a special file")
+                raise UnsafePackageError("a package may contain only regular files and folders", where=path, got="a link or a special file")
 
     yield from visit(root, "")
 
@@ -79,7 +79,7 @@ def check_outside_packages(path: Path) -> None:
     for parent in whole.parents:
         if (parent / MANIFEST).is_file() and (parent / "graphs").is_dir() and whole.relative_to(parent).parts[0] not in OUTSIDE:
             raise StorageError(
-                "this would be inside a package, which could then not be opened any more",
+                "this path is inside a package, which could then no longer be opened",
                 where=str(path),
                 expected=f"a path outside {parent}",
                 hint="Choose another path.",
@@ -133,12 +133,12 @@ def _draft_beside(path: Path) -> Iterator[Path]:
     check_name(path)
     check_outside_packages(path)
     if os.path.lexists(path):
-        raise StorageError("the path is taken", where=str(path), hint="Choose another, or remove it.")
+        raise StorageError("the path already exists", where=str(path), hint="Choose another path, or remove it.")
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(temporary_folder(path))
         except OSError as error:
-            raise StorageError(f"nothing can be written there: {error.strerror}", where=str(path.parent)) from error
+            raise StorageError(f"the folder cannot be written: {error.strerror}", where=str(path.parent)) from error
         try:
             yield folder
         except OSError as error:
@@ -150,7 +150,7 @@ def _draft_beside(path: Path) -> Iterator[Path]:
 def _put(made: Path, path: Path) -> None:
     """Move a finished file or folder to its path and sync the parent folder to disk."""
     if os.path.lexists(path):
-        raise StorageError("the path was taken meanwhile", where=str(path), hint="Choose another, or remove it.")
+        raise StorageError("another process has created this path meanwhile", where=str(path), hint="Choose another path, or remove it.")
     made.rename(path)
     sync_folder(path.parent)
 

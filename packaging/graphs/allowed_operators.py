@@ -61,12 +61,15 @@ def check_operator(target: str, where: str, namespaces: Set[str] = frozenset()) 
     match = _HIGHER_ORDER.fullmatch(target)
     if match is not None:
         if match[1] not in HIGHER_ORDER:
-            raise UnsafePackageError(f"the higher-order operator {match[1]} is not among those that a graph may use", where=where)
+            raise UnsafePackageError(f"the higher-order operator {match[1]} is not allowed in a graph", where=where)
         return None
     match = _TARGET.fullmatch(target)
     if match is None:
         raise UnsafePackageError(
-            "a graph calls something that is no operator", where=where, expected="torch.ops.NAMESPACE.NAME.OVERLOAD", got=repr(target[:120])
+            "a graph calls something that is not an operator",
+            where=where,
+            expected="torch.ops.NAMESPACE.NAME.OVERLOAD",
+            got=repr(target[:120]),
         )
     namespace, name, _ = match.groups()
     if namespace not in BUILT_IN_NAMESPACES and namespace not in namespaces:

@@ -69,7 +69,7 @@ class _Parser:
         while at < len(text):
             match = _TOKEN.match(text, at)
             if match is None:
-                raise self.refuse(f"character {at} starts no token")
+                raise self.refuse(f"unexpected character at position {at}")
             kind = match.lastgroup
             assert kind is not None
             self.tokens.append((kind, match[kind]))
@@ -78,19 +78,19 @@ class _Parser:
 
     def refuse(self, reason: str) -> UnsafePackageError:
         shown = self.text if len(self.text) <= 120 else self.text[:117] + "..."
-        return UnsafePackageError(f"a symbolic size is outside the grammar: {reason}", where=self.where, got=repr(shown))
+        return UnsafePackageError(f"a symbolic size is not a valid expression: {reason}", where=self.where, got=repr(shown))
 
     def run(self) -> None:
         self.expression(0)
         if self.at != len(self.tokens):
-            raise self.refuse("something follows it")
+            raise self.refuse("unexpected text after the expression")
 
     def next(self, kind: str | None = None, value: str | None = None) -> str:
         if self.at == len(self.tokens):
-            raise self.refuse("it ends too early")
+            raise self.refuse("unexpected end")
         found, text = self.tokens[self.at]
         if (kind is not None and found != kind) or (value is not None and text != value):
-            raise self.refuse(f"{text!r} where {value or kind} belongs")
+            raise self.refuse(f"found {text!r} instead of {value or kind}")
         self.at += 1
         return text
 
@@ -113,7 +113,7 @@ class _Parser:
             self.decimal()
             return _Kind()
         if name not in FUNCTIONS:
-            raise self.refuse(f"{name} is no function of sizes")
+            raise self.refuse(f"{name} is not a known function")
         arguments: list[_Kind] = []
         while not self.peek(")"):
             if arguments:
@@ -134,14 +134,14 @@ class _Parser:
 
     def symbol(self) -> None:
         if not _SYMBOL.fullmatch(self.next("text")[1:-1]):
-            raise self.refuse("a symbol's name is letters, then digits")
+            raise self.refuse("a symbol's name must be letters followed by digits")
         while self.peek(","):
             self.next("mark", ",")
             if self.next("name") not in _ASSUMPTIONS:
                 raise self.refuse("unknown assumption of a symbol")
             self.next("mark", "=")
             if self.next("name") not in ("True", "False"):
-                raise self.refuse("an assumption is True or False")
+                raise self.refuse("an assumption must be True or False")
         self.next("mark", ")")
 
     def decimal(self) -> None:
@@ -152,5 +152,5 @@ class _Parser:
             self.next("name", "precision")
             self.next("mark", "=")
             if not 1 <= int(self.next("number")) <= 113:
-                raise self.refuse("precision is 1 to 113")
+                raise self.refuse("precision must be 1 to 113")
         self.next("mark", ")")

@@ -127,7 +127,7 @@ def graph_from_json(
         target = str(spec.target)
         source = constants if spec.kind == InputKind.CONSTANT_TENSOR else state
         if target not in source:
-            raise PackageError(f"the graph reads {target}, which the package does not hold", where=where)
+            raise PackageError(f"the graph reads {target}, which the package does not contain", where=where)
         separate = spec.kind == InputKind.CONSTANT_TENSOR or (spec.kind == InputKind.BUFFER and not spec.persistent)
         (held if separate else bound)[target] = source[target]
     with _refused(where):
@@ -156,7 +156,10 @@ def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: s
     if names != expected:
         changed = sorted(set(names) ^ set(expected)) or ["their order"]
         raise PackageError(
-            "the new graph has other inputs", where=where, expected="the old one's", got=f"a change of {', '.join(changed[:4])}"
+            "the inputs of the new graph differ",
+            where=where,
+            expected="those of the old graph",
+            got=f"a change of {', '.join(changed[:4])}",
         )
     return _of_graph(exported, module, list(signature.input_specs), dict(exported.state_dict), where)
 
@@ -191,7 +194,9 @@ def _of_graph(
     results = next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]
     if not isinstance(results, tuple | list) or len(results) != len(signature.output_specs):
         got = str(len(results)) if isinstance(results, tuple | list) else "something else"
-        raise PackageError("the new graph has other outputs", where=where, expected=f"{len(signature.output_specs)} values", got=got)
+        raise PackageError(
+            "the new graph has a different number of outputs", where=where, expected=f"{len(signature.output_specs)} values", got=got
+        )
     outputs = [
         OutputSpec(kind=spec.kind, arg=_argument(node) if isinstance(node, torch.fx.Node) else spec.arg, target=spec.target)
         for spec, node in zip(signature.output_specs, results, strict=True)
@@ -326,7 +331,7 @@ def _refused(where: str) -> Iterator[None]:
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1].strip() if lines else type(error).__name__
         head = f"{lines[0].strip()[:200]}: " if len(lines) > 1 else ""
-        raise PackageError(f"torch {torch.__version__} refuses the graph: {head}{reason[:400]}", where=where) from error
+        raise PackageError(f"torch {torch.__version__} rejects the graph: {head}{reason[:400]}", where=where) from error
 
 
 def _argument(node: torch.fx.Node) -> TensorArgument | SymIntArgument:
@@ -495,21 +500,21 @@ def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: s
         _check_examples(node, told, where)
     calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     if len(calls) != len(told["nodes"]):
-        raise PackageError("torch reads another number of nodes", where=where, expected=str(len(told["nodes"])), got=str(len(calls)))
+        raise PackageError("torch reads a different number of nodes", where=where, expected=str(len(told["nodes"])), got=str(len(calls)))
     for node, entry in zip(calls, told["nodes"], strict=True):
         names = [argument["name"] for argument in entry["inputs"]]
         known = [argument.name for argument in node.target._schema.arguments] if isinstance(node.target, OpOverload) else names
         ordered = [name for name in known if name in names] == names and names[: len(node.args)] == known[: len(node.args)]
         if len(node.args) + len(node.kwargs) != len(names) or not ordered:
             raise PackageError(
-                "a node's arguments are not those of its operator, in their order",
+                "a node's arguments do not match those of its operator, in order",
                 where=f"{where}, node {entry['name']}",
                 expected=f"some of {', '.join(known)}" if known is not names else "each once",
                 got=", ".join(names),
             )
         kinds = [argument["kind"] for argument in entry["inputs"]]
         if kinds != [_POSITIONAL] * len(node.args) + [_KEYWORD] * len(node.kwargs):
-            raise PackageError("a node's arguments are passed in another way than is said", where=f"{where}, node {entry['name']}")
+            raise PackageError("a node's arguments are not passed in the stated way", where=f"{where}, node {entry['name']}")
         if entry["outputs"] and "as_none" not in entry["outputs"][0] and node.name != entry["name"]:
             raise PackageError("two nodes have one name", where=where, got=entry["name"])
         bodies = [argument["arg"]["as_graph"] for argument in entry["inputs"] if "as_graph" in argument["arg"]]
@@ -537,7 +542,7 @@ def _check_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) ->
             known, stated = size.node.hint, spelled["as_expr"]["hint"]
             if stated != (None if known is None else {"as_int": known}):
                 raise PackageError(
-                    "a size has another example than its symbols",
+                    "the example of a size does not match those of its symbols",
                     where=f"{where}, node {node.name}: {spelled['as_expr']['expr_str']}",
                     expected=str(known),
                     got=str(stated and next(iter(stated.values()))),

@@ -71,7 +71,9 @@ def check_signature(
         meta = metas.get(entry["arg"]["name"])
         got = None if meta is None else (SCALAR_TYPES.get(meta["dtype"]), tuple(size.get("as_int") for size in meta["sizes"]))
         if got != state[kind][name]:
-            raise PackageError(f"the graph reads {name} in another form", where=where, expected=str(state[kind][name]), got=str(got))
+            raise PackageError(
+                f"the graph reads {name} with another dtype or shape", where=where, expected=str(state[kind][name]), got=str(got)
+            )
         if kind == "buffer" and entry["persistent"] != persistent[name]:
             raise PackageError(f"the graph and the manifest disagree on whether buffer {name} is persistent", where=where)
     for spec in signature["output_specs"]:
@@ -83,7 +85,7 @@ def check_signature(
     expected = inputs if isinstance(inputs, int) else len(inputs)
     if (users, returned) != (expected, outputs):
         raise PackageError(
-            "the graph has other inputs or outputs than the manifest",
+            "the graph's inputs or outputs do not match the manifest",
             where=where,
             expected=f"{expected} inputs and {outputs} outputs",
             got=f"{users} and {returned}",
@@ -95,7 +97,7 @@ def check_signature(
 def _check_keys(document: Mapping[str, Any], names: list[str], where: str) -> None:
     calls = document["graph_module"]["module_call_graph"]
     if not calls:
-        raise PackageError("the graph does not say how it is called", where=where)
+        raise PackageError("the graph does not state how it is called", where=where)
     tree = json.loads(calls[0]["signature"]["in_spec"])[1]
     leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
     batch = {"type": "builtins.dict", "context": canonical_json(names).decode("utf-8"), "children_spec": [leaf] * len(names)}

@@ -89,7 +89,7 @@ def parse_graph(data: bytes, where: str) -> Any:
     """
     nodes = data.count(_NODE)
     if nodes > MAX_NODES:
-        raise UnsafePackageError(f"a file holds at most {MAX_NODES} nodes", where=where, got=str(nodes))
+        raise UnsafePackageError(f"a file must contain at most {MAX_NODES} nodes", where=where, got=str(nodes))
     return parse_canonical(data, where)
 
 
@@ -160,13 +160,13 @@ class _Validator:
 
         def check(value: Any) -> None:
             if not isinstance(value, dict):
-                self.refuse("an object belongs here", value)
+                self.refuse("must be an object", value)
             for key in required:
                 if key not in value:
                     self.refuse(f"the field {key} is missing", sorted(value))
             for key, entry in value.items():
                 if key not in fields:
-                    self.refuse("a field that graph files do not have", key)
+                    self.refuse("unknown field", key)
                 fields[key](entry)
 
         return check
@@ -174,10 +174,10 @@ class _Validator:
     def union(self, members: Mapping[str, Check]) -> Check:
         def check(value: Any) -> None:
             if not isinstance(value, dict) or len(value) != 1:
-                self.refuse("an object of one field belongs here", value)
+                self.refuse("must be an object with one field", value)
             ((key, entry),) = value.items()
             if key not in members:
-                self.refuse("a kind of value that is not allowed here", key)
+                self.refuse("this kind of value is not allowed here", key)
             members[key](entry)
 
         return check
@@ -185,7 +185,7 @@ class _Validator:
     def many(self, item: Check, most: int) -> Check:
         def check(value: Any) -> None:
             if not isinstance(value, list) or len(value) > most:
-                self.refuse(f"a list of at most {most} belongs here", value if not isinstance(value, list) else f"{len(value)} items")
+                self.refuse(f"must be a list of at most {most} items", value if not isinstance(value, list) else f"{len(value)} items")
             for entry in value:
                 item(entry)
 
@@ -194,7 +194,7 @@ class _Validator:
     def table(self, key: Check, item: Check) -> Check:
         def check(value: Any) -> None:
             if not isinstance(value, dict):
-                self.refuse("an object belongs here", value)
+                self.refuse("must be an object", value)
             for name, entry in value.items():
                 key(name)
                 item(entry)
@@ -211,7 +211,7 @@ class _Validator:
     def choice(self, allowed: frozenset[Any]) -> Check:
         def check(value: Any) -> None:
             if isinstance(value, bool | float | list | dict) or value not in allowed:
-                self.refuse(f"one of {sorted(allowed)} belongs here", value)
+                self.refuse(f"must be one of {sorted(allowed)}", value)
 
         return check
 
@@ -219,43 +219,43 @@ class _Validator:
 
     def boolean(self, value: Any) -> None:
         if not isinstance(value, bool):
-            self.refuse("true or false belongs here", value)
+            self.refuse("must be true or false", value)
 
     def zero(self, value: Any) -> None:
         if not isinstance(value, dict) or set(value) != {"as_int"} or type(value["as_int"]) is not int or value["as_int"] != 0:
-            self.refuse("a storage offset is 0", value)
+            self.refuse("a storage offset must be 0", value)
 
     def integer(self, value: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**64:
-            self.refuse("an integer of 64 bits belongs here", value)
+            self.refuse("must be a 64-bit integer", value)
 
     def small(self, value: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 128:
-            self.refuse("a number below 128 belongs here", value)
+            self.refuse("must be an integer from 0 to 127", value)
 
     def number(self, value: Any) -> None:
         if not isinstance(value, float) and not (isinstance(value, str) and value in _INFINITE):
-            self.refuse("a number with a fraction belongs here", value)
+            self.refuse("must be a floating-point number", value)
 
     def string(self, value: Any) -> None:
         if not isinstance(value, str) or len(value) > MAX_STRING:
-            self.refuse(f"a string of at most {MAX_STRING} characters belongs here", value)
+            self.refuse(f"must be a string of at most {MAX_STRING} characters", value)
 
     def matching(self, value: Any, pattern: re.Pattern[str], what: str) -> None:
         if not isinstance(value, str) or not pattern.fullmatch(value):
-            self.refuse(f"{what} belongs here", value)
+            self.refuse(f"must be {what}", value)
 
     def identifier(self, value: Any) -> None:
         self.matching(value, _IDENTIFIER, "an identifier")
         if keyword.iskeyword(value) or value.startswith("__"):
-            self.refuse("a name that no value may have", value)
+            self.refuse("a value has a reserved name", value)
 
     def fqn(self, value: Any) -> None:
         if not isinstance(value, str) or not is_dotted_name(value):
-            self.refuse("a dotted name belongs here", value)
+            self.refuse("must be a dotted name", value)
 
     def symbol(self, value: Any) -> None:
-        self.matching(value, _SYMBOL, "a symbol (letters, then digits)")
+        self.matching(value, _SYMBOL, "a symbol (letters followed by digits)")
 
     def module_stack(self, value: Any) -> None:
         self.string(value)
@@ -264,24 +264,24 @@ class _Validator:
             path, _, kind = rest.partition(",")
             self.matching(path, _MODULE, "a module's path")
             if not (key == path or (key.startswith(f"{path}@") and _CALL.fullmatch(key[len(path) :]))) or kind != MODULE_TYPE:
-                self.refuse("module stacks hold paths only", item)
+                self.refuse("a module stack must contain only paths", item)
 
     def expression(self, value: Any) -> None:
         if not isinstance(value, str):
-            self.refuse("a symbolic size belongs here", value)
+            self.refuse("must be a symbolic size", value)
         check_expression(value, f"{self.file}, {self.at}")
 
     def sized_expression(self, value: Any) -> None:
         self._checks["sized_expression"](value)
         if self.hints.setdefault(value["expr_str"], value["hint"]) != value["hint"]:
-            self.refuse("an expression has one example in a file", value)
+            self.refuse("an expression must have the same example throughout a file", value)
 
     def treespec(self, value: Any) -> None:
         if not isinstance(value, str):
-            self.refuse("a treespec belongs here", value)
+            self.refuse("must be a treespec", value)
         spec = self.embedded(value, 200_000, 16)
         if not isinstance(spec, list) or len(spec) != 2 or spec[0] != 1:
-            self.refuse("a treespec of protocol 1 belongs here", value)
+            self.refuse("must be a treespec of protocol 1", value)
         self.tree(spec[1])
 
     def embedded(self, text: str, most: int, depth: int) -> Any:
@@ -294,22 +294,22 @@ class _Validator:
 
     def tree(self, spec: Any) -> None:
         if not isinstance(spec, dict) or set(spec) != {"type", "context", "children_spec"} or not isinstance(spec["children_spec"], list):
-            self.refuse("a treespec has type, context and children_spec", spec)
+            self.refuse("a treespec must have type, context and children_spec", spec)
         kind, context, children = spec["type"], spec["context"], spec["children_spec"]
         if kind is None:
             if context is not None or children:
-                self.refuse("a leaf of a treespec holds nothing", spec)
+                self.refuse("a leaf of a treespec must be empty", spec)
         elif kind in ("builtins.tuple", "builtins.list"):
             if context != "null":
-                self.refuse("a tuple of a treespec has no context", context)
+                self.refuse("a tuple of a treespec must have no context", context)
         elif kind == "builtins.dict":
             keys = self.embedded(context, 100_000, 2) if isinstance(context, str) else None
             if not isinstance(keys, list) or len(keys) != len(children) or len(set(map(str, keys))) != len(keys):
-                self.refuse("a dict of a treespec lists its keys", context)
+                self.refuse("a dict of a treespec must list its keys", context)
             for key in keys:
                 self.fqn(key)
         else:
-            self.refuse("a treespec holds tuples, lists and dicts only", kind)
+            self.refuse("a treespec may contain only tuples, lists and dicts", kind)
         for child in children:
             self.tree(child)
 
@@ -318,7 +318,7 @@ class _Validator:
         known = {symbol for expression in self.hints for symbol in _QUOTED.findall(expression)}
         for symbol in document["range_constraints"]:
             if symbol not in known:
-                self.refuse("range_constraints limit what no size has", symbol)
+                self.refuse("range_constraints limit a symbol that occurs in no size", symbol)
 
     # Graphs.
 
@@ -331,19 +331,19 @@ class _Validator:
             specs, values = value["signature"][f"{end}_specs"], value["graph"][f"{end}s"]
             if canonical_json([_argument(spec) for spec in specs]) != canonical_json(values):
                 self.refuse(
-                    f"the signature names the graph's {end}s, in order",
+                    f"the signature must name the graph's {end}s, in order",
                     next((_argument(s) for s in specs if _argument(s) not in values), len(specs)),
                 )
 
     def named_argument(self, value: Any) -> None:
         if not isinstance(value, dict) or set(value) != {"name", "arg", "kind"}:
-            self.refuse("an argument has name, arg and kind", value)
+            self.refuse("an argument must have name, arg and kind", value)
         if not isinstance(value["name"], str) or (value["name"] and not _IDENTIFIER.fullmatch(value["name"])):
-            self.refuse("an argument's name is an identifier or empty", value["name"])
+            self.refuse("an argument's name must be an identifier or empty", value["name"])
         if type(value["kind"]) is not int or value["kind"] not in (1, 2):
-            self.refuse("an argument's kind is 1 or 2", value["kind"])
+            self.refuse("an argument's kind must be 1 or 2", value["kind"])
         if value["kind"] == 2 and keyword.iskeyword(value["name"]):
-            self.refuse("a keyword argument's name is not a keyword of Python", value["name"])
+            self.refuse("a keyword argument's name must not be a Python keyword", value["name"])
         self._checks["argument"](value["arg"])
 
     def graph(self, value: Any) -> None:
@@ -353,22 +353,22 @@ class _Validator:
         for table in ("tensor_values", "sym_int_values", "sym_bool_values", "sym_float_values"):
             strangers = sorted(value[table].keys() - defined)
             if strangers:
-                self.refuse(f"{table} describes what no node computes", strangers[0])
+                self.refuse(f"{table} describes a value that no node computes", strangers[0])
 
     def node(self, value: Any) -> None:
         self.nodes += 1
         if self.nodes > MAX_NODES:
-            self.refuse(f"a file holds at most {MAX_NODES} nodes", self.nodes)
+            self.refuse(f"a file must contain at most {MAX_NODES} nodes", self.nodes)
         before = self.at
         self.at = f"node {str(value.get('name'))[:80] if isinstance(value, dict) else '?'}"
         self._checks["node"](value)
         results = [name for result in value["outputs"] for name in _names(result)]
         is_hop = value["target"].startswith("torch.ops.higher_order.")
         if value["is_hop_single_tensor_return"] is not None and not is_hop:
-            self.refuse("only an operator that takes graphs says whether it returns one tensor", value["is_hop_single_tensor_return"])
+            self.refuse("only an operator that takes graphs may state whether it returns one tensor", value["is_hop_single_tensor_return"])
         single = value["is_hop_single_tensor_return"] or not is_hop
         if single and len(value["outputs"]) == 1 and set(value["outputs"][0]) <= _SINGLE and results and results != [value["name"]]:
-            self.refuse("a node that computes one value has its name", results[0])
+            self.refuse("a node that computes one value must have its name", results[0])
         self.at = before
 
     def target(self, value: Any) -> None:
@@ -383,12 +383,12 @@ class _Validator:
     def operator(self, value: Any) -> None:
         self.target(value)
         if not value.startswith("torch.ops.") or value.removeprefix("torch.ops.higher_order.") in HIGHER_ORDER:
-            self.refuse("an operator as argument has a schema", value)
+            self.refuse("an operator passed as an argument must have a schema", value)
 
     def body(self, value: Any) -> None:
         self.bodies += 1
         if self.bodies > MAX_BODIES:
-            self.refuse(f"control flow is nested at most {MAX_BODIES} deep", self.bodies)
+            self.refuse(f"control flow must be nested at most {MAX_BODIES} levels deep", self.bodies)
         self.graph(value)
         self.bodies -= 1
 

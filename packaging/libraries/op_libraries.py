@@ -100,9 +100,9 @@ def differences(manifest: Manifest, named: Libraries) -> list[str]:
             continue
         if (now.distribution, now.version) != (was.distribution, was.version):
             before, after = spelled_library(was), spelled_library(now)
-            found.append(f"the package was made with the operators {namespace} of {before}; here they are of {after}")
+            found.append(f"the package was made with the operators {namespace} of {before}; here they come from {after}")
         else:
-            found.append(f"the package was made with the operators {namespace} of {spelled_library(was)}, whose files are others here")
+            found.append(f"the package was made with the operators {namespace} of {spelled_library(was)}, whose files differ here")
     return found
 
 
@@ -112,7 +112,7 @@ def spelled_library(entry: OpLibraryEntry) -> str:
     """
     if entry.distribution is not None:
         return " ".join(part for part in (entry.distribution, entry.version) if part)
-    return f"the module {', '.join(entry.modules)}" if entry.modules else "a library that is not known"
+    return f"the module {', '.join(entry.modules)}" if entry.modules else "an unknown library"
 
 
 def _imported(place: str) -> ModuleType | None:

@@ -52,7 +52,7 @@ class Provider:
             return digest_of((path, sha256_file(file)) for path, file in self.files.items())
         except OSError as error:
             raise PackageError(
-                f"an operator library's file cannot be read: {error.strerror}", where=str(error.filename), hint="Install it again."
+                f"an operator library's file cannot be read: {error.strerror}", where=str(error.filename), hint="Reinstall the library."
             ) from error
 
 

@@ -114,7 +114,7 @@ def required_names(requires: Sequence[str], where: str) -> list[str]:
     try:
         return [normalised(_requirements.Requirement(text).name) for text in requires]
     except _requirements.InvalidRequirement as error:
-        raise PackageError(f"a wheel requires what is no distribution: {' '.join(str(error).split())[:200]}", where=where) from error
+        raise PackageError(f"a wheel has an invalid requirement: {' '.join(str(error).split())[:200]}", where=where) from error
 
 
 def make_wheel(provider: Provider, name: str, folder: Path) -> Path:
@@ -154,12 +154,14 @@ def _write(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
         described = source.read().decode("utf-8", "replace")
     tags = re.findall(r"^Tag: *([^\s-]+-[^\s-]+-[^\s-]+)\s*$", described, re.MULTILINE)
     if not tags:
-        raise PackageError("an installed distribution does not say which wheel it is from", where=info, hint="Give its wheel.")
+        raise PackageError(
+            "an installed distribution does not record the wheel that it was installed from", where=info, hint="Specify its wheel."
+        )
     triple = "-".join(".".join(sorted({tag.split("-")[part] for tag in tags})) for part in range(3))
     plain, _, version = info.removesuffix(".dist-info").rpartition("-")
     file_name = f"{_escaped(plain)}-{version}-{triple}.whl"
     if not re.fullmatch(SAFE_PART, file_name):
-        raise PackageError("a wheel's name cannot be that of a file in a package", where=file_name, expected="letters, digits and _ . + -")
+        raise PackageError("a wheel's name is not allowed in a package", where=file_name, expected="letters, digits and _ . + -")
     record = "".join(f"{path},{_recorded(data)}\n" for path, data in sorted(contents.items()))
     contents[f"{info}/RECORD"] = (record + f"{info}/RECORD,,\n").encode()
     _zip(folder / file_name, contents)
@@ -223,7 +225,7 @@ def _parsed(file_name: str) -> tuple[Any, Any, Any, Any]:
         found: tuple[Any, Any, Any, Any] = _utils.parse_wheel_filename(file_name)
     except _utils.InvalidWheelFilename as error:
         raise PackageError(
-            "this is no name of a wheel", where=file_name[:200], expected="NAME-VERSION-PYTHON-ABI-PLATFORM.whl", got=str(error)[:200]
+            "this is not a valid wheel name", where=file_name[:200], expected="NAME-VERSION-PYTHON-ABI-PLATFORM.whl", got=str(error)[:200]
         ) from error
     return found
 
@@ -234,7 +236,7 @@ def _opened(file: IO[bytes], name: str) -> Iterator[zipfile.ZipFile]:
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError) as error:
-        raise PackageError(f"a wheel is no zip file: {error}", where=name) from error
+        raise PackageError(f"a wheel is not a zip file: {error}", where=name) from error
     try:
         with archive:
             yield archive
@@ -253,18 +255,20 @@ def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile
     total = sum(entry.file_size for entry in found)
     if len(found) > MAX_FILES or total > MAX_UNPACKED:
         got = f"{len(found)} files, {total} bytes"
-        raise UnsafePackageError("a wheel holds too much", where=name, expected=f"at most {MAX_FILES} files, {MAX_UNPACKED} bytes", got=got)
+        raise UnsafePackageError("a wheel is too large", where=name, expected=f"at most {MAX_FILES} files, {MAX_UNPACKED} bytes", got=got)
     seen: set[str] = set()
     for entry in found:
         # zipfile changes some names: it cuts them at NUL, and replaces backslashes on Windows. Such names are rejected.
         parts = entry.filename.removesuffix("/").split("/")
         plain = entry.orig_filename == entry.filename and not any(ord(letter) < 32 or letter in '\\:*?"<>|' for letter in entry.filename)
         if not plain or any(part in ("", ".", "..") for part in parts):
-            raise UnsafePackageError("a wheel holds a path that leaves its folder, or is none", where=name, got=repr(entry.filename)[:200])
+            raise UnsafePackageError(
+                "a wheel contains a path that is invalid or leaves its folder", where=name, got=repr(entry.filename)[:200]
+            )
         kind = stat.S_IFMT(entry.external_attr >> 16)
         if kind not in (0, stat.S_IFREG, stat.S_IFDIR) or entry.flag_bits & 1 or entry.compress_type not in _COMPRESSION:
-            got = f"{entry.filename[:200]}: a link, encrypted, or not compressed as wheels are"
-            raise UnsafePackageError("a wheel holds plain files only", where=name, got=got)
+            got = f"{entry.filename[:200]}: a link, encrypted, or compressed in an unsupported way"
+            raise UnsafePackageError("a wheel may contain only regular files", where=name, got=got)
         if entry.is_dir():
             continue
         if parts[0].endswith(".data"):
@@ -273,7 +277,7 @@ def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile
             parts = parts[2:]
         path = "/".join(parts)
         if path.casefold() in seen:
-            raise UnsafePackageError("a wheel holds a path twice", where=name, got=path[:200])
+            raise UnsafePackageError("a wheel contains a path twice", where=name, got=path[:200])
         seen.add(path.casefold())
         yield path, entry
 

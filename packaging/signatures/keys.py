@@ -82,7 +82,7 @@ def read_pem(path: Path) -> str:
     except OSError as error:
         raise StorageError(f"the key cannot be read: {error.strerror}", where=str(path)) from error
     if len(data) > MAX_PEM or b"-----BEGIN " not in data or not data.isascii():
-        raise SignatureError("this is no file of keys", where=str(path), expected=_KINDS)
+        raise SignatureError("this is not a key file", where=str(path), expected=_KINDS)
     return data.decode("ascii")
 
 
@@ -104,7 +104,10 @@ def identity_of(pem: str, name: str) -> Identity:
     """
     if "PRIVATE KEY" in pem:
         raise SignatureError(
-            "this is a private key, which its owner alone should have", where=name, expected=_KINDS, hint="openssl pkey -in KEY -pubout"
+            "this is a private key, which only its owner should have",
+            where=name,
+            expected=_KINDS,
+            hint="Extract the public key: openssl pkey -in KEY -pubout",
         )
     serialization = library("cryptography.hazmat.primitives.serialization")
     try:
@@ -153,9 +156,9 @@ def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
     except TypeError as error:  # a password is missing, or was given for a key without one
         if password is None:
             raise SignatureError("the private key is encrypted", where=str(path), hint=f"Set {PASSWORD}.") from error
-        raise SignatureError("the private key is not encrypted, and a password was given", where=str(path)) from error
+        raise SignatureError("the private key is not encrypted, but a password was given", where=str(path)) from error
     except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm) as error:
-        wrong = "the password is wrong, or the private key is damaged" if password is not None else "this is no private key"
+        wrong = "the password is wrong, or the private key is damaged" if password is not None else "this is not a private key"
         raise SignatureError(wrong, where=str(path), expected=f"PEM of {', '.join(CURVES)}", got=first_line(error)) from error
     public = _public_pem(key.public_key(), str(path))
     return PrivateKey(path, hashlib.sha256(public.encode()).hexdigest(), public, password)

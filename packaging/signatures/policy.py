@@ -62,7 +62,7 @@ class Policy(BaseModel):
     def _check(self) -> Self:
         wanted = self.require_signature or self.extensions == "signed"
         if wanted and self.signatures > len(self.identities):
-            raise ValueError(f"{self.signatures} signatures are demanded, and there are {len(self.identities)} identities")
+            raise ValueError(f"{self.signatures} signatures are required, but there are {len(self.identities)} identities")
         if not wanted and (self.identities or self.signatures > 1):
             raise ValueError('identities and signatures have no effect without require_signature = true or extensions = "signed"')
         if len(set(self.identities)) < len(self.identities):
@@ -92,7 +92,7 @@ def read_policy(path: Path) -> Policy:
     try:
         fields = tomllib.loads(data.decode("utf-8"))
     except ValueError as error:
-        raise PolicyError(f"the policy is no TOML: {error}", where=where) from error
+        raise PolicyError(f"the policy is not valid TOML: {error}", where=where) from error
     if "source" in fields:
         raise PolicyError("the policy has an unknown key", where=where, got="source")
     identities = fields.get("identities")
@@ -115,7 +115,7 @@ def _policy(fields: dict[str, Any], where: str) -> Policy:
         place = ".".join(str(part) for part in first["loc"])
         known = ", ".join(name for name in Policy.model_fields if name != "source")
         raise PolicyError(
-            f"the policy is wrong: {place + ': ' if place else ''}{first['msg']}",
+            f"the policy is invalid: {place + ': ' if place else ''}{first['msg']}",
             where=where,
             expected=f"the keys {known}" if first["type"] == "extra_forbidden" else "",
         ) from error
@@ -180,7 +180,7 @@ def which_trusts_extensions(policies: Sequence[Policy], digest: str) -> Policy |
 def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
     def refuse(problem: str, got: str, expected: str = "", hint: str = "") -> PolicyError:
         return PolicyError(
-            f"the policy {policy.source} does not let it be run: {problem}", where=str(path), expected=expected, got=got, hint=hint
+            f"the policy {policy.source} forbids running it: {problem}", where=str(path), expected=expected, got=got, hint=hint
         )
 
     if digest in policy.deny:
@@ -190,19 +190,19 @@ def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
     bundled = sorted(file for file in manifest.files if file.startswith("extensions/"))
     if bundled and policy.extensions == "never":
         raise refuse(
-            "it holds operator libraries", ", ".join(bundled[:3]), hint="Install the libraries on every node, and freeze without them."
+            "it contains operator libraries", ", ".join(bundled[:3]), hint="Install the libraries on every node, and freeze without them."
         )
     others = sorted(set(manifest.op_libraries) - set(policy.namespaces)) if policy.namespaces is not None else []
     if others:
         allowed = ", ".join(policy.namespaces or ()) or "none"
-        raise refuse("it calls operators of other libraries than it may", ", ".join(others), expected=f"of {allowed}")
+        raise refuse("it calls operators of libraries that are not allowed", ", ".join(others), expected=f"only {allowed}")
     if policy.require_signature or (bundled and policy.extensions == "signed"):
         identities = [identity_of(pem, f"identity {number} of {policy.source}") for number, pem in enumerate(policy.identities, 1)]
         held, lacking = vouched_for(path, manifest, digest, identities)
         count = min(len(held), len({vouched.signer for vouched in held}))  # two identities with the same key count once
         if count < policy.signatures:
             wanted = f"{policy.signatures} of {len(identities)} identities to have signed it"
-            raise refuse("it is not signed as it must be", _why(count, lacking), expected=wanted, hint="Have it signed: trainload sign.")
+            raise refuse("it is not signed as required", _why(count, lacking), expected=wanted, hint="Have it signed: trainload sign.")
 
 
 def _why(count: int, lacking: Sequence[Refused]) -> str:

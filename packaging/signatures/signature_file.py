@@ -79,11 +79,11 @@ class SignatureFile:
         wanted = signed_files(manifest, digest)
         missing, extra = sorted(set(wanted) - set(self.files)), sorted(set(self.files) - set(wanted))
         changed = sorted(path for path in set(wanted) & set(self.files) if wanted[path] != self.files[path])
-        found = [("not those of", changed), ("without", missing), ("with", extra)]
+        found = [("changed", changed), ("missing", missing), ("extra", extra)]
         if not (changed or missing or extra):
             return None
         listed = ", ".join(f"{word} {_some(paths)}" for word, paths in found if paths)
-        return f"it signs other bytes than the package's: {listed}"
+        return f"the signed files differ from the package's: {listed}"
 
 
 def signed_files(manifest: Manifest, digest: str) -> dict[str, str]:
@@ -103,7 +103,7 @@ def signature_paths(root: Path) -> tuple[str, ...]:
     """
     folder = root / FOLDER
     if folder.is_symlink():
-        raise UnsafePackageError("a package holds plain files and folders only", where=FOLDER, got="a link")
+        raise UnsafePackageError("a package may contain only regular files and folders", where=FOLDER, got="a link")
     if not folder.is_dir():
         return ()
     found: list[str] = []
@@ -124,7 +124,7 @@ def read_signature(root: Path, path: str) -> SignatureFile:
     """
     name = path.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
     if not path.endswith(SUFFIX) or not NAME.fullmatch(name):
-        raise IntegrityError("this is no signature", where=path, expected=f"{FOLDER}/NAME{SUFFIX}", hint="Remove it.")
+        raise IntegrityError("this is not a signature file", where=path, expected=f"{FOLDER}/NAME{SUFFIX}", hint="Remove it.")
     with open_inside(root, path) as file:
         return parse_signature(file.read(MAX_SIGNATURE + 1), path)
 
@@ -257,7 +257,7 @@ def _decoded(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise IntegrityError("the signature is malformed: it holds what is no base64", where=where) from error
+        raise IntegrityError("the signature is malformed: it contains invalid base64", where=where) from error
 
 
 def _parse(data: bytes, where: str) -> Any:
@@ -269,11 +269,11 @@ def _parse(data: bytes, where: str) -> Any:
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _once(pairs, where))
     except ValueError as error:
-        raise IntegrityError(f"the signature is malformed: no JSON in UTF-8: {error}", where=where) from error
+        raise IntegrityError(f"the signature is malformed: it is not JSON in UTF-8: {error}", where=where) from error
 
 
 def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise IntegrityError("the signature is malformed: an object has a key twice", where=where)
+        raise IntegrityError("the signature is malformed: an object has a duplicate key", where=where)
     return found

@@ -46,17 +46,21 @@ def sign_package(
         read_pem(pem)
     if certificate is not None and key.password is not None:
         raise SignatureError(
-            "an encrypted key cannot be used with a certificate", where=str(key.path), hint="Decrypt it to a file that is yours alone."
+            "an encrypted key cannot be used with a certificate", where=str(key.path), hint="Decrypt it to a file that only you can read."
         )
     if not NAME.fullmatch(name):
-        raise SignatureError("this cannot be a signature's name", got=repr(name), expected="letters, digits and _ . + -")
+        raise SignatureError("this is not a valid signature name", got=repr(name), expected="letters, digits and _ . + -")
     file = f"{FOLDER}/{name}{SUFFIX}"
     report = verify_package(path)
     wrong = next((problem for problem in report.problems if problem.file.split("/")[0] not in OUTSIDE), None)
     if wrong is not None:
-        raise SignatureError(f"the package is not sound, so it is not signed: {wrong.problem}", where=str(path / wrong.file))
+        raise SignatureError(f"the package has problems, so it was not signed: {wrong.problem}", where=str(path / wrong.file))
     if (path / file).exists():
-        raise StorageError("there is a signature of this name", where=str(path / file), hint="Choose another --name, or remove it.")
+        raise StorageError(
+            "a signature of this name already exists",
+            where=str(path / file),
+            hint="Choose another --name, or remove the existing signature.",
+        )
     data = read_manifest(path)
     manifest = Manifest.from_bytes(data, MANIFEST)
     if sha256_bytes(data) != report.digest:
@@ -95,4 +99,6 @@ def _put(path: Path, signature: SignatureFile) -> None:
         reason = "the disk is full" if is_full(error) else error.strerror or str(error)
         raise StorageError(f"the signature cannot be written: {reason}", where=str(target)) from error
     if not created:
-        raise StorageError("there is a signature of this name", where=str(target), hint="Choose another --name, or remove it.")
+        raise StorageError(
+            "a signature of this name already exists", where=str(target), hint="Choose another --name, or remove the existing signature."
+        )

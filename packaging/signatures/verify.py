@@ -149,9 +149,9 @@ def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list
         if file not in sizes:
             problems.append(Problem(file, "missing"))
         elif sizes[file] != entry.size:
-            problems.append(Problem(file, f"has {sizes[file]} bytes, and the manifest says {entry.size}"))
+            problems.append(Problem(file, f"has {sizes[file]} bytes, but the manifest says {entry.size}"))
         elif (got := sha256_file(path / file)) != entry.sha256:
-            problems.append(Problem(file, f"damaged: its sha256 is {got}, and the manifest says {entry.sha256}"))
+            problems.append(Problem(file, f"damaged: its sha256 is {got}, but the manifest says {entry.sha256}"))
     return problems
 
 

@@ -75,7 +75,7 @@ def vouched_for(
             except SignatureError as error:
                 tried.append(Refused(identity, signature.file, error.problem))
         else:
-            refused += tried or [Refused(identity, FOLDER, f"there is no signature, so none by {identity}")]
+            refused += tried or [Refused(identity, FOLDER, f"there is no signature by {identity}")]
     return tuple(held), tuple(refused)
 
 
@@ -118,7 +118,7 @@ def _verify(config: Any, path: Path, signed: Path, where: str, identity: Identit
     except library("OpenSSL.crypto").X509StoreContextError as error:
         raise SignatureError(f"its certificate was not issued by {identity}: {error}", where=where) from error
     except ValueError as error:
-        raise SignatureError(f"it does not hold for {identity}: {error}", where=where) from error
+        raise SignatureError(f"it is not valid for {identity}: {error}", where=where) from error
 
 
 def listed(manifest: Manifest, digest: str) -> Any:

@@ -73,9 +73,9 @@ def gc(
         print(report.removed_releases, report.removed_bytes)
     """
     if keep is not None and keep < 1:
-        raise StorageError("gc keeps one release of a line at least", where="keep", got=str(keep))
+        raise StorageError("gc must keep at least one release of each line", where="keep", got=str(keep))
     if grace < 0:
-        raise StorageError("a grace period is not negative", where="grace", got=str(grace))
+        raise StorageError("the grace period must not be negative", where="grace", got=str(grace))
     place = Store(store, options)
     unknown = sorted(set(lines or ()) - set(place.lines()))
     if unknown:

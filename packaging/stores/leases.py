@@ -21,7 +21,7 @@ from trainload.packaging.stores.store import Store
 GC = "gc"
 PUSHES = "pushes"
 GRACE = 24 * 3600.0
-"""Seconds after which a push that has said nothing is taken for dead."""
+"""Seconds after which a silent push is considered dead."""
 GC_SECONDS = 120.0
 """Seconds for which a gc may be silent before its lease is over."""
 _RENEW = 600.0
@@ -73,7 +73,7 @@ class PushedBlobs:
         """
         if self._store.files.size(self.path) is None:
             raise StorageError(
-                "the push was silent for so long that gc took it for dead", where=f"{self._store.url}/{self.path}", hint="Push again."
+                "the push was idle for so long that gc considered it dead", where=f"{self._store.url}/{self.path}", hint="Push again."
             )
 
     def end(self) -> None:
@@ -96,7 +96,7 @@ def leased(store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]) -
     told = False
     while (other := _gc_leases(store).other()) is not None:
         if not told:
-            on_wait(f"{store.url}: gc is at work; waiting for it, at most {max(1, round(other.left))} s")
+            on_wait(f"{store.url}: gc is running; waiting for it for at most {max(1, round(other.left))} s")
             told = True
         time.sleep(_POLL)
     yield lease
@@ -113,7 +113,7 @@ def gc_lease(store: Store) -> HeldLease[LeaseRecord]:
     found = leases.take(GC_SECONDS)
     if isinstance(found, OtherLease):
         raise LeaseTakenError(
-            "another gc is at work",
+            "another gc is running",
             where=store.url,
             got=found.record.owner,
             hint=f"Wait for it; if it was killed, its lease ends in {max(1, round(found.left))} s.",

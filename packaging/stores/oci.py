@@ -163,10 +163,10 @@ class _Repository:
         self.url = reference
         match = _REFERENCE.fullmatch(reference.removeprefix(_SCHEME))
         if match is None:
-            raise StorageError("this is no reference to an artifact", where=reference, expected="oci://HOST/NAME:TAG")
+            raise StorageError("this is not a reference to an artifact", where=reference, expected="oci://HOST/NAME:TAG")
         unknown = set(options) - {"insecure", "tls_verify"}
         if unknown:
-            raise StorageError("a registry has no such option", where=reference, expected="insecure, tls_verify", got=", ".join(unknown))
+            raise StorageError("unknown registry option", where=reference, expected="insecure, tls_verify", got=", ".join(unknown))
         self.name = match["name"]
         self.digest = match["digest"]
         insecure = bool(options.get("insecure", _LOOPBACK.fullmatch(match["host"]) is not None))
@@ -198,7 +198,7 @@ class _Repository:
             chunked = size > BLOCK  # otherwise oras reads the whole file into memory
             answer = self._registry.upload_blob(str(file), self._container, layer, do_chunked=chunked, chunk_size=BLOCK)
         if answer.status_code not in (200, 201, 202):
-            hint = "Check with `trainload verify` that the package is whole." if answer.status_code == 400 else ""
+            hint = "Check the package with `trainload verify`." if answer.status_code == 400 else ""
             raise self._refusal("a file", answer, str(file), hint)
 
     def send_bytes(self, data: bytes) -> None:
@@ -233,7 +233,7 @@ class _Repository:
             raise UnsafePackageError("the artifact's manifest is too large", where=self.url, expected=f"at most {MAX_MANIFEST} bytes")
         found = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if self.digest is not None and self.digest != found:
-            raise IntegrityError("the artifact is another one", where=self.url, expected=self.digest, got=found)
+            raise IntegrityError("the artifact's digest does not match the reference", where=self.url, expected=self.digest, got=found)
         return data
 
     def receive(self, digest: str, size: int) -> Iterator[bytes]:
@@ -253,7 +253,9 @@ class _Repository:
     def _refusal(self, what: str, answer: requests.Response, where: str, hint: str = "") -> StorageError:
         told = " ".join(answer.text[:200].split())
         hint = hint or ("Log in: docker login, or oras login." if answer.status_code in (401, 403) else "")
-        return StorageError(f"the registry does not take or give {what}", where=where, got=f"status {answer.status_code} {told}", hint=hint)
+        return StorageError(
+            f"the registry rejected the request for {what}", where=where, got=f"status {answer.status_code} {told}", hint=hint
+        )
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -267,9 +269,11 @@ class _Repository:
         except (requests.exceptions.RequestException, OSError) as error:
             raise StorageError(f"the registry cannot be reached: {error}", where=self.url) from error
         except AuthenticationException as error:
-            raise StorageError(f"the registry refuses: {error}", where=self.url, hint="Log in: docker login, or oras login.") from error
+            raise StorageError(
+                f"the registry denied access: {error}", where=self.url, hint="Log in: docker login, or oras login."
+            ) from error
         except ValueError as error:  # raised by oras for responses that it does not understand
-            raise StorageError(f"the registry refuses: {error}", where=self.url) from error
+            raise StorageError(f"the registry's response cannot be used: {error}", where=self.url) from error
 
 
 def _limited(answer: requests.Response, most: int) -> Iterator[bytes]:

@@ -143,24 +143,26 @@ def files_of(data: bytes, where: str) -> dict[str, FileEntry]:
         place = ".".join(str(part) for part in first["loc"])
         told = raw.get("mediaType") if isinstance(raw, dict) else None
         raise UnsafePackageError(
-            f"this is no artifact of a package: {place}: {first['msg']}", where=where, expected=ARTIFACT_TYPE, got=str(told)[:80]
+            f"this is not an artifact of a package: {place}: {first['msg']}", where=where, expected=ARTIFACT_TYPE, got=str(told)[:80]
         ) from error
     except ValueError as error:
         raise IntegrityError("the artifact's manifest is not readable as JSON", where=where) from error
     if found.artifact_type != ARTIFACT_TYPE:
-        raise UnsafePackageError("this is no artifact of a model", where=where, expected=ARTIFACT_TYPE, got=found.artifact_type)
+        raise UnsafePackageError("this is not an artifact of a model", where=where, expected=ARTIFACT_TYPE, got=found.artifact_type)
     files: dict[str, FileEntry] = {}
     for layer in found.layers:
         try:
             path = _Path(path=layer.path).path
         except ValidationError as error:
-            raise UnsafePackageError("a layer has no safe relative path", where=where, expected=FILEPATH, got=layer.path[:80]) from error
+            raise UnsafePackageError(
+                "a layer's path is not a safe relative path", where=where, expected=FILEPATH, got=layer.path[:80]
+            ) from error
         if path in files:
-            raise UnsafePackageError("two layers have one path", where=where, got=path)
+            raise UnsafePackageError("two layers have the same path", where=where, got=path)
         files[path] = FileEntry(media_type=media_type_of(path), sha256=layer.digest.removeprefix("sha256:"), size=layer.size)
     if MANIFEST not in files:
         raise UnsafePackageError(
-            "the artifact holds no package", where=where, expected=f"a layer {MANIFEST}", got=", ".join(sorted(files)[:5])
+            "the artifact contains no package", where=where, expected=f"a layer {MANIFEST}", got=", ".join(sorted(files)[:5])
         )
     check_files(files, where)
     return files

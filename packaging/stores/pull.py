@@ -140,14 +140,18 @@ def write_pulled(
         StorageError: `path` is taken, or the disk is too full.
     """
     if os.path.lexists(path):
-        raise StorageError("the path is taken", where=str(path), hint="Choose another; files of packages beside it are not fetched again.")
+        raise StorageError(
+            "the path already exists",
+            where=str(path),
+            hint="Choose another path; files that packages in the same folder have are not fetched again.",
+        )
     manifest_bytes = _fetch_manifest(files, fetch)
     manifest = Manifest.from_bytes(manifest_bytes, MANIFEST)
     listed = {file: _content(entry) for file, entry in files.items() if file != MANIFEST and file.split("/")[0] not in OUTSIDE}
     wanted = {file: _content(entry) for file, entry in manifest.files.items()}
     if listed != wanted:
         wrong = sorted(file for file in {*listed, *wanted} if listed.get(file) != wanted.get(file))
-        raise UnsafePackageError("the release lists other files than its manifest", where=MANIFEST, got=", ".join(wrong[:5]))
+        raise UnsafePackageError("the files of the release do not match its manifest", where=MANIFEST, got=", ".join(wrong[:5]))
     here = _local_files(files, [*_beside(path), *map(Path, reuse)])
     total, done = sum(entry.size for entry in files.values()), 0
 
@@ -218,11 +222,11 @@ def _write(blocks: Iterator[bytes], target: Path, entry: FileEntry, file: str, m
 
 def _damaged(file: str, entry: FileEntry, size: int, digest: str) -> IntegrityError:
     return IntegrityError(
-        "what was fetched is not what was published",
+        "a fetched file differs from the published one",
         where=file,
         expected=f"{entry.size} bytes of sha256 {entry.sha256}",
         got=f"{'more' if size > entry.size else size} bytes of sha256 {digest}",
-        hint="It is damaged where it is stored: push the package again from where it is whole, after removing that file.",
+        hint="The stored file is damaged: remove it, and push an intact copy of the package again.",
     )
 
 
@@ -271,7 +275,7 @@ def _local_files(wanted: Mapping[str, FileEntry], packages: Iterable[Path]) -> d
 def _check_room(path: Path, count: int) -> None:
     parent = path.absolute().parent
     if not parent.is_dir():
-        raise StorageError("there is no such folder", where=str(parent), hint="Make it first.")
+        raise StorageError("there is no such folder", where=str(parent), hint="Create it first.")
     free = shutil.disk_usage(parent).free
     if free < count:
-        raise StorageError("the disk has no room", where=str(parent), expected=f"{count} bytes", got=f"{free} bytes free")
+        raise StorageError("there is not enough disk space", where=str(parent), expected=f"{count} bytes", got=f"{free} bytes free")

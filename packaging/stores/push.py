@@ -139,7 +139,9 @@ def push(
     name = target.line(line, default=FIRST_LINE)
     promote = promote and rejected is None
     if only_if is not None and not promote:
-        raise StorageError("a condition on what is current goes with promoting", where="only_if", hint="Leave one of the two out.")
+        raise StorageError(
+            "a condition on the current release requires promotion", where="only_if", hint="Omit only_if, or promote the release."
+        )
     blobs = {entry.sha256: entry.size for entry in local.files.values()}
     with leased(target, blobs, on_wait) as lease:
         sent = _send(target, local, lease, on_progress)
@@ -181,7 +183,7 @@ def _check_whole(store: Store, release: Release, lease: PushedBlobs) -> None:
     try:
         lease.check()
     except StorageError:
-        store.mark(release.line, release.name, "removed", "gc took its push for dead")
+        store.mark(release.line, release.name, "removed", "gc considered its push dead")
         raise
 
 
@@ -218,4 +220,4 @@ def _check_safe(file: str, package: Path) -> None:
     try:
         TypeAdapter(SafePath).validate_python(file)
     except ValidationError as error:
-        raise PackageError("a file has a name that cannot travel", where=f"{package}/{file}", hint="Rename or remove it.") from error
+        raise PackageError("a file has a name that cannot be pushed", where=f"{package}/{file}", hint="Rename or remove it.") from error

@@ -75,9 +75,9 @@ class Store:
         if there and self._read(StoreInfo, INFO) is not None:  # another writer has just created it, store.json first
             return
         if there:
-            raise StorageError("there is no store here, but something else", where=self.url, got=", ".join(there[:5]))
+            raise StorageError("this location contains other files, but no store", where=self.url, got=", ".join(there[:5]))
         if not create:
-            raise StorageError("there is no store here", where=self.url, hint="`trainload push` makes one.")
+            raise StorageError("there is no store here", where=self.url, hint="Create one with `trainload push`.")
         self.files.replace(INFO, StoreInfo().to_bytes())
 
     @property
@@ -99,14 +99,14 @@ class Store:
         """
         if name is not None:
             if not is_line(name):
-                raise StorageError("this is no name of a line", where=name, expected="small letters, digits and _ . -, at most 64")
+                raise StorageError("this is not a valid line name", where=name, expected="lowercase letters, digits and _ . -, at most 64")
             return name
         found = self.lines()
         if len(found) == 1 or (not found and default is not None):
             return found[0] if found else str(default)
         if not found:
             raise StorageError("the store has no releases", where=self.url)
-        raise StorageError("the store has several lines", where=self.url, got=", ".join(found[:10]), hint="Name one with --line.")
+        raise StorageError("the store has several lines", where=self.url, got=", ".join(found[:10]), hint="Specify one with --line.")
 
     def known_line(self, name: str) -> str:
         """Return `name` if the store has a line of this name.
@@ -157,7 +157,7 @@ class Store:
         path = f"lines/{line}/marks/{release}.json"
         found = self._read(Mark, path)
         if found is not None and (found.line, found.release) != (line, release):
-            raise IntegrityError("a record of the store is of something else", where=f"{self.url}/{path}")
+            raise IntegrityError("a record of the store does not match its path", where=f"{self.url}/{path}")
         return found
 
     def releases(self, line: str) -> tuple[ReleaseState, ...]:
@@ -273,26 +273,28 @@ class Store:
         self._check_usable(found)
         expected = None if only_if is None or str(only_if) == NOBODY else release_id(only_if)
         if (only_if, after) != (None, None) and not self.files.exclusive:
-            raise StorageError("this store cannot write under a condition", where=self.url, hint="Leave only_if out: the last writer wins.")
+            raise StorageError(
+                "this store does not support conditional writes", where=self.url, hint="Omit only_if; then the last writer wins."
+            )
         nonce = secrets.token_hex(16)
 
         def make(name: str, last: str | None) -> Pointer:
             before = self._read_pointer(line, last) if last is not None else None
             if after is not None and last != after:
                 raise ConflictError(
-                    "the line's history has gone on",
+                    "the line's history has changed",
                     where=f"{self.url}, line {line}",
                     expected=f"entry {shown(after)}",
                     got=f"entry {shown(last)}: {before.reason}" if last and before else "none",
-                    hint="See `trainload releases`, and decide again.",
+                    hint="Check `trainload releases`, and decide again.",
                 )
             if only_if is not None and (before.release if before else None) != expected:
                 raise ConflictError(
-                    "another release is current by now",
+                    "another release has become current",
                     where=f"{self.url}, line {line}",
                     expected=f"release {shown(expected)}" if expected else "none",
                     got=f"release {shown(before.release)}" if before else "none",
-                    hint="See `trainload releases`, and decide again.",
+                    hint="Check `trainload releases`, and decide again.",
                 )
             return _checked(Pointer, line=line, id=name, release=found.id, package=found.package, reason=reason, created=now(), nonce=nonce)
 
@@ -352,7 +354,7 @@ class Store:
         if verdict == "removed":
             raise StorageError("the release's files were removed", where=where, got=reason)
         if verdict == "rejected":
-            hint = "To use it all the same: `trainload promote --rejected`."
+            hint = "To use it anyway, run `trainload promote --rejected`."
             raise StorageError("the release was rejected", where=where, got=reason, hint=hint)
 
     def _wanted(self, line: str, release: str | int | None) -> str:
@@ -366,7 +368,9 @@ class Store:
             return ids[-1]
         pointer = self.current(line)
         if pointer is None:
-            raise StorageError("no release is current", where=where, hint="Name one, or `trainload promote` one.")
+            raise StorageError(
+                "the line has no current release", where=where, hint="Specify one, or make one current with `trainload promote`."
+            )
         return pointer.release
 
     def _append(self, folder: str, make: Callable[[str, str | None], R]) -> R:
@@ -385,7 +389,9 @@ class Store:
             if self.files.create(f"{folder}/{name}.json", record.to_bytes()):
                 return record
             time.sleep(random.uniform(0, min(1.0, 0.005 * (attempt + 1))))
-        raise StorageError("others write here without end", where=f"{self.url}/{folder}", hint="Try again later.")
+        raise StorageError(
+            f"too many concurrent writers: gave up after {_TRIES} attempts", where=f"{self.url}/{folder}", hint="Try again later."
+        )
 
     def _ids(self, folder: str) -> list[str]:
         names = (name.removesuffix(".json") for name in self.files.names(folder) if name.endswith(".json"))
@@ -404,7 +410,7 @@ class Store:
         found = self._read(Release, path)
         if found is not None:
             if (found.line, found.id) != (line, release):
-                raise IntegrityError("a record of the store is of something else", where=f"{self.url}/{path}")
+                raise IntegrityError("a record of the store does not match its path", where=f"{self.url}/{path}")
             check_files(found.files, f"{self.url}/{path}")
         return found
 
@@ -412,7 +418,7 @@ class Store:
         path = f"lines/{line}/current/{pointer}.json"
         found = self._read(Pointer, path)
         if found is not None and (found.line, found.id) != (line, pointer):
-            raise IntegrityError("a record of the store is of something else", where=f"{self.url}/{path}")
+            raise IntegrityError("a record of the store does not match its path", where=f"{self.url}/{path}")
         return found
 
 

@@ -74,7 +74,7 @@ class TensorSpec:
         """
         if self.dtype not in DTYPES:
             raise PackageError(
-                "a tensor has a dtype that packages do not hold", where=self.name, expected=", ".join(sorted(DTYPES)), got=self.dtype
+                "a tensor has a dtype that packages do not support", where=self.name, expected=", ".join(sorted(DTYPES)), got=self.dtype
             )
         size = DTYPES[self.dtype].itemsize
         for length in self.shape:
@@ -118,11 +118,13 @@ class TensorFileWriter:
             OSError: the disk is full.
         """
         if name not in self._missing:
-            raise PackageError("a tensor comes twice" if name in self.places else "a tensor that the package does not have", where=name)
+            raise PackageError("a tensor was added twice" if name in self.places else "the package has no such tensor", where=name)
         place = self.places[name]
         got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if got != (place.dtype, place.shape):
-            raise PackageError("a tensor does not fit", where=name, expected=f"{place.dtype} {place.shape}", got=f"{got[0]} {got[1]}")
+            raise PackageError(
+                "a tensor has the wrong dtype or shape", where=name, expected=f"{place.dtype} {place.shape}", got=f"{got[0]} {got[1]}"
+            )
         if tensor.device.type == "meta":
             raise PackageError("a tensor has no data", where=name, got="a meta tensor", hint="Pass the real tensor.")
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -176,7 +178,7 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
     wanted = {spec.name: spec for spec in expected}
     if set(entries) != set(wanted):
         raise IntegrityError(
-            "a tensor file holds other tensors than the manifest says",
+            "the tensors of a file do not match the manifest",
             where=where,
             got=", ".join(sorted(set(entries) ^ set(wanted))[:5]),
         )
@@ -191,7 +193,7 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
         described = (_NAMES.get(str(entry["dtype"])), entry["shape"])
         if described != (spec.dtype, list(spec.shape)) or end != begin + spec.nbytes:
             raise IntegrityError(
-                "a tensor is not what the manifest says",
+                "a tensor's dtype or shape does not match the manifest",
                 where=f"{where}, {name}",
                 expected=f"{spec.dtype} {spec.shape}",
                 got=str(described),
@@ -200,10 +202,10 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
     at = 8 + length
     for place in sorted(places.values(), key=lambda place: (place.start, place.stop)):
         if place.start != at:
-            raise IntegrityError("tensors overlap or leave a hole", where=where)
+            raise IntegrityError("tensors overlap or leave a gap", where=where)
         at = place.stop
     if at != size:
-        raise IntegrityError("a tensor file has another length than its header says", where=where, expected=str(at), got=str(size))
+        raise IntegrityError("a tensor file's length does not match its header", where=where, expected=str(at), got=str(size))
     return places
 
 

@@ -119,7 +119,7 @@ def write_weights(
         home = {spec.name: writers[path] for path, shard in layout.items() for spec in shard}
         for name, tensor in tensors:
             if name not in home:
-                raise PackageError("a tensor that the package does not have", where=name)
+                raise PackageError("the package has no such tensor", where=name)
             home[name].add(name, tensor)
     names = {spec.name: path.removeprefix("weights/") for path, shard in layout.items() for spec in shard if path != NON_PERSISTENT}
     _write_lists(root, sum(spec.nbytes for spec in state), names, {path: _digests(root / path) for path in layout})
@@ -195,7 +195,7 @@ class WeightReader:
         used = {path for path, _ in self._specs.values()}
         listed = {path for path in manifest.files if path.startswith("weights/")} - {INDEX, CHUNKS}
         if used - listed or {path for path in listed if path not in used and (wanted or path == NON_PERSISTENT)}:
-            raise IntegrityError("the index names other files than the manifest", where=INDEX, got=", ".join(sorted(used ^ listed)[:5]))
+            raise IntegrityError("the files in the index do not match the manifest", where=INDEX, got=", ".join(sorted(used ^ listed)[:5]))
         sizes = {path: manifest.files[path].size for path in listed}
         table = _chunk_table(parse_canonical(read_checked(root, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes)
         last = chunks.LastChunk()
@@ -344,7 +344,9 @@ def _weight_map(index: Any, wanted: set[str]) -> dict[str, str]:
         raise IntegrityError("the index is malformed", where=INDEX)
     homes = index["weight_map"]
     if set(homes) != wanted or not all(isinstance(home, str) for home in homes.values()):
-        raise IntegrityError("the index names other tensors than the manifest", where=INDEX, got=", ".join(sorted(set(homes) ^ wanted)[:5]))
+        raise IntegrityError(
+            "the tensors in the index do not match the manifest", where=INDEX, got=", ".join(sorted(set(homes) ^ wanted)[:5])
+        )
     return dict(homes)
 
 
@@ -357,8 +359,8 @@ def _chunk_table(told: Any, sizes: Mapping[str, int]) -> dict[str, list[str]]:
         raise IntegrityError("the list of chunks is malformed", where=CHUNKS)
     files = told["files"]
     if not isinstance(files, dict) or set(files) != set(sizes):
-        raise IntegrityError("the list of chunks names other files than the manifest", where=CHUNKS)
+        raise IntegrityError("the files in the list of chunks do not match the manifest", where=CHUNKS)
     for path, size in sizes.items():
         if not isinstance(files[path], list) or len(files[path]) != -(-size // chunks.CHUNK):
-            raise IntegrityError("the list of chunks has another length than the file", where=f"{CHUNKS}, {path}")
+            raise IntegrityError("the list of chunks does not match the file's length", where=f"{CHUNKS}, {path}")
     return dict(files)

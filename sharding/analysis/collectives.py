@@ -83,14 +83,14 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
     for node, inside in _calls(module):
         if inside:
             raise PlanError(
-                "a collective stands in the body of an operator: ranks whose data differ would not all call it",
+                "a collective is in the body of an operator: ranks whose data differ would not all call it",
                 where=f"{where}, {node.name}",
                 got=str(node.target),
             )
         collective, ranks = _read(node, where, symbols)
         if collective.group not in groups:
             raise PlanError(
-                "a collective names a process group that the plan has not",
+                "a collective names a process group that the plan does not have",
                 where=f"{where}, {node.name}",
                 expected=", ".join(sorted(groups)),
                 got=collective.group,
@@ -98,12 +98,12 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
         size = len(groups[collective.group][0])
         if ranks is not None and ranks != size:
             raise PlanError(
-                "a collective takes its group for another size", where=f"{where}, {node.name}", expected=f"{size} ranks", got=f"{ranks}"
+                "a collective states the wrong size of its group", where=f"{where}, {node.name}", expected=f"{size} ranks", got=f"{ranks}"
             )
         whole = collective.elements
         if collective.operator == "reduce_scatter_tensor" and isinstance(whole, int) and whole % size:
             raise PlanError(
-                "what is scattered does not divide",
+                "a scattered tensor cannot be divided evenly",
                 where=f"{where}, {node.name}",
                 expected=f"a multiple of {size} elements",
                 got=f"{whole}",
@@ -165,7 +165,8 @@ def check_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where
             at = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), min(len(mine), len(its)))
             called = all(each.is_called for each in (*mine[at : at + 1], *its[at : at + 1]))
             raise PlanError(
-                "ranks would " + ("wait for one another: they call different collectives" if called else "not train as one: graphs differ"),
+                "ranks would "
+                + ("deadlock: they call different collectives" if called else "compute different results: their graphs differ"),
                 where=f"{where}, collective {at} of those that ranks {first} and {other} share",
                 expected=f"rank {first}: {mine[at] if at < len(mine) else 'no more'}",
                 got=f"rank {other}: {its[at] if at < len(its) else 'no more'}",
@@ -206,7 +207,7 @@ def _read(node: Node, where: str, symbols: dict[str, str]) -> tuple[Collective, 
     if isinstance(elements, SymInt) and not _UNBACKED.search(str(elements)):
         elements = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), str(elements))
     if not isinstance(arguments.get("group_name"), str) or isinstance(elements, SymInt):
-        raise PlanError("a collective whose group or size is not known before", where=f"{where}, {node.name}", got=str(node.target))
+        raise PlanError("the group or size of a collective is not known in advance", where=f"{where}, {node.name}", got=str(node.target))
     dtype = str(value.dtype).removeprefix("torch.")
     collective = Collective(name, arguments["group_name"], dtype, elements, arguments.get("reduce_op", ""))
     return collective, arguments["group_size"] if name in _SIZED else None

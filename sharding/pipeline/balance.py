@@ -69,7 +69,7 @@ def _first(step: StepGraph, count: int) -> Homes:
         raise PlanError(
             "the graph has fewer places to cut than there are stages",
             where="pipeline",
-            expected=f"at most {len(starts)} stages: so many operators use parameters",
+            expected=f"at most {len(starts)} stages, the number of operators that use parameters",
             got=str(count),
         )
     begins = _boundaries(forward, starts, count)

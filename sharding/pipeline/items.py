@@ -232,9 +232,9 @@ class Items:
         raise PlanError(
             "the pipeline's stages cannot compute a value where it is needed",
             where=item.node.name if port is None else f"{port.role.value} {port.name}",
-            expected="what forward needs on the same or an earlier stage, what backward needs on the same or a later one",
-            got=f"wanted on stages {sorted(item.homes or ())}, possible from {item.low} to {item.high}",
-            hint="Leave the choice of stages to the planner, or use another axis for this model.",
+            expected="inputs of forward on the same or an earlier stage, inputs of backward on the same or a later one",
+            got=f"needed on stages {sorted(item.homes or ())}, possible on {item.low} to {item.high}",
+            hint="Let the planner choose the stages, or use another axis for this model.",
         )
 
 

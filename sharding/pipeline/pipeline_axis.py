@@ -104,9 +104,9 @@ def pipe(
     """
     if package.recipe.feeds or len({turn.graph for turn in package.recipe.turns}) > 1:
         raise PlanError(
-            "a pipeline takes a job of one graph",
+            "pipeline parallelism requires a job with one graph",
             where="pipeline_ranks",
-            expected="no graphs that run in turns",
+            expected="a job whose graphs do not run in turns",
             got=", ".join(dict.fromkeys(turn.graph for turn in package.recipe.turns)),
             hint="Use the data axis and the tensor axis for this job.",
         )

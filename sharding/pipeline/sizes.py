@@ -134,11 +134,11 @@ def shape_text(shape: torch.Size, known: Mapping[str, tuple[str, int]], where: s
             continue
         if any(str(symbol) not in known for symbol in expression.free_symbols):
             raise PlanError(
-                "a tensor whose size the data decide would go from stage to stage",
+                "a tensor with a data-dependent size would be sent between stages",
                 where=where,
-                expected="sizes that the batch's sizes determine",
+                expected="sizes that depend only on the batch's sizes",
                 got=str(tuple(shape)),
-                hint="Use another axis for this model, or leave what computes it on one stage.",
+                hint="Use another axis for this model, or keep the operators that compute and use it on one stage.",
             )
         found.append(_spelled(expression))
     return tuple(found)

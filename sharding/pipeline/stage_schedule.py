@@ -41,7 +41,7 @@ class Action:
         found = _ACTION.fullmatch(text)
         if found is None:
             raise PlanError(
-                "this is no action of a pipeline", where="plan.pipeline.order", expected="such as 0F3, 0B3, 0I3 or 0W3", got=text
+                "this is not an action of a pipeline", where="plan.pipeline.order", expected="such as 0F3, 0B3, 0I3 or 0W3", got=text
             )
         return cls(int(found[1]), Part(found[2]), int(found[3]))
 
@@ -87,7 +87,7 @@ def make_order(schedule: Schedule, ranks: int, per_rank: int, microbatches: int)
         raise PlanError(
             f"the schedule {schedule} cannot be made",
             where="pipeline",
-            expected="microbatches and stages that torch's schedule takes",
+            expected="microbatches and stages that torch's schedule accepts",
             got=f"{ranks} ranks of {per_rank} stages, {microbatches} microbatches: {error}",
             hint="Choose another number of microbatches (--accumulate), or the schedule 1f1b with one stage on each rank.",
         ) from error
@@ -177,7 +177,7 @@ def instructions(order: Order, homes: Sequence[int], microbatches: int) -> list[
         if not ready:
             rank = next(rank for rank, row in enumerate(rows) if at[rank] < len(row))
             raise PlanError(
-                "the pipeline's ranks would wait for one another",
+                "the pipeline's ranks would deadlock",
                 where=f"plan.pipeline.order, rank {rank}",
                 expected="an order in which every action comes after what it needs",
                 got=f"{rows[rank][at[rank]]} waits",
@@ -225,7 +225,7 @@ def _check_complete(rows: Sequence[Sequence[Action]], homes: Sequence[int], micr
         for action in row:
             if action in where or action.stage >= len(homes) or homes[action.stage] != rank or action.microbatch >= microbatches:
                 raise PlanError(
-                    "an action of the pipeline is done twice, or by a rank that has not its stage, or for a microbatch that there is not",
+                    "an action of the pipeline occurs twice, is on a rank without its stage, or is for an unknown microbatch",
                     where=f"plan.pipeline.order, rank {rank}",
                     got=str(action),
                 )
@@ -235,7 +235,7 @@ def _check_complete(rows: Sequence[Sequence[Action]], homes: Sequence[int], micr
             parts = {part for part in Part if Action(stage, part, number) in where}
             if parts not in ({Part.FORWARD, Part.BACKWARD}, {Part.FORWARD, Part.INPUT, Part.WEIGHT}):
                 raise PlanError(
-                    "a stage does not do all of its work on a microbatch",
+                    "a stage does not complete its work on a microbatch",
                     where=f"plan.pipeline.order: stage {stage}, microbatch {number}",
                     expected="F and B, or F, I and W",
                     got=", ".join(sorted(part.value for part in parts)) or "nothing",

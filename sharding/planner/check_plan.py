@@ -49,7 +49,7 @@ def check_plan(plan: Plan, package: Package) -> None:
             groups = owners.get(slot.parameter, ())
             if (bucket.groups, bucket.whole) != (groups, tuple(g for g in groups if g in whole)):
                 raise PlanError(
-                    "a parameter is in a bucket of another update",
+                    "a parameter is in the bucket of another update",
                     where=f"plan.buckets: {bucket.name}: {slot.parameter}",
                     expected=", ".join(groups) or "none",
                     got=", ".join(bucket.groups) or "none",
@@ -62,7 +62,7 @@ def check_plan(plan: Plan, package: Package) -> None:
                 )
             if bucket.divided != (slot.parameter in plan.tensor_shards):
                 raise PlanError(
-                    "a bucket has parameters that the tensor axis divides, and others",
+                    "a bucket mixes parameters that the tensor axis divides with others",
                     where=f"plan.buckets: {bucket.name}: {slot.parameter}",
                     expected=f"divided: {slot.parameter in plan.tensor_shards}",
                     got=f"divided: {bucket.divided}",
@@ -71,7 +71,7 @@ def check_plan(plan: Plan, package: Package) -> None:
             end = slot.offset + slot.length
         if bucket.length < end or bucket.length % plan.world_size:
             raise PlanError(
-                "a bucket's length does not divide",
+                "a bucket's length cannot be divided evenly",
                 where=f"plan.buckets: {bucket.name}",
                 got=str(bucket.length),
                 expected=f"a multiple of {plan.world_size} of at least {end}",
@@ -79,7 +79,7 @@ def check_plan(plan: Plan, package: Package) -> None:
     if placed != shapes:
         wrong = min(set(placed.items()) ^ set(shapes.items()))[0]
         raise PlanError(
-            "the buckets do not hold the package's parameters",
+            "the buckets do not match the package's parameters",
             where=f"plan.buckets: {wrong}",
             expected=str(shapes.get(wrong, "no such parameter")),
             got=str(placed.get(wrong, "none")),
@@ -103,7 +103,7 @@ def _share_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
         shape, ranks = shapes[name], plan.tensor_ranks
         if not shard.divides(shape, ranks):
             raise PlanError(
-                "the tensor axis cannot divide a parameter so",
+                "the tensor axis cannot divide a parameter this way",
                 where=where,
                 expected=f"a dim of {shape} that is a multiple of {shard.blocks} blocks x {ranks} ranks",
                 got=str(shard),
@@ -142,18 +142,18 @@ def check_batch(package: Package, rows: int, world: int, accumulate: int) -> Non
             raise PlanError(
                 "the job was frozen with a static batch dim",
                 where=f"input {entry.name}",
-                expected=f"{entry.shape[0]} rows a call",
+                expected=f"{entry.shape[0]} rows per call",
                 got=f"{rows // calls}",
-                hint="Choose the global batch, workers and accumulation so, or freeze with a dynamic batch dim.",
+                hint="Change the global batch, workers or accumulation to match, or freeze with a dynamic batch dim.",
             )
     for name in package.manifest.training_graphs():
         guard = graph_guard(package.manifest.graphs[name])
         least, most = guard.ranges.get(str(guard.inputs[0].sizes[0]), (0, None))
         if rows // calls < least or (most is not None and rows // calls > most):
             raise PlanError(
-                "the graph does not take so many rows a call",
+                "the graph does not accept this number of rows per call",
                 where=f"graph {name}",
                 expected=f"{limits_text(least, most)} rows",
                 got=f"{rows // calls}",
-                hint="Choose the global batch, workers and accumulation so, or freeze with another range of the batch dim.",
+                hint="Change the global batch, workers or accumulation to match, or freeze with another range of the batch dim.",
             )

@@ -108,11 +108,11 @@ def read(name: str) -> DeviceProfile:
         return DeviceProfile.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (ValidationError, ValueError) as error:
         raise PlanError(
-            "the file does not hold a device's figures",
+            "this is not a device profile",
             where=str(path),
-            expected="as docs/planner.md says",
+            expected="the format in docs/planner.md",
             got=str(error).replace("\n", "; "),
-            hint="Write one with: trainload profile.",
+            hint="Create one with `trainload profile`.",
         ) from error
 
 

@@ -99,7 +99,9 @@ def make_plan(
     strategy = strategy or _default_strategy(owners, source, lanes)
     if strategy == "single" and lanes > 1:
         raise PlanError(
-            "one device was asked for, and the cluster has more" if lanes == world else "the data axis has more than one rank",
+            "the strategy single requires one device, but the cluster has more"
+            if lanes == world
+            else "the strategy single requires a data axis of one rank",
             where="strategy",
             expected=f"one of {', '.join(STRATEGIES[1:])}",
             got=f"single for {lanes} {'devices' if lanes == world else 'ranks'}",
@@ -169,23 +171,25 @@ def _data_ranks(
         left //= ranks
         spelled = f"the {left} devices that the tensor axis leaves" if ranks > 1 else spelled
     if rules and tensor_ranks == 1:
-        raise PlanError("there are rules for a tensor axis of one rank", where="tensor_rules", hint="Give tensor_ranks (--tensor).")
+        raise PlanError(
+            "tensor rules have no effect on a tensor axis of one rank", where="tensor_rules", hint="Set tensor_ranks (--tensor)."
+        )
     if divide != "tensor" and tensor_ranks == 1:
-        raise PlanError("one rank has nothing to divide", where="divide", got=divide, hint="Give tensor_ranks.")
+        raise PlanError("a tensor axis of one rank divides nothing", where="divide", got=divide, hint="Set tensor_ranks.")
     if pipeline_ranks == 1 and (schedule is not None or stages_per_rank is not None):
-        raise PlanError("there is a schedule for a pipeline of one rank", where="schedule", hint="Give pipeline_ranks (--pipeline).")
+        raise PlanError("a schedule has no effect on a pipeline of one rank", where="schedule", hint="Set pipeline_ranks (--pipeline).")
     return left
 
 
 def _shard_ranks(strategy: Strategy, cluster: Cluster, lanes: int, tensor_ranks: int, given: int | None) -> int | None:
     if strategy != "hybrid":
         if given is not None:
-            raise PlanError("a number of ranks that share one copy goes with the strategy hybrid", where="shard_ranks", got=strategy)
+            raise PlanError("this option requires the strategy hybrid", where="shard_ranks", got=strategy)
         return None
     ranks = min(lanes, max(1, cluster.devices_per_node // tensor_ranks)) if given is None else given
     if lanes % ranks or ranks < min(2, lanes):
         raise PlanError(
-            "so many ranks cannot share one copy",
+            "this number of ranks cannot share one copy of the model",
             where="shard_ranks",
             expected=f"a divisor of the {'cluster' if lanes == cluster.world_size else 'data axis'}'s {lanes} devices, at least 2",
             got=str(ranks),

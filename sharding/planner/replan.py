@@ -124,21 +124,21 @@ def _no_size(why: Mapping[int, PlanError], devices: int) -> PlanError:
     its error.
     """
     return PlanError(
-        "no number of nodes fits",
+        "no number of nodes is feasible",
         where=f"{min(why)} to {max(why)} nodes of {devices} devices",
         got="; ".join(f"{nodes}: {why[nodes].problem}" for nodes in sorted(why)),
-        hint="The rows of the global batch must divide among the ranks: choose other sizes, or launch with --set global_batch=N.",
+        hint="The global batch must be divisible by the number of ranks: choose other sizes, or launch with --set global_batch=N.",
     )
 
 
 def _of_size(source: Source, plan: Plan, cluster: Cluster) -> Plan:
     together = plan.tensor_ranks * plan.pipeline_ranks
     if cluster.world_size % together:
-        raise PlanError(f"{cluster.world_size} ranks do not divide into groups of {together}, which the plan's axes have")
+        raise PlanError(f"{cluster.world_size} ranks cannot be divided into groups of {together}, as the plan's axes require")
     lanes = cluster.world_size // together
     for accumulate in range(plan.accumulate, plan.global_batch + 1):
         if plan.global_batch % (lanes * accumulate) == 0 and plan.global_batch // (lanes * accumulate) <= plan.rows_per_call:
             return replan(source, plan, cluster, accumulate=accumulate)
     if plan.global_batch % lanes == 0:
         return replan(source, plan, cluster, accumulate=plan.global_batch // lanes)
-    raise PlanError(f"{plan.global_batch} rows do not divide among {lanes} ranks")
+    raise PlanError(f"{plan.global_batch} rows cannot be divided evenly among {lanes} ranks")

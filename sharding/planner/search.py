@@ -175,10 +175,12 @@ def search(
     judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say)
     if not judged:
         reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
-        raise PlanError("no plan can be made", where="plan", got=reasons or f"{rows} rows that do not divide among the devices")
+        raise PlanError(
+            "no plan can be made", where="plan", got=reasons or f"{rows} rows, which cannot be divided evenly among the devices"
+        )
     candidates: list[Candidate] = []
     for choice in _to_try(judged, device):
-        say(f"{len(judged):,} plans judged; playing number {len(candidates) + 1} of the best {exact} through: {choice}")
+        say(f"{len(judged):,} plans estimated; simulating number {len(candidates) + 1} of the best {exact}: {choice}")
         try:
             candidates.append(evaluate(source, cluster, device, choice, rows, options))
         except PlanError as error:
@@ -335,7 +337,7 @@ def _judge_all(
     refused: list[Refused] = []
     for tensor in _tensor_degrees(cluster, wanted):
         divide = wanted.divide if tensor > 1 else "tensor"
-        say("judging plans without a tensor axis" if tensor == 1 else f"judging plans with {divide} {tensor}")
+        say("estimating plans without a tensor axis" if tensor == 1 else f"estimating plans with {divide} {tensor}")
         try:
             judge = _Judge(source, cluster, device, source.tensor(tensor, options.get("tensor_rules"), divide), divide, rows)
         except PlanError as error:

@@ -20,9 +20,9 @@ def note_on_coupled_rows(manifest: Manifest, plan: Plan) -> str | None:
     if not coupled or calls == 1 or (normalised and plan.batch_norm == "synchronised" and plan.accumulate == 1):
         return None
     note = (
-        f"rows of one call depend on one another in graph {', '.join(coupled)} (batch norm, say, or negatives within the batch), so losses "
-        f"and gradients depend on the rows of a call: here {plan.rows_per_call} of {plan.global_batch}"
+        f"rows of one call depend on each other in graph {', '.join(coupled)} (through batch norm or in-batch negatives, for example), "
+        f"so losses and gradients depend on the rows of a call: here {plan.rows_per_call} of {plan.global_batch}"
     )
     if normalised and plan.batch_norm != "synchronised":
-        note += ". --batch-norm synchronised has batch norms take the rows of all ranks"
+        note += ". With --batch-norm synchronised, batch norm uses the rows of all ranks"
     return note

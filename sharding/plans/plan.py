@@ -156,10 +156,10 @@ class Pipeline(_Record):
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
         if set(self.stage_ranks) != set(range(self.ranks)) or len(self.order) != self.ranks:
-            raise ValueError(f"stage_ranks and order do not give each of {self.ranks} ranks its stages and actions")
+            raise ValueError(f"stage_ranks and order do not assign stages and actions to each of {self.ranks} ranks")
         unknown = [name for name, stage in self.buffers.items() if not 0 <= stage < len(self.stage_ranks)]
         if unknown:
-            raise ValueError(f"buffer {unknown[0]} is on a stage that there is not")
+            raise ValueError(f"buffer {unknown[0]} is on an unknown stage")
         return self
 
 
@@ -251,7 +251,7 @@ class Plan(_Record):
     @model_validator(mode="after")
     def _check_degrees(self) -> Self:
         if (self.strategy == "hybrid") != (self.shard_ranks is not None):
-            raise ValueError("shard_ranks goes with the strategy hybrid, and with no other")
+            raise ValueError("shard_ranks must be set with the strategy hybrid, and with no other")
         if self.world_size % self.tensor_ranks:
             raise ValueError(f"tensor_ranks is {self.tensor_ranks}, which does not divide the cluster's {self.world_size} devices")
         if self.world_size // self.tensor_ranks % self.pipeline_ranks:
@@ -261,19 +261,19 @@ class Plan(_Record):
         stages = range(0 if self.pipeline is None else len(self.pipeline.stage_ranks))
         for bucket in self.buckets:
             if not set(bucket.stages) <= set(stages) or bool(bucket.stages) != bool(stages):
-                raise ValueError(f"{bucket.name} is on stages {bucket.stages}, and the plan's are {list(stages) or 'none'}")
+                raise ValueError(f"{bucket.name} is on stages {bucket.stages}, but the plan has {list(stages) or 'none'}")
         if self.shard_ranks == 1 < self.data_ranks:
-            raise ValueError("shard_ranks is 1, so that every rank would hold everything: that is the strategy zero0")
+            raise ValueError("shard_ranks is 1, so every rank would hold everything: use the strategy zero0")
         if self.shard_ranks is not None and self.data_ranks % self.shard_ranks:
             raise ValueError(f"shard_ranks is {self.shard_ranks}, which does not divide the {self.data_ranks} ranks of the data axis")
         if self.strategy == "single" and self.data_ranks > 1:
-            raise ValueError(f"the strategy is single, and the data axis has {self.data_ranks} ranks")
+            raise ValueError(f"the strategy is single, but the data axis has {self.data_ranks} ranks")
         if self.tensor_ranks == 1 and self.tensor_shards:
-            raise ValueError("tensor_shards divides parameters, and tensor_ranks is 1")
+            raise ValueError("tensor_shards divides parameters, but tensor_ranks is 1")
         if self.tensor_ranks == 1 and self.divide != "tensor":
-            raise ValueError(f"divide is {self.divide}, and tensor_ranks is 1")
+            raise ValueError(f"divide is {self.divide}, but tensor_ranks is 1")
         if self.divide == "context" and self.tensor_shards:
-            raise ValueError("divide is context, which divides no parameter, and there are tensor_shards")
+            raise ValueError("divide is context, which divides no parameters, but there are tensor_shards")
         return self
 
     @property
@@ -407,7 +407,7 @@ def read_plan(path: Path) -> Plan:
         PlanError: the file does not exist or is malformed.
     """
     if not path.is_file():
-        raise PlanError("there is no such plan", where=str(path), hint="Make one: trainload plan PKG -o FILE.")
+        raise PlanError("there is no such plan", where=str(path), hint="Create one: trainload plan PKG -o FILE.")
     try:
         return Plan.model_validate_json(path.read_bytes())
     except ValidationError as error:

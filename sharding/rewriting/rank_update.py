@@ -107,7 +107,7 @@ def bucket_updates(buckets: Sequence[Bucket], updates: Sequence[UpdateGraph], gr
                 continue
             if group not in by_group or by_group[group][1].elementwise == (group in bucket.whole):
                 raise PlanError(
-                    "a bucket's update takes whole parameters, or does not, against the plan"
+                    "the plan and the package disagree on whether a bucket's update needs whole parameters"
                     if group in by_group
                     else "a bucket's group has no update",
                     where=f"plan.buckets: {bucket.name}, {group}",

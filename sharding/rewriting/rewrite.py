@@ -445,7 +445,7 @@ class _Rewriter:
         result = self._results[self._step.outputs.index(port)]
         if local & computed_from([result], values=True, owner=self._step.module):
             raise PlanError(
-                "a buffer of whole numbers is computed from the batch, so every rank would have another one",
+                "an integer buffer is computed from the batch, so every rank would have a different value",
                 where=f"buffer {port.name}",
                 expected="a count that does not depend on the rank's rows, or a floating-point buffer (ranks take the mean)",
                 got=str(result.meta["val"].dtype),

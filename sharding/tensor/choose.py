@@ -108,7 +108,9 @@ def _asked(steps: Sequence[StepGraph], rules: Mapping[str, Shard | None]) -> dic
     for pattern, shard in rules.items():
         fits = [name for name in names if fnmatchcase(name, pattern)]
         if not fits:
-            raise PlanError("a rule of the tensor axis fits no parameter", where=pattern, expected=f"one of {', '.join(list(names)[:20])}")
+            raise PlanError(
+                "a rule of the tensor axis matches no parameter", where=pattern, expected=f"one of {', '.join(list(names)[:20])}"
+            )
         for name in fits:
             found.setdefault(name, shard)
     return found
@@ -126,10 +128,10 @@ def _choose_one(step: StepGraph, ranks: int, decided: Mapping[str, Shard | None]
     missing = sorted(n for n, s in decided.items() if s is not None and taken.get(n) != s and any(p.name == n for p in step.inputs))
     if missing:
         raise PlanError(
-            "a parameter cannot be divided as asked",
+            "a parameter cannot be divided as requested",
             where=missing[0],
             expected="; ".join(str(c.shards[missing[0]]) for c in found if missing[0] in c.shards)
-            or "no division: the graph has none for it",
+            or "none: the graph does not allow dividing it",
             got=str(decided[missing[0]]),
         )
     return taken

@@ -88,7 +88,7 @@ def partition(step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, posit
             the graph has any.
 
     Raises:
-        PlanError: a parameter cannot be divided so, or two of them meet in one operator that would
+        PlanError: a parameter cannot be divided this way, or two of them meet in one operator that would
             need both whole.
     """
     return _Partitioner(step, ranks, shards, positions=positions).run()
@@ -165,7 +165,7 @@ class _Partitioner:
         where = f"plan.tensor_shards: {name}"
         if not shard.divides(shape, self._ranks):
             raise PlanError(
-                "a parameter cannot be divided so",
+                "a parameter cannot be divided this way",
                 where=where,
                 expected=f"a dim of {shape} that is a multiple of {shard.blocks} blocks x {self._ranks} ranks",
                 got=str(shard),
@@ -174,7 +174,7 @@ class _Partitioner:
         if apart is not None and can_share(self.links, leaf := self.links.factors.leaves(apart[1])[0], self._ranks):
             return leaf
         raise PlanError(
-            "the graph does not keep such shares of a parameter apart",
+            "the graph does not keep these shares of a parameter separate",
             where=where,
             expected=f"one of {', '.join(str(s) for _, s in divisions(self.links, node, self._ranks)) or 'none: leave it whole'}",
             got=str(shard),

@@ -87,23 +87,25 @@ def _shards(
         found = choose(steps, ranks, whole, rules)
         if not found:
             raise PlanError(
-                "the tensor axis finds nothing to divide",
+                "the tensor axis has nothing to divide",
                 where="tensor_ranks",
-                expected=f"a dim of a parameter, no dim of the batch, that is a multiple of {ranks} and worth its exchanges",
+                expected=f"a parameter dim, not a batch dim, that is a multiple of {ranks} and worth its communication",
                 got="none",
-                hint="Use the data axis, or say what to divide (--tensor-rule).",
+                hint="Use the data axis, or specify what to divide (--tensor-rule).",
             )
         return found
     if rules:
-        raise PlanError("rules say which parameters are divided", where="tensor_rules", expected="divide tensor or sequence", got=what)
+        raise PlanError(
+            "tensor rules only apply where parameters are divided", where="tensor_rules", expected="divide tensor or sequence", got=what
+        )
     if what == "context":
         return {}
     found = experts(steps, ranks, whole)
     if not found:
         raise PlanError(
-            "the graph has no experts that so many ranks could share",
+            "the graph has no experts that this number of ranks can share",
             where="tensor_ranks",
-            expected=f"parameters of a batch of matrix products, a multiple of {ranks} of them",
+            expected=f"parameters of batched matrix products, whose batch is a multiple of {ranks}",
             got="none",
             hint="Use the tensor axis (--tensor), or the data axis.",
         )
@@ -113,19 +115,19 @@ def _shards(
 def _check_positions(found: Positions | None, ranks: int, least: float) -> None:
     if found is None:
         raise PlanError(
-            "the graph has no positions that so many ranks could share",
+            "the graph has no positions that this number of ranks can share",
             where="tensor_ranks",
-            expected=f"a dim of the data beside its rows, of a fixed size that is a multiple of {ranks}, with matrix products along it",
+            expected=f"an input dim other than the rows, of a fixed size that is a multiple of {ranks}, with matrix products along it",
             got="none",
             hint="Freeze with sequences of such a length (padded, where they are shorter), or choose another number of ranks.",
         )
     if found.share < least:
         assert found.whole is not None
         raise PlanError(
-            "most of the work cannot be done for some positions alone",
+            "most of the work cannot be divided by positions",
             where=f"{found.whole.name} ({found.whole.target})",
-            expected=f"{least:.0%} of the operations of matrix products at least",
-            got=f"{found.share:.0%}, for positions of which there are {found.factor.size}",
+            expected=f"at least {least:.0%} of the operations of matrix products",
+            got=f"{found.share:.0%}, for a dim of {found.factor.size} positions",
             hint="Use the tensor axis (--tensor), which divides parameters.",
         )
 

@@ -36,15 +36,15 @@ LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "n
 """Entries of a batch that predict does not read."""
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "label_smoothing_factor": (0, "Give Job(loss=...) a loss with smoothing."),
+    "label_smoothing_factor": (0, "Pass a loss with label smoothing: Job(loss=...)."),
     "fp16": (False, "Use bf16, which needs no loss scaling."),
-    "gradient_checkpointing": (False, "Leave it off: a captured graph keeps or recomputes what its plan says."),
+    "gradient_checkpointing": (False, "Leave it off: the plan decides which activations are recomputed."),
     "neftune_noise_alpha": (None, "Add the noise in the model's embedding."),
-    "optim_args": (None, "Give the optimizer by dataclasses.replace(job, optimizer=...)."),
-    "optim_target_modules": (None, "Give the optimizer by dataclasses.replace(job, optimizer=...)."),
-    "deepspeed": (None, "Leave it out: the strategy is chosen by trainload.plan."),
-    "fsdp": (None, "Leave it out: the strategy is chosen by trainload.plan."),
-    "parallelism_config": (None, "Leave it out: the strategy is chosen by trainload.plan."),
+    "optim_args": (None, "Set the optimizer with dataclasses.replace(job, optimizer=...)."),
+    "optim_target_modules": (None, "Set the optimizer with dataclasses.replace(job, optimizer=...)."),
+    "deepspeed": (None, "Omit it: the strategy is chosen by trainload.plan."),
+    "fsdp": (None, "Omit it: the strategy is chosen by trainload.plan."),
+    "parallelism_config": (None, "Omit it: the strategy is chosen by trainload.plan."),
 }
 """Unsupported setting -> its value without effect, and a hint."""
 _UNTABLED = ("reduce_lr_on_plateau", "greedy")
@@ -84,12 +84,12 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
                 where=f"batch[{name!r}]",
                 expected="a tensor",
                 got=type(value).__name__,
-                hint='Give the collator return_tensors="pt".',
+                hint='Pass return_tensors="pt" to the collator.',
             )
     if _unheld(model):
         warnings.warn(
-            "the experts are computed by transformers' batched_mm, since its grouped_mm in float32 is an operator of its own that no "
-            "package can hold. It copies the weights of each token's experts; a model in bfloat16 keeps torch's grouped_mm.",
+            "the experts are computed by transformers' batched_mm, because its grouped_mm in float32 is a custom operator that a "
+            "package cannot contain. batched_mm copies the weights of each token's experts; a model in bfloat16 keeps torch's grouped_mm.",
             stacklevel=2,
         )
     weigh = _weight_of(model, entries)
@@ -104,7 +104,7 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
     def predict(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: value for name, value in _called(module, given, dtype).items() if "logits" in name and isinstance(value, Tensor)}
         if not found:
-            raise JobError("the model returns no logits", where="model", got=type(module).__name__, hint="Give job_of(..., predict=...).")
+            raise JobError("the model returns no logits", where="model", got=type(module).__name__, hint="Pass job_of(..., predict=...).")
         return found
 
     fields: dict[str, Any] = {
@@ -148,7 +148,7 @@ def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | No
         raise JobError("not a transformers model: it has no configuration", where="model", got=type(model).__name__)
     part = next((name for name, module in (within or model).named_modules() if module is model), None)
     if part is None:
-        raise JobError("the job's model does not hold the transformers model", where="within", got=type(within).__name__)
+        raise JobError("the job's model does not contain the transformers model", where="within", got=type(within).__name__)
     name = type(model).__name__
     config.architectures = [name]
     config.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -176,15 +176,15 @@ class _Settings:
         for name, (idle, hint) in _REFUSED.items():
             value = self.get(name, idle)
             if value not in (idle, None, "", [], {}, False) and value != idle:
-                raise JobError("has no meaning for a package", where=f"args.{name}", expected=repr(idle), got=repr(value), hint=hint)
+                raise JobError("this setting is not supported", where=f"args.{name}", expected=repr(idle), got=repr(value), hint=hint)
         self.steps: int = self.get("max_steps", -1)
         if self.steps < 1:
             raise JobError(
-                "a job needs its number of steps, since the data come later",
+                "a job needs its number of steps, because the data set is specified later",
                 where="args.max_steps",
                 expected="1 or more",
                 got=str(self.steps),
-                hint="Set max_steps; for epochs, rows of the data * epochs / rows of one update.",
+                hint="Set max_steps. For epochs, it is rows of the data * epochs / rows per update.",
             )
 
     def get(self, name: str, default: Any) -> Any:
@@ -210,11 +210,11 @@ class _Settings:
         }
         if name not in makers:
             raise JobError(
-                "an optimizer that this helper does not know",
+                "unsupported optimizer",
                 where="args.optim",
                 expected=", ".join(makers),
                 got=name,
-                hint="Give one by dataclasses.replace(job, optimizer=...).",
+                hint="Set one with dataclasses.replace(job, optimizer=...).",
             )
 
         def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -232,7 +232,10 @@ class _Settings:
         steps = self.steps
         if name in _UNTABLED:
             raise JobError(
-                "a schedule that reads the loss is no function of the step", where="args.lr_scheduler_type", got=name, hint="Use cosine."
+                "a schedule that depends on the loss is not supported",
+                where="args.lr_scheduler_type",
+                got=name,
+                hint="Use a schedule that depends only on the step, such as cosine.",
             )
 
         def make(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -241,7 +244,7 @@ class _Settings:
             try:
                 made: torch.optim.lr_scheduler.LRScheduler = get_scheduler(name, optimizer, count, steps, options)
             except (ValueError, TypeError) as error:
-                raise JobError(f"transformers makes no such schedule: {error}", where="args.lr_scheduler_type", got=name) from error
+                raise JobError(f"transformers cannot create this schedule: {error}", where="args.lr_scheduler_type", got=name) from error
             return made
 
         return make
@@ -276,7 +279,7 @@ def _weight_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[Mappi
         reduction = getattr(getattr(model, "config", None), "ctc_loss_reduction", "mean")
         if reduction != "mean":
             raise JobError(
-                "a loss that is a sum depends on the batch size", where="model.config.ctc_loss_reduction", expected="mean", got=reduction
+                "a summed loss depends on the batch size", where="model.config.ctc_loss_reduction", expected="mean", got=reduction
             )
         return lambda _: None
     if labels is None or labels.is_floating_point():

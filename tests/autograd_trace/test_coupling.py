@@ -184,4 +184,4 @@ def test_the_journal_says_so(package: Package, tmp_path: Path) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single", accumulate=2)
     trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local", compile=False)
     (warning,) = [event.data["message"] for event in read_events(tmp_path / "run") if event.kind == "warning"]
-    assert warning.startswith("rows of one call depend on one another in graph train")
+    assert warning.startswith("rows of one call depend on each other in graph train")

@@ -70,8 +70,7 @@ TRAINING: tuple[Mutation, ...] = (
         "capture/watching/saved_tensors.py",
         "        _check_same(kept[1], result, page)\n",
         "",
-        "../capture/watching/test_gradient_forms.py"
-        "::test_what_has_no_sound_form_is_refused[rounded-give backward other values than forward saved]",
+        "../capture/watching/test_gradient_forms.py::test_what_has_no_sound_form_is_refused[rounded-change the values saved for backward]",
     ),
     Mutation(
         2,

@@ -198,7 +198,7 @@ def test_ctrl_c_before_the_run_began_says_so(empty: Path) -> None:
     def work(_report: object) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(RunInterrupted, match=r"It had not begun: launch it again"):
+    with pytest.raises(RunInterrupted, match=r"It had not started: launch it again"):
         runs._watch(work, Path("my run"))
 
 

@@ -83,7 +83,7 @@ def asked_for(tmp_path_factory: pytest.TempPathFactory) -> Package:
 def test_a_package_says_which_mode_each_graph_was_captured_in(fallen_back: Package) -> None:
     tracing = read_debug(fallen_back.path, "capture")["tracing"]
     assert {name: how["mode"] for name, how in tracing.items()} == {"train": "strict", "eval": "non-strict"}
-    assert "one size only in this model" in tracing["train"]["why"]
+    assert "only one size in this model" in tracing["train"]["why"]
 
 
 def test_inspect_prints_it(fallen_back: Package, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,7 @@ def test_the_command_line_freezes_by_itself(spec: str, capsys: pytest.CaptureFix
 
 def test_no_strict_refuses_on_the_command_line(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["freeze", spec, "-o", "a.tl", "--no-strict"]) == 2
-    assert "one size only in this model" in capsys.readouterr().err
+    assert "only one size in this model" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # the option is passed on as --no-strict is
@@ -148,7 +148,7 @@ def test_strict_on_the_command_line_is_written_down(spec: str, capsys: pytest.Ca
 
 
 def test_strict_names_what_it_would_lose(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="strict mode would lose something: forward changes the grad mode"):
+    with pytest.raises(CaptureError, match="strict mode would lose part of the model: forward changes the grad mode"):
         trainload.freeze(job(Model(lambda _, x: torch.no_grad()(torch.tanh)(x) + x)), tmp_path / "a.tl", strict=True)
 
 

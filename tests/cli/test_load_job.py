@@ -92,11 +92,11 @@ def test_a_name_that_is_no_job_is_refused(name: str, problem: str, write: Write)
     [
         (
             "import os\nimport no_such_library\n",
-            "the_users_job.py:2: it does not import: ModuleNotFoundError: No module named 'no_such_library'",
+            "the_users_job.py:2: the import failed: ModuleNotFoundError: No module named 'no_such_library'",
         ),
-        ("x = 1\n\ny = x +\n", "the_users_job.py:3: it does not import: SyntaxError: invalid syntax"),
-        ("import json\njson.loads('{')\n", "the_users_job.py:2: it does not import: JSONDecodeError"),
-        ("import sys\nsys.exit(4)\n", "the_users_job.py:2: it does not import: SystemExit: 4"),
+        ("x = 1\n\ny = x +\n", "the_users_job.py:3: the import failed: SyntaxError: invalid syntax"),
+        ("import json\njson.loads('{')\n", "the_users_job.py:2: the import failed: JSONDecodeError"),
+        ("import sys\nsys.exit(4)\n", "the_users_job.py:2: the import failed: SystemExit: 4"),
     ],
     ids=["missing library", "syntax", "in a library", "exit"],
 )

@@ -47,9 +47,9 @@ REFUSED = {
     "${file:/nowhere/key}": r"\$\{file:/nowhere/key\} names a file that cannot be read here: No such file",
     "${file:key}": r"\$\{file:key\} names a file that cannot be read here: the path does not begin with /",
     "${file:/dev/null}": r"\$\{file:/dev/null\} names a file that is empty",
-    "${vault:key}": r"this is no reference to a secret \(expected \$\{env:NAME\} or \$\{file:/PATH\}, got \$\{vault:key\}\)",
-    "${env:KEY": r"this is no reference to a secret",
-    "s3://key:hunter2000@bucket/a": r"s3://key:\*\*\*@bucket/a: a URL with credentials in it would be written into files\. Leave them",
+    "${vault:key}": r"this is not a reference to a secret \(expected \$\{env:NAME\} or \$\{file:/PATH\}, got \$\{vault:key\}\)",
+    "${env:KEY": r"this is not a reference to a secret",
+    "s3://key:hunter2000@bucket/a": r"s3://key:\*\*\*@bucket/a: the URL contains credentials, which would be written to files\. Set them",
 }
 
 

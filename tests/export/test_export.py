@@ -264,11 +264,11 @@ def test_a_package_without_a_predict_graph_says_which_it_has(packaged: Package, 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"graph": "train"}, "a training graph is there to be differentiated"),
+        ({"graph": "train"}, "a training graph cannot be exported"),
         ({"graph": "critic"}, "no such graph (expected eval, predict, got critic)"),
-        ({"variant": "short"}, "no such variant (expected no variants but the first, got short)"),
+        ({"variant": "short"}, "no such variant (expected only the first variant, got short)"),
         ({"to": "onnx"}, "expected pt2, aoti, huggingface"),
-        ({"part": "first"}, "a graph is exported whole"),
+        ({"part": "first"}, "only weights can be exported in part"),
         ({"device": "tpu"}, "expected cpu or cuda, got tpu"),
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
@@ -322,7 +322,7 @@ def test_what_was_written_wrongly_is_noticed(trained: Package, tmp_path: Path, m
         program.state_dict["norm.running_mean"] = program.state_dict["norm.running_mean"] - 1
 
     monkeypatch.setattr(torch.export, "save", saves_another)
-    assert "differs from the package's own graph in its output" in refusal(trained, tmp_path / "a.pt2")
+    assert "differs from the package's own in its output" in refusal(trained, tmp_path / "a.pt2")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -178,13 +178,13 @@ def test_a_configuration_does_not_go_with_the_weights_of_a_part(gpt: Package, tm
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     package = trainload.freeze(job(Model(), assets={"tokenizer/vocab.txt": b"", "vocab.txt": b""}), tmp_path / "a.tl")
-    with pytest.raises(PackageError, match=r"assets/vocab\.txt: two files of the folder have one name"):
+    with pytest.raises(PackageError, match=r"assets/vocab\.txt: two files of the folder have the same name"):
         trainload.export(package, tmp_path / "folder", to="huggingface")
     assert [path.name for path in tmp_path.iterdir()] == ["a.tl"]
 
 
 def test_a_model_that_is_not_within_the_other_is_refused() -> None:
-    with pytest.raises(JobError, match="does not hold the transformers model"):
+    with pytest.raises(JobError, match="does not contain the transformers model"):
         assets_of(gpt2(), within=Pair())
 
 
@@ -241,13 +241,13 @@ def test_a_part_has_its_own_names_and_an_alias_whose_owner_is_elsewhere(trained:
 
 
 def test_a_part_that_there_is_not_is_refused_with_those_that_there_are(trained: Package, tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match=r"no module of this name with weights.*There are: first, last, norm"):
+    with pytest.raises(PackageError, match=r"no module of this name with weights.*Modules with weights: first, last, norm"):
         trainload.export(trained, tmp_path / "a", to="huggingface", part="second")
 
 
 @pytest.mark.parametrize("option", [{"graph": "eval"}, {"variant": "long"}, {"device": "cpu"}], ids=lambda option: next(iter(option)))
 def test_an_option_without_a_meaning_is_refused(trained: Package, option: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match=f"{next(iter(option))}: a folder of weights has no graph"):
+    with pytest.raises(PackageError, match=f"{next(iter(option))}: an export of weights contains no graph"):
         trainload.export(trained, tmp_path / "a", to="huggingface", **option)
 
 
@@ -256,6 +256,6 @@ def test_a_tensor_that_was_written_wrongly_is_noticed(trained: Package, tmp_path
 
     add = TensorFileWriter.add
     monkeypatch.setattr(TensorFileWriter, "add", lambda self, name, tensor: add(self, name, tensor + 1 if name == "last.bias" else tensor))
-    with pytest.raises(PackageError, match=r"model\.safetensors, last\.bias: a tensor was written that is not the package's"):
+    with pytest.raises(PackageError, match=r"model\.safetensors, last\.bias: a written tensor differs from the package's"):
         trainload.export(trained, tmp_path / "a", to="huggingface")
     assert list(tmp_path.iterdir()) == []

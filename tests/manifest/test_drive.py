@@ -59,7 +59,7 @@ def test_the_first_driver_launches_and_the_next_one_goes_on(tmp_path: Path, monk
 def test_a_run_that_somebody_stopped_asks_for_no_other_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     run_dir = tmp_path / "run"
     assert driven(run_dir, ended(STOPPED), monkeypatch)[0] == 0
-    assert "the run was stopped, so the job is done: submit it again to go on" in " ".join(capsys.readouterr().err.split())
+    assert "the run was stopped, so the job is done: submit it again to continue" in " ".join(capsys.readouterr().err.split())
     assert driven(run_dir, ended(STOPPED), monkeypatch) == (0, [["resume", str(run_dir), "--address", "auto"]])
 
 
@@ -106,7 +106,7 @@ def test_a_mark_that_an_earlier_head_left_counts_no_more(tmp_path: Path, monkeyp
 def test_a_run_that_is_over_gets_no_mark(tmp_path: Path, capsys: Capture) -> None:
     ended(STOPPED)(tmp_path)
     assert cli.run(["manifest", "evict", str(tmp_path)]) == 2
-    assert "the run is not going on" in capsys.readouterr().err
+    assert "the run is not running" in capsys.readouterr().err
     assert not (tmp_path / "evicted").exists()
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_has_diverged_is_not_driven_again(tmp_path: Path, monkeypatch
     driven(run_dir, ended(DIVERGED), monkeypatch)
     capsys.readouterr()
     assert driven(run_dir, ended(DIVERGED), monkeypatch) == (1, [])
-    assert "the run has diverged, and would again (got the loss is nan)" in capsys.readouterr().err
+    assert "the run has diverged, and would diverge again (got the loss is nan)" in capsys.readouterr().err
 
 
 def test_a_run_that_has_gone_on_since_it_diverged_is_driven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def steps(time: float, numbers: Sequence[int], **more: Any) -> list[Event]:
 
 def failure(time: float, **told: Any) -> Event:
     said = {"what": "death", "message": "rank 1 died", "ranks": [1], "nodes": [], "doing": {}, "attempt": 1}
-    return Event("failure", {**said, "action": "it starts again from its last checkpoint", **told}, BEGIN + time)
+    return Event("failure", {**said, "action": "it restarts from its last checkpoint", **told}, BEGIN + time)
 
 
 def event(time: float, kind: str, **data: Any) -> Event:

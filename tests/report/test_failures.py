@@ -69,7 +69,7 @@ def test_a_run_that_failed_and_was_resumed() -> None:
     events = [start(0), *steps(0, range(5)), told, resumed, start(1005, step=3), *steps(1005, range(3, 6))]
     attempts, (found,), spent = read(events, going_on=True)
     assert (found.what, found.message) == ("failed", "TrainingError: the loss is nan")
-    assert found.action.startswith("it was resumed at")
+    assert found.action.startswith("resumed at")
     assert attempts[0].away == (BEGIN + 8, BEGIN + 1000)
     assert attempts[1].prepared == BEGIN + 1000
     assert (found.again, spent["nobody drove it"], spent["starting"]) == (2, 992.0, 5.0)

@@ -65,7 +65,7 @@ def charts(faulty_run: Path) -> Sequence[Chart]:
 
 
 def test_it_lists_the_failures_of_the_run(faulty: Read) -> None:
-    for text in ("death", "rank 1 died", "it starts again from its last checkpoint", "in a step at step 10", "saving at step 10"):
+    for text in ("death", "rank 1 died", "it restarts from its last checkpoint", "in a step at step 10", "saving at step 10"):
         assert text in faulty.texts
     assert [name for name in ("curves", "timeline", "failures", "warnings", "run") if name not in faulty.values("id")] == []
     titles = "\n".join(faulty.texts)
@@ -75,16 +75,16 @@ def test_it_lists_the_failures_of_the_run(faulty: Read) -> None:
 
 def test_what_a_failure_has_cost_is_in_its_row(faulty: Read) -> None:
     row = faulty.texts[faulty.texts.index("rank 1 died") :]
-    assert row[row.index("it starts again from its last checkpoint") + 1 :][:3] == ["5.0s", "16s", "5"]
+    assert row[row.index("it restarts from its last checkpoint") + 1 :][:3] == ["5.0s", "16s", "5"]
 
 
 def test_there_is_a_chart_for_every_kind_of_number(charts: Sequence[Chart]) -> None:
     assert [chart.name for chart in charts] == ["loss", "norm", "rate", "wait", "memory", "mfu", "metric0"]
     assert charts[0].legend == (
         ("train", "training"),
-        ("again", "done again later"),
+        ("again", "repeated later"),
         ("evaluation", "evaluation"),
-        ("restart", "started again"),
+        ("restart", "restart"),
         ("checkpoint", "checkpoint"),
     )
 
@@ -242,7 +242,7 @@ def test_many_failures_and_ranks_are_a_small_page(tmp_path: Path) -> None:
     text = page_of(read_run(run))
     assert len(text.encode()) < 2_000_000
     found = Read(text)
-    assert "The last 100; 20 came before them." in found.texts
+    assert "The last 100; 20 earlier ones are not shown." in found.texts
     assert "and 42 more" in found.texts
     assert "and 44 more" in found.texts
 
@@ -295,7 +295,7 @@ def test_what_is_no_report_is_not_replaced(tmp_path: Path, capsys: pytest.Captur
     made_run(tmp_path / "run", [])
     (tmp_path / "notes.html").write_text("my own")
     line = refused(["report", tmp_path / "run", "--output", tmp_path / "notes.html"], tmp_path, capsys)
-    assert "it exists already, and is no report" in line
+    assert "it exists already and is not a report" in line
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,12 +52,12 @@ def test_a_slice_of_few_rows_is_not_judged_and_that_is_said() -> None:
 
 def test_a_column_that_has_drifted_is_warned_of() -> None:
     verdict = decide(BAR, BETTER, drift={"age": 0.3, "height": 0.1}, drift_warn=0.2)
-    assert (verdict.promote, verdict.warnings) == (True, ("column age has drifted: 0.3, from 0.2 on that is much",))
+    assert (verdict.promote, verdict.warnings) == (True, ("column age has drifted: 0.3, which reaches the warning level of 0.2",))
 
 
 def test_a_column_beyond_the_bar_is_refused() -> None:
     verdict = decide(BAR, BETTER, drift={"age": 1.5}, drift_warn=0.2, drift_bar=1.0)
-    assert (verdict.promote, verdict.reason) == (False, "column age has drifted: 1.5, and 1 is the bar")
+    assert (verdict.promote, verdict.reason) == (False, "column age has drifted: 1.5, which reaches the bar of 1")
 
 
 def test_all_that_failed_is_told() -> None:

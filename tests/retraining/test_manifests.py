@@ -113,7 +113,7 @@ def test_what_comes_every_so_often_comes_at_the_same_times_by_crontab(every: str
 
 @pytest.mark.parametrize("every", ["90s", "7m", "5h", "2d", "36h"])
 def test_what_no_crontab_says_is_refused(every: str) -> None:
-    with pytest.raises(RequestError, match=r"schedule\.every: this schedule is no crontab's"):
+    with pytest.raises(RequestError, match=r"schedule\.every: this interval cannot be written as a crontab expression"):
         crontab_of(Timing.model_validate({"every": every}))
 
 
@@ -149,7 +149,7 @@ def test_systemd_means_the_same_by_it(crontab: str) -> None:
 
 @pytest.mark.parametrize("crontab", ["0 0 13 * 5", "0 0 * JAN *", "0 0 L * *", "0 0 * * 5#3"])
 def test_what_systemd_cannot_say_is_refused(crontab: str) -> None:
-    with pytest.raises(RequestError, match="systemd has no such schedule"):
+    with pytest.raises(RequestError, match="systemd cannot express this schedule"):
         calendar_of(crontab, "UTC")
 
 
@@ -168,4 +168,4 @@ def test_a_missed_tick_is_skipped_by_the_timer_too(tmp_path: Path, capsys: pytes
 def test_there_must_be_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = file(tmp_path, schedule=None)
     assert cli.run(["retrain", "manifest", "systemd", str(path)]) == 2
-    assert "Give the key schedule" in capsys.readouterr().err
+    assert "Set the key `schedule`" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_a_tick_that_fails_of_what_may_pass_is_tried_again_with_longer_and_longe
 
     assert served(clock, 2, last=hour(0), tick=tick, said=said) == [hour(1)] * 4 + [hour(2)]
     assert [round((later - earlier).total_seconds()) for earlier, later in pairwise(tried[:4])] == [60, 120, 240]
-    assert sum("; it is tried again in" in text for text in said) == 3
+    assert sum("; retrying in" in text for text in said) == 3
 
 
 def test_it_is_not_tried_again_when_the_next_one_is_due() -> None:
@@ -164,7 +164,7 @@ def test_a_store_that_cannot_be_asked_for_longer_than_a_period_does_not_end_the_
 
     serve(Every(HOUR), "once", tick, last_done, on_event=said.append, clock=clock, ticks=4)
     assert (found[0], found[-1]) == (hour(1), hour(4))
-    assert any(text.startswith("what was run cannot be asked: ") for text in said)
+    assert any(text.startswith("the ticks that have run cannot be read: ") for text in said)
 
 
 def test_who_asks_a_loop_to_end_that_waits_to_try_again_need_not_wait_for_it() -> None:

@@ -70,11 +70,11 @@ def test_without_new_files_it_says_so(small: Package, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     first = taken(config, small, tmp_path)
     again = taken(config, small, tmp_path, had=[(file.name, file.identity) for file in first.files])
-    assert again.empty.startswith("no new data: nothing in")
+    assert again.empty.startswith("no new data: all files in")
 
 
 def test_where_there_are_no_files_at_all_it_says_so(small: Package, tmp_path: Path) -> None:
-    assert "there is no such data" in taken(config_of(tmp_path), small, tmp_path).empty
+    assert "no data was found" in taken(config_of(tmp_path), small, tmp_path).empty
 
 
 def test_too_few_rows_are_no_new_data(small: Package, tmp_path: Path) -> None:
@@ -201,12 +201,12 @@ def test_too_many_slices_are_refused(small: Package, tmp_path: Path) -> None:
     write_day(tmp_path / "data" / "1.arrow")
     held = write_day(tmp_path / "held" / "h.arrow", rows=100, seed=9, land=np.arange(100))
     config = config_of(tmp_path, evaluation={"files": str(held), "slices": {"column": "land", "require": "eval.loss < 9"}})
-    assert "the slices' column has too many values" in taken(config, small, tmp_path).refused
+    assert "the column of the slices has too many distinct values" in taken(config, small, tmp_path).refused
 
 
 def test_columns_that_are_no_inputs_are_dropped_where_that_is_asked_for(small: Package, tmp_path: Path) -> None:
     write_day(tmp_path / "data" / "1.arrow", number=np.arange(40))
-    assert "columns that are no inputs" in taken(config_of(tmp_path), small, tmp_path).refused
+    assert "columns that are not inputs" in taken(config_of(tmp_path), small, tmp_path).refused
     config = config_of(tmp_path, data=data(tmp_path, drop=["number"]))
     snapshot = take(config, WHEN, small, set(), tmp_path / "other")
     assert set(rows_of(train_source(config, snapshot, tmp_path / "other"), small, tmp_path)) == {"x", "cls"}
@@ -262,7 +262,7 @@ def test_a_file_that_changed_since_is_noticed(small: Package, tmp_path: Path) ->
     snapshot = taken(config_of(tmp_path), small, tmp_path)
     check_unchanged(snapshot)
     write_day(path, seed=4)
-    with pytest.raises(DataError, match="has changed since it was looked at"):
+    with pytest.raises(DataError, match="has changed since it was inspected"):
         check_unchanged(snapshot)
 
 
@@ -270,7 +270,7 @@ def test_a_file_that_is_gone_is_noticed(small: Package, tmp_path: Path) -> None:
     path = write_day(tmp_path / "data" / "1.arrow")
     snapshot = taken(config_of(tmp_path), small, tmp_path)
     path.unlink()
-    with pytest.raises(DataError, match="a file of the tick's data is gone"):
+    with pytest.raises(DataError, match="a file of the tick's data no longer exists"):
         check_unchanged(snapshot)
 
 
@@ -278,7 +278,7 @@ def test_rows_are_chosen_of_tables_alone(small: Package, tmp_path: Path) -> None
     (tmp_path / "data").mkdir()
     np.savez(tmp_path / "data" / "1.npz", x=np.zeros((20, 4), dtype=np.float32), cls=np.zeros(20, dtype=np.int64))
     config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.npz")})
-    with pytest.raises(RequestError, match="in these formats alone"):
+    with pytest.raises(RequestError, match="from files in certain formats"):
         taken(config, small, tmp_path)
 
 
@@ -387,7 +387,7 @@ def test_a_nan_in_it_is_told_by_its_row(small: Package, tmp_path: Path) -> None:
 def test_a_row_without_a_time_is_bad_data(small: Package, tmp_path: Path) -> None:
     times = [None if row == 5 else when for row, when in enumerate(HOURS)]
     snapshot = taken(timed(tmp_path, np.zeros((200, 4), dtype=np.float32), times), small, tmp_path)
-    assert "the column that tells the time holds nulls" in snapshot.refused
+    assert "the time column contains nulls" in snapshot.refused
 
 
 def test_what_is_said_of_a_file_is_cut_where_a_record_ends(small: Package, tmp_path: Path) -> None:
@@ -413,5 +413,5 @@ def test_rows_that_cannot_be_chosen_are_found_before_anything_runs(small: Packag
     (tmp_path / "data").mkdir()
     np.savez(tmp_path / "data" / "1.npz", x=np.zeros((20, 4), dtype=np.float32), cls=np.zeros(20, dtype=np.int64))
     config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.npz")})
-    with pytest.raises(RequestError, match="in these formats alone"):
+    with pytest.raises(RequestError, match="from files in certain formats"):
         newest(config, WHEN, small, 10)

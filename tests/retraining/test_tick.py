@@ -97,12 +97,12 @@ def test_a_tick_that_was_run_is_not_run_again(work: Pretended, tmp_path: Path) -
 def test_a_tick_before_one_that_was_begun_is_refused(work: Pretended, tmp_path: Path) -> None:
     runs = scheduler(config_of(tmp_path / "store"), work)
     runs.tick(at(1))
-    with pytest.raises(RequestError, match="a later tick was begun already"):
+    with pytest.raises(RequestError, match="a later tick has already started"):
         runs.tick(at(0))
 
 
 def test_a_time_that_is_to_come_is_refused(work: Pretended, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="this time is to come"):
+    with pytest.raises(RequestError, match="this time is in the future"):
         scheduler(config_of(tmp_path / "store"), work).tick(at(10_001))
 
 
@@ -123,7 +123,7 @@ def test_a_tick_that_fails_too_often_is_given_up_and_says_why(work: Pretended, t
             runs.tick(at(0))
     ended = Ticks(store_of(tmp_path), LINE).read(Ended, name(0))
     assert ended is not None
-    assert (ended.outcome, ended.reason) == ("failed", "it failed 2 times, the last time of: the train stage: broken")
+    assert (ended.outcome, ended.reason) == ("failed", "it failed 2 times, the last time with: the train stage: broken")
 
 
 def test_after_one_that_was_given_up_the_next_one_runs(work: Pretended, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_tick_goes_on_with_the_configuration_that_it_was_begun_with(work: Pret
         scheduler(config_of(tmp_path / "store"), work).tick(at(0))
     changed = config_of(tmp_path / "store", gate={"require": "eval.loss < 0"})
     assert scheduler(changed, work, said).tick(at(0)).outcome == "promoted"
-    assert f"tick {name(0)} goes on with the configuration that it was begun with" in said
+    assert f"tick {name(0)} continues with the configuration that it started with" in said
 
 
 def test_commands_and_folders_are_those_of_the_file_whatever_the_store_says(packaged: Package, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_two_ticks_of_a_line_do_not_run_at_once(work: Pretended, tmp_path: Path,
     other = scheduler(config, Pretended(work.package, tmp_path / "other"), Said(), owner="second")
     (tmp_path / "other").mkdir()
     if taken == "forbid":
-        with pytest.raises(LeaseTakenError, match="another tick is under way"):
+        with pytest.raises(LeaseTakenError, match="another tick is running"):
             other.tick(at(1))
         go_on.set()
     else:
@@ -299,7 +299,7 @@ def test_a_tick_whose_configuration_cannot_be_read_any_more_is_given_up(
         patch.setattr(Config, "to_json", lambda config: {**config.model_dump(mode="json", by_alias=True), "of_tomorrow": 1})
         ended = scheduler(config_of(tmp_path / "store"), work).tick(at(0))
     assert ended.outcome == "failed"
-    assert "of_tomorrow: there is no such key" in ended.reason
+    assert "of_tomorrow: unknown key" in ended.reason
     assert scheduler(config_of(tmp_path / "store"), work).tick(at(1)).outcome == "promoted"
 
 
@@ -314,7 +314,7 @@ def test_a_challenger_that_somebody_rejected_before_it_was_promoted_does_not_sto
     work.fail = by_hand
     ended = scheduler(config_of(tmp_path / "store"), work).tick(at(0))
     assert ended.outcome == "conflict"
-    assert f"the challenger was {verdict} meanwhile" in ended.reason
+    assert f"the challenger was {verdict} in the meantime" in ended.reason
     work.fail = lambda _stage: None
     assert scheduler(config_of(tmp_path / "store"), work).tick(at(1)).outcome == "promoted"
 

@@ -103,4 +103,4 @@ def test_it_goes_on_with_the_run_that_was_lost(story: Story) -> None:
 
 
 def test_it_takes_the_place_of_the_lease_that_was_not_given_back(story: Story) -> None:
-    assert [reason.startswith("lease 2 takes the place of lease 1") for reason in story.reasons].count(True) == 1
+    assert [reason.startswith("lease 2 replaces lease 1") for reason in story.reasons].count(True) == 1

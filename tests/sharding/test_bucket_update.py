@@ -86,7 +86,7 @@ def test_the_norm_is_reduced_where_gradients_are_sharded(strategy: Strategy, red
 
 def test_an_update_of_whole_parameters_on_slices_is_refused() -> None:
     first, second = captured()[3]
-    with pytest.raises(PlanError, match="takes whole parameters"):
+    with pytest.raises(PlanError, match="needs whole parameters"):
         UpdateStep(make_plan("zero0", 8), [replace(first, shape=(2, 2)), second], recipe(), "train")
 
 

@@ -93,7 +93,7 @@ def test_what_goes_between_stages_grows_with_the_rows(gpt_source: Source) -> Non
             {"tensor_ranks": 4, "pipeline_ranks": 4},
             "pipeline_ranks: the pipeline axis does not divide the cluster (expected a divisor of the 2 devices",
         ),
-        ({"schedule": "zbv"}, "schedule: there is a schedule for a pipeline of one rank"),
+        ({"schedule": "zbv"}, "schedule: a schedule has no effect on a pipeline of one rank"),
         ({"pipeline_ranks": 2, "schedule": "zbv", "stages_per_rank": 1}, "pipeline: the schedule zbv has two stages on each rank"),
         ({"pipeline_ranks": 8, "stages_per_rank": 8}, "pipeline: the graph has fewer places to cut than there are stages"),
         ({"pipeline_ranks": 8, "accumulate": 3}, "global_batch: the global batch cannot be split evenly"),
@@ -114,10 +114,10 @@ def edited(plan: Plan, **entries: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
-        ({"ranks": 3}, "stage_ranks and order do not give each of 3 ranks"),
-        ({"stage_ranks": (0, 0)}, "stage_ranks and order do not give each of 2 ranks"),
+        ({"ranks": 3}, "stage_ranks and order do not assign stages and actions to each of 3 ranks"),
+        ({"stage_ranks": (0, 0)}, "stage_ranks and order do not assign stages and actions to each of 2 ranks"),
         ({"stage_ranks": (0, 1, 1)}, None),
-        ({"buffers": {"mean": 2}}, "buffer mean is on a stage that there is not"),
+        ({"buffers": {"mean": 2}}, "buffer mean is on an unknown stage"),
     ],
 )
 def test_an_edited_pipeline_is_refused(plan: Plan, gpt: Package, entries: dict[str, Any], reason: str | None) -> None:
@@ -125,7 +125,7 @@ def test_an_edited_pipeline_is_refused(plan: Plan, gpt: Package, entries: dict[s
         with pytest.raises(ValidationError, match=reason):
             Plan.model_validate(edited(plan, **entries))
     else:
-        with pytest.raises(PlanError, match="a stage does not do all of its work"):
+        with pytest.raises(PlanError, match="a stage does not complete its work"):
             check_plan(Plan.model_validate(edited(plan, **entries)), gpt)
 
 
@@ -133,7 +133,7 @@ def test_an_edited_order_that_would_hang_is_refused(plan: Plan, gpt: Package) ->
     assert plan.pipeline is not None
     first, second = plan.pipeline.order
     changed = Plan.model_validate(edited(plan, order=[first[::-1], second]))
-    with pytest.raises(PlanError, match="would wait for one another"):
+    with pytest.raises(PlanError, match="would deadlock"):
         check_plan(changed, gpt)
 
 

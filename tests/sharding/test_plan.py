@@ -88,7 +88,7 @@ def test_a_number_of_ranks_that_cannot_share_a_copy_is_refused(gpt_source: Sourc
 
 
 def test_shards_of_another_strategy_are_refused(gpt_source: Source) -> None:
-    with pytest.raises(PlanError, match="goes with the strategy hybrid"):
+    with pytest.raises(PlanError, match="requires the strategy hybrid"):
         trainload.plan(gpt_source, FOUR, "zero3", shard_ranks=2)
 
 
@@ -96,9 +96,9 @@ def test_shards_of_another_strategy_are_refused(gpt_source: Source) -> None:
     ("changed", "told"),
     [
         ({"shard_ranks": 3}, "does not divide the 4 ranks of the data axis"),
-        ({"shard_ranks": 1}, "that is the strategy zero0"),
-        ({"shard_ranks": None}, "goes with the strategy hybrid"),
-        ({"strategy": "zero3"}, "goes with the strategy hybrid"),
+        ({"shard_ranks": 1}, "use the strategy zero0"),
+        ({"shard_ranks": None}, "must be set with the strategy hybrid"),
+        ({"strategy": "zero3"}, "must be set with the strategy hybrid"),
     ],
 )
 def test_a_plan_edited_by_hand_says_what_does_not_fit(changed: dict[str, object], told: str) -> None:

@@ -84,10 +84,10 @@ def test_a_rule_is_followed(gpt_source: Source) -> None:
             {"tensor_ranks": 3},
             "tensor_ranks: the tensor axis does not divide the cluster (expected a divisor of the cluster's 8 devices, got 3)",
         ),
-        ({"tensor_rules": {"*": None}}, "tensor_rules: there are rules for a tensor axis of one rank"),
-        ({"tensor_ranks": 2, "tensor_rules": {"*": None}}, "tensor_ranks: the tensor axis finds nothing to divide"),
-        ({"tensor_ranks": 2, "strategy": "single"}, "strategy: the data axis has more than one rank"),
-        ({"tensor_ranks": 2, "strategy": "hybrid", "shard_ranks": 8}, "shard_ranks: so many ranks cannot share one copy"),
+        ({"tensor_rules": {"*": None}}, "tensor_rules: tensor rules have no effect on a tensor axis of one rank"),
+        ({"tensor_ranks": 2, "tensor_rules": {"*": None}}, "tensor_ranks: the tensor axis has nothing to divide"),
+        ({"tensor_ranks": 2, "strategy": "single"}, "strategy: the strategy single requires a data axis of one rank"),
+        ({"tensor_ranks": 2, "strategy": "hybrid", "shard_ranks": 8}, "shard_ranks: this number of ranks cannot share one copy"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
@@ -101,9 +101,9 @@ def test_what_cannot_be_planned_is_refused(gpt_source: Source, options: dict[str
     ("changed", "line"),
     [
         ({"tensor_ranks": 3}, "tensor_ranks is 3, which does not divide the cluster's 8 devices"),
-        ({"tensor_ranks": 1}, "tensor_shards divides parameters, and tensor_ranks is 1"),
+        ({"tensor_ranks": 1}, "tensor_shards divides parameters, but tensor_ranks is 1"),
         ({"tensor_ranks": 8}, "which does not divide the 1 ranks of the data axis"),
-        ({"strategy": "single", "shard_ranks": None}, "the strategy is single, and the data axis has 4 ranks"),
+        ({"strategy": "single", "shard_ranks": None}, "the strategy is single, but the data axis has 4 ranks"),
     ],
 )
 def test_degrees_edited_by_hand_say_what_does_not_fit(plan: Plan, changed: dict[str, object], line: str) -> None:
@@ -115,8 +115,8 @@ def test_degrees_edited_by_hand_say_what_does_not_fit(plan: Plan, changed: dict[
     ("name", "shard", "line"),
     [
         ("nothing", Shard(dim=0), "plan.tensor_shards: nothing: the tensor axis divides a parameter that the package lacks"),
-        ("narrow.weight", Shard(dim=7), "plan.tensor_shards: narrow.weight: the tensor axis cannot divide a parameter so"),
-        ("narrow.weight", Shard(dim=1, blocks=5), "plan.tensor_shards: narrow.weight: the tensor axis cannot divide a parameter so"),
+        ("narrow.weight", Shard(dim=7), "plan.tensor_shards: narrow.weight: the tensor axis cannot divide a parameter this way"),
+        ("narrow.weight", Shard(dim=1, blocks=5), "plan.tensor_shards: narrow.weight: the tensor axis cannot divide a parameter this way"),
         ("norms.0.weight", Shard(dim=0), "plan.buckets: "),
     ],
 )
@@ -136,7 +136,7 @@ def muon(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def test_what_an_optimizer_needs_whole_is_not_divided(muon: Package) -> None:
-    with pytest.raises(PlanError, match="finds nothing to divide"):
+    with pytest.raises(PlanError, match="has nothing to divide"):
         trainload.plan(muon, trainload.Cluster(devices_per_node=2), tensor_ranks=2)
     with pytest.raises(PlanError, match=r"0\.weight: a parameter's optimizer needs it whole"):
         trainload.plan(muon, trainload.Cluster(devices_per_node=2), tensor_ranks=2, tensor_rules={"0.*": Shard(dim=0)})
@@ -188,8 +188,9 @@ def test_a_tensor_axis_of_another_kind_is_refused(small_package: Package, text: 
 @pytest.mark.parametrize("rule", ["mix_in.weight", "=0", "a=b", "a=0/0", "a=-1", "a=0/"])
 def test_a_rule_that_is_none_is_refused(small_package: Package, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", str(small_package.path), "--devices-per-node", "2", "--tensor", "2", "--tensor-rule", rule]) != 0
-    assert f"--tensor-rule: this is no rule of the tensor axis (expected PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole, got {rule})" in (
-        capsys.readouterr().err.replace("\n", " ")
+    assert (
+        f"--tensor-rule: this is not a rule of the tensor axis (expected PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole, got {rule})"
+        in (capsys.readouterr().err.replace("\n", " "))
     )
 
 

@@ -54,5 +54,5 @@ def test_what_is_no_number_in_eager_ends_a_run(sample: ModuleSample, tmp_path: P
 @pytest.mark.matrix(when=lambda sample: sample is LAZY[0])
 @pytest.mark.parametrize("sample", LAZY, ids=str)
 def test_a_lazy_module_is_refused(sample: ModuleSample, tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"has no shape yet \(a lazy module's\)"):
+    with pytest.raises(CaptureError, match=r"has no shape yet \(it belongs to a lazy module\)"):
         trainload.freeze(job_of_module(sample), tmp_path / "job.tl")

@@ -66,7 +66,7 @@ def commands(
 ) -> None:  # read by commands.shared
     """Freeze a PyTorch training job; choose the parallelism at launch."""
     if policy is not None and context.invoked_subcommand not in _OBEYING:
-        raise click.UsageError(f"--policy goes with {', '.join(_OBEYING)}.")
+        raise click.UsageError(f"--policy can only be used with {', '.join(_OBEYING)}.")
 
 
 @commands.command(short_help="Write a job's package.")
@@ -96,20 +96,22 @@ def freeze(
     assets: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Write the package of the job that SPEC names.
+    """Freeze the job that SPEC names and write its package.
 
     SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
     captured graphs are compared with eager PyTorch, loss and every gradient, before anything is written. The table of
-    --explain-shapes is printed even where torch then refuses the sizes.
+    --explain-shapes is printed even if torch then rejects the sizes.
     """
     if output.exists():
         raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
     if abstract and (explain_shapes or apply_suggested_fixes):
-        raise click.UsageError("--abstract goes without --explain-shapes and --apply-suggested-fixes: use them on the reduced job.")
+        raise click.UsageError(
+            "--abstract cannot be combined with --explain-shapes or --apply-suggested-fixes: use them on the reduced job."
+        )
     if reduced is not None and not abstract:
-        raise click.UsageError("--reduced goes with --abstract.")
+        raise click.UsageError("--reduced requires --abstract.")
     if abstract and (bundle_ops or wheels):
-        raise click.UsageError("--abstract goes without --bundle-ops and --wheel: an abstract package is not run.")
+        raise click.UsageError("--abstract cannot be combined with --bundle-ops or --wheel: an abstract package is not run.")
     libraries = named_libraries()
     # The job's own code may go to another folder, so paths are made absolute before it runs.
     target = Path.cwd() / output
@@ -166,7 +168,7 @@ def _asset_options(given: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
         name, _, path = text.partition("=")
         name, _, media_type = name.partition(":")
         if not name or not path:
-            raise click.UsageError(f"--asset {text}: give NAME=PATH, or NAME:TYPE/SUBTYPE=PATH.")
+            raise click.UsageError(f"--asset {text}: expected NAME=PATH or NAME:TYPE/SUBTYPE=PATH.")
         found[name] = (str(Path.cwd() / path), media_type or None)
     return found
 

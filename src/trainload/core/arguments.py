@@ -44,7 +44,7 @@ def out_of_range(
     parts = [str(part) for part in first["loc"]] if value is _UNKNOWN else _inside(value, first["loc"])
     alternatives = found if value is not _UNKNOWN else found[:1]
     expected = [each["msg"].removeprefix("Input should be ") for each in alternatives if each["input"] is first["input"]]
-    problem = "is of the wrong type" if first["type"].endswith(_OF_TYPES) else "is out of its range"
+    problem = "has the wrong type" if first["type"].endswith(_OF_TYPES) else "is out of range"
     place = ".".join(filter(None, [where, *(names.get(part, part) for part in parts)]))
     return kind(problem, where=place, expected=" or ".join(dict.fromkeys(expected)), got=shown(first["input"]))
 

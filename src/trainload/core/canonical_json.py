@@ -61,7 +61,7 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
         text = data.decode("utf-8")
         value = json.loads(text, parse_constant=_not_finite)
     except _NotFiniteError as error:
-        raise UnsafePackageError("JSON holds a number that is not finite", where=where, got=str(error)) from error
+        raise UnsafePackageError("JSON contains a number that is not finite", where=where, got=str(error)) from error
     except ValueError as error:
         raise IntegrityError(f"not readable as JSON in UTF-8: {error}", where=where, hint="Fetch the package again.") from error
     try:
@@ -102,7 +102,7 @@ def _check_no_duplicates(items: list[tuple[str, Any]], where: str) -> None:
     seen: set[str] = set()
     for name, _ in items:
         if name in seen:
-            raise UnsafePackageError("JSON object has a key twice", where=where, got=repr(name))
+            raise UnsafePackageError("JSON object has a duplicate key", where=where, got=repr(name))
         seen.add(name)
 
 

@@ -30,10 +30,10 @@ def check_no_credentials(url: str, where: str = "") -> None:
     shown = redacted(url)
     if HIDDEN in shown and HIDDEN not in url:
         raise StorageError(
-            "a URL with credentials in it would be written into files",
+            "the URL contains credentials, which would be written to files",
             where=where or shown,
             got=shown if where else "",
-            hint="Leave them to the environment of every node, or refer to them: ${env:NAME} or ${file:/PATH}.",
+            hint="Set them in the environment of every node, or refer to them as ${env:NAME} or ${file:/PATH}.",
         )
 
 
@@ -53,7 +53,7 @@ def resolve(text: str) -> str:
     check_no_credentials(text)
     for match in _ANY.finditer(text):
         if not REFERENCE.fullmatch(match[0]):
-            raise StorageError("this is no reference to a secret", where=text, expected="${env:NAME} or ${file:/PATH}", got=match[0])
+            raise StorageError("this is not a reference to a secret", where=text, expected="${env:NAME} or ${file:/PATH}", got=match[0])
     return REFERENCE.sub(lambda match: _value(match, text), text)
 
 
@@ -115,11 +115,11 @@ def _text_of(name: str, reference: str, text: str) -> str:
         with path.open("rb") as file:
             value = file.read(_MOST_BYTES).decode().removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError) as error:
-        reason = "it is no text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
+        reason = "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
         raise StorageError(
             f"{reference} names a file that cannot be read here: {reason}",
             where=text,
-            hint="Put it there for the processes that open the storage, on every node.",
+            hint="Make it readable to the processes that open the storage, on every node.",
         ) from None
     if not value:
         raise StorageError(f"{reference} names a file that is empty", where=text)

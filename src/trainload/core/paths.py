@@ -44,12 +44,12 @@ def open_inside(root: Path, path: str) -> BinaryIO:
             raise IntegrityError("a file of the package is missing", where=path, hint="Fetch the package again.") from error
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # ENXIO: a socket
-                raise UnsafePackageError("a link, or something else that is no plain file, is in the way", where=path) from error
+                raise UnsafePackageError("the path contains a link or something that is not a regular file", where=path) from error
             raise StorageError(f"a file of the package cannot be read: {error.strerror}", where=path) from error
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
-        raise UnsafePackageError("something in the package is no plain file", where=path)
+        raise UnsafePackageError("a file of the package is not a regular file", where=path)
     return file
 
 
@@ -95,10 +95,10 @@ def check_name(path: Path) -> None:
     """
     if "\0" in str(path) or len(os.fsencode(path.name)) > LONGEST_NAME:
         raise StorageError(
-            "no file can have this name",
+            "the file name is too long or contains NUL",
             where=shown(str(path)),
-            expected=f"at most {LONGEST_NAME} bytes, and none of them NUL",
-            hint="Choose another.",
+            expected=f"at most {LONGEST_NAME} bytes, without NUL",
+            hint="Choose another name.",
         )
 
 

@@ -27,5 +27,5 @@ def reading(what: str, where: str | Path, instead: str = "") -> Iterator[None]:
         raise StorageError(
             f"{what} cannot be read: {error.strerror}",
             where=str(where),
-            hint=f"See that you may read it, and that its storage answers{instead}.",
+            hint=f"Check its permissions, and that its storage responds{instead}.",
         ) from error

@@ -71,7 +71,7 @@ class Sealed(Record):
         """
         raw = parse_canonical(data, where, max_bytes=MAX_RECORD, max_depth=_DEPTH)
         if not isinstance(raw, dict):
-            raise IntegrityError("a record of the store is no object", where=where)
+            raise IntegrityError("a record of the store is not a JSON object", where=where)
         version = raw.get("format_version")
         if isinstance(version, int) and not isinstance(version, bool) and version > STORE_VERSION:
             raise StorageError(
@@ -79,7 +79,7 @@ class Sealed(Record):
                 hint="Update trainload.",
             )  # fmt: skip
         if raw.pop("checksum", None) != sha256_bytes(canonical_json(raw)):
-            raise IntegrityError("a record of the store is damaged: its checksum is another one", where=where)
+            raise IntegrityError("a record of the store is damaged: its checksum does not match", where=where)
         try:
             return cls.model_validate_json(canonical_json(raw))
         except ValidationError as error:

@@ -32,8 +32,8 @@ def load_module(location: str) -> ModuleType:
 def _from_file(location: str) -> ModuleType:
     path = Path(location)
     if not path.is_file():
-        problem = "this is a folder" if path.is_dir() else "there is no such file"
-        raise JobError(problem, where=location, hint=f"The job is given as {FORMS}.")
+        problem = "this is a folder, not a file" if path.is_dir() else "there is no such file"
+        raise JobError(problem, where=location, hint=f"Specify the job as {FORMS}.")
     path = path.resolve()
     name = path.stem
     loaded = sys.modules.get(name)
@@ -50,7 +50,7 @@ def _from_file(location: str) -> ModuleType:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise JobError(f"it does not import: {describe(error)}", where=user_line(error, module)) from error
+        raise JobError(f"the import failed: {describe(error)}", where=user_line(error, module)) from error
     return module
 
 
@@ -60,11 +60,11 @@ def _from_name(location: str) -> ModuleType:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
-            hint = f"The job is given as {FORMS}."
+            hint = f"Specify the job as {FORMS}."
             raise JobError(f"there is no module {error.name!r}", where=location, hint=hint) from error
-        raise JobError(f"it does not import: {describe(error)}", where=user_line(error, location)) from error
+        raise JobError(f"the import failed: {describe(error)}", where=user_line(error, location)) from error
     except (Exception, SystemExit) as error:
-        raise JobError(f"it does not import: {describe(error)}", where=user_line(error, location)) from error
+        raise JobError(f"the import failed: {describe(error)}", where=user_line(error, location)) from error
 
 
 def _put_first(folder: Path) -> None:

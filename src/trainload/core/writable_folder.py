@@ -38,7 +38,7 @@ def check_writable_folder(folder: Path, problem: str, hint: str) -> None:
         raise StorageError(
             problem,
             where=str(folder),
-            expected=f"to make a file in {existing}, and to remove it again",
+            expected=f"to create a file in {existing} and remove it again",
             got=error.strerror or str(error),
             hint=hint,
         ) from error

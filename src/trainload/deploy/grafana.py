@@ -112,7 +112,7 @@ def _panels() -> list[list[dict[str, Any]]]:
         ],
         [
             _curve("Model FLOP/s utilisation", [(_of(MFU), "{{run}}")], "percentunit"),
-            _curve("Memory, greatest of all ranks", [(_of(MEMORY), "{{run}}")], "bytes"),
+            _curve("Memory, maximum over ranks", [(_of(MEMORY), "{{run}}")], "bytes"),
         ],
         [
             _curve("Metrics", [(_of(METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")], "none"),

@@ -96,9 +96,9 @@ class Pods:
         for name, value in self.env.items():
             check_variable(name, value)
         if not _QUANTITY.fullmatch(self.memory):
-            raise RequestError("this is no quantity of memory", where="--memory", expected="such as 64Gi", got=self.memory)
+            raise RequestError("this is not a quantity of memory", where="--memory", expected="such as 64Gi", got=self.memory)
         if not re.fullmatch(r"\S+", self.image):
-            raise RequestError("this is no name of an image", where="--image", got=repr(self.image))
+            raise RequestError("this is not the name of an image", where="--image", got=repr(self.image))
         path = PurePosixPath(self.mount)
         if not path.is_absolute() or len(path.parts) < 2 or ".." in path.parts or any(path.is_relative_to(own) for own in _OWN_PATHS):
             raise RequestError(
@@ -133,7 +133,7 @@ def check_label(name: str, where: str, *, most: int = 63, dots: bool = False, le
         return
     begins = "begin with a letter and end" if letter else "begin and end"
     raise RequestError(
-        "this is no name that Kubernetes takes",
+        "this is not a valid Kubernetes name",
         where=where,
         expected=f"at most {most} of a-z, 0-9 and -{', labels with dots between' if dots else ''}, which {begins} with a letter or digit",
         got=repr(name),
@@ -143,12 +143,12 @@ def check_label(name: str, where: str, *, most: int = 63, dots: bool = False, le
 def check_variable(name: str, value: str) -> None:
     """Raise RequestError, without the value, if an environment variable is invalid or looks like a secret."""
     if not _VARIABLE.fullmatch(name):
-        raise RequestError("this is no name of an environment variable", where="--env", got=repr(name))
+        raise RequestError("this is not the name of an environment variable", where="--env", got=repr(name))
     if is_secret_name(name) or HIDDEN in redacted(value):
         raise RequestError(
-            f"{name} looks like a secret, and a manifest is no place for one",
+            f"{name} looks like a secret, which does not belong in a manifest",
             where="--env",
-            hint=f"Put it into a Secret (kubectl create secret generic NAME --from-literal {name}=...), and give --secret NAME.",
+            hint=f"Put it into a Secret (kubectl create secret generic NAME --from-literal {name}=...), and pass --secret NAME.",
         )
 
 

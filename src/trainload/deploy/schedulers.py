@@ -42,7 +42,7 @@ def crontab_of(timing: Timing) -> tuple[str, str]:
             hours = minutes // 60
             return ("0 0 * * *" if hours == 24 else f"0 */{hours} * * *" if hours > 1 else "0 * * * *"), "UTC"
     raise RequestError(
-        "this schedule is no crontab's",
+        "this interval cannot be written as a crontab expression",
         where="schedule.every",
         expected="minutes that divide an hour, hours that divide a day, 1d or 7d; or the key cron",
         got=f"{timing.every}",
@@ -102,7 +102,7 @@ def systemd_units(name: str, timing: Timing, tick: Sequence[str], folder: str) -
         RequestError: systemd cannot express the schedule.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
-        raise RequestError("this is no name of a unit", where="--name", expected="letters, digits and _ . -", got=name)
+        raise RequestError("this is not a valid name of a unit", where="--name", expected="letters, digits and _ . -", got=name)
     crontab, zone = crontab_of(timing)
     service = f"""\
 [Unit]
@@ -144,11 +144,11 @@ def calendar_of(crontab: str, zone: str) -> str:
     minute, hour, day, month, weekday = fields
     if any(not _FIELD.fullmatch(part) for field in fields for part in field.split(",")) or "*" not in (day[:1], weekday[:1]):
         raise RequestError(
-            "systemd has no such schedule",
+            "systemd cannot express this schedule",
             where="schedule.cron",
             expected="numbers, ranges, lists and steps; days of the month or of the week, not both",
             got=crontab,
-            hint="Let `trainload retrain run` wait for it.",
+            hint="Use `trainload retrain run`, which waits for it itself.",
         )
     weekdays = "" if weekday == "*" else f"{_weekdays(weekday)} "
     return f"{weekdays}*-{_times(month, 1)}-{_times(day, 1)} {_times(hour, 0)}:{_times(minute, 0)}:00 {zone}"

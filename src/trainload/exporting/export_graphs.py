@@ -127,17 +127,19 @@ def export(
     path = Path(path)
     check_weights(package)
     if to not in get_args(Kind):
-        raise PackageError("there is no such way out", where="to", expected=", ".join(get_args(Kind)), got=repr(to))
+        raise PackageError("unknown export format", where="to", expected=", ".join(get_args(Kind)), got=repr(to))
     if to == "huggingface":
         given = {"graph": graph, "variant": variant, "device": device}
         if useless := [name for name, value in given.items() if value is not None]:
-            raise PackageError("a folder of weights has no graph", where=", ".join(useless), hint="Leave it out, or choose pt2 or aoti.")
+            raise PackageError("an export of weights contains no graph", where=", ".join(useless), hint="Omit it, or choose pt2 or aoti.")
         check_path(path)
         return _export_weights(package, path, part, check)
     if part is not None:
-        raise PackageError("a graph is exported whole", where="part", hint='Leave it out, or choose "huggingface".')
+        raise PackageError("only weights can be exported in part", where="part", hint='Omit it, or choose "huggingface".')
     if path.suffix != _SUFFIX:
-        raise PackageError("torch opens files of another name", where=str(path), expected=f"a name that ends in {_SUFFIX}", got=path.name)
+        raise PackageError(
+            "torch cannot open a file with this name", where=str(path), expected=f"a name that ends in {_SUFFIX}", got=path.name
+        )
     check_path(path)
     capture = package.captured(_chosen(package, graph, variant))
     target = _device(device or "cpu")
@@ -153,22 +155,20 @@ def _chosen(package: Package, graph: str | None, variant: str | None) -> str:
     usable = [name for name, mode in modes.items() if mode is not Mode.TRAIN]
     base = graph or "predict"
     if variant and variant not in manifest.variants:
-        known = ", ".join(manifest.variants) or "no variants but the first"
+        known = ", ".join(manifest.variants) or "only the first variant"
         raise PackageError("the graph has no such variant", where=base, expected=known, got=variant)
     name = f"{base}-{variant}" if variant else base
     if name in usable:
         return name
     if name in modes:
-        raise PackageError(
-            "a training graph is there to be differentiated, and cannot be exported", where=name, expected=", ".join(usable), got=name
-        )
-    hint = "" if graph else "Give Job(predict=...) before the freeze, or choose another graph: --graph eval gives the loss and metrics."
+        raise PackageError("a training graph cannot be exported", where=name, expected=", ".join(usable), got=name)
+    hint = "" if graph else "Specify Job(predict=...) before the freeze, or choose another graph: --graph eval gives the loss and metrics."
     raise PackageError("the package has no such graph", where=name, expected=", ".join(usable), got=name, hint=hint)
 
 
 def _device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
-        raise PackageError("a graph is exported for no such device", where="device", expected="cpu or cuda", got=name)
+        raise PackageError("a graph cannot be exported for this device", where="device", expected="cpu or cuda", got=name)
     if name == "cuda" and not torch.cuda.is_available():
         raise ClusterError("there is no GPU here", where="device", expected="cuda", got="cpu", hint="Export it on a machine that has one.")
     return torch.device(name)
@@ -222,7 +222,7 @@ def _export_graph(
             except OSError:
                 raise
             except Exception as error:  # torch's compiler may raise anything
-                raise PackageError(f"torch {torch.__version__} cannot export it: {raised(error)}", where=where, got=to) from error
+                raise PackageError(f"torch {torch.__version__} cannot export the graph: {raised(error)}", where=where, got=to) from error
             difference = _difference(capture, _Own(whole, program), place, to, device, batches) if check else None
     return Exported(path, to, name, device.type, inputs, outputs, own, libraries, difference, files=1, bytes=path.stat().st_size)
 
@@ -291,7 +291,7 @@ def _difference(
             compiled = load_ahead(written)
             call = lambda batch: compiled(**batch)  # noqa: E731  # parallel to the other branch
     except Exception as error:  # torch's loader may raise anything
-        raise PackageError(f"torch {torch.__version__} cannot open what it wrote: {raised(error)}", where=where, got=to) from error
+        raise PackageError(f"torch {torch.__version__} cannot open the exported file: {raised(error)}", where=where, got=to) from error
     tolerance = tolerance_of(capture) * (_COMPILED if to == "aoti" else 1.0)
     worst = 0.0
     for seed, batch in enumerate(batches, _SEED):
@@ -301,16 +301,16 @@ def _difference(
             with replaying(False, seed):
                 got = call({name: value.to(device) for name, value in batch.items()})
         except Exception as error:  # torch's code may raise anything, as above
-            raise PackageError(f"what was written fails: {raised(error)}", where=where, got=to) from error
+            raise PackageError(f"the exported graph fails: {raised(error)}", where=where, got=to) from error
         pairs = [(f"output {spec.name}", a, b) for spec, a, b in zip(capture.outputs, expected, got, strict=True)]
         pairs += [(f"buffer {name}", value, buffers[name]) for name, value in own.buffers.items() if name in buffers]
         for what, value, other in pairs:
             distance = relative_distance(value.detach(), other.detach().cpu())
             if not distance <= tolerance:
                 raise PackageError(
-                    f"what was written differs from the package's own graph in its {what} by {distance:.2g} of its size",
+                    f"the exported graph differs from the package's own in its {what}",
                     where=where,
-                    expected=f"at most {tolerance:g}",
+                    expected=f"a relative difference of at most {tolerance:g}",
                     got=f"{distance:.2g}",
                 )
             worst = max(worst, distance)

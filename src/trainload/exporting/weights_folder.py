@@ -89,7 +89,9 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
     if not kept:
         modules = sorted({name.rpartition(".")[0] for name, _, _ in specs} - {""})
         raise PackageError(
-            "the model has no module of this name with weights", where=part, hint=f"There are: {', '.join(modules[:8]) or 'none'}."
+            "the model has no module of this name with weights",
+            where=part,
+            hint=f"Modules with weights: {', '.join(modules[:8]) or 'none'}.",
         )
     return Contents(part, tuple(kept.values()), dict(sorted(aliases.items())))
 
@@ -106,10 +108,10 @@ def transformers_part(package: Package) -> str | None:
     try:
         told: Any = json.loads(package.asset(MADE_OF))
     except ValueError as error:
-        raise PackageError("this is not JSON", where=f"{ASSETS}{MADE_OF}") from error
+        raise PackageError("not valid JSON", where=f"{ASSETS}{MADE_OF}") from error
     part = told.get("part") if isinstance(told, dict) else None
     if not isinstance(part, str):
-        raise PackageError("it does not name a module", where=f"{ASSETS}{MADE_OF}", expected='{"part": "..."}', got=repr(told)[:80])
+        raise PackageError("the file does not name a module", where=f"{ASSETS}{MADE_OF}", expected='{"part": "..."}', got=repr(told)[:80])
     return part
 
 
@@ -159,7 +161,7 @@ def check_folder(root: Path, package: Package, contents: Contents) -> None:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys() & left.keys():
                 if not _same(opened.get_tensor(name), package.weights.tensor(left.pop(name))):
-                    raise PackageError("a tensor was written that is not the package's", where=f"{file.name}, {name}")
+                    raise PackageError("a written tensor differs from the package's", where=f"{file.name}, {name}")
     if left:
         raise PackageError("a tensor was not written", where=min(left))
 
@@ -193,7 +195,7 @@ def _assets(package: Package, contents: Contents) -> dict[str, str]:
         place = asset.name.removeprefix(TOKENIZER)
         if place in found or place in (INDEX, NOTE) or _WEIGHTS.fullmatch(place):
             raise PackageError(
-                "two files of the folder have one name", where=f"{ASSETS}{asset.name}", got=place, hint="Give the asset another name."
+                "two files of the folder have the same name", where=f"{ASSETS}{asset.name}", got=place, hint="Rename the asset."
             )
         found[place] = asset.name
     return found

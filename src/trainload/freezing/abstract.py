@@ -54,10 +54,10 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, lib
     """
     if reduced is None:
         raise JobError(
-            "nothing could be proven of an abstract package",
+            "an abstract package needs a reduced job to be proven against",
             where="reduced",
-            expected="a job of the same code with smaller sizes, which can be compared with eager",
-            hint="Give one: freeze(job, path, abstract=True, reduced=small_job), or --reduced MODULE:FUNCTION.",
+            expected="a job of the same code with smaller sizes, which can be compared with eager mode",
+            hint="Pass one: freeze(job, path, abstract=True, reduced=small_job), or --reduced MODULE:FUNCTION.",
         )
     small = prove(reduced, check, strict=False)  # the job itself cannot be run, so it is captured in this mode too
     optimizers = make_optimizers(job)
@@ -88,11 +88,11 @@ def _check_updates(recipe: Recipe, updates: tuple[UpdateGraph, ...], small: Reci
     """Check that both jobs have the same optimizer with updates of the same operators."""
     if (recipe.optimizer, _operators(updates)) != (small.optimizer, _operators(small_updates)):
         raise CaptureError(
-            "the abstract job has another optimizer than the reduced one, so nothing is proven of it",
+            "the abstract job's optimizer differs from that of the reduced job, so nothing is proven about it",
             where="Job.optimizer",
             expected=f"as in the reduced job: {small.optimizer}, {len(_operators(small_updates))} kinds of updates",
             got=f"{recipe.optimizer}, {len(_operators(updates))} kinds of updates",
-            hint="Make both jobs of the same function.",
+            hint="Build both jobs with the same function.",
         )
 
 

@@ -96,7 +96,7 @@ class Bundler:
         for each in self.given:
             if each.path not in used:
                 called = "; ".join(f"{namespace}: {spelled_library(entry)}" for namespace, entry in manifest.op_libraries.items())
-                raise PackageError("a wheel brings none of the operators that the graphs call", where=str(each.path), expected=called)
+                raise PackageError("the wheel provides none of the operators that the graphs call", where=str(each.path), expected=called)
         _try_alone(manifest, found, folder)
         return found
 
@@ -111,11 +111,11 @@ class Bundler:
         if provider is None:
             names = ", ".join(module.__name__ for module in modules)
             raise PackageError(
-                f"no wheel can be made of what registers the operators of {namespace}",
+                f"cannot build a wheel of the library that registers the operators of {namespace}",
                 where="--bundle-ops",
                 expected="one distribution, or one module",
-                got=names or "nothing that torch or Python knows",
-                hint=f"Name it: trainload --library {namespace}=MODULE freeze ..., or give its wheel: --wheel FILE.",
+                got=names or "no known library",
+                hint=f"Specify it: trainload --library {namespace}=MODULE freeze ..., or pass its wheel: --wheel FILE.",
             )
         if provider.digest not in made:
             made[provider.digest] = make_wheel(provider, manifest.op_libraries[namespace].modules[0].partition(".")[0], folder)
@@ -134,11 +134,11 @@ def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
         return False
     if given.wheel.version != entry.version:
         raise PackageError(
-            "a wheel is of another version than what the graphs were captured with",
+            "the wheel has a different version from the library that the graphs were captured with",
             where=str(given.path),
             expected=f"{entry.distribution} {entry.version}",
             got=given.wheel.version,
-            hint="Install that version and freeze again, or give the wheel of this one.",
+            hint="Install the wheel's version and freeze again, or pass a wheel of the expected version.",
         )
     return True
 
@@ -164,13 +164,15 @@ def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], fold
             return
         command = [sys.executable, "-I", "-c", _ALONE, json.dumps([folders, modules, operators])]
         done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
-    hint = "Bundle a wheel that has all it needs: --wheel FILE. Or freeze without --bundle-ops."
+    hint = "Bundle a self-contained wheel with --wheel FILE, or freeze without --bundle-ops."
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise PackageError(
-            "the operator libraries do not import from their wheels alone", where=", ".join(modules), got=said[:300], hint=hint
+            "the operator libraries cannot be imported from their wheels alone", where=", ".join(modules), got=said[:300], hint=hint
         )
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     for name, schema in found.items():
         if schema != manifest.ops[name]:
-            raise PackageError("a wheel does not register an operator", where=name, expected=manifest.ops[name], got=schema, hint=hint)
+            raise PackageError(
+                "the bundled wheels do not register this operator", where=name, expected=manifest.ops[name], got=schema, hint=hint
+            )

@@ -92,7 +92,7 @@ def freeze(
     if path.exists():
         raise StorageError("it exists already", where=str(path), hint="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
-        raise StorageError("there is no such folder", where=str(path.absolute().parent), hint="Make it first.")
+        raise StorageError("there is no such folder", where=str(path.absolute().parent), hint="Create it first.")
     check_job(job)
     asset_sources(job.assets)  # check them before the long part of the work
     if abstract and strict is not None:
@@ -100,14 +100,18 @@ def freeze(
             "an abstract package is always captured in the non-strict mode",
             where="freeze",
             got=f"strict={strict}",
-            hint="Leave strict (--strict, --no-strict) out.",
+            hint="Omit strict (--strict, --no-strict).",
         )
     import_libraries(libraries)
     if abstract or reduced is not None:
         if bundle_ops:
-            raise JobError("an abstract package is not run, so it brings no operators", where="freeze", hint="Leave bundle_ops out.")
+            raise JobError("an abstract package is never run, so it cannot bundle operators", where="freeze", hint="Omit bundle_ops.")
         if not abstract or apply_suggested_fixes:
-            raise JobError("reduced goes with abstract, and apply_suggested_fixes without it", where="freeze", hint="See docs/abstract.md.")
+            raise JobError(
+                "reduced requires abstract, and apply_suggested_fixes cannot be combined with it",
+                where="freeze",
+                hint="See docs/abstract.md.",
+            )
         return freeze_abstract(job, path, reduced, check, libraries)
     job = arranged(job)
     wheels = () if isinstance(bundle_ops, bool) else tuple(given_wheel(Path(wheel)) for wheel in bundle_ops)

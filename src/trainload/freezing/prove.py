@@ -63,7 +63,7 @@ def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
         for name, step in steps.items():
             write_derived(package, derived_key(name, _CPU), step)
     except StorageError as error:
-        warnings.warn(f"{package.path}: the joint graphs are not kept, and every plan derives them again. {error}", stacklevel=3)
+        warnings.warn(f"{package.path}: the joint graphs could not be stored, so every plan derives them again. {error}", stacklevel=3)
 
 
 def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:

@@ -127,13 +127,13 @@ class Recording:
         """
         taken = sorted({"model", "batch", "variants", "replays"} & set(fields))
         if taken:
-            raise JobError("is what the recording finds", where=f"Recording.job({taken[0]}=...)", hint="Leave it out.")
+            raise JobError("the recording determines this field", where=f"Recording.job({taken[0]}=...)", hint="Omit it.")
         families = self.families
         if not families:
             raise JobError(
                 "nothing was recorded",
                 where="trainload.record",
-                hint="Call the model inside the with block, or recording(batch) where you gave a loss.",
+                hint="Call the model inside the with block, or recording(batch) if you passed a loss.",
             )
         if len(families) > most_variants:
             raise _too_many(families, most_variants)
@@ -186,10 +186,10 @@ class Recording:
             example = next((shapes for shapes in left if shapes in family.kept), None)
             if example is None:
                 raise JobError(
-                    "shapes were seen that no variant takes, and none of their batches was kept",
+                    "no variant accepts some of the recorded shapes, and none of their batches was kept",
                     where="Recording.job",
                     got=str(left[:3]),
-                    hint="Keep more: trainload.record(model, most_kept=...).",
+                    hint="Keep more batches: trainload.record(model, most_kept=...).",
                 )
             guards = self._guards(family.kept[example], fields)
             dispatchers = [Dispatcher("the recorded one", {"": [guard]}, ignored=family.inputs) for guard in guards]
@@ -221,9 +221,9 @@ _PENDING = "-"
 
 def _too_many(families: tuple[Family, ...], most: int) -> JobError:
     return JobError(
-        f"more variants are needed than {most}",
+        f"more than {most} variants are needed",
         where="Recording.job",
-        expected=f"{most} at most",
+        expected=f"at most {most}",
         got="; ".join(map(str, families)),
         hint="Keep rare flags and shapes out of the batches (pad, or make the flag a tensor), or raise most_variants.",
     )

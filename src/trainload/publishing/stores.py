@@ -74,7 +74,9 @@ def push(
     """
     if is_oci(store):
         if line is not None or not promote or only_if is not None or rejected is not None or facts:
-            raise StorageError("a registry has tags, no lines and releases", where=str(store), hint="Give a message alone, or use a store.")
+            raise StorageError(
+                "an OCI registry has tags, but no lines or releases", where=str(store), hint="Pass only a message, or use a store."
+            )
         return push_oci(Path(package), str(store), message=message, debug=debug, options=options, on_progress=on_progress)
     store, line = _line_named(store, line)
     if "://" not in str(store):
@@ -133,7 +135,7 @@ def pull(
     """
     if is_oci(store):
         if line is not None or release is not None:
-            raise StorageError("a registry has tags, no lines and releases", where=str(store), hint="Name the tag, or a digest.")
+            raise StorageError("an OCI registry has tags, but no lines or releases", where=str(store), hint="Specify a tag or a digest.")
         return pull_oci(str(store), Path(path), debug=debug, reuse=reuse, options=options, on_progress=on_progress)
     store, line, release = _release_named(store, line, release)
     return pull_from_store(store, path, line=line, release=release, debug=debug, reuse=reuse, options=options, on_progress=on_progress)
@@ -203,7 +205,9 @@ def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | 
     """
     url, line, release = _release_named(store, line, None)
     if release is not None:
-        raise StorageError("this names a release", where=str(store), expected="STORE or STORE#LINE", hint="Leave out the release's number.")
+        raise StorageError(
+            "the reference names a release", where=str(store), expected="STORE or STORE#LINE", hint="Omit the release number."
+        )
     return url, line
 
 

@@ -89,7 +89,7 @@ def _curves(history: History) -> Iterable[_Curve]:
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.clip(columns["data_wait"] / np.maximum(columns["seconds"], 1e-9), 0.0, 1.0)
     yield _Curve("wait", "Waiting for data, share of a step", share, share=True, from_zero=True)
-    yield _Curve("memory", "Memory, greatest of all ranks, GiB", columns["memory"] / 2**30, from_zero=True)
+    yield _Curve("memory", "Memory, maximum over ranks, GiB", columns["memory"] / 2**30, from_zero=True)
     yield _Curve("mfu", "Model FLOP/s utilisation", columns["mfu"], share=True, from_zero=True)
     yield _Curve("scale", "Loss scale", columns["loss_scale"], log=True)
     names = sorted({*history.steps.metrics, *(name for data in evaluations.values() for name in data["metrics"])})
@@ -111,7 +111,7 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
     legend: list[tuple[str, str]] = []
     stretches = [(steps.done[each], curve.numbers[each]) for each in steps.discarded()[-_MOST_STRETCHES:]]
     if _draw_discarded(axes, stretches):
-        legend.append(("again", "done again later"))
+        legend.append(("again", "repeated later"))
     if line is not None:
         _draw_line(axes, line)
         legend.insert(0, ("train", "training" if curve.evaluated else "each step"))
@@ -122,7 +122,7 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
     log = curve.log and _is_wide(line, evaluated)
     _scale(axes, curve, log)
     if _draw_restarts(axes, history):
-        legend.append(("restart", "started again"))
+        legend.append(("restart", "restart"))
     if curve.marks and _draw_checkpoints(axes, history):
         legend.append(("checkpoint", "checkpoint"))
     if line is not None and len(line.broken):
@@ -130,7 +130,7 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
         legend.append(("broken", "not a finite number"))
     notes = ["log scale"] if log else []
     if line is not None and line.thinned:
-        notes.append("mean, least and greatest of some steps each")
+        notes.append("mean, minimum and maximum of several steps each")
     return Chart(curve.name, curve.title, svg_of(figure, curve.name, _label(curve, line), {}), tuple(legend), ", ".join(notes))
 
 
@@ -232,4 +232,4 @@ def _label(curve: _Curve, line: Line | None) -> str:
     shown = line.mean[np.isfinite(line.mean)]
     least, most = float(np.nanmin(line.low)), float(np.nanmax(line.high))
     last = f"from {curve.words(float(shown[0]))} to {curve.words(float(shown[-1]))}"
-    return f"{curve.title} by step: {last}, least {curve.words(least)}, greatest {curve.words(most)}"
+    return f"{curve.title} by step: {last}, minimum {curve.words(least)}, maximum {curve.words(most)}"

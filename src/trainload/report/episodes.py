@@ -12,7 +12,7 @@ from trainload.launching.run.journal import Event
 from trainload.report.history import History
 
 Outcome = Literal["ended", "failed", "stopped", "moved", "broke off", "going on"]
-BROKE_OFF = "the journal breaks off: whoever drove the run, or its only worker, was ended at once"
+BROKE_OFF = "the journal ends abruptly: the driver of the run, or its only worker, was killed"
 _CLOSING: dict[str, Outcome] = {"failure": "failed", "failed": "failed", "end": "ended", "stopped": "stopped"}
 _LEAVING = ("end", "failed", "stopped")
 

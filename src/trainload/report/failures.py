@@ -77,7 +77,7 @@ def _told(events: Sequence[Event], attempt: Attempt | None, following: Attempt |
 
 
 def _resumed(following: Attempt | None) -> str:
-    return "it was not resumed" if following is None else f"it was resumed at {hour(following.prepared)}"
+    return "not resumed" if following is None else f"resumed at {hour(following.prepared)}"
 
 
 def _costs(history: History, found: Sequence[Failure], done: Sequence[int]) -> Iterator[Failure]:

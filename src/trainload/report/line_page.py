@@ -76,7 +76,7 @@ def _step(step: Ancestor) -> dict[str, Any]:
 
 def _facts(tick: TickStory) -> list[tuple[str, str]]:
     """Return facts about the tick that created a release."""
-    found: list[tuple[str, str]] = [("tick", f"{tick.name}, begun {tick.begun} times")]
+    found: list[tuple[str, str]] = [("tick", f"{tick.name}, started {tick.begun} times")]
     if tick.taken is not None:
         snapshot = tick.taken.snapshot
         found.append(("data", f"{snapshot.rows:,} rows of {len(snapshot.good):,} files, {snapshot.held_out_rows:,} held out"))

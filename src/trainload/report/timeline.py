@@ -33,12 +33,12 @@ ENDS: Mapping[Outcome, str] = {
     "broke off": "failure",
 }
 OUTCOMES: Mapping[Outcome, str] = {
-    "ended": "did the last step",
-    "going on": "goes on",
-    "moved": "went to other nodes",
-    "stopped": "was asked to stop",
+    "ended": "finished",
+    "going on": "running",
+    "moved": "moved to other nodes",
+    "stopped": "stopped on request",
     "failed": "failed",
-    "broke off": "broke off",
+    "broke off": "ended abruptly",
 }
 _TITLE = 200
 

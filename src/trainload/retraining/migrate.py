@@ -102,7 +102,7 @@ def migrate(
                 for what, found in (("missing", kinds["missing"]), ("reshaped", kinds["reshaped"]), ("left", left))
                 if found
             ),
-            hint="Say how they are called now with --rename, or leave out --strict.",
+            hint="Map the old names to the new ones with --rename, or omit --strict.",
         )
     count = _Count()
     written = with_weights(new, Path(output), _tensors(new, old, plan, count, overlap=overlap))
@@ -144,18 +144,22 @@ def _renamed(old: Package, rename: Mapping[str, str]) -> dict[str, str]:
                 used.add(pattern)
                 break
         if target in found:
-            raise RequestError("two tensors would have one name", where=target, got=f"{found[target]} and {name}", hint="Change --rename.")
+            raise RequestError(
+                "two tensors would have the same name", where=target, got=f"{found[target]} and {name}", hint="Change --rename."
+            )
         found[target] = name
     for pattern in rename:
         if pattern not in used:
-            raise RequestError("nothing has this name", where=f"--rename {pattern}", expected="a name of the old program, or a pattern")
+            raise RequestError(
+                "no tensor has this name", where=f"--rename {pattern}", expected="a name in the old program, or a pattern that matches one"
+            )
     return found
 
 
 def _filled(pattern: str, replacement: str, name: str) -> str | None:
     """Return the new name of a tensor; None if the pattern does not match. Raises RequestError if the pattern is invalid."""
     if pattern.count("*") > 1 or pattern.count("*") != replacement.count("*"):
-        raise RequestError("a renaming has one * on both sides, or none", where=f"--rename {pattern}={replacement}")
+        raise RequestError("a renaming must have one * on both sides, or none", where=f"--rename {pattern}={replacement}")
     if not fnmatch.fnmatchcase(name, pattern.replace("[", "[[]").replace("?", "[?]")):
         return None
     before, _, after = pattern.partition("*")
@@ -218,9 +222,9 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
     line = place.line(line)
     if place.release_ids(line):
         raise ConflictError(
-            "the line has releases already",
+            "the line already has releases",
             where=f"{place.url}, line {line}",
-            expected="a line of its own for a program of its own",
+            expected="an empty line for a new program",
             got=f"{len(place.release_ids(line))} releases",
             hint="Choose another --line.",
         )

@@ -32,7 +32,7 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
         store = None
     current = None if store is None else store.current(config.line)
     if current is None and config.package is None:
-        raise RequestError("the line has no current release", where=f"{config.store}, line {config.line}", hint="Give the key package.")
+        raise RequestError("the line has no current release", where=f"{config.store}, line {config.line}", hint="Set the key `package`.")
     package = stages.open(f"{config.store}#{config.line}" if current is not None else str(config.package))
     check_known_names(config, package)
     plan = training_plan(config, package)
@@ -57,6 +57,6 @@ def _data(config: Config, package: Package) -> str:
         return f"none yet: {error}"
     bad = [file for file in last if file.problem]
     if len(bad) == len(last):
-        raise DataError("no file of the data can be trained on", where="data.files", got=bad[-1].problem)
+        raise DataError("none of the data files can be used for training", where="data.files", got=bad[-1].problem)
     text = f"files: {count}; rows of the last {len(last)}: {sum(file.rows for file in last):,}"
     return text + (f"; bad: {len(bad)}, the last one: {bad[-1].problem}" if bad else "")

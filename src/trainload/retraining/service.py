@@ -134,10 +134,10 @@ def _serve(
         last = schedule.last_until(now)
         after = last
         if missed == "skip" and (now - last) > min(_LATE, (schedule.next_after(last) - last) / 2):
-            on_event(f"missed, and skipped: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} to {last:%Y-%m-%dT%H:%M:%SZ}")
+            on_event(f"missed and skipped: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} to {last:%Y-%m-%dT%H:%M:%SZ}")
             continue
         if last > due:
-            on_event(f"missed: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} on; {last:%Y-%m-%dT%H:%M:%SZ} is run for them")
+            on_event(f"missed: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} on; running {last:%Y-%m-%dT%H:%M:%SZ} in their place")
         done += 1
         if _run(schedule, last, tick, on_event, clock):
             break
@@ -150,7 +150,7 @@ def _last(last_done: Callable[[], datetime | None], on_event: Callable[[str], No
     try:
         return last_done()
     except _PASSING as error:
-        on_event(f"what was run cannot be asked: {error}")
+        on_event(f"the ticks that have run cannot be read: {error}")
         return None
 
 
@@ -167,7 +167,7 @@ def _run(schedule: Schedule, when: datetime, tick: Callable[[datetime], object],
             if isinstance(error, RunInterrupted) or not isinstance(error, _PASSING) or again >= schedule.next_after(when):
                 on_event(said)
                 return clock.wait(0.0)
-            on_event(f"{said}; it is tried again in {pause:.0f} s")
+            on_event(f"{said}; retrying in {pause:.0f} s")
         while (left := (again - clock.now()).total_seconds()) > 0:
             if clock.wait(min(LONGEST_WAIT, left)):
                 return True

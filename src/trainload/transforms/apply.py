@@ -48,7 +48,7 @@ __all__ = ["Applied", "Options", "Transformation", "transform"]
 Options = Mapping[str, Any]
 _REPLAYS = (0, 1, 0)
 """Number of rows in addition to the example's, for each comparison batch."""
-_RECORDABLE = "Give a function of a module, and numbers, strings or tuples of strings."
+_RECORDABLE = "Use a module-level function, and numbers, strings or tuples of strings as options."
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,11 @@ class Transformation:
         if not applied.entry.preserving and not allow_change:
             worst = applied.worst
             raise PassError(
-                f"the pass changes the {worst.graph} graph's {worst.value} by {worst.distance:.2g} of its size",
+                f"the pass changes the {worst.graph} graph's {worst.value}",
                 where=applied.entry.name,
-                expected=f"at most {worst.tolerance:g}",
+                expected=f"a relative difference of at most {worst.tolerance:g}",
                 got=f"{worst.distance:.2g}",
-                hint="If the change is meant, allow it: --allow-change, or allow_change=True. The package will say so.",
+                hint="If the change is intended, allow it: --allow-change, or allow_change=True. The package will say so.",
             )
         self.program = applied.program
         self.passes += (applied.entry,)
@@ -230,7 +230,7 @@ def check_path(path: Path) -> None:
     if path.exists():
         raise StorageError("it exists already", where=str(path), hint="Choose another path, or remove it.")
     if not path.absolute().parent.is_dir():
-        raise StorageError("there is no such folder", where=str(path.absolute().parent), hint="Make it first.")
+        raise StorageError("there is no such folder", where=str(path.absolute().parent), hint="Create it first.")
 
 
 def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tensor]]:
@@ -258,7 +258,7 @@ def _check_sizes(capture: GraphCapture, where: str) -> None:
                     where=f"{where}, input {spec.name}",
                     expected=declared,
                     got=str(size),
-                    hint="Do not compare sizes with numbers in Python: a comparison of symbols is a decision about them.",
+                    hint="Do not compare sizes with numbers in Python: a comparison fixes a symbolic size.",
                 )
 
 
@@ -280,7 +280,7 @@ def _value(node: Node, where: str) -> Any:
     mode = next((value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None)
     if not (is_overload(node.target) or callable(node.target)) or any(value is None for value in values) or mode is None:
         raise PassError(
-            "a new node has no value, and it cannot be worked out",
+            "a new node has no value, and it cannot be inferred",
             where=f"{where}, node {node.name}",
             hint='Set node.meta["val"] to a fake tensor of the right shape and dtype.',
         )
@@ -300,7 +300,9 @@ def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> 
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     for key, value in given.items():
         if not isinstance(value, bool | int | float | str | tuple | None):  # a one-element tensor would pass for a number
-            raise PassError(f"the pass cannot be recorded: its option {key}", where=name, got=type(value).__name__, hint=_RECORDABLE)
+            raise PassError(
+                f"the pass cannot be recorded: unsupported value of option {key}", where=name, got=type(value).__name__, hint=_RECORDABLE
+            )
     try:
         return PassEntry(
             name=name,

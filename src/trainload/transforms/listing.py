@@ -52,7 +52,7 @@ def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
     if not lines:
         known = sorted(set().union(*(_modules(node) for _, node in nodes)) - {""})
         close = difflib.get_close_matches(module, known, n=3) or known[:8]
-        raise PackageError("no node of the graph is of this module", where=module, hint=f"There are: {', '.join(close)}.")
+        raise PackageError("the graph has no node of this module", where=module, hint=f"Available modules: {', '.join(close)}.")
     return tuple(lines)
 
 

@@ -116,7 +116,7 @@ def read_operator_file(path: Path) -> tuple[str, ...]:
         PassError: there is no such file, or torch has no operator of a name in it.
     """
     if not path.is_file():
-        raise PassError("there is no such set", where=str(path), expected="full, core, or a file of operator names")
+        raise PassError("unknown set of operators", where=str(path), expected="full, core, or a file of operator names")
     names: list[str] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         name = line.partition("#")[0].strip()

@@ -111,5 +111,5 @@ def test_what_is_in_no_optimizer_has_neither_a_gradient_nor_state(tmp_path: Path
 
 
 def test_parameters_in_no_optimizer_are_named(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"4 parameters require a gradient and are in no optimizer.*body\.bias, body\.weight"):
+    with pytest.warns(UserWarning, match=r"4 parameters require a gradient but are in no optimizer.*body\.bias, body\.weight"):
         trainload.freeze(job(trains_the_head), tmp_path / "job.tl")

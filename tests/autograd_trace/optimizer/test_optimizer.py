@@ -343,7 +343,7 @@ def test_several_optimizers_train_a_model_together(program: Program) -> None:
 
 
 def test_a_parameter_of_two_optimizers_is_refused(program: Program) -> None:
-    with pytest.raises(JobError, match=r"two groups.*first"):
+    with pytest.raises(JobError, match=r"two parameter groups.*first"):
         optimizer_of(job(Model(), optimizer=lambda m: [optim.SGD(m.parameters()), optim.Adam(m.first.parameters())]), program)
 
 
@@ -363,7 +363,7 @@ def test_state_is_described() -> None:
         (Joint, "depends on other parameters"),
         (Estimating, "depends on other parameters"),
         (Slowing, "changes the learning rate"),
-        (Looping, r"cannot be captured: int\(\) takes a number"),
+        (Looping, r"cannot be captured: int\(\) reads a number"),
         (Untraceable, "the update of Untraceable cannot be captured: NotImplementedError"),
         (Listing, "state 'seen'.*neither a tensor"),
         (lambda p: optim.LBFGS(p), "closure.*Use AdamW"),
@@ -413,7 +413,7 @@ class Telling(optim.SGD):
 def test_an_optimizer_that_tells_parameters_of_a_group_apart_is_refused_by_their_name(program: Program, make: Any) -> None:
     model = Model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CaptureError, match=r"Telling, last\.weight: the optimizer moves a parameter otherwise"):
+    with pytest.raises(CaptureError, match=r"Telling, last\.weight: the optimizer updates a parameter differently"):
         optimizer_of(job(model, optimizer=make), program)
     assert all(torch.equal(value, before[name]) and value.grad is None for name, value in model.state_dict(keep_vars=True).items())
 
@@ -431,7 +431,7 @@ def with_another_step(model: nn.Module) -> optim.Optimizer:
     return made
 
 
-@pytest.mark.parametrize(("make", "hint"), [(with_scheduler, "Job.schedule"), (with_another_step, "SGD.step.*class of your own")])
+@pytest.mark.parametrize(("make", "hint"), [(with_scheduler, "Job.schedule"), (with_another_step, "SGD.step.*method of a subclass")])
 def test_an_optimizer_whose_step_was_replaced_is_refused(program: Program, make: Any, hint: str) -> None:
     with pytest.raises(JobError, match=hint):
         optimizer_of(job(Model(), optimizer=make), program)
@@ -497,7 +497,7 @@ def test_a_frozen_parameter_in_the_optimizer_is_left_out() -> None:
 
 
 def test_a_tensor_that_is_no_parameter_is_refused(program: Program) -> None:
-    with pytest.raises(JobError, match="no parameter of the model"):
+    with pytest.raises(JobError, match="not a parameter of the model"):
         optimizer_of(job(Model(), optimizer=lambda m: optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)), program)
 
 
@@ -565,7 +565,7 @@ def test_a_table_of_many_steps_is_kept_once_for_many_groups(program: Program) ->
         (lambda step: "fast", "neither a factor|not return a number|fails"),
         (lambda step: float("nan"), "not return a number"),
         (lambda step: 1 / (2 - step), "step 2"),
-        (lambda o: optim.lr_scheduler.ReduceLROnPlateau(o), "watches a metric"),
+        (lambda o: optim.lr_scheduler.ReduceLROnPlateau(o), "depends on a metric"),
     ],
 )
 def test_a_schedule_that_no_table_can_be_is_refused(program: Program, schedule: Any, message: str) -> None:

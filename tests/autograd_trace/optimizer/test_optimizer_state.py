@@ -111,12 +111,12 @@ def test_a_nest_is_made_new_with_other_leaves() -> None:
     ("make", "message"),
     [
         (Estimated, "depends on other parameters"),
-        (Growing, "other entries after the first step.*let none of it grow"),
+        (Growing, "different entries after the first step.*add nothing later"),
         (Sparse, "size of an optimizer state depends on values"),
-        (Turned, r"other weights than it trains.*Job\.ema"),
+        (Turned, r"differ from the trained ones.*Job\.ema"),
         (Rateless, "no learning rate"),
         (Cached, "option 'group-buffer'.*got list"),
-        (lambda p: Wrapping(optim.Adagrad(p), shared=False), "wraps another one that has.*state of its own already"),
+        (lambda p: Wrapping(optim.Adagrad(p), shared=False), "wraps another one that already has its own parameter groups or state"),
     ],
 )
 def test_what_an_update_cannot_keep_is_refused(program: Program, make: Make, message: str) -> None:

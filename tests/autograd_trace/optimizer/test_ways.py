@@ -118,7 +118,7 @@ def test_the_way_is_the_one_that_the_values_choose(program: Program, change: Cha
 
 def test_too_many_ways_are_refused(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "MOST_WAYS", FEW)
-    with pytest.raises(CaptureError, match=f"more than {FEW} ways"):
+    with pytest.raises(CaptureError, match=f"more than {FEW} paths"):
         captured(program, lambda p: Branching(p, many))
 
 

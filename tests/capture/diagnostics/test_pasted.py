@@ -14,7 +14,7 @@ from trainload.capture.source.source_place import place_at
 
 Writer = Callable[[Spot | None], str]
 GUARD = "if not torch.compiler.is_exporting():  # in eager mode only"
-ROUNDS = "in range(10):  # as many rounds as it can take"
+ROUNDS = "in range(10):  # an upper bound of the number of iterations"
 
 
 def spot_in(source: str, path: Path) -> Spot:
@@ -71,7 +71,7 @@ NUMBERS = {
     "a number": ("z = float(«x.max()»)", "z = x.max()  # a 0-dim tensor"),
     "a size": (
         "k = «int(x.max())»",
-        "k = x.max()  # a 0-dim tensor\ncounted = torch.arange(most, device=k.device) < k  # in place of a size: these of `most`",
+        "k = x.max()  # a 0-dim tensor\ncounted = torch.arange(most, device=k.device) < k  # instead of a size: a mask over `most` entries",
     ),
     "rounds": (
         "n = x.max().item()\nfor i in «range(n + 1)»:\n    y = y + 1",

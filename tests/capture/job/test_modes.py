@@ -142,12 +142,12 @@ def test_a_train_that_changes_weights_is_refused_in_the_first_mode_that_does() -
 
 def test_an_exported_module_is_refused() -> None:
     exported = torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),)).module()
-    with pytest.raises(CaptureError, match=r"cannot be put into train mode: NotImplementedError.*Give the module itself"):
+    with pytest.raises(CaptureError, match=r"cannot be put into train mode: NotImplementedError.*Pass the original module"):
         capture(job(exported))
 
 
 def test_a_wrapper_that_spreads_a_model_is_refused() -> None:
     model = Model()
     model.head = nn.Sequential(nn.DataParallel(nn.Linear(6, 6)))
-    with pytest.raises(CaptureError, match=r"head\.0: a wrapper that spreads the model.*got DataParallel\)\. Give model\.module"):
+    with pytest.raises(CaptureError, match=r"head\.0: a wrapper that distributes the model.*got DataParallel\)\. Pass model\.module"):
         capture(job(model))

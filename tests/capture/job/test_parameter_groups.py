@@ -62,10 +62,10 @@ def test_all_parameters_in_patterns_leave_no_rest() -> None:
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        ({"*.gamma": NO_DECAY}, "'\\*.gamma' gets no parameter .*norm.weight"),
-        ({"*.Bias": NO_DECAY}, "gets no parameter"),
-        ({"scale": NO_DECAY}, "gets no parameter"),
-        ({"*": {}, "norm.*": NO_DECAY}, "an earlier one has all that it fits .*got norm.weight, norm.bias"),
+        ({"*.gamma": NO_DECAY}, "'\\*.gamma' selects no parameter .*norm.weight"),
+        ({"*.Bias": NO_DECAY}, "selects no parameter"),
+        ({"scale": NO_DECAY}, "selects no parameter"),
+        ({"*": {}, "norm.*": NO_DECAY}, "earlier patterns match all of its parameters .*got norm.weight, norm.bias"),
     ],
 )
 def test_a_pattern_that_gets_no_parameter_is_refused(patterns: dict[str, dict[str, float]], message: str) -> None:

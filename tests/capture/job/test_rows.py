@@ -139,13 +139,13 @@ def test_a_write_to_a_shared_input_is_refused_at_its_line() -> None:
 @pytest.mark.parametrize(
     ("options", "where", "message"),
     [
-        ({"shared": ["loss.weight"]}, "Job.batch: loss.scale", r"without a batch dim .*shared=\['loss\.scale'\]"),
-        ({"shared": ["loss.scale"]}, "Job.batch", r"one leading size.* Declare shared=\['loss\.weight'\] if it is the same"),
+        ({"shared": ["loss.weight"]}, "Job.batch: loss.scale", r"no batch dim .*shared=\['loss\.scale'\]"),
+        ({"shared": ["loss.scale"]}, "Job.batch", r"the same leading size.* Declare shared=\['loss\.weight'\] if it is the same"),
         ({"dynamic": {}}, "Job.batch", r"Declare dynamic=\{'state': \{1: Dim\('batch'\)\}\} if its rows are dim 1, or shared=\['state'\]"),
-        ({"shared": ["loss", "los"]}, "Job.shared", r"the batch lacks .*got 'los'"),
-        ({"shared": "loss"}, "Job.shared", "a name in place of names"),
-        ({"shared": ["loss", "state"]}, "Job.dynamic['state']", "has the sizes of the example"),
-        ({"shared": ["loss", "x", "y", "state"], "dynamic": {}}, "Job.shared", "no input has rows"),
+        ({"shared": ["loss", "los"]}, "Job.shared", r"not in the batch .*got 'los'"),
+        ({"shared": "loss"}, "Job.shared", "a single name instead of a list of names"),
+        ({"shared": ["loss", "state"]}, "Job.dynamic['state']", "fixed to those of the example"),
+        ({"shared": ["loss", "x", "y", "state"], "dynamic": {}}, "Job.shared", "none has a batch dim"),
     ],
 )
 def test_what_is_not_declared_or_wrongly_is_told_with_what_to_write(options: dict[str, Any], where: str, message: str) -> None:

@@ -223,5 +223,5 @@ def test_other_memory_for_a_buffer_is_refused(write: Callable[[Tensor, Tensor], 
     model = Writes()
     model.register_buffer("kept", torch.zeros(4))
     name = request.node.callspec.id
-    with pytest.raises(CaptureError, match=rf"test_sharing\.py.*forward gives a tensor of the model other memory, by {name}"):
+    with pytest.raises(CaptureError, match=rf"test_sharing\.py.*forward replaces the memory of a tensor of the model with {name}"):
         capture(Job(model, {"x": torch.randn(4, 4)}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)))

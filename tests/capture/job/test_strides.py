@@ -48,7 +48,7 @@ def test_a_model_of_transposed_and_strided_tensors_trains(tmp_path: Path) -> Non
 
 
 def test_as_strided_of_a_transposed_parameter_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)differs from eager in its loss.*as_strided"):
+    with pytest.raises(CaptureError, match=r"(?s)differs from eager mode in its loss.*as_strided"):
         capture(job(Strides()))
 
 
@@ -63,5 +63,5 @@ def test_a_backward_that_fails_in_eager_mode_too_is_told_as_that() -> None:
             loss: Tensor = (hidden.add_(1.0) * hidden).mean()
             return loss
 
-    with pytest.raises(CaptureError, match=r"The model itself fails on Job\.batch, without any capture"):
+    with pytest.raises(CaptureError, match=r"The model fails on Job\.batch in eager mode, before any capture"):
         capture(job(Fails()))

@@ -109,23 +109,23 @@ def test_parts_of_a_group_that_a_graph_does_not_reach_are_groups_of_their_own() 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a name": ({"graphs": {"Bad-Name": Graph(loss=loss)}}, "not a usable name"),
-    "a reserved name": ({"graphs": {"eval": Graph(loss=loss)}}, "not a usable name"),
-    "both": ({"graphs": {"a": Graph(loss=loss, compute=compute)}}, "has a loss or computes"),
-    "neither": ({"graphs": {"a": Graph()}}, "has a loss or computes"),
+    "a name": ({"graphs": {"Bad-Name": Graph(loss=loss)}}, "invalid name"),
+    "a reserved name": ({"graphs": {"eval": Graph(loss=loss)}}, "invalid name"),
+    "both": ({"graphs": {"a": Graph(loss=loss, compute=compute)}}, "needs either a loss or a compute function"),
+    "neither": ({"graphs": {"a": Graph()}}, "needs either a loss or a compute function"),
     "nothing trains": ({"graphs": {"a": Graph(compute=compute)}}, "no graph has a loss"),
-    "an optimizer of nothing": ({"graphs": {"a": Graph(compute=compute, optimizer=sgd), "b": Graph(loss=loss)}}, "trains nothing"),
-    "no optimizer": ({"graphs": {"a": Graph(loss=loss)}, "optimizer": None}, "no optimizer trains on this loss"),
-    "a loss beside graphs": ({"graphs": {"a": Graph(loss=loss)}, "loss": loss}, "a loss beside graphs"),
-    "a shared schedule": ({"graphs": {"a": Graph(loss=loss, schedule=lambda s: 1.0)}}, "that other graphs share"),
-    "a later source": ({"graphs": {"b": PAIR["second"], "first": PAIR["first"]}}, "fed by an output of a graph before it"),
-    "no such output": ({"graphs": {"first": Graph(loss=loss), "b": PAIR["second"]}}, "an output that there is not"),
+    "an optimizer of nothing": ({"graphs": {"a": Graph(compute=compute, optimizer=sgd), "b": Graph(loss=loss)}}, "cannot be trained"),
+    "no optimizer": ({"graphs": {"a": Graph(loss=loss)}, "optimizer": None}, "no optimizer is specified for this loss"),
+    "a loss beside graphs": ({"graphs": {"a": Graph(loss=loss)}, "loss": loss}, "loss cannot be combined with graphs"),
+    "a shared schedule": ({"graphs": {"a": Graph(loss=loss, schedule=lambda s: 1.0)}}, "shares its optimizer with other graphs"),
+    "a later source": ({"graphs": {"b": PAIR["second"], "first": PAIR["first"]}}, "fed by an output of an earlier graph"),
+    "no such output": ({"graphs": {"first": Graph(loss=loss), "b": PAIR["second"]}}, "an unknown output"),
     "an entry of the batch": (
         {"graphs": {"first": PAIR["first"], "b": Graph(loss=fed, feeds={"x": "first.score"})}},
-        "that the batch lacks",
+        "not already in the batch",
     ),
-    "an input of nothing": ({"graphs": {"a": Graph(loss=loss, inputs=["y"])}}, "names inputs that the batch lacks"),
-    "a loop of one": ({"graphs": {}, "loss": loss, "loop": ["train"]}, "a loop without graphs"),
+    "an input of nothing": ({"graphs": {"a": Graph(loss=loss, inputs=["y"])}}, "names inputs that are not in the batch"),
+    "a loop of one": ({"graphs": {}, "loss": loss, "loop": ["train"]}, "a loop requires graphs"),
     "no optimizer at all": ({"graphs": {}, "loss": loss, "optimizer": None}, "the job has no optimizer"),
 }
 
@@ -138,14 +138,14 @@ def test_what_does_not_hold_together_is_refused(name: str) -> None:
 
 
 LOOPS: dict[str, tuple[list[Any], str]] = {
-    "unknown": (["first", "third"], "not a turn of one of the graphs"),
+    "unknown": (["first", "third"], "does not name one of the graphs"),
     "no times": ([Turn("first", times=0), "second"], r"Job\.loop\[0\]\.times"),
     "idle": (["first"], "a graph never runs"),
-    "rare": ([Turn("first", every=2), Turn("second", every=2)], "does not run in every round"),
-    "fed too late": (["second", "first"], "not there whenever it runs"),
-    "fed from another batch": (["first", Turn("second", fresh=True)], "not there whenever it runs"),
+    "rare": ([Turn("first", every=2), Turn("second", every=2)], "must run in every round"),
+    "fed too late": (["second", "first"], "not always available when it runs"),
+    "fed from another batch": (["first", Turn("second", fresh=True)], "not always available when it runs"),
     "fed by a fresh one": (["first", Turn("first", fresh=True), "second"], ""),
-    "fed too rarely": ([Turn("first", every=2), "second"], "not there whenever it runs"),
+    "fed too rarely": ([Turn("first", every=2), "second"], "not always available when it runs"),
 }
 
 
@@ -165,7 +165,7 @@ def test_variants_that_return_other_values_are_refused() -> None:
         return Loss(out, metrics={"masked": out.detach()} if "mask" in batch else {})
 
     masked = {"x": torch.randn(4, 8), "mask": torch.rand(4, 8)}
-    with pytest.raises(JobError, match="other values than the first"):
+    with pytest.raises(JobError, match="different values from the first one"):
         capture(Job(Model(), {"x": torch.randn(4, 8)}, sgd, either, variants={"masked": masked}))
 
 

@@ -68,7 +68,9 @@ class Quantised(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
 def test_a_parameter_of_no_floating_point_is_named_at_the_freeze(dtype: torch.dtype) -> None:
-    with pytest.raises(CaptureError, match=r"first\.scale: the parameter is of no floating-point dtype.*first\.register_buffer\('scale'"):
+    with pytest.raises(
+        CaptureError, match=r"first\.scale: the parameter does not have a floating-point dtype.*first\.register_buffer\('scale'"
+    ):
         capture(job(Quantised(dtype)))
 
 
@@ -83,7 +85,7 @@ class Repeated(optim.SGD):
 def test_a_learning_rate_that_may_be_no_tensor_is_named() -> None:
     given = job(nn.Linear(8, 8), optimizer=lambda m: Repeated(m.parameters(), lr=torch.tensor(2.0)))
     optimizers = make_optimizers(given)
-    with pytest.raises(CaptureError, match="Give lr as a number: Repeated reads a tensor as one"):
+    with pytest.raises(CaptureError, match="Pass lr as a number: Repeated converts a tensor to a number"):
         capture_optimizer(given, capture(given), optimizers)
 
 
@@ -104,7 +106,7 @@ class Transformed(nn.Module):
 
 
 def test_a_transform_inside_of_another_is_told_as_that() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)a transform of torch\.func inside of another.*Apply the inner transform to all rows"):
+    with pytest.raises(CaptureError, match=r"(?s)a torch\.func transform is nested in another one.*Apply the inner transform to all rows"):
         capture(job(Transformed()))
 
 

@@ -238,7 +238,7 @@ def test_a_write_to_a_tensor_that_is_no_buffer_is_refused() -> None:
         held.add_(1)
         return x + held
 
-    with pytest.raises(CaptureError, match="no buffer"):
+    with pytest.raises(CaptureError, match="not a buffer"):
         capture(job(Model(write)))
 
 
@@ -258,7 +258,7 @@ def test_a_graph_that_fails_on_any_size_is_not_said_to_fail_on_another_size() ->
         # Under autocast torch's vmap of a linear layer gives float32, and the layer alone bfloat16.
         return torch.func.vmap(lambda weight, bias: functional.linear(x, weight, bias))(weights, biases).mean(0).float()
 
-    with pytest.raises(CaptureError, match="fails on the example batch, and the model does not: RuntimeError: Tensor dtype") as caught:
+    with pytest.raises(CaptureError, match="fails on the example batch, but the model does not: RuntimeError: Tensor dtype") as caught:
         capture(job(Model(ensemble), loss=under_autocast))
     assert [finding.cause for finding in caught.value.findings] == ["differs-from-eager"]
 
@@ -278,7 +278,7 @@ def test_a_size_that_must_be_fixed_is_named_as_such() -> None:
     def fixed(_: Any, x: Tensor) -> Tensor:
         return x.view(4, 8)
 
-    with pytest.raises(CaptureError, match="declared dynamic has one size only"):
+    with pytest.raises(CaptureError, match="declared dynamic can have only one size"):
         capture(job(Model(fixed)))
 
 
@@ -296,7 +296,7 @@ def test_a_trained_tensor_outside_of_the_model_is_refused() -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return mean_square(model, batch) + outside.sum()
 
-    with pytest.raises(CaptureError, match="outside the model"):
+    with pytest.raises(CaptureError, match="not part of the model"):
         capture(job(Model(), loss=loss))
 
 
@@ -311,7 +311,7 @@ def test_an_example_whose_loss_is_no_number_is_warned_of(value: str) -> None:
     batch = {"x": torch.full((4, 8), float(value))}
     with pytest.warns(UserWarning, match=r"loss of Job.batch is (nan|inf) in the train graph.*could not be compared"):
         capture(job(Model(lambda _, x: x.relu()), batch=batch))
-    with pytest.warns(UserWarning, match=r"There are NaNs in the input x\." if value == "nan" else r"is a number\.$"):
+    with pytest.warns(UserWarning, match=r"There are NaNs in the input x\." if value == "nan" else r"with a finite loss\.$"):
         capture(job(Model(lambda _, x: x.relu()), batch=batch))
 
 
@@ -327,7 +327,7 @@ def test_a_weight_that_no_mean_can_be_taken_over_is_refused(weight: float) -> No
     def loss(model: nn.Module, batch: Batch) -> Loss:
         return Loss(mean_square(model, batch), batch["x"].sum() * 0 + weight)
 
-    with pytest.raises(JobError, match=rf"the weight of the batch is none .*got {weight:g}\)"):
+    with pytest.raises(JobError, match=rf"the weight of the batch cannot be used .*got {weight:g}\)"):
         capture(job(Model(), loss=loss))
 
 

@@ -99,5 +99,5 @@ def test_a_mask_of_zeros_and_ones_stays_one(train: GraphCapture) -> None:
 
 
 def test_integers_of_an_unknown_range_are_refused(train: GraphCapture) -> None:
-    with pytest.raises(DataError, match="input x: the package does not say which values"):
+    with pytest.raises(DataError, match="input x: the package does not record the range of values"):
         synthesise(given(train, torch.zeros(0), "int64"), 0)

@@ -103,7 +103,7 @@ def test_a_constant_on_which_all_variants_agree_may_not_be_another() -> None:
 
 def test_a_constant_that_is_not_given_is_as_the_first_variant_has_it() -> None:
     assert of(first=flagged(3), second=flagged(4)).pick(rows()) == ""
-    assert "flag: expected 4, got nothing, which is 3" in refusal(
+    assert "flag: expected 4, got nothing, which means 3" in refusal(
         of(first=replace(flagged(3), ranges={**RANGES, "x_1": (9, 9)}), second=flagged(4)), rows()
     )
 
@@ -143,7 +143,7 @@ def test_the_nearest_variant_is_said_first() -> None:
 
 
 def test_what_no_variant_knows_is_refused_by_name() -> None:
-    assert "what no variant takes: 'other'" in refusal(of(first=PLAIN), rows(other=torch.ones(3)))
+    assert "entries that no variant accepts: 'other'" in refusal(of(first=PLAIN), rows(other=torch.ones(3)))
 
 
 def test_what_other_graphs_know_is_passed_over() -> None:

@@ -188,7 +188,7 @@ def test_a_size_of_the_models_own_is_laid_to_the_line_that_has_it() -> None:
 
 def test_a_length_of_1_asks_for_a_longer_example() -> None:
     given = job(Parts(), batch={"x": torch.randn(4, 1, 8)}, loss=lambda m, b: free(m, b).mean(), dynamic={"x": {1: Dim.AUTO}})
-    assert dim(explain_shapes(given), "x", 1).relax.startswith("Give an example of length 2 or more")
+    assert dim(explain_shapes(given), "x", 1).relax.startswith("Use an example of length 2 or more")
 
 
 def test_a_declared_limit_says_to_raise_it() -> None:
@@ -201,7 +201,7 @@ def test_what_cannot_be_captured_for_another_reason_is_an_error() -> None:
     def data_dependent(m: Any, b: Batch) -> Any:
         return m.linear(b["x"]) if b["x"].sum() > 0 else m.linear(-b["x"])
 
-    with pytest.raises(CaptureError, match=r"only known when the batch is\s+there"):
+    with pytest.raises(CaptureError, match=r"only known at\s+run\s+time"):
         explain_shapes(asked(data_dependent))
 
 

@@ -101,25 +101,25 @@ def test_every_graph_has_the_declared_sizes() -> None:
 @pytest.mark.parametrize(
     ("dynamic", "where", "message"),
     [
-        ({"z": {1: Dim.AUTO}}, "Job.dynamic", r"the batch lacks \(expected some of \['x', 'y'\], got 'z'\)"),
+        ({"z": {1: Dim.AUTO}}, "Job.dynamic", r"not in the batch \(expected some of \['x', 'y'\], got 'z'\)"),
         ({"x": "seq"}, "Job.dynamic['x']", r"by dim \(expected \{dim: \.\.\.\}.* got 'seq'"),
         ({"x": (None, Dim.AUTO)}, "Job.dynamic['x']", r"number of dims .* \(expected 3 entries, got 2\)"),
         ({"x": {3: Dim.AUTO}}, "Job.dynamic['x']", r"no such dim \(expected 0 to 2, got 3\)"),
         ({"x": {"1": Dim.AUTO}}, "Job.dynamic['x']", r"no such dim \(expected 0 to 2, got '1'\)"),
         ({"x": {1: Dim.AUTO, -2: Dim.AUTO}}, "Job.dynamic['x'][-2]", r"twice \(got 1 and -2\)"),
-        ({"x": {1: 7}}, "Job.dynamic['x'][1]", r"another size .* \(expected 6, got 7\)"),
-        ({"x": {1: "seq"}}, "Job.dynamic['x'][1]", r"declares no dim .* got 'seq'\)\. Write Dim\('seq'\)"),
-        ({"x": {1: True}}, "Job.dynamic['x'][1]", r"declares no dim .* got True"),
+        ({"x": {1: 7}}, "Job.dynamic['x'][1]", r"differs from the example's \(expected 6, got 7\)"),
+        ({"x": {1: "seq"}}, "Job.dynamic['x'][1]", r"not a valid declaration of a dim .* got 'seq'\)\. Write Dim\('seq'\)"),
+        ({"x": {1: True}}, "Job.dynamic['x'][1]", r"not a valid declaration of a dim .* got True"),
         ({"x": {1: Dim("seq", max=5)}}, "Job.dynamic['x'][1]", r"outside of the declared range \(expected 0 to 5, got 6\)"),
         ({"x": {1: Dim.AUTO(min=7)}}, "Job.dynamic['x'][1]", r"outside of the declared range \(expected 7 to any size, got 6\)"),
         ({"x": {1: Dim("n") - 2}}, "Job.dynamic['x'][1]", r"negative .*got n from 0\)\. .*Dim\('n', min=2\)"),
-        ({"x": {1: 4 * Dim("n")}}, "Job.dynamic['x'][1]", r"none that the derived dim can have \(expected 4\*n, got 6\)"),
+        ({"x": {1: 4 * Dim("n")}}, "Job.dynamic['x'][1]", r"not possible for the derived dim \(expected 4\*n, got 6\)"),
         ({"x": {1: Dim("n")}, "y": {1: Dim("n", max=99)}}, "Job.dynamic['y'][1]", r"'n' has two ranges .*got Dim\('n', max=99\)"),
         ({"x": {1: Dim("n")}, "y": {1: Dim("n")}}, "Job.dynamic['y'][1]", r"'n' has two sizes .*expected 6, as in .*, got 12"),
-        ({"x": {1: Dim("batch", min=1)}}, "Job.dynamic['x'][1]", r"the batch dim 'batch' is another dim as well"),
-        ({"x": {0: Dim("a")}, "y": {1: 3 * Dim("a")}}, "Job.dynamic['y'][1]", r"the batch dim 'a' is another dim .*got 3\*a"),
+        ({"x": {1: Dim("batch", min=1)}}, "Job.dynamic['x'][1]", r"the batch dim 'batch' is also used for another dim"),
+        ({"x": {0: Dim("a")}, "y": {1: 3 * Dim("a")}}, "Job.dynamic['y'][1]", r"the batch dim 'a' is also used for another dim .*got 3\*a"),
         ({"x": {0: 2 * Dim("a")}}, "Job.dynamic['x'][0]", r"the batch dim is derived .*got 2\*a"),
-        ({"x": {0: Dim("a")}, "y": {0: Dim("b")}}, "Job.dynamic", r"batch dim in several ways .*got Dim\('a'\), Dim\('b'\)"),
+        ({"x": {0: Dim("a")}, "y": {0: Dim("b")}}, "Job.dynamic", r"batch dim in different ways .*got Dim\('a'\), Dim\('b'\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_place(dynamic: dict[str, Any], where: str, message: str) -> None:
@@ -140,7 +140,7 @@ def test_an_example_of_a_length_that_torch_takes_for_a_constant_is_warned_of(len
 
 @pytest.mark.slow  # the test above has the warning
 def test_a_named_dim_of_length_1_is_warned_of_before_torch_refuses_it() -> None:
-    with pytest.warns(UserWarning, match=r"declared as Dim\('seq'\)"), pytest.raises(CaptureError, match="one size only"):
+    with pytest.warns(UserWarning, match=r"declared as Dim\('seq'\)"), pytest.raises(CaptureError, match="only one size"):
         capture(job(Model(), batch={"x": torch.randn(4, 1, 8)}, dynamic={"x": {1: Dim("seq")}}))
 
 

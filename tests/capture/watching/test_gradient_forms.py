@@ -221,10 +221,10 @@ def removed_late(_: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("middle", "problem"),
     [
-        (rounded, "give backward other values than forward saved"),
+        (rounded, "change the values saved for backward"),
         (removed_late, "removed after a gradient was taken"),
         (lambda _, x: Lost.apply(x.clone()), "dirty that is not both an argument and a result"),
-        (lambda _, x: Five.apply(x)[2], "asks which of 5 outputs were used"),
+        (lambda _, x: Five.apply(x)[2], "distinguishes which of 5 outputs are used"),
     ],
 )
 def test_what_has_no_sound_form_is_refused(middle: Middle, problem: str) -> None:

@@ -168,13 +168,13 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_around_a_freeze_is_refused_by_name(name: str, tmp_path: Path) -> None:
     given = job()
-    with MODES[name](), pytest.raises(RequestError, match=rf"no part of the job.*got {re.escape(name)}\)"):
+    with MODES[name](), pytest.raises(RequestError, match=rf"not part of the job.*got {re.escape(name)}\)"):
         trainload.freeze(given, tmp_path / "job.tl")
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_around_a_launch_is_refused_by_name(name: str, plain: Package, data: Path, tmp_path: Path) -> None:
-    with MODES[name](), pytest.raises(RequestError, match=rf"no part of the job.*got {re.escape(name)}\)"):
+    with MODES[name](), pytest.raises(RequestError, match=rf"not part of the job.*got {re.escape(name)}\)"):
         launched(plain, data, tmp_path)
 
 
@@ -186,7 +186,7 @@ def test_a_transform_around_a_freeze_is_refused_by_name(transform: Callable[...,
         trainload.freeze(given, tmp_path / "job.tl")
         return x.sum()
 
-    with pytest.raises(RequestError, match=rf"no part of the job.*got torch\.func\.{transform.__name__}\)"):
+    with pytest.raises(RequestError, match=rf"not part of the job.*got torch\.func\.{transform.__name__}\)"):
         transform(frozen)(torch.ones(2))
 
 
@@ -207,7 +207,7 @@ def test_a_loss_that_a_default_dtype_changes_is_refused(tmp_path: Path) -> None:
     given = Job(seeded(Divides), {"x": torch.ones(4, 4)}, lambda m: optim.SGD(m.parameters(), lr=0.1))
     with (
         SETTINGS["default dtype"](),
-        pytest.raises(CaptureError, match=r"(?s)differs from eager in its loss.*set_default_dtype\(torch\.float64\)"),
+        pytest.raises(CaptureError, match=r"(?s)differs from eager mode in its loss.*set_default_dtype\(torch\.float64\)"),
     ):
         trainload.freeze(given, tmp_path / "job.tl")
 
@@ -221,5 +221,5 @@ def test_a_model_that_was_made_in_inference_mode_is_refused_by_its_tensor(name: 
             module.register_buffer(name, torch.ones(8))
         else:
             module.in_proj_weight = nn.Parameter(torch.ones(24, 8))
-    with pytest.raises(trainload.JobError, match=f"{name}: the (parameter|buffer) was made in inference mode"):
+    with pytest.raises(trainload.JobError, match=f"{name}: the (parameter|buffer) was created in inference mode"):
         trainload.freeze(given, tmp_path / "job.tl")

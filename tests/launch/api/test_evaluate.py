@@ -78,12 +78,12 @@ def test_after_a_training_under_the_same_plan_nothing_is_compiled_again(
 
 
 def test_a_cluster_needs_a_folder_that_its_nodes_share(gpt: Package, plan: Plan, gpt_held_out: Path) -> None:
-    with pytest.raises(RequestError, match="the nodes of a cluster need a folder that they share"):
+    with pytest.raises(RequestError, match="a cluster needs a run folder on shared storage"):
         trainload.evaluate(gpt, plan, gpt_held_out, address="127.0.0.1:1")
 
 
 def test_a_run_of_no_steps_is_no_run(gpt: Package, plan: Plan, gpt_data: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"steps: is out of its range \(expected greater than or equal to 1, got 0"):
+    with pytest.raises(RequestError, match=r"steps: is out of range \(expected greater than or equal to 1, got 0"):
         trainload.launch(gpt, plan, gpt_data, run_dir=tmp_path / "run", steps=0, backend="local", compile=False)
     assert not (tmp_path / "run").exists()
 
@@ -139,5 +139,5 @@ def test_the_journal_tells_of_parts_only_where_they_have_names(
 
 
 def test_two_parts_of_one_name_are_refused(gpt: Package, plan: Plan, gpt_held_out: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="two parts of a mixture have one name"):
+    with pytest.raises(DataError, match="two parts of a mixture have the same name"):
         evaluated(gpt, plan, parts(tmp_path, gpt_held_out, ("a", 0, 8), ("a", 8, 21)))

@@ -31,7 +31,7 @@ def test_of_two_that_make_a_run_in_one_folder_at_the_same_moment_one_does(run: P
         write_spec(spec_of(run, 1))
 
     monkeypatch.setattr(spec, "check_new_run", overtaken)
-    with pytest.raises(StorageError, match="there is a run here already"):
+    with pytest.raises(StorageError, match="a run already exists here"):
         write_spec(spec_of(run, 2))
     assert read_spec(run).steps == 1
     assert [path.name for path in run.iterdir()] == [RUN_FILE]

@@ -68,7 +68,7 @@ def test_an_unsigned_package_is_not_launched(
     package: Package, policy: Path, tiny_data: Path, tmp_path: Path, extra: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command: list[str | Path] = ["--policy", policy, "launch", package.path, "--data", tiny_data, "--run-dir", tmp_path / "run", *ALONE]
-    assert "does not let it be run: it is not signed as it must be" in refused([*command, *extra], tmp_path, capsys)
+    assert "forbids running it: it is not signed as required" in refused([*command, *extra], tmp_path, capsys)
 
 
 def test_the_environment_s_policy_holds_without_being_named(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_a_package_that_was_replaced_since_the_launch_is_not_run(package: Packag
     """Even by its own child, for which the plan would do."""
     prepared(package, tiny_data, tmp_path / "run", None)
     edit_manifest(package.path, lambda manifest: manifest.update(parent=package.digest))
-    with pytest.raises(IntegrityError, match="another one than the run was launched with"):
+    with pytest.raises(IntegrityError, match="not the package that the run was launched with"):
         prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
-    with pytest.raises(IntegrityError, match="another one than the run was launched with"):
+    with pytest.raises(IntegrityError, match="not the package that the run was launched with"):
         trainload.resume(tmp_path / "run", backend="local")
 
 

@@ -25,17 +25,17 @@ EVALUATE = ["evaluate", "none.tl", "--data", "d.parquet"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*LAUNCH, "--backend", "local", "--address", "http://h:1", "--detach"], "--detach goes with Ray"),
-        ([*LAUNCH, "--backend", "local", "--address", "h:1"], "--address goes with Ray"),
-        ([*LAUNCH, "--backend", "torchrun", "--run-dir", "r", "--address", "h:1"], "--address goes with Ray"),
-        ([*EVALUATE, "--backend", "local", "--address", "h:1"], "--address goes with Ray"),
-        (["resume", ".", "--backend", "local", "--address", "h:1"], "--address goes with Ray"),
-        ([*LAUNCH, "--plan", "p.json", "--nodes", "2"], "--plan says how many nodes"),
-        ([*EVALUATE, "--plan", "p.json", "--nodes", "2"], "--plan says how many nodes"),
+        ([*LAUNCH, "--backend", "local", "--address", "http://h:1", "--detach"], "--detach requires Ray"),
+        ([*LAUNCH, "--backend", "local", "--address", "h:1"], "--address requires Ray"),
+        ([*LAUNCH, "--backend", "torchrun", "--run-dir", "r", "--address", "h:1"], "--address requires Ray"),
+        ([*EVALUATE, "--backend", "local", "--address", "h:1"], "--address requires Ray"),
+        (["resume", ".", "--backend", "local", "--address", "h:1"], "--address requires Ray"),
+        ([*LAUNCH, "--plan", "p.json", "--nodes", "2"], "--plan sets the number of nodes"),
+        ([*EVALUATE, "--plan", "p.json", "--nodes", "2"], "--plan sets the number of nodes"),
         ([*EVALUATE, "--set", "keep=2"], "--set keep: an evaluation has no such setting"),
         ([*EVALUATE, "--set", "lr=0.1"], "--set lr: an evaluation has no such setting"),
         ([*EVALUATE, "--set", "adapters.rank=2", "--set", "adapters.layers=a"], "--set adapters: an evaluation has no such setting"),
-        ([*EVALUATE, "--batches", "2", "--set", "eval_batches=3"], "--batches and --set eval_batches say different things"),
+        ([*EVALUATE, "--batches", "2", "--set", "eval_batches=3"], "--batches and --set eval_batches have different values"),
     ],
 )
 def test_what_would_be_ignored_is_refused(arguments: list[str], said: str, capsys: Capture) -> None:
@@ -62,9 +62,9 @@ NONE: Any = None
 @pytest.mark.parametrize("backend", ["local", "torchrun"])
 def test_so_it_is_from_python(backend: Any, tmp_path: Path) -> None:
     for ask in (trainload.launch, trainload.dry_run):
-        with pytest.raises(RequestError, match=f"an address is one of a Ray cluster.*backend {backend}"):
+        with pytest.raises(RequestError, match=f"an address requires the Ray backend.*backend {backend}"):
             ask(NONE, NONE, NONE, run_dir=tmp_path / "run", backend=backend, address="h:1")
-    with pytest.raises(RequestError, match="an address is one of a Ray cluster"):
+    with pytest.raises(RequestError, match="an address requires the Ray backend"):
         trainload.resume(tmp_path / "run", backend=backend, address="h:1")
 
 
@@ -108,11 +108,11 @@ def test_a_run_that_is_resumed_otherwise_on_a_cluster_is_kept(
 @pytest.mark.parametrize(
     ("verb", "options", "said"),
     [
-        (trainload.launch, {"step": 1}, "step: there is no such option.*Perhaps steps is meant"),
-        (trainload.launch, {"set": {"lr": 1e-9}}, "set: there is no such option.*goes into overrides"),
-        (trainload.launch, {"checkpoint_every": 0}, "checkpoint_every: is out of its range.*got 0"),
-        (trainload.launch, {"compile": None}, "compile: is of the wrong type"),
-        (trainload.launch, {"steps": 2.5}, "steps: is out of its range.*got 2.5"),
+        (trainload.launch, {"step": 1}, "step: there is no such option.*Did you mean steps"),
+        (trainload.launch, {"set": {"lr": 1e-9}}, "set: there is no such option.*changes of the training settings in `overrides`"),
+        (trainload.launch, {"checkpoint_every": 0}, "checkpoint_every: is out of range.*got 0"),
+        (trainload.launch, {"compile": None}, "compile: has the wrong type"),
+        (trainload.launch, {"steps": 2.5}, "steps: is out of range.*got 2.5"),
         (trainload.dry_run, {"nonsense": 1}, "nonsense: there is no such option"),
         (trainload.evaluate, {"steps": 5}, "steps: there is no such option"),
     ],

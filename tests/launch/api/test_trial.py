@@ -42,7 +42,7 @@ def test_a_rank_is_tried_out_without_the_others(
 
 
 def test_a_rank_of_a_pipeline_is_not_tried_out(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="a rank of a pipeline cannot be tried out"):
+    with pytest.raises(PlanError, match="a single rank of a pipeline cannot run a trial step"):
         try_out(spec(tiny, tiny_data, tmp_path, 2, None, pipeline_ranks=2), 2)
 
 

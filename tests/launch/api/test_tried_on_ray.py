@@ -35,7 +35,9 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[RayError], list[str]]:
 
 def test_one_that_gives_no_answer_is_taken_back_and_told_of(fail: Callable[[RayError], list[str]]) -> None:
     cancelled = fail(GetTimeoutError("Get timed out"))
-    with pytest.raises(ClusterError, match=r"node here: .* no answer in time \(expected one within 3600 s, got none\).*start_timeout"):
+    with pytest.raises(
+        ClusterError, match=r"node here: .* did not finish in time \(expected a result within 3600 s, got none\).*start_timeout"
+    ):
         tried_out(SPEC, "here", 1)
     assert cancelled == ["the task"]
 
@@ -51,5 +53,5 @@ def test_one_that_fails_in_rays_words_is_told_of_by_the_last_line(
     fail: Callable[[RayError], list[str]], error: RayError, said: str
 ) -> None:
     fail(error)
-    with pytest.raises(TrainingError, match=f"(?s)node here: the step that was tried out failed.*{said}"):
+    with pytest.raises(TrainingError, match=f"(?s)node here: the trial step failed.*{said}"):
         tried_out(SPEC, "here", 1)

@@ -181,5 +181,5 @@ def test_evaluation_is_over_the_rows_that_have_weight(divided: Package, tmp_path
 
 
 def test_evaluation_of_rows_without_weight_is_an_error(divided: Package, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the weight of the 4 held-out rows that were evaluated is 0"):
+    with pytest.raises(DataError, match="the total weight of the 4 evaluated held-out rows is 0"):
         evaluated(divided, write(tmp_path, [-1] * 4))

@@ -327,8 +327,8 @@ def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
         saver.finish(lambda: saver.save(4, make_state(ONE, 0), DATA, {}))
     said = [event.data["message"] for event in read_events(tmp_path) if event.kind == "warning"]
     assert len(said) == 2
-    assert "the checkpoint of step 2 is put off" in said[0]
-    assert "does not answer" in said[1]
+    assert "the checkpoint of step 2 is delayed" in said[0]
+    assert "does not respond" in said[1]
     assert steps(bucket) == [4]
 
 
@@ -357,7 +357,7 @@ def test_a_checkpoint_that_was_put_off_is_wanted_when_the_one_before_is_done(
 
 def test_a_place_is_told_what_was_tried_of_it(s3: str, tmp_path: Path) -> None:
     with pytest.raises(
-        StorageError, match=rf"s3://no-such-{BUCKET}/run: checkpoints cannot be kept here \(expected to write probe-.*got .*bucket"
+        StorageError, match=rf"s3://no-such-{BUCKET}/run: checkpoints cannot be stored here \(expected to write probe-.*got .*bucket"
     ):
         place_of(tmp_path, f"s3://no-such-{BUCKET}/run").check_new()
     (tmp_path / "file").touch()
@@ -374,7 +374,7 @@ def test_a_place_that_may_be_written_is_left_as_it_was(kept: Kept) -> None:
     before = kept.files()
     kept.place.check_writable()
     assert kept.files() == before
-    with pytest.raises(StorageError, match="there are checkpoints here already"):
+    with pytest.raises(StorageError, match="checkpoints already exist here"):
         kept.place.check_new()
 
 

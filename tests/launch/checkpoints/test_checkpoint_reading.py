@@ -317,7 +317,7 @@ def changed_plan(plan: Plan, **bucket: object) -> Plan:
 
 def test_a_checkpoint_of_another_package_is_refused(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(save_all(tmp_path, PLANS["single"], 3))
-    with pytest.raises(CheckpointError, match="another package"):
+    with pytest.raises(CheckpointError, match="a different package"):
         load_sharded(checkpoint, PLANS["single"].model_copy(update={"package": "1" * 64}), 0)
 
 

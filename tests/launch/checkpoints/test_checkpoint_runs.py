@@ -93,7 +93,7 @@ def test_a_newest_checkpoint_that_is_damaged_gives_way_and_the_run_says_so(
 
 def test_a_place_with_checkpoints_is_not_taken_for_a_new_run(gpt: Package, gpt_data: Path, kept: Kept, tmp_path: Path) -> None:
     launch(gpt, gpt_data, tmp_path / "run", checkpoints=kept.url)
-    with pytest.raises(StorageError, match="there are checkpoints here already"):
+    with pytest.raises(StorageError, match="checkpoints already exist here"):
         launch(gpt, gpt_data, tmp_path / "other", checkpoints=kept.url)
     assert not (tmp_path / "other").exists()
 
@@ -112,7 +112,7 @@ def test_a_url_that_cannot_be_written_is_told_before_anything_starts(
 def test_a_server_that_is_away_is_told_before_anything_starts(s3: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
     with wire_to(s3) as wire:
         wire.refuse = True
-        with pytest.raises(StorageError, match=r"kept here \(expected to list what is there, got .*cannot be reached"):
+        with pytest.raises(StorageError, match=r"stored here \(expected to list the files, got .*cannot be reached"):
             launch(gpt, gpt_data, tmp_path / "run", checkpoints=f"s3://{BUCKET}/away")
 
 
@@ -134,13 +134,13 @@ def test_a_relative_folder_is_meant_from_here(gpt: Package, gpt_data: Path, tmp_
     [
         (
             ["--run-dir", "/proc/run"],
-            "/proc/run: the run's folder cannot be written (expected to make a file in /proc",
+            "/proc/run: the run's folder cannot be written (expected to create a file in /proc",
         ),
         (
             ["--set", "checkpoints=/proc/kept"],
             "/proc/kept: the folder of the checkpoints cannot be written (expected to make",
         ),
-        (["--output", "/proc/out.tl"], "/proc: the trained package cannot be written there (expected to make a file in /proc"),
+        (["--output", "/proc/out.tl"], "/proc: the trained package cannot be written there (expected to create a file in /proc"),
         (["--output", "/nowhere/out.tl"], "/nowhere: there is no such folder"),
     ],
 )
@@ -191,6 +191,6 @@ def test_a_store_that_may_not_be_written_is_told_with_its_own_words(s3: str, gpt
             use(s3)
             server.shutdown()
             thread.join()
-    assert "s3://readable/kept: checkpoints cannot be kept here (expected to write probe-" in str(caught.value)
-    assert "the store refuses: User may not s3:PutObject" in str(caught.value)
+    assert "s3://readable/kept: checkpoints cannot be stored here (expected to write probe-" in str(caught.value)
+    assert "the store denied access: User may not s3:PutObject" in str(caught.value)
     assert not (tmp_path / "run").exists()

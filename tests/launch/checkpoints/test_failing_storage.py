@@ -59,7 +59,7 @@ def test_it_asks_for_nothing(fail: Fail, tmp_path: Path) -> None:
 
 def test_a_request_of_before_that_cannot_be_removed_is_told_of(fail: Fail, tmp_path: Path) -> None:
     fail(tmp_path)
-    with pytest.raises(StorageError, match=r"cannot be removed.*Remove them, and resume"):
+    with pytest.raises(StorageError, match=r"cannot be removed.*Remove these files, then resume"):
         clear_requests(tmp_path)
 
 
@@ -72,7 +72,7 @@ def test_a_new_run_is_refused_in_words(fail: Fail, tmp_path: Path) -> None:
 def test_a_run_is_not_resumed_and_says_why(fail: Fail, tmp_path: Path) -> None:
     (tmp_path / RUN_FILE).write_bytes(b"{}")
     fail(tmp_path)
-    with pytest.raises(StorageError, match=r"run\.json: it cannot be read.*its storage answers"):
+    with pytest.raises(StorageError, match=r"run\.json: it cannot be read.*its storage responds"):
         read_spec(tmp_path)
 
 
@@ -80,7 +80,7 @@ def test_a_run_is_not_resumed_and_says_why(fail: Fail, tmp_path: Path) -> None:
 def test_data_is_not_read_and_says_why(fail: Fail, tmp_path: Path, name: str) -> None:
     (tmp_path / "rows.parquet").touch()
     fail(tmp_path)
-    with pytest.raises(StorageError, match=r"parquet: the data cannot be read.*its storage answers"):
+    with pytest.raises(StorageError, match=r"parquet: the data cannot be read.*its storage responds"):
         find_files(tmp_path / name, [".parquet"])
 
 

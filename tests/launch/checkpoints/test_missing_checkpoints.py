@@ -24,7 +24,7 @@ def test_it_is_refused_in_process(tiny: Package, tiny_data: Path, tmp_path: Path
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "run", steps=2, compile=False, backend="local")
     shutil.rmtree(tmp_path / "run" / CHECKPOINTS)
-    with pytest.raises(CheckpointError, match=r"none of the run's checkpoints can be used \(got none is there\)"):
+    with pytest.raises(CheckpointError, match=r"none of the run's checkpoints can be used \(got no checkpoints\)"):
         trainload.resume(tmp_path / "run", backend="local")
     assert starts(tmp_path / "run") == 1
 

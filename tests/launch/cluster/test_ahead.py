@@ -42,5 +42,5 @@ def test_a_process_that_fails_is_a_warning_with_its_last_line(tmp_path: Path, mo
         thread.join()
     (event,) = read_events(tmp_path)
     assert event.kind == "warning"
-    assert event.data["message"].startswith("other numbers of nodes could not be compiled for ahead: ")
+    assert event.data["message"].startswith("compiling ahead for other numbers of nodes failed: ")
     assert "gone.tl" in event.data["message"]

@@ -29,7 +29,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_address_where_nobody_listens_is_named() -> None:
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ClusterError, match=f"address {address}: no Ray cluster answers"):
+    with pytest.raises(ClusterError, match=f"address {address}: no Ray cluster responds"):
         connect(address)
 
 

@@ -33,7 +33,7 @@ def test_a_run_has_the_losses_of_an_undisturbed_one_after_each_fault(rows: dict[
 
 def test_a_rank_that_is_stuck_is_named_within_its_time(rows: dict[str, dict[str, Any]]) -> None:
     row = rows["worker stuck outside a collective"]
-    assert row["said"].startswith("rank 1 went on no further, and the others wait")
+    assert row["said"].startswith("rank 1 made no progress, and the others wait")
     assert row["seconds_to_notice"] < HANG_TIMEOUT + 10.0
 
 

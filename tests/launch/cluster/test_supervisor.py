@@ -230,8 +230,8 @@ def preemptions(run_dir: Path) -> list[str]:
     return [str(event.data["message"]) for event in read_events(run_dir) if event.kind == "preemption"]
 
 
-WARNED = "node node will be gone in 60 s: a checkpoint is written; there is no other node yet"
-LEFT = "node node will be gone in 60 s: the run goes to other nodes, with a checkpoint"
+WARNED = "node node will be gone in 60 s: a checkpoint is written; no other node is available yet"
+LEFT = "node node will be gone in 60 s: the run moves to other nodes, with a checkpoint"
 
 
 def test_a_run_whose_node_will_be_gone_saves_at_once_and_says_so_once(

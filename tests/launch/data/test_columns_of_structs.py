@@ -57,7 +57,7 @@ def test_a_column_of_no_numbers_is_refused_by_name(name: str, ending: str, read:
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_run_refuses_such_a_column_by_name(name: str, ending: str, gpt: Package, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"column 'messages' has a dtype that no input has .*, got (struct|map)<"):
+    with pytest.raises(DataError, match=r"column 'messages' has a dtype that inputs do not support .*, got (struct|map)<"):
         open_run_data(write(tmp_path / f"rows.{ending}", COLUMNS[name]), gpt, 4, tmp_path / "cache")
 
 

@@ -63,6 +63,6 @@ def test_a_ray_data_set_that_fails_is_said_at_once(ray_cluster: None, frozen: tu
     package, _ = frozen
     data = ray.data.range(ROWS).map_batches(fail)
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    with pytest.raises(DataError, match=r"its rows cannot be had: .*"):
+    with pytest.raises(DataError, match=r"the data source failed: .*"):
         trainload.launch(package, plan, data, run_dir=tmp_path / "run", compile=False)
     assert not (tmp_path / "run").exists()

@@ -145,12 +145,12 @@ def test_a_file_at_a_url_is_read_once(
 
 
 def test_a_url_where_nothing_is_is_missing_data(memory: fsspec.AbstractFileSystem) -> None:
-    with pytest.raises(MissingDataError, match=r"memory://nothing\.parquet: there is no such data"):
+    with pytest.raises(MissingDataError, match=r"memory://nothing\.parquet: no data was found"):
         check_schema("memory://nothing.parquet", INPUTS)
 
 
 def test_a_kind_of_url_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(StorageError, match="no URL that fsspec knows"):
+    with pytest.raises(StorageError, match="fsspec does not support this URL"):
         check_schema("nowhere://a.parquet", INPUTS)
 
 
@@ -187,9 +187,9 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path, cache: Path, e
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        (b'{"x":{"dtype":"F32","shape":[2,2],"data_offsets":[0,8]}}', "does not lie"),
-        (b'{"x":{"dtype":"F32","shape":[-2,-2],"data_offsets":[0,16]}}', "does not lie"),
-        (b'{"x":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]}}', "does not lie"),
+        (b'{"x":{"dtype":"F32","shape":[2,2],"data_offsets":[0,8]}}', "is not where"),
+        (b'{"x":{"dtype":"F32","shape":[-2,-2],"data_offsets":[0,16]}}', "is not where"),
+        (b'{"x":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]}}', "is not where"),
         (b'{"x":{"dtype":"F99","shape":[2,2],"data_offsets":[0,16]}}', "F99"),
         (b"{", "cannot be read"),
         (b'["x"]', "cannot be read"),
@@ -215,7 +215,7 @@ PAIR = [InputSpec("n", "int64", ("batch", 2))]
 @pytest.mark.parametrize(
     ("members", "inputs", "told"),
     [
-        ([("0.n.cls", b"1"), ("1.m.cls", b"2")], NUMBER, "a row has other columns than the rows before"),
+        ([("0.n.cls", b"1"), ("1.m.cls", b"2")], NUMBER, "a row has different columns than the previous rows"),
         ([("0.n.cls", b"1"), ("0.n.npy", npy(CLS[0]))], NUMBER, "has column 'n' twice"),
         ([("0.n.cls", b"1"), ("1.n.cls", b"two")], NUMBER, "1.n.cls: a member cannot be read"),
         ([("0.n.cls", str(2**63).encode())], NUMBER, "a member cannot be read"),
@@ -223,7 +223,7 @@ PAIR = [InputSpec("n", "int64", ("batch", 2))]
         ([("0.n.npy", npy(np.arange(2))), ("1.n.npy", npy(np.arange(2.0)))], PAIR, "1.n.npy: input 'n' has the wrong dtype"),
         ([("0.n.npy", npy(np.array([None])))], NUMBER, "cannot be read"),
         ([("0.n.jpg", b"1")], [InputSpec("n.jpg", "uint8", ("batch",))], "got bytes of .n.jpg"),
-        ([("0.n.cls", b"1"), ("0.txt", b"a")], NUMBER, "no inputs of the package: 'txt'"),
+        ([("0.n.cls", b"1"), ("0.txt", b"a")], NUMBER, "not inputs of the package: 'txt'"),
     ],
 )
 def test_rows_of_a_tar_file_that_do_not_fit_are_refused(
@@ -345,16 +345,16 @@ def test_arrows_tables_are_written_as_they_are(tmp_path: Path, cache: Path) -> N
     ("batches", "told"),
     [
         ([], "there are no rows"),
-        ([{"x": X}, {"x": X[:, :1]}], "batch 1: a batch has other columns than the first"),
-        ([{"x": X}, {"y": X}], "batch 1: a batch has other columns than the first"),
-        ([{"x": X}, {"x": X.astype(np.float64)}], "batch 1: a batch has other columns than the first"),
+        ([{"x": X}, {"x": X[:, :1]}], "batch 1: a batch has different columns than the first"),
+        ([{"x": X}, {"y": X}], "batch 1: a batch has different columns than the first"),
+        ([{"x": X}, {"x": X.astype(np.float64)}], "batch 1: a batch has different columns than the first"),
         ([{"x": X, "cls": CLS[:3]}], "different numbers of rows"),
-        ([{"x": [[1, 2], [3]]}], "batch 0, column 'x': a column is no array"),
-        ([{"x": torch.zeros(2, dtype=torch.bfloat16)}], "a column is no array"),
-        ([{"x": np.zeros(2, dtype=np.complex64)}], "dtype that data files do not hold"),
-        ([{"x": np.array(["a", "b"])}], "dtype that data files do not hold"),
-        ([{"x": np.float32(1)}], "no rows with values"),
-        ([X], "this is no batch of rows"),
+        ([{"x": [[1, 2], [3]]}], "batch 0, column 'x': a column is not an array"),
+        ([{"x": torch.zeros(2, dtype=torch.bfloat16)}], "a column is not an array"),
+        ([{"x": np.zeros(2, dtype=np.complex64)}], "dtype that data files do not support"),
+        ([{"x": np.array(["a", "b"])}], "dtype that data files do not support"),
+        ([{"x": np.float32(1)}], "a column has no values"),
+        ([X], "this is not a batch of rows"),
     ],
 )
 def test_rows_that_no_file_can_hold_are_refused_and_nothing_is_left(tmp_path: Path, batches: list[object], told: str) -> None:
@@ -425,5 +425,5 @@ def test_a_link_to_nothing_is_named(tmp_path: Path, source: str) -> None:
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "a.parquet")
     (tmp_path / "set" / "b.parquet").symlink_to("gone.parquet")
-    with pytest.raises(MissingDataError, match=r"set/b\.parquet: a file of the data is not there \(got a link to gone\.parquet\)"):
+    with pytest.raises(MissingDataError, match=r"set/b\.parquet: a file of the data does not exist \(got a link to gone\.parquet\)"):
         find_files(tmp_path / source, [".parquet"])

@@ -230,7 +230,7 @@ def test_a_symbol_has_one_length_in_all_files(tmp_path: Path, cache: Path) -> No
 @pytest.mark.parametrize("source", ["none.parquet", "none-*.parquet", "empty-folder"])
 def test_no_file_is_refused(tmp_path: Path, cache: Path, source: str) -> None:
     (tmp_path / "empty-folder").mkdir()
-    with pytest.raises(DataError, match=f"{source.replace('*', '.')}: there is no such data"):
+    with pytest.raises(DataError, match=f"{source.replace('*', '.')}: no data was found"):
         open_dataset(str(tmp_path / source), [TOKENS], cache)
 
 
@@ -282,7 +282,7 @@ def test_either_byte_order_is_read(tmp_path: Path, cache: Path, order: bool) -> 
 def test_files_of_two_kinds_are_refused(tmp_path: Path, cache: Path) -> None:
     np.savez(tmp_path / "a.npz", tokens=tokens(3))
     write(tmp_path / "b.parquet", tokens=fixed(tokens(3)))
-    with pytest.raises(DataError, match="all of one format"):
+    with pytest.raises(DataError, match="must have the same format"):
         open_dataset(tmp_path, [TOKENS], cache)
 
 
@@ -293,7 +293,7 @@ def test_bfloat16_is_refused(tmp_path: Path) -> None:
 
 def test_a_conversion_that_fails_leaves_no_draft(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.parquet", tokens=fixed(tokens(8)))
-    with pytest.raises(DataError, match="changed while it was read"):
+    with pytest.raises(DataError, match="changed while it was being read"):
         columns_cache.make_cached(cache, [LocalFile(path)], [TOKENS], lambda: (8, [{"tokens": tokens(7)}]))
     assert made_in(cache) == []
 

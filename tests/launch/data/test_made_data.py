@@ -141,17 +141,17 @@ def test_a_dry_run_makes_the_data_and_leaves_nothing(tiny: Package, source: Path
 @pytest.mark.parametrize(
     ("reference", "told"),
     [
-        ("rows", "this names no function"),
+        ("rows", "this does not name a function"),
         ("nowhere.py:rows", "there is no such file"),
         ("{source}:absent", "there is no function 'absent'"),
         ("{source}:thing", "there is no function 'thing'"),
         ("{source}:half", "missing a required argument: 'part'"),
         ("{source}:rows?size=3", "unexpected keyword argument 'size'"),
-        ("{source}:half?part=a&part=b", "an argument comes twice"),
+        ("{source}:half?part=a&part=b", "an argument is given twice"),
         ("{source}:half?part", "does not take these arguments"),
         ("{source}:fails", r"KeyError: 'the database is gone'.*"),
         ("{source}:nothing", "there are no rows"),
-        ("{source}:number", r"gives no rows.*got int"),
+        ("{source}:number", r"does not return rows.*got int"),
     ],
 )
 def test_what_gives_no_rows_says_why_and_leaves_nothing(tiny: Package, source: Path, tmp_path: Path, reference: str, told: str) -> None:
@@ -181,7 +181,7 @@ def test_a_name_that_is_taken_is_said_before_the_function_is_called(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(StorageError, match="there is a run here already"):
+    with pytest.raises(StorageError, match="a run already exists here"):
         run(tiny, f"python:{source}:rows", tmp_path / "run")
     assert "called" not in capsys.readouterr().out
 
@@ -195,12 +195,12 @@ def test_files_in_the_runs_folder_that_others_put_there_stay(tiny: Package, sour
 
 
 def test_something_else_is_no_data(tiny: Package, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"this is no data .* got dict"):
+    with pytest.raises(DataError, match=r"this is not a data source .* got dict"):
         run(tiny, {"tokens": np.zeros((4, 3), np.uint8)}, tmp_path / "run")
 
 
 def test_one_of_torchruns_processes_cannot_make_the_data(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"torchrun has one for each rank.*write_rows"):
+    with pytest.raises(DataError, match=r"torchrun starts one per rank.*write_rows"):
         in_files(f"python:{source}:rows", None, tmp_path / "run", alone=False)
 
 

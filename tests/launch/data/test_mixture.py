@@ -100,7 +100,7 @@ def test_paths_start_at_the_mixtures_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "no mixture"),
+        ("{", "not a valid mixture"),
         ({}, "parts"),
         ({"parts": []}, "parts"),
         ({"parts": [{}]}, "parts.0.data"),
@@ -209,13 +209,13 @@ def test_a_part_alone_has_the_data_sets_fingerprint(package: Package, tmp_path: 
         ({"data": "long.parquet"}, r"part 2 .*x\[1\]: expected 2 to 8, got 9"),
         ({"data": "wrong.npz"}, r"b: x: expected float32\[batch, x_1, 4\], got float64\[5, 6, 4\]|x: expected float32"),
         ({"data": "fine.npz", "constants": {"task": "c"}}, "task: expected 'a', got 'c'"),
-        ({"data": "fine.npz", "constants": {"color": 1}}, "what no graph takes: 'color'"),
-        ({"data": "more.npz"}, "what no graph takes: 'y'"),
+        ({"data": "fine.npz", "constants": {"color": 1}}, "columns or constants that no graph takes: 'color'"),
+        ({"data": "more.npz"}, "columns or constants that no graph takes: 'y'"),
         ({"data": "uneven.npz"}, r"mask\[1\]: expected 6, got 5|x\[1\]: expected 5, as mask\[1\], got 6"),
-        ({"data": "words.parquet"}, "dtype that no input has"),
+        ({"data": "words.parquet"}, "dtype that inputs do not support"),
         ({"data": "null.parquet"}, "nulls"),
         ({"data": "empty.npz"}, "empty"),
-        ({"data": "gone.npz"}, "no such data"),
+        ({"data": "gone.npz"}, "no data was found"),
     ],
 )
 def test_data_that_fits_no_variant_is_refused_with_its_part(package: Package, entry: dict[str, Any], said: str, tmp_path: Path) -> None:

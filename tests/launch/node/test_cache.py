@@ -141,7 +141,7 @@ def test_without_a_size_a_tenth_of_the_disk_is_left_free(cache: Path, monkeypatc
 
 def test_a_size_that_is_none_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SIZE_VARIABLE, "much")
-    with pytest.raises(RequestError, match=r"TRAINLOAD_CACHE_GIB: this is no size \(expected a number of GiB, got much\)"):
+    with pytest.raises(RequestError, match=r"TRAINLOAD_CACHE_GIB: this is not a size \(expected a number of GiB, got much\)"):
         make_room(cache)
 
 

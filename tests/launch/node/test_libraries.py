@@ -103,7 +103,7 @@ def test_a_library_that_is_another_than_at_the_freeze_is_told_of(folder: Path, t
     status, _, err = done("--library", f"launch_library={tmp_path / 'operators.py'}", "inspect", "package.tl", cwd=folder)
     assert status == 0, err
     assert "warning: the package was made with the operators launch_library" in err
-    assert "whose files are others here" in err
+    assert "whose files differ here" in err
 
 
 def test_a_package_is_not_opened_without_the_library(folder: Path) -> None:

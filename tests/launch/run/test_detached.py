@@ -96,7 +96,7 @@ def test_a_run_is_resumed_as_a_job_with_a_name_of_its_own(
 def test_a_dashboards_address_and_detach_go_together(tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     assert cli.run(["resume", str(tmp_path / "run"), *options]) == 2
-    assert "--detach goes with the --address of a cluster's dashboard" in capsys.readouterr().err
+    assert "--detach and the --address of a cluster's dashboard" in capsys.readouterr().err
 
 
 def is_there(tmp_path: Path) -> bool:
@@ -123,7 +123,7 @@ def test_a_job_that_may_have_been_taken_finds_its_folder(
 ) -> None:
     assert detached(Jobs(submit=raising(ConnectionError("no answer")))) == 1
     assert is_there(tmp_path)
-    assert "the cluster has not said whether it takes the job (got no answer)" in capsys.readouterr().err
+    assert "the cluster did not confirm whether it accepted the job (got no answer)" in capsys.readouterr().err
 
 
 def test_a_job_that_is_refused_leaves_no_folder(detached: Callable[[Jobs], int], tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_job_that_ends_before_it_has_begun_leaves_no_folder(
 ) -> None:
     assert detached(Jobs(look=lambda: Status(True))) == 1
     assert not (tmp_path / "runs").exists()
-    assert "the driver ended before it had begun (got so it is)" in capsys.readouterr().err
+    assert "the driver ended before it started the run (got so it is)" in capsys.readouterr().err
 
 
 def test_a_cluster_that_asks_for_a_token_takes_no_job_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_a_driver_that_is_killed_gets_a_successor(
         return 0 if number == 6 else -9
 
     assert kept(monkeypatch, tmp_path, drive) == (0, 7)
-    assert capsys.readouterr().err.splitlines()[0] == "the run's driver was lost (by signal 9): another one takes its place"
+    assert capsys.readouterr().err.splitlines()[0] == "the run's driver was lost (by signal 9): starting a new one"
 
 
 def test_a_driver_whose_cluster_is_gone_gets_a_successor_when_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,14 +117,14 @@ def test_drivers_that_are_lost_again_and_again_without_a_new_checkpoint_are_give
         return 247
 
     assert kept(monkeypatch, tmp_path, drive) == (1, 4)
-    assert "was lost again (with status 247): given up" in capsys.readouterr().err
+    assert "was lost again (with status 247): giving up" in capsys.readouterr().err
 
 
 def test_a_driver_that_dies_before_it_has_begun_is_told_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert kept(monkeypatch, tmp_path, lambda number: 247) == (1, 1)
-    assert "died before it had begun, with status 247" in capsys.readouterr().err
+    assert "died before it started the run, with status 247" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [-9, 15])

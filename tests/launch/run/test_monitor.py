@@ -53,7 +53,7 @@ def test_a_rank_that_says_nothing_more_hangs_after_the_timeout(monitor: Monitor,
     hang = after(monitor, clock, 2.0, (0, STEP))
     assert hang is not None
     assert hang.ranks == (1,)
-    assert "no word from rank 1" in hang.why
+    assert "no heartbeat from rank 1" in hang.why
 
 
 def test_the_rank_that_came_least_far_keeps_the_others_waiting(monitor: Monitor, clock: Clock) -> None:
@@ -61,7 +61,7 @@ def test_the_rank_that_came_least_far_keeps_the_others_waiting(monitor: Monitor,
     hang = after(monitor, clock, 12.0, (0, STEP), (1, behind))
     assert hang is not None
     assert hang.ranks == (1,)
-    assert hang.why == "rank 1 went on no further, and the others wait"
+    assert hang.why == "rank 1 made no progress, and the others wait"
     assert hang.doing == {0: STEP, 1: behind}
 
 
@@ -114,5 +114,5 @@ def test_a_rank_that_never_spoke_keeps_the_others_waiting(clock: Clock) -> None:
     hang = after(monitor, clock, 4.0, (0, starting), (1, starting), (3, starting))
     assert hang is not None
     assert hang.ranks == (2,)
-    assert hang.why == "rank 2 never said anything, and the others wait"
+    assert hang.why == "rank 2 never reported, and the others wait"
     assert 60.0 < hang.seconds <= 62.0

@@ -57,7 +57,7 @@ def test_the_result_of_another_run_is_not_taken_for_this_ones(tiny: Package, tin
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     other = done.output.with_name("other")
     trainload.launch(tiny, plan, tiny_data, run_dir=other, output=done.output, steps=1, backend="local", compile=False)
-    with pytest.raises(StorageError, match="something else lies there"):
+    with pytest.raises(StorageError, match="another file or folder is in its place"):
         trainload.resume(done.run_dir, backend="local")
     done.output.rename(done.output.with_name("others.tl"))
     kept.rename(done.output)

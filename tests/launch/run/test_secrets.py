@@ -131,7 +131,7 @@ def test_a_tracking_server_that_is_away_is_named_without_its_password(tiny: Pack
         tmp_path, "launch", tiny.path, "--data", tiny_data, "--run-dir", "run", "--set", "sinks=mlflow", *STEPS, **server
     )
     assert status == 2
-    assert "MLflow does not take the run" in err
+    assert "MLflow did not accept the run" in err
     assert SECRET not in out + err
     assert holding(tmp_path, SECRET) == []
 

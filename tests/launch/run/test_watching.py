@@ -119,7 +119,7 @@ def test_a_run_that_is_not_there(command: str, tmp_path: Path, capsys: Capture) 
 
 
 def test_a_run_that_is_over_cannot_be_stopped(ended: Path, capsys: Capture) -> None:
-    assert "the run is not going on (got it is ended)" in refused(["stop", ended], ended, capsys)
+    assert "the run is not running (got phase ended)" in refused(["stop", ended], ended, capsys)
 
 
 def test_a_run_is_watched_and_stopped_from_another_process(tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:

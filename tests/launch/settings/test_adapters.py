@@ -331,22 +331,25 @@ def strange(tmp_path_factory: pytest.TempPathFactory) -> Package:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"layers": ("secnd.weight",)}, r"no parameter has a name like 'secnd.weight' \(expected second.weight"),
-        ({"layers": ("first.*",)}, r"first.bias is no linear layer's weight .*got shape \(12,\)"),
-        ({"layers": ("table.weight",)}, r"used otherwise than as a linear layer's weight .*got aten.sum.dim_IntList at File"),
+        ({"layers": ("secnd.weight",)}, r"no parameter matches 'secnd.weight' \(expected second.weight"),
+        ({"layers": ("first.*",)}, r"first.bias is not the weight of a linear layer .*got shape \(12,\)"),
+        ({"layers": ("table.weight",)}, r"not only used as the weight of a linear layer .*got aten.sum.dim_IntList at File"),
         (
             {"layers": ("second.weight",)},
-            r"used otherwise than as a linear layer's weight .*got aten.square.default at File .*line \d+, in forward",
+            r"not only used as the weight of a linear layer .*got aten.square.default at File .*line \d+, in forward",
         ),
-        ({"layers": ("last.weight",)}, "last.weight and tied.weight are one parameter"),
-        ({"layers": ("unused.weight",)}, "no graph that trains uses unused.weight"),
+        ({"layers": ("last.weight",)}, "last.weight and tied.weight are the same parameter"),
+        ({"layers": ("unused.weight",)}, "no training graph uses unused.weight"),
         ({"layers": ("still.weight",)}, "still.lora_A.weight gets no gradient from graph train"),
-        ({"layers": ("third.weight",), "rank": 13}, r"adapters.rank: the rank is greater than a layer's \(expected at most 12, .*got 13\)"),
+        (
+            {"layers": ("third.weight",), "rank": 13},
+            r"adapters.rank: the rank is greater than that of a layer \(expected at most 12, .*got 13\)",
+        ),
         (
             {"layers": ("third.weight",), "also": ("nrm.weight",)},
-            r"no trained parameter has a name like 'nrm.weight' \(expected norm.weight",
+            r"no trained parameter matches 'nrm.weight' \(expected norm.weight",
         ),
-        ({"layers": ("third.weight",), "also": ("third.*",)}, "gets an adapter and is trained as well"),
+        ({"layers": ("third.weight",), "also": ("third.*",)}, "is selected for an adapter and for training"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(strange: Package, options: dict[str, Any], line: str) -> None:
@@ -401,13 +404,13 @@ def test_every_variant_has_the_adapters_that_it_reaches(tmp_path: Path) -> None:
 def test_a_graph_that_would_train_nothing_is_refused() -> None:
     golden = next(each for each in goldens() if each.name == "turns")
     overrides = trainload.Overrides(adapters=Adapters(rank=1, layers=("judge.0.weight",)))
-    with pytest.raises(JobError, match="the graph generator would have nothing to train"):
+    with pytest.raises(JobError, match="graph generator would have no trained parameters"):
         overrides.apply(trainload.open(golden.package))
 
 
 def test_a_plan_for_the_frozen_package_is_refused(package: Package, rows: Path, tmp_path: Path) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    with pytest.raises(PlanError, match="for the package as it was frozen, and the run changes its graphs"):
+    with pytest.raises(PlanError, match="for the unmodified package, but this run changes the package's graphs"):
         trainload.launch(package, plan, rows, run_dir=tmp_path / "run", backend="local", overrides=trainload.Overrides(adapters=ADAPTERS))
 
 
@@ -427,9 +430,9 @@ def test_the_command_line_trains_adapters(package: Package, alone: Path, rows: P
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (("adapters.rank=3",), "--set adapters: give adapters.layers as well"),
+        (("adapters.rank=3",), "--set adapters: adapters.layers must be set as well"),
         (("adapters.rank=0", "adapters.layers=*"), "--set adapters.rank=0: Input should be greater than or equal to 1"),
-        (("adapters.dropout=0.1",), "there is no adapters.dropout; there are accumulate, adapters.alpha, adapters.also"),
+        (("adapters.dropout=0.1",), "there is no setting adapters.dropout; available: accumulate, adapters.alpha, adapters.also"),
     ],
 )
 def test_settings_of_adapters_that_are_wrong_are_told(

@@ -104,7 +104,7 @@ def test_a_result_that_would_be_another_one_is_not_replaced(package: Package, ro
     plan = trainload.plan(package, trainload.Cluster(), "single")
     options: dict[str, Any] = {"run_dir": tmp_path / "run", "steps": 2, "compile": False, "backend": "local"}
     trainload.launch(package, plan, rows, **options, output=tmp_path / "trained.tl")
-    with pytest.raises(StorageError, match="the run has written its result, and would come to another one"):
+    with pytest.raises(StorageError, match="the run has already written its result, and the changed run would produce another one"):
         trainload.resume(tmp_path / "run", backend="local", steps=4)
     assert read_spec(tmp_path / "run").steps == 2
 
@@ -114,8 +114,8 @@ def test_a_result_that_would_be_another_one_is_not_replaced(package: Package, ro
     [
         ({"adapters": trainload.Adapters(rank=2, layers=("first.weight",))}, "adapters cannot be changed .* hold other parameters"),
         ({"precision": "bf16"}, "precision cannot be changed in the middle of a run"),
-        ({"frozen": ("norm.*",)}, "frozen cannot be changed .* the optimizer's state of what was trained so far"),
-        ({"seed": 5}, "seed cannot be changed .* every step's rows follow from it"),
+        ({"frozen": ("norm.*",)}, "frozen cannot be changed .* the optimizer state of the parameters trained so far"),
+        ({"seed": 5}, "seed cannot be changed .* it determines the rows of every step"),
     ],
 )
 def test_what_the_checkpoints_do_not_allow_is_refused(begun: Path, overrides: dict[str, Any], line: str) -> None:
@@ -126,13 +126,13 @@ def test_what_the_checkpoints_do_not_allow_is_refused(begun: Path, overrides: di
 
 
 def test_fewer_steps_than_were_done_are_refused(begun: Path) -> None:
-    with pytest.raises(JobError, match=rf"steps: the run has done so many steps already \(expected more than {HALF}, got 3\)"):
+    with pytest.raises(JobError, match=rf"steps: the run has already completed this many steps \(expected more than {HALF}, got 3\)"):
         trainload.resume(begun, backend="local", steps=3)
 
 
 def test_a_change_that_does_not_fit_leaves_the_run_as_it_was(begun: Path) -> None:
     before = (begun / "run.json").read_bytes()
-    with pytest.raises(JobError, match="there is no group 'other'"):
+    with pytest.raises(JobError, match="there is no parameter group 'other'"):
         trainload.resume(begun, backend="local", steps=STEPS, overrides=trainload.Overrides(group_lr={"other": 0.1}))
     assert (begun / "run.json").read_bytes() == before
 
@@ -148,11 +148,11 @@ def test_the_command_line_changes_a_run(package: Package, begun: Path, capsys: C
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("seed=5", "seed cannot be changed in the middle of a run: every step's rows follow from it"),
+        ("seed=5", "seed cannot be changed in the middle of a run: it determines the rows of every step"),
         ("global_batch=16", "global_batch cannot be changed in the middle of a run"),
         ("accumulate=2", "accumulate cannot be changed in the middle of a run: it is part of the plan"),
         ("precision=bf16", "precision cannot be changed in the middle of a run"),
-        ("speed=2", "there is no speed to change; there are checkpoint_every, clip_norm, clip_value, compile, eval_batches"),
+        ("speed=2", "there is no setting speed to change; available: checkpoint_every, clip_norm, clip_value, compile, eval_batches"),
         ("steps=0", "--set steps=0: Input should be greater than or equal to 1"),
     ],
 )

@@ -111,14 +111,14 @@ def test_it_goes_on_under_another_plan(whole: list[float], pairs: dict[Strategy,
 def test_a_run_of_another_package_is_refused_before_anything_starts(
     tiny: Package, tiny_data: Path, half: RunResult, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match="that of another run than the one that made the package"):
+    with pytest.raises(CheckpointError, match="from a different run than the one that produced the package"):
         trained(tiny, tiny_data, tmp_path / "run", 1, optimizer_from=half.run_dir)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_without_a_checkpoint_is_refused_before_anything_starts(package: Package, rows: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="there is no checkpoint to take the optimizer's state from"):
+    with pytest.raises(CheckpointError, match="there is no usable checkpoint to load the optimizer state from"):
         trained(package, rows, tmp_path / "run", 1, optimizer_from=tmp_path / "empty")
     assert not (tmp_path / "run").exists()
 

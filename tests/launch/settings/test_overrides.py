@@ -187,9 +187,9 @@ def test_a_run_keeps_what_was_changed_and_says_so(changed: Changed) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ({"frozen": ("nothing.*",)}, r"no trained parameter has a name like 'nothing\.\*'"),
+        ({"frozen": ("nothing.*",)}, r"no trained parameter matches 'nothing\.\*'"),
         ({"frozen": ("*",)}, "all parameters are frozen"),
-        ({"group_lr": {"other": 0.1}}, "there is no group 'other'"),
+        ({"group_lr": {"other": 0.1}}, "there is no parameter group 'other'"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "by its norm or by value, not both"),
     ],
 )
@@ -203,12 +203,12 @@ def test_changes_that_do_not_fit_are_refused(package: Package, overrides: dict[s
     [
         ("lr=fast", "--set lr=fast: Input should be a valid number"),
         ("lr=-1", "--set lr=-1: Input should be greater than 0"),
-        ("schedule=steps", "--set schedule=steps: give one of constant, linear, cosine, or one of them with :WARMUP"),
+        ("schedule=steps", "--set schedule=steps: must be one of constant, linear, cosine, optionally followed by :WARMUP"),
         ("weight_decay=0", "weight_decay cannot be set at a launch: it is a constant of the captured update"),
         ("dropout=0", "dropout cannot be set at a launch: it is part of the captured graph"),
-        ("speed=2", "there is no speed; there are accumulate, adapters.alpha,"),
+        ("speed=2", "there is no setting speed; available: accumulate, adapters.alpha,"),
         ("keep=0", "--set keep=0: Input should be greater than or equal to 1"),
-        ("lr", "--set lr: give KEY=VALUE"),
+        ("lr", "--set lr: expected KEY=VALUE"),
     ],
 )
 def test_a_setting_that_is_wrong_is_told_with_what_there_is(

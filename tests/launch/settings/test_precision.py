@@ -209,20 +209,24 @@ class Half(Model):
 @pytest.mark.parametrize(
     ("make", "precision", "line"),
     [
-        (lambda: make_job(adam), "fp32", "it would change nothing: all that autocast would have in float32 was frozen so"),
-        (lambda: in_low(make_job(adam)), "bf16", "it would change nothing: all that autocast would have in bfloat16 was frozen so"),
+        (lambda: make_job(adam), "fp32", "it has no effect: everything that autocast would compute in float32 was already frozen that way"),
+        (
+            lambda: in_low(make_job(adam)),
+            "bf16",
+            "it has no effect: everything that autocast would compute in bfloat16 was already frozen that way",
+        ),
         (
             lambda: make_job(adam, Explicit),
             "fp32",
-            "a value stays in bfloat16: it was made so otherwise than by autocast .*aten.to",
+            "a value stays in bfloat16: it was not converted by autocast .*aten.to",
         ),
-        (lambda: make_job(adam, Half), "bf16", "it would change nothing"),
-        (lambda: make_job(adam, Half), "fp32", "it would change nothing"),
+        (lambda: make_job(adam, Half), "bf16", "it has no effect"),
+        (lambda: make_job(adam, Half), "fp32", "it has no effect"),
         (lambda: make_job(adam, Branching), "bf16", r"the graph has control flow, .*got cond at File .*in forward"),
         (
             lambda: make_job(adam, Between),
             "bf16",
-            r"an operator does not take what it would be given: .*aten.lerp.Scalar at File",
+            r"an operator does not accept the dtypes that it would receive: .*aten.lerp.Scalar at File",
         ),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_text_is_read_as_the_settings_value(key: str) -> None:
 
 @pytest.mark.parametrize("key", [name for name, key in KEYS.items() if key.info.option])
 def test_a_setting_with_an_option_is_given_by_it(key: str) -> None:
-    with pytest.raises(RequestError, match=f"--set {key}=3: {key} has an option of its own, {KEYS[key].info.option}"):
+    with pytest.raises(RequestError, match=f"--set {key}=3: {key} is set with its own option, {KEYS[key].info.option}"):
         parse_settings([f"{key}=3"])
 
 

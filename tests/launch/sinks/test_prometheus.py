@@ -109,13 +109,13 @@ def test_a_run_on_ray_has_its_numbers_at_the_clusters_endpoints(ray_cluster: Non
 def test_without_ray_it_is_said_before_anything_starts(gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Any) -> None:
     options: list[str | Path] = ["--run-dir", tmp_path / "run", "--backend", "local", "--set", "sinks=prometheus"]
     line = refused(["launch", gpt.path, "--data", gpt_data, *options], tmp_path, capsys)
-    assert "prometheus goes with Ray, whose endpoints have the numbers (expected the backend ray, got local)" in line
+    assert "prometheus requires Ray, whose endpoints serve the metrics (expected backend ray, got local)" in line
 
 
 def test_a_run_is_not_resumed_without_ray_either(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
     plan = trainload.plan(gpt, trainload.Cluster(), "single")
     run_dir = prepare(gpt, plan, gpt_data, run_dir=tmp_path / "run", sinks=["prometheus"])
-    with pytest.raises(trainload.ClusterError, match="prometheus goes with Ray"):
+    with pytest.raises(trainload.ClusterError, match="prometheus requires Ray"):
         trainload.resume(run_dir, backend="local")
 
 

@@ -105,7 +105,7 @@ def test_a_server_that_is_away_costs_a_warning_and_not_the_run(tmp_path: Path, m
         tell(step(2))
     assert server.taken == [3, -1]
     warnings = [event.data["message"] for event in heard if event.kind == "warning"]
-    assert warnings == ["mlflow does not take the run's numbers: nobody answers"]
+    assert warnings == ["mlflow did not accept the run's metrics: nobody answers"]
 
 
 @pytest.mark.parametrize(("last", "outcome"), [("end", "ended"), ("stopped", "stopped"), ("failed", "failed"), (None, "failed")])

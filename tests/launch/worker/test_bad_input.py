@@ -69,7 +69,7 @@ SOUND = BRANCHING.replace("        if x.sum() > 0:\n            x = -x\n", "")
 def test_a_spec_that_does_not_import(here: Path, capsys: Capture) -> None:
     (here / "broken_spec.py").write_text("import trainload\nimport no_such_library\n")
     line = refused(["freeze", "broken_spec.py:job", "-o", "out.tl"], here, capsys)
-    assert "broken_spec.py:2: it does not import: ModuleNotFoundError: No module named 'no_such_library'" in line
+    assert "broken_spec.py:2: the import failed: ModuleNotFoundError: No module named 'no_such_library'" in line
 
 
 def test_a_spec_that_returns_no_job(here: Path, capsys: Capture) -> None:
@@ -134,7 +134,7 @@ def test_freezing_onto_a_full_disk(here: Path, small_disk: Path, capsys: Capture
 
 def test_launching_where_no_checkpoint_fits(gpt: Package, gpt_data: Path, here: Path, small_disk: Path, capsys: Capture) -> None:
     line = refused(["launch", gpt.path, "--data", gpt_data, "--run-dir", small_disk / "run", *UNCOMPILED], here, capsys)
-    assert "the disk has no room for the run's checkpoints" in line
+    assert "there is not enough disk space for the run's checkpoints" in line
     assert "bytes free" in line
 
 
@@ -185,7 +185,7 @@ def test_held_out_data_that_does_not_fit(gpt: Package, gpt_data: Path, here: Pat
 
 
 def test_data_that_is_missing(gpt: Package, here: Path, capsys: Capture) -> None:
-    assert "none.parquet: there is no such data" in refused(launch(gpt, Path("none.parquet")), here, capsys)
+    assert "none.parquet: no data was found" in refused(launch(gpt, Path("none.parquet")), here, capsys)
 
 
 def test_a_global_batch_that_does_not_divide(gpt: Package, gpt_data: Path, here: Path, capsys: Capture) -> None:
@@ -223,7 +223,7 @@ def test_a_dry_run_where_somebody_uses_the_devices_says_so_at_once(gpt: Package,
 @pytest.mark.slow
 def test_a_cluster_that_does_not_answer(gpt: Package, gpt_data: Path, here: Path, capfd: Capture) -> None:
     line = refused(launch(gpt, gpt_data, "--address", "127.0.0.1:1"), here, capfd)
-    assert "address 127.0.0.1:1: no Ray cluster answers" in line
+    assert "address 127.0.0.1:1: no Ray cluster responds" in line
 
 
 def test_a_package_of_a_newer_format(gpt: Package, gpt_data: Path, here: Path, capsys: Capture) -> None:
@@ -239,7 +239,7 @@ def test_a_run_that_exists(gpt: Package, gpt_data: Path, here: Path, capsys: Cap
     (here / "run").mkdir()
     (here / "run" / "run.json").write_text("{}")
     line = refused(launch(gpt, gpt_data), here, capsys)
-    assert "there is a run here already" in line
+    assert "a run already exists here" in line
     assert "trainload resume" in line
 
 
@@ -273,7 +273,7 @@ def test_a_torch_outside_the_supported_range(version: str, command: list[str | P
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
     line = refused_process(command, here, {"PYTHONPATH": str(metadata.parent)})
-    assert f"this torch is not supported (expected torch >=2.11,<2.16, got {version})" in line
+    assert f"this version of torch is not supported (expected torch >=2.11,<2.16, got {version})" in line
     assert "pip install" in line
 
 

@@ -208,5 +208,7 @@ def test_an_error_of_making_the_graphs_is_told_as_one(package: Package, tmp_path
         raise ValueError("Cannot view a tensor")
 
     monkeypatch.setattr("trainload.launching.worker.loop.built_for", built_for)
-    with pytest.raises(TrainingError, match=r"making the graphs: .*Cannot view a tensor.*It would fail again, so it is not tried again"):
+    with pytest.raises(
+        TrainingError, match=r"building the graphs: .*Cannot view a tensor.*The run is not retried, since it would fail again"
+    ):
         launch(package, written(tmp_path, "label", 1), tmp_path)

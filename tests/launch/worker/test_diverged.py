@@ -120,7 +120,7 @@ def test_every_rank_names_the_row_that_is_no_number(package: Package, tmp_path: 
     for rank in range(2):
         log = (tmp_path / f"rank-{rank}.log").read_text()
         assert f"step {STEPS}: the loss is nan (expected a finite number, got nan)" in log
-        assert f"Look at the data: the input 'x' is nan in row {number} of {data}." in log
+        assert f"Check the data: the input 'x' is nan in row {number} of {data}." in log
 
 
 def one_weight() -> nn.Module:

@@ -376,7 +376,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
 
 
 def test_the_command_says_that_there_is_no_difference(packaged: Package, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, packaged.path, copied, "--exit-code") == (0, f"no difference: both are {packaged.digest}\n")
+    assert run(capsys, packaged.path, copied, "--exit-code") == (0, f"no differences: both are {packaged.digest}\n")
 
 
 def test_the_exit_status_tells_a_difference_where_it_is_asked_for(

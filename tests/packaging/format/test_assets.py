@@ -121,17 +121,17 @@ def test_a_media_type_is_part_of_the_identity(write: Write) -> None:
 @pytest.mark.parametrize(
     ("assets", "problem"),
     [
-        ({"../LICENSE": b""}, "an asset's name is none that a package may hold"),
-        ({"/etc/passwd": b""}, "an asset's name is none"),
-        ({".hidden": b""}, "an asset's name is none"),
-        ({"con": b""}, "an asset's name is none"),
-        ({"a//b": b""}, "an asset's name is none"),
-        ({"": b""}, "an asset's name is none"),
-        ({"LICENSE": b"", "licence/..": b""}, "an asset's name is none"),
+        ({"../LICENSE": b""}, "an asset's name is not allowed in a package"),
+        ({"/etc/passwd": b""}, "an asset's name is not allowed"),
+        ({".hidden": b""}, "an asset's name is not allowed"),
+        ({"con": b""}, "an asset's name is not allowed"),
+        ({"a//b": b""}, "an asset's name is not allowed"),
+        ({"": b""}, "an asset's name is not allowed"),
+        ({"LICENSE": b"", "licence/..": b""}, "an asset's name is not allowed"),
         ({"a.txt": b"", "A.txt": b""}, "two assets have one name"),
-        ({"a": Asset(b"", "text")}, "this is no media type"),
-        ({"a": Asset(b"", "text/plain\x1b[31m")}, "this is no media type"),
-        ({"a": "no/such/file"}, "an asset is no file and no folder"),
+        ({"a": Asset(b"", "text")}, "this is not a media type"),
+        ({"a": Asset(b"", "text/plain\x1b[31m")}, "this is not a media type"),
+        ({"a": "no/such/file"}, "an asset is neither a file nor a folder"),
     ],
 )
 def test_what_is_wrong_with_an_asset_is_said(write: Write, assets: dict[str, AssetLike], problem: str, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_wrong_asset_is_refused_before_the_work_begins(tmp_path: Path, monkeyp
         raise AssertionError("the model was captured first")
 
     monkeypatch.setattr("trainload.freezing.freeze.prove", works)
-    with pytest.raises(StorageError, match="an asset is no file"):
+    with pytest.raises(StorageError, match="an asset is neither a file"):
         trainload.freeze(small_job(Model(), assets={"LICENSE": str(tmp_path / "none")}), tmp_path / "a.tl")
 
 
@@ -213,7 +213,7 @@ def test_all_assets_are_given_out(rich: Package, tmp_path: Path) -> None:
 
 def test_an_asset_that_there_is_not_is_missed_with_those_that_there_are(rich: Package, tmp_path: Path) -> None:
     for missed in (lambda: rich.asset("LICENCE"), lambda: rich.save_asset("LICENCE", tmp_path / "x")):
-        with pytest.raises(StorageError, match=r"no such asset\. There are: LICENSE"):
+        with pytest.raises(StorageError, match=r"no such asset\. It has: LICENSE"):
             missed()
 
 
@@ -230,7 +230,7 @@ def test_a_damaged_asset_is_not_given_out(rich: Package, tmp_path: Path) -> None
 def test_a_path_that_is_taken_is_not_written_over(rich: Package, tmp_path: Path) -> None:
     (tmp_path / "mine").write_bytes(b"mine")
     for name in ("LICENSE", "tokenizer"):
-        with pytest.raises(StorageError, match="the path is taken"):
+        with pytest.raises(StorageError, match="the path already exists"):
             rich.save_asset(name, tmp_path / "mine")
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
@@ -280,7 +280,7 @@ def test_inspect_writes_assets_to_a_path(rich: Package, tmp_path: Path) -> None:
 
 def test_inspect_wants_an_asset_for_its_output(rich: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["inspect", str(rich.path), "-o", str(tmp_path / "x")]) == 2
-    assert "give --asset" in capsys.readouterr().err
+    assert "pass --asset" in capsys.readouterr().err
 
 
 JOB = """
@@ -324,7 +324,7 @@ def test_freeze_refuses_an_asset_without_a_name_or_a_path(
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "asset_job.py").write_text(JOB)
     assert cli.run(["freeze", "asset_job.py:job", "-o", "a.tl", "--asset", text]) == 2
-    assert "give NAME=PATH" in capsys.readouterr().err
+    assert "expected NAME=PATH" in capsys.readouterr().err
 
 
 def test_a_manifest_reads_back_as_it_was(rich: Package) -> None:

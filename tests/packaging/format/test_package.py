@@ -113,13 +113,13 @@ def test_debug_files_do_not_enter_the_digest(job: Job, packaged: Package, tmp_pa
 
 def test_a_path_that_exists_is_left_alone(job: Job, tmp_path: Path) -> None:
     (tmp_path / "p.tl").mkdir()
-    with pytest.raises(StorageError, match="taken"):
+    with pytest.raises(StorageError, match="already exists"):
         write_package(tmp_path / "p.tl", job.program, job.updates, job.recipe)
     assert list((tmp_path / "p.tl").iterdir()) == []
 
 
 def test_a_missing_parent_folder_is_a_clear_error(job: Job, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="nothing can be written"):
+    with pytest.raises(StorageError, match="the folder cannot be written"):
         write_package(tmp_path / "no" / "p.tl", job.program, job.updates, job.recipe)
 
 
@@ -228,7 +228,7 @@ def test_a_newer_format_is_refused_with_the_cure(copied: Path) -> None:
 @pytest.mark.parametrize("given", [{"features": ["training"]}, {"training": {"steps": 1, "data": "0" * 64, "changed": []}}])
 def test_training_is_told_with_its_feature_or_not_at_all(copied: Path, given: dict[str, Any]) -> None:
     edit_manifest(copied, lambda m: m.update({**given, "features": sorted({*m["features"], *given.get("features", ())})}))
-    with pytest.raises(PackageError, match="the feature training and the field of that name are not there together"):
+    with pytest.raises(PackageError, match="the feature training requires the field training"):
         open_package(copied)
 
 

@@ -214,7 +214,7 @@ def test_a_pass_keeps_what_each_graph_takes(package: Package, tmp_path: Path) ->
 
 def test_a_variant_that_would_never_run_is_refused(tmp_path: Path) -> None:
     job = trainload.Job(model=Model(), batch=batch(5), variants={"same": batch(5)}, optimizer=sgd)
-    with pytest.raises(JobError, match=r"Job\.variants\['same'\]: the variant would never be picked"):
+    with pytest.raises(JobError, match=r"Job\.variants\['same'\]: the variant would never be selected"):
         trainload.freeze(job, tmp_path / "job.tl")
     assert not (tmp_path / "job.tl").exists()
 

@@ -186,7 +186,7 @@ def test_a_graph_that_torch_cannot_write_is_refused_by_the_node(job: Job) -> Non
     graph = exported(_Sizes(), ({"x": torch.randn(4, 3)},))
     node = next(node for node in graph.graph.nodes if node.op == "call_function")
     node.meta["val"] = object()
-    with pytest.raises(PackageError, match=r"train.*refuses"):
+    with pytest.raises(PackageError, match=r"train.*rejects"):
         graph_to_json(graph, "train")
 
 

@@ -134,7 +134,7 @@ def test_another_version_of_a_library_is_told_of(packaged: Package, write: Write
     here = described("ns_told", "halved")
     assert told(packaged, here) == []
     assert told(packaged, here.model_copy(update={"version": "1.1", "digest": "0" * 64})) == [
-        "the package was made with the operators ns_told of told-of-wheel 1.1; here they are of told-of-wheel 1.2"
+        "the package was made with the operators ns_told of told-of-wheel 1.1; here they come from told-of-wheel 1.2"
     ]
     (sentence,) = told(packaged, here.model_copy(update={"digest": "0" * 64}))
-    assert "whose files are others here" in sentence
+    assert "whose files differ here" in sentence

@@ -125,7 +125,7 @@ def test_an_artifact_is_known_by_its_digest_before_it_is_fetched(packaged: Packa
     assert pin_oci(f"oci://{name}:v1")[1] == second.digest
     folder = fetched(pinned[0], tmp_path / "cache", packaged.digest)
     assert travelling(folder) == travelling(packaged.path)
-    with pytest.raises(IntegrityError, match="another one than the run was launched with"):
+    with pytest.raises(IntegrityError, match="not the package that the run was launched with"):
         fetched(pinned[0], tmp_path / "cache", second.digest)
 
 
@@ -161,26 +161,26 @@ def test_a_large_file_is_sent_and_received_in_blocks(packaged: Package, name: st
 def test_a_file_that_is_not_what_the_manifest_says_is_not_taken(copied: Path, name: str) -> None:
     weights = copied / "weights/model-00002-of-00003.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
-    with pytest.raises(StorageError, match=r"model-00002-of-00003.safetensors: the registry does not take"):
+    with pytest.raises(StorageError, match=r"model-00002-of-00003.safetensors: the registry rejected the request"):
         push_oci(copied, f"oci://{name}:v1")
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
-    "another type": (lambda m: m.update(artifactType="application/x"), UnsafePackageError, "no artifact of a model"),
-    "no type": (lambda m: m.pop("artifactType"), UnsafePackageError, "no artifact of a package"),
+    "another type": (lambda m: m.update(artifactType="application/x"), UnsafePackageError, "not an artifact of a model"),
+    "no type": (lambda m: m.pop("artifactType"), UnsafePackageError, "not an artifact of a package"),
     "a path that leaves the folder": (
         lambda m: m["layers"][0]["annotations"].update({"org.cncf.model.filepath": "../../evil"}),
         UnsafePackageError,
-        "no safe relative path",
+        "not a safe relative path",
     ),
-    "a layer without a path": (lambda m: m["layers"][0].pop("annotations"), UnsafePackageError, "no safe relative path"),
-    "one path twice": (lambda m: m["layers"].append(m["layers"][0]), UnsafePackageError, "two layers have one path"),
-    "a file less": (lambda m: m["layers"].pop(1), PackageError, "lists other files"),
-    "another size": (lambda m: m["layers"][-1].update(size=3), PackageError, "lists other files"),
+    "a layer without a path": (lambda m: m["layers"][0].pop("annotations"), UnsafePackageError, "not a safe relative path"),
+    "one path twice": (lambda m: m["layers"].append(m["layers"][0]), UnsafePackageError, "two layers have the same path"),
+    "a file less": (lambda m: m["layers"].pop(1), PackageError, "do not match its manifest"),
+    "another size": (lambda m: m["layers"][-1].update(size=3), PackageError, "do not match its manifest"),
     "no manifest": (
         lambda m: m.update(layers=[x for x in m["layers"] if x["annotations"]["org.cncf.model.filepath"] != "manifest.json"]),
         UnsafePackageError,
-        "holds no package",
+        "contains no package",
     ),
 }
 
@@ -206,7 +206,7 @@ def test_a_manifest_that_is_not_json_is_refused() -> None:
 def test_a_digest_that_does_not_fit_is_refused(published: str) -> None:
     place = oci._Repository(f"oci://{published}:v1", {})
     place.digest = "sha256:" + "0" * 64
-    with pytest.raises(IntegrityError, match="the artifact is another one"):
+    with pytest.raises(IntegrityError, match="the artifact's digest does not match"):
         place.manifest()
 
 
@@ -222,7 +222,7 @@ def test_a_registry_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reference", ["oci://", "oci://host", "oci://host/UPPER", "oci://host/a b", "oci://host/a:t@sha256:12"])
 def test_a_reference_names_host_name_and_tag(reference: str, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="no reference to an artifact"):
+    with pytest.raises(StorageError, match="not a reference to an artifact"):
         pull_oci(reference, tmp_path / "back.tl")
 
 
@@ -236,4 +236,4 @@ def test_the_commands_take_registries(packaged: Package, name: str, tmp_path: Pa
 @pytest.mark.parametrize("options", [["--line", "gpt"], ["--no-promote"], ["--reject", "worse"], ["--fact", "a=1"]])
 def test_a_registry_has_no_lines(packaged: Package, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["push", str(packaged.path), "oci://127.0.0.1:9/a:b", *options]) == 2
-    assert "a registry has tags, no lines" in capsys.readouterr().err
+    assert "an OCI registry has tags, but no lines" in capsys.readouterr().err

@@ -58,8 +58,8 @@ def test_a_reference_names_a_line_and_a_release(
     [
         (["pull", "#gpt/1", "--line", "other", "-o", "out.tl"], "two lines are named"),
         (["pull", "#gpt/1", "--release", "2", "-o", "out.tl"], "two releases are named"),
-        (["releases", "#gpt/1"], "this names a release"),
-        (["promote", "#gpt/1", "1"], "this names a release"),
+        (["releases", "#gpt/1"], "the reference names a release"),
+        (["promote", "#gpt/1", "1"], "the reference names a release"),
     ],
 )
 def test_a_reference_that_says_too_much_is_rejected(

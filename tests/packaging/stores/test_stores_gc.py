@@ -179,7 +179,7 @@ def test_a_push_waits_while_gc_is_at_work_and_then_sends_what_it_removed(package
     guard.close()
     thread.join(timeout=60)
     assert reports[0].sent_files == 1
-    assert "gc is at work" in waited[0]
+    assert "gc is running" in waited[0]
 
 
 def test_gc_sees_a_push_that_began_before_it(packaged: Package, folder: Place) -> None:
@@ -201,7 +201,7 @@ def test_a_push_that_gc_took_for_dead_does_not_publish(packaged: Package, folder
         if seen[-2:] == [total, total]:  # all has been sent
             gc(folder.url, grace=0)
 
-    with pytest.raises(StorageError, match="took it for dead"):
+    with pytest.raises(StorageError, match="considered it dead"):
         put(packaged, folder, on_progress=taken_for_dead)
     assert folder.store().lines() == ()
 
@@ -210,7 +210,7 @@ def test_a_push_that_gc_took_for_dead_does_not_publish(packaged: Package, folder
 def test_two_gcs_do_not_run_at_once(packaged: Package, place: Place) -> None:
     put(packaged, place)
     guard = gc_lease(place.store())
-    with pytest.raises(ConflictError, match="another gc is at work"):
+    with pytest.raises(ConflictError, match="another gc is running"):
         clean(place)
     guard.close()
     assert clean(place).removed_blobs == 0
@@ -249,7 +249,7 @@ def test_a_gc_does_not_take_the_place_of_one_that_began_since_it_looked(
         assert held.id == "00000003"
         held.close()
     else:
-        with pytest.raises(ConflictError, match="another gc is at work"):
+        with pytest.raises(ConflictError, match="another gc is running"):
             gc_lease(slow)
         begun[0].close()
 
@@ -259,7 +259,7 @@ def test_a_lease_of_another_number_is_refused(packaged: Package, folder: Place) 
     clean(folder)
     lock = Path(folder.url) / "gc/leases/00000001.json"
     lock.rename(lock.with_name("00000007.json"))
-    with pytest.raises(IntegrityError, match="a lease is that of another number"):
+    with pytest.raises(IntegrityError, match="a lease record has the wrong number"):
         clean(folder)
 
 

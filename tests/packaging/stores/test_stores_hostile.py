@@ -52,7 +52,7 @@ def test_a_bit_that_flipped_in_the_store_is_noticed(packaged: Package, place: Pl
     data = bytearray(files.read(path, 10**6) or b"")
     data[-1] ^= 1
     files.replace(path, bytes(data))
-    with pytest.raises(IntegrityError, match=r"weights/model-00001-of-00003.safetensors: what was fetched is not what was published"):
+    with pytest.raises(IntegrityError, match=r"weights/model-00001-of-00003.safetensors: a fetched file differs from the published one"):
         pull(place.url, tmp_path / "pulled.tl", options=place.options)
     assert not list(tmp_path.glob("*.tl")) and not list(tmp_path.glob(".*"))
 
@@ -65,7 +65,7 @@ def test_a_blob_of_another_size_is_noticed(published: Path, packaged: Package, t
     if size == 1:  # what is beyond its size is never read
         assert pull(published, tmp_path / "pulled.tl").digest == packaged.digest
     else:
-        refused(published, IntegrityError, "graphs/train.json: what was fetched", tmp_path)
+        refused(published, IntegrityError, "graphs/train.json: a fetched file", tmp_path)
 
 
 def test_a_damaged_blob_is_sent_again_where_its_size_tells(published: Path, packaged: Package, tmp_path: Path) -> None:
@@ -90,27 +90,30 @@ def test_a_blob_that_is_no_plain_file_is_refused(published: Path, packaged: Pack
         blob.symlink_to(published / "other")
     else:
         os.mkfifo(blob)
-    refused(published, UnsafePackageError, "link" if kind == "link" else "no plain file", tmp_path)
+    refused(published, UnsafePackageError, "link" if kind == "link" else "not a regular file", tmp_path)
 
 
 FIELDS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a path that leaves the folder": (lambda r: r["files"].update({"../evil": r["files"]["manifest.json"]}), "not a safe relative path"),
     "an absolute path": (lambda r: r["files"].update({"/etc/evil": r["files"]["manifest.json"]}), "not a safe relative path"),
-    "a file that the manifest lacks": (lambda r: r["files"].update({"graphs/x.json": r["files"]["manifest.json"]}), "other files than"),
+    "a file that the manifest lacks": (
+        lambda r: r["files"].update({"graphs/x.json": r["files"]["manifest.json"]}),
+        "not match its manifest",
+    ),
     "a derived graph": (lambda r: r["files"].update({"derived/x/step.json": r["files"]["manifest.json"]}), "cannot be part"),
     "paths that differ in case": (lambda r: r["files"].update({"Debug/x": r["files"]["manifest.json"]}), "differ only in case"),
     "no manifest": (lambda r: r["files"].pop("manifest.json"), "no manifest"),
-    "a file less": (lambda r: r["files"].pop("graphs/train.json"), "other files than"),
+    "a file less": (lambda r: r["files"].pop("graphs/train.json"), "do not match its manifest"),
     "another file's digest": (
         lambda r: r["files"]["graphs/train.json"].update(sha256=r["files"]["graphs/eval.json"]["sha256"]),
-        "other files than",
+        "do not match its manifest",
     ),
     "a huge size": (lambda r: r["files"]["manifest.json"].update(size=2**40), "too large"),
     "a digest that is a path": (lambda r: r["files"]["manifest.json"].update(sha256="../../../etc/passwd"), "sha256"),
     "an unknown field": (lambda r: r.update(command="rm"), "command"),
     "a number that is none": (lambda r: r.update(created=float("1e300")), "created"),
-    "another line": (lambda r: r.update(line="other"), "of something else"),
-    "another number": (lambda r: r.update(id="00000002"), "of something else"),
+    "another line": (lambda r: r.update(line="other"), "does not match its path"),
+    "another number": (lambda r: r.update(id="00000002"), "does not match its path"),
 }
 
 
@@ -123,7 +126,7 @@ def test_a_record_that_lies_is_refused(published: Path, tmp_path: Path, change: 
 def test_a_record_whose_bits_flipped_is_refused(published: Path, tmp_path: Path) -> None:
     data = (published / RECORD).read_bytes()
     (published / RECORD).write_bytes(data.replace(b'"message":""', b'"message":"x"'))
-    refused(published, IntegrityError, "its checksum is another one", tmp_path)
+    refused(published, IntegrityError, "its checksum does not match", tmp_path)
 
 
 def test_a_pointer_to_no_release_is_refused(published: Path, tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def test_the_bytes_do_not_depend_on_the_order_in_which_tensors_come(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("b", torch.ones(3), "does not have"),
-        ("a", torch.ones(4), r"does not fit.*\(3,\).*\(4,\)"),
-        ("a", torch.ones(3, dtype=torch.float64), "does not fit.*float32.*float64"),
+        ("b", torch.ones(3), "has no such tensor"),
+        ("a", torch.ones(4), r"wrong dtype or shape.*\(3,\).*\(4,\)"),
+        ("a", torch.ones(3, dtype=torch.float64), "wrong dtype or shape.*float32.*float64"),
         ("a", torch.ones(3, device="meta"), "no data"),
     ],
 )

@@ -180,5 +180,5 @@ def test_a_gradient_that_needs_what_comes_later_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_size_that_the_data_decide_does_not_cross() -> None:
-    with pytest.raises(PlanError, match="whose size the data decide would go from stage to stage"):
+    with pytest.raises(PlanError, match="with a data-dependent size would be sent between stages"):
         stages_of("while_loop of a fixed number of rounds", 2)

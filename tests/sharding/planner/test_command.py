@@ -85,7 +85,7 @@ def test_there_is_no_candidate_of_such_a_number(small_package: Package, capsys: 
 
 
 def test_an_explanation_wants_a_devices_figures(small_package: Package, capsys: Capture) -> None:
-    assert "needs a device's figures" in said(capsys, "plan", small_package.path, "--explain", "1", status=2)
+    assert "needs a device profile" in said(capsys, "plan", small_package.path, "--explain", "1", status=2)
 
 
 def test_what_does_not_fit_says_by_how_much_and_where_it_would(

@@ -235,12 +235,12 @@ def test_of_plans_as_fast_as_the_fastest_the_smallest_comes_first(
 def test_a_search_says_what_it_does(source: Source) -> None:
     told: list[str] = []
     found = search(source, cluster(2), device(), Wanted(pipeline=1, recompute="job"), exact=2, say=told.append)
-    assert told[:2] == ["judging plans without a tensor axis", "judging plans with tensor 2"]
+    assert told[:2] == ["estimating plans without a tensor axis", "estimating plans with tensor 2"]
     assert [line.partition("; ")[2].partition(": ")[0] for line in told[2:]] == [
         "playing number 1 of the best 2 through",
         "playing number 2 of the best 2 through",
     ]
-    assert told[2].startswith(f"{found.judged:,} plans judged")
+    assert told[2].startswith(f"{found.judged:,} plans estimated")
 
 
 def test_a_graph_is_partitioned_once_for_all_plans_with_one_tensor_axis(small_package: Package, monkeypatch: pytest.MonkeyPatch) -> None:

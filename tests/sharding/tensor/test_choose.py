@@ -132,10 +132,10 @@ def test_a_rule_divides_what_would_not_be(gpt_step: StepGraph) -> None:
 @pytest.mark.parametrize(
     ("rules", "line"),
     [
-        ({"nothing.*": None}, "nothing.*: a rule of the tensor axis fits no parameter"),
-        ({"mix_in.weight": Shard(dim=0, blocks=2)}, "mix_in.weight: a parameter cannot be divided as asked"),
-        ({"tokens.weight": Shard(dim=5)}, "tokens.weight: a parameter cannot be divided as asked"),
-        ({"tokens.weight": ROWS, "narrow.bias": ROWS}, "a parameter cannot be divided as asked"),
+        ({"nothing.*": None}, "nothing.*: a rule of the tensor axis matches no parameter"),
+        ({"mix_in.weight": Shard(dim=0, blocks=2)}, "mix_in.weight: a parameter cannot be divided as requested"),
+        ({"tokens.weight": Shard(dim=5)}, "tokens.weight: a parameter cannot be divided as requested"),
+        ({"tokens.weight": ROWS, "narrow.bias": ROWS}, "a parameter cannot be divided as requested"),
     ],
     ids=["no such parameter", "blocks", "no such dim", "two that meet"],
 )

@@ -132,5 +132,5 @@ def test_a_parameter_may_be_divided_where_the_graph_needs_it_whole(step: StepGra
 
 @pytest.mark.parametrize("shard", [Shard(dim=2), Shard(dim=0, blocks=5), Shard(dim=0, blocks=96)], ids=str)
 def test_a_division_that_is_none_is_refused_by_the_parameter_s_name(step: StepGraph, shard: Shard) -> None:
-    with pytest.raises(PlanError, match=r"plan\.tensor_shards: mix_in\.weight: a parameter cannot be divided so"):
+    with pytest.raises(PlanError, match=r"plan\.tensor_shards: mix_in\.weight: a parameter cannot be divided this way"):
         partition(step, WORLD, {"mix_in.weight": shard})

@@ -39,8 +39,8 @@ _package = click.Path(path_type=Path)
 def diff(before: Path, after: Path, rows: int, no_weights: bool, full: bool, exit_code: bool, as_json: bool) -> None:
     """Show the differences between packages A and B, by name.
 
-    "-" is in A alone, "+" in B alone. Weights are listed with the greatest change first. What is outside of the identity (debug/,
-    derived/, signatures/) is not compared. Nothing of a package is run, and its operators need not be there.
+    "-" is only in A, "+" only in B. Weights are listed with the greatest change first. Files that are not part of the identity (debug/,
+    derived/, signatures/) are not compared. No code of a package is run, and its operators need not be installed.
     """
     for path in (before, after):
         if not path.exists():
@@ -52,7 +52,7 @@ def diff(before: Path, after: Path, rows: int, no_weights: bool, full: bool, exi
     if as_json:
         print_json({"same": found.same, **view.as_json(found)})
     elif found.same:
-        out().print(f"no difference: both are {found.before.digest}", markup=False, highlight=False, soft_wrap=True)
+        out().print(f"no differences: both are {found.before.digest}", markup=False, highlight=False, soft_wrap=True)
     else:
         _print(found, rows, None if full else MOST_LINES)
     if exit_code and not found.same:

@@ -48,7 +48,7 @@ def pod_options(command: Command) -> Command:
 
 @click.group(short_help="Make Kubernetes files.")
 def manifest() -> None:
-    """Write what a cluster is told to run."""
+    """Write the manifests that tell a cluster what to run."""
 
 
 manifest.add_command(drive)
@@ -91,11 +91,11 @@ def kuberay(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Write a run (or a cluster) for KubeRay. Relative paths begin at the claim's."""
+    """Write a run (or a cluster) for KubeRay. Relative paths start at the volume."""
     from trainload.deploy.kuberay import as_yaml, entrypoint, ray_cluster, ray_job
 
     if kind == "RayCluster" and (package is not None or data is not None or run_dir is not None or options):
-        raise click.UsageError("--kind RayCluster runs nothing: leave out the package, --data, --run-dir and options of launch.")
+        raise click.UsageError("--kind RayCluster does not start a run: omit the package, --data, --run-dir and launch options.")
     if kind == "RayJob" and (package is None or data is None):
         raise click.UsageError("--kind RayJob needs a package and --data.")
     pods = pods_of(
@@ -146,7 +146,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
-            raise click.UsageError("--env: give KEY=VALUE.")
+            raise click.UsageError("--env: expected KEY=VALUE.")
         found[name] = value
     return found
 
@@ -166,15 +166,15 @@ def _launch_options(given: Sequence[str], place: Callable[[str], str]) -> list[s
     """Options of `launch`, as its own parser reads them, with their paths as the pods see them."""
     values, rest, order = launch.make_parser(click.Context(launch, info_name="launch")).parse_args(["PKG", *given])
     if rest:
-        raise click.UsageError(f"{shlex.join(rest)} is no option of launch: give them as in -- --steps 1000 --set lr=3e-4.")
+        raise click.UsageError(f"{shlex.join(rest)} is not an option of launch. Pass launch options as in: -- --steps 1000 --set lr=3e-4.")
     found: list[str] = []
     for option in dict.fromkeys(order):
         if not isinstance(option, click.Option) or option.name is None:
             continue
         if option.name in _OURS:
-            raise click.UsageError(f"{_OURS[option.name]} is an option of this command: give it before the --.")
+            raise click.UsageError(f"{_OURS[option.name]} is an option of this command: pass it before the --.")
         if option.name in _NOT_THERE:
-            raise click.UsageError(f"{option.opts[0]} goes without a cluster's job: leave it out.")
+            raise click.UsageError(f"{option.opts[0]} cannot be used in a cluster's job: omit it.")
         value: Any = values[option.name]
         if option.is_flag:
             found.append(option.opts[0])

@@ -26,10 +26,10 @@ _EVICTED = "evicted"
 @click.argument("launched", metavar="-- LAUNCH", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> int:
-    """Launch a run as LAUNCH says, or go on with it where it is there already. For the entrypoint of a job.
+    """Launch a run with the options LAUNCH, or resume it if it already exists. For the entrypoint of a job.
 
-    Exit status 0 where another cluster would be of no use: the run has ended, or somebody has stopped it. One that has diverged fails, and
-    is not tried again.
+    The exit status is 0 if another cluster would not help: the run has ended or was stopped. A run that has diverged fails and
+    is not retried.
     """
     from trainload.launching.run.run_spec import RUN_FILE
     from trainload.launching.run.run_state import read_state
@@ -43,7 +43,7 @@ def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> i
     if status != FAILED or evicted.exists() or state is None or state.time < began or not _was_stopped(state):
         evicted.unlink(missing_ok=True)
         return status
-    err().print("the run was stopped, so the job is done: submit it again to go on", highlight=False)
+    err().print("the run was stopped, so the job is done: submit it again to continue", highlight=False)
     return DONE
 
 
@@ -51,7 +51,7 @@ def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> i
 @run_argument
 @click.pass_context
 def evict(context: click.Context, run_dir: Path) -> None:
-    """Stop a run whose head's pod is to go, so that it goes on elsewhere. For what runs before that pod ends."""
+    """Stop a run whose head pod will be removed, so that it continues elsewhere. For the preStop hook of that pod."""
     from trainload.launching.run.run_state import read_state
 
     state = read_state(run_dir)
@@ -70,8 +70,8 @@ def _check_converging(state: RunState | None, run_dir: Path) -> None:
     """Check that a run did not diverge last time: from its last checkpoint it would do so again."""
     if state is not None and state.over and state.summary.error == DivergedError.__name__:
         raise DivergedError(
-            "the run has diverged, and would again",
+            "the run has diverged, and would diverge again",
             where=str(run_dir),
             got=state.summary.message,
-            hint="Go on with other settings, by trainload resume --set, or launch a run in another folder.",
+            hint="Continue with other settings (trainload resume --set), or launch a run in another folder.",
         )

@@ -37,14 +37,14 @@ def export(
     check: bool,
     as_json: bool,
 ) -> None:
-    """Write a package's model, with its weights, for use without trainload.
+    """Write the model of a package, with its weights, for use without trainload.
 
     pt2: for torch.export.load. aoti: compiled, for torch's loader of AOTInductor packages. huggingface: a folder of safetensors, with
-    config.json and tokenizer where the package has them.
+    config.json and tokenizer if the package has them.
     """
     source, folder = located(package)
     if source is not None and output is None:
-        raise click.UsageError(f"{package} lies in a store: give --output.")
+        raise click.UsageError(f"{package} is in a store: pass --output.")
     opened = shared.open_package(folder)
     from trainload.exporting.export_graphs import Kind
     from trainload.exporting.export_graphs import export as write

@@ -65,13 +65,13 @@ def keep(arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], p
         said = state is not None and state != before
         if state is None and status not in (DONE, FAILED, WRONG):
             err().print(
-                f"trainload: the driver of {run_dir} died before it had begun, with status {status}", soft_wrap=True, highlight=False
+                f"trainload: the driver of {run_dir} died before it started the run, with status {status}", soft_wrap=True, highlight=False
             )
             return FAILED
         if state is None or status == DONE:
             return status
         if asked and status < 0:
-            err().print(f"the run's driver was ended by signal {-status}, as it was asked to", highlight=False, soft_wrap=True)
+            err().print(f"the run's driver was ended by signal {-status}, as requested", highlight=False, soft_wrap=True)
             return FAILED
         if asked or not (_is_lost(state, status) if said else losses or status not in (FAILED, WRONG)):
             return status
@@ -79,13 +79,13 @@ def keep(arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], p
         saved = state.summary.checkpoint
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         if losses > _MOST_LOSSES:
-            err().print(f"the run's driver was lost again ({how}): given up", markup=False, highlight=False, soft_wrap=True)
+            err().print(f"the run's driver was lost again ({how}): giving up", markup=False, highlight=False, soft_wrap=True)
             return FAILED
-        err().print(f"the run's driver was lost ({how}): another one takes its place", markup=False, highlight=False, soft_wrap=True)
+        err().print(f"the run's driver was lost ({how}): starting a new one", markup=False, highlight=False, soft_wrap=True)
         until = time.monotonic() + patience
         while not answers():
             if time.monotonic() > until:
-                err().print(f"the cluster has not answered for {patience:g} s: given up", highlight=False, soft_wrap=True)
+                err().print(f"the cluster has not responded for {patience:g} s: giving up", highlight=False, soft_wrap=True)
                 return FAILED
             time.sleep(_PAUSE_SECONDS)
 

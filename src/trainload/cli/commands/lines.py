@@ -29,7 +29,7 @@ _SHORT = 12
 @click.option("--reason", metavar="TEXT", default="", help="Reason, stored in the history.")
 @json_option
 def rollback(store: str, line: str | None, to: str | None, reason: str, as_json: bool) -> None:
-    """Make the release current that was so before. The one that is left is marked as rejected."""
+    """Make the previously current release current again, and mark the one that it replaces as rejected."""
     check_supported_torch()
     from trainload.packaging.stores.releases import shown
     from trainload.packaging.stores.store import Store
@@ -49,7 +49,7 @@ def rollback(store: str, line: str | None, to: str | None, reason: str, as_json:
 @line_option
 @json_option
 def history(store: str, line: str | None, as_json: bool) -> None:
-    """Show what was current and what ticks came to, in the order of time."""
+    """Show which releases were current and the outcomes of ticks, in chronological order."""
     check_supported_torch()
     from trainload.packaging.stores.store import Store
     from trainload.retraining.ticks.lineage import read_line
@@ -85,7 +85,7 @@ def _happened(story: LineStory) -> list[dict[str, Any]]:
                 "tick": tick.name,
                 "what": ended.outcome if ended is not None else "under way",
                 "release": None if release is None else shown(release),
-                "reason": ended.reason if ended is not None else f"begun {tick.begun} times",
+                "reason": ended.reason if ended is not None else f"started {tick.begun} times",
             }
         )
     return sorted(rows, key=lambda row: (row["time"] or "", row["tick"] or ""))
@@ -95,7 +95,7 @@ def _happened(story: LineStory) -> list[dict[str, Any]]:
 @click.argument("release", metavar="STORE[#LINE[/N]]")
 @json_option
 def lineage(release: str, as_json: bool) -> None:
-    """Show where a release comes from, back to the first freeze: parents, data, plan, metrics, decisions."""
+    """Show the lineage of a release, back to the first freeze: parents, data, plan, metrics, decisions."""
     check_supported_torch()
     from trainload.launching.node.fetching import parts_of
     from trainload.packaging.stores.store import Store
@@ -137,7 +137,7 @@ def _described(step: Ancestor) -> Table:
             rows.append(("data", f"{snapshot.rows:,} rows of {len(snapshot.files)} files"))
         if tick.trained is not None:
             plan = ", ".join(f"{name} {value}" for name, value in sorted(tick.trained.plan.items()))
-            rows.append(("trained", f"{tick.trained.steps} steps, {plan}; begun {tick.begun} times"))
+            rows.append(("trained", f"{tick.trained.steps} steps, {plan}; started {tick.begun} times"))
         for name, both in metrics_of(tick).items():
             rows.append((name, f"{_number(both['champion'])} -> {_number(both['challenger'])}"))
         if tick.ended is not None:
@@ -172,14 +172,14 @@ def migrate(
     line: str | None,
     as_json: bool,
 ) -> None:
-    """Write the program of NEW with the weights of OLD, by name, and say what became of each.
+    """Write the program of NEW with the weights of OLD, matched by name, and report the outcome for each.
 
-    With --store and --line it becomes the first release of a new line, whose lineage goes on in OLD's.
+    With --store and --line the result becomes the first release of a new line, whose lineage continues in that of OLD.
     """
     if (store is None) != (line is None):
-        raise click.UsageError("--store and --line go together.")
+        raise click.UsageError("--store and --line must be used together.")
     if output is None and store is None:
-        raise click.UsageError("Give --output, or --store and --line.")
+        raise click.UsageError("Pass --output, or --store and --line.")
     check_supported_torch()
     from trainload.retraining.migrate import migrate as carry_over
     from trainload.retraining.migrate import written_to
@@ -214,5 +214,5 @@ def migrate(
 def _pair(text: str) -> tuple[str, str]:
     old, equals, new = text.partition("=")
     if not equals or not old or not new:
-        raise click.UsageError(f"--rename {text}: give OLD=NEW.")
+        raise click.UsageError(f"--rename {text}: expected OLD=NEW.")
     return old, new

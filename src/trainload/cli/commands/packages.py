@@ -35,7 +35,7 @@ def inspect(package: str, asset: str | None, output: Path | None, as_json: bool)
     --asset NAME writes out one asset instead, checked against its digest.
     """
     if output is not None and asset is None:
-        raise click.UsageError("-o is where an asset goes: give --asset NAME.")
+        raise click.UsageError("-o is the path of an asset: pass --asset NAME.")
     _, folder = located(package)
     opened = _opened_to_look(folder)
     manifest = opened.manifest
@@ -104,10 +104,10 @@ def _give_out(package: Package, name: str, output: Path | None, as_json: bool) -
 def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
     """Check every byte of a package against its manifest, and its graphs.
 
-    FILE is a public key, or the certificates of who issues them, in PEM; each that is given must have signed the package. With the
-    program's --policy the policies must let it be run.
+    FILE is a public key, or the certificates of an issuer, in PEM; all of them must have signed the package. With the
+    program's --policy option, the policies must allow the package to run.
 
-    Exits with 1 where the package is damaged, unsafe or not signed so, and names each file.
+    Exits with 1 if the package is damaged, unsafe or lacks a signature, and names each file.
     """
     if not package.exists():
         raise PackageError("there is no such package", where=str(package))
@@ -126,14 +126,14 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         print_json(report)
     elif not report.problems:
-        sound = f"{package}: {report.files} files, {size(report.bytes)}: every byte is what the manifest says"
+        sound = f"{package}: {report.files} files, {size(report.bytes)}: every byte matches the manifest"
         out().print(sound, markup=False, highlight=False, soft_wrap=True)
     else:
         for problem in report.problems:
             err().print(f"{package / problem.file}: {problem.problem}", markup=False, highlight=False, soft_wrap=True)
     if not as_json:
         for state in report.signatures:
-            who = "not verified: give --identity" if state.identity is None else f"verified: {state.identity}"
+            who = "not verified: pass --identity" if state.identity is None else f"verified: {state.identity}"
             text = f"{package / state.file}: signed by {state.kind} {state.signer} ({who})"
             out().print(text, markup=False, highlight=False, soft_wrap=True)
     if report.problems:

@@ -99,7 +99,7 @@ def plan(
         _plan_best(opened, cluster, device, wanted, searched, _Shown(explain, output, as_json))
         return
     if explain is not None:
-        raise click.UsageError("--explain needs a device's figures: --device h100, another of those that come with trainload, or a file.")
+        raise click.UsageError("--explain needs a device profile: --device h100, another profile that comes with trainload, or a file.")
     options |= {"global_batch": global_batch, "accumulate": accumulate, "recompute": recompute or "job"}
     options |= {"tensor_ranks": ranks or 1, "divide": divide if ranks != 1 else "tensor", "pipeline_ranks": pipeline or 1}
     options |= dict(zip(("schedule", "stages_per_rank"), schedule or (None, None), strict=True))
@@ -123,7 +123,9 @@ def changed_by(given: tuple[str, ...], package: Package) -> Package:
 
     chosen = parse_settings(given)
     if others := [*chosen.run, *chosen.batch]:
-        raise click.UsageError(f"--set {others[0]}: a plan is made for what is trained; give it to the launch, or as an option.")
+        raise click.UsageError(
+            f"--set {others[0]}: only settings of the training can be set for a plan; pass this one to the launch, or use its option."
+        )
     return chosen.overrides.apply(package)
 
 
@@ -173,7 +175,10 @@ def _rule(text: str) -> tuple[str, Any]:
     found = re.fullmatch(r"(?P<whole>whole)|(?P<dim>[0-9]{1,2})(/(?P<blocks>[0-9]{1,6}))?", how)
     if not pattern or found is None or found["blocks"] == "0":
         raise PlanError(
-            "this is no rule of the tensor axis", where="--tensor-rule", expected="PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole", got=text
+            "this is not a rule of the tensor axis",
+            where="--tensor-rule",
+            expected="PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole",
+            got=text,
         )
     return pattern, None if found["whole"] else Shard(dim=int(found["dim"]), blocks=int(found["blocks"] or 1))
 
@@ -184,9 +189,9 @@ def _rule(text: str) -> tuple[str, Any]:
 @click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting that the plan was made with.")
 @json_option
 def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bool) -> None:
-    """Make the graphs of every rank of a plan, without a value or a cluster, and check that all ranks would meet.
+    """Build the graphs of every rank of a plan, without tensor data or a cluster, and check that their collectives match.
 
-    Shows the collectives that stand in them: what would hang, or train on another's values, is refused here.
+    Shows the collectives in the graphs. A plan that would hang, or exchange wrong values, is rejected.
     """
     from trainload.sharding.planner.simulate import simulate
     from trainload.sharding.plans.plan import read_plan
@@ -214,9 +219,9 @@ def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bo
 @click.option("--name", metavar="NAME", help="Name of the device. Default: FILE's.")
 @json_option
 def profile(output: Path, device: DeviceKind, workers: int, name: str | None, as_json: bool) -> None:
-    """Measure what this machine's devices and links can do, for `trainload plan --device FILE`.
+    """Measure the speed of this machine's devices and links, for `trainload plan --device FILE`.
 
-    Takes a minute. Nothing else should run meanwhile.
+    Takes a minute. Nothing else should run at the same time.
     """
     if output.exists():
         raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
@@ -269,7 +274,7 @@ def _plan_best(
         return
     best = found.best
     if best is not None and best.plan.pipeline is not None:
-        with err().status("cutting the graphs of evaluation"):
+        with err().status("partitioning the evaluation graphs"):
             simulate(package, best.plan)
     if best is not None and show.output is not None:
         write_text(show.output, best.plan.model_dump_json(indent=2) + "\n")

@@ -20,10 +20,10 @@ _FILE = "report.html"
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Path of the page. Default: report.html.")
 @json_option
 def report(place: str, output: Path | None, as_json: bool) -> None:
-    """Make one HTML file of a run, or of a store's releases and ticks.
+    """Write an HTML report of a run, or of a store's releases and ticks, as one file.
 
-    Of a run: what ran, its curves, what befell it and when; made of its folder alone, also while it goes on. Of a store: what is current,
-    where it is from, metrics over ticks. The page needs no network.
+    For a run: its configuration, curves, failures and timeline, read from its folder, also while it runs. For a store: the current release,
+    its lineage, and metrics over ticks. The page needs no network.
     """
     from trainload.launching.run.run_spec import RUN_FILE
 
@@ -32,7 +32,9 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
         return
     run_dir = Path(place)
     if not (run_dir / RUN_FILE).exists():
-        raise StorageError("there is no such run", where=str(run_dir), hint="Give the folder that `trainload launch --run-dir` was given.")
+        raise StorageError(
+            "there is no such run", where=str(run_dir), hint="Pass the folder that was passed to `trainload launch --run-dir`."
+        )
     began = time.perf_counter()
     page_of, mark = _page()
     from trainload.report.run_folder import read_run
@@ -90,7 +92,9 @@ def _page() -> Any:
         from trainload.report.page_frame import MARK
     except ImportError as error:
         name = str(error.name or error).partition(".")[0]
-        raise StorageError(f"{name} is not installed", where="report", got=str(error), hint="pip install 'trainload[report]'.") from error
+        raise StorageError(
+            f"{name} is not installed", where="report", got=str(error), hint="Run `pip install 'trainload[report]'`."
+        ) from error
     return page_of, MARK
 
 
@@ -104,7 +108,7 @@ def _check_place(path: Path, mark: str) -> None:
     except OSError as error:
         raise StorageError(f"it cannot be written: {error.strerror}", where=str(path)) from error
     if not is_report:
-        raise StorageError("it exists already, and is no report", where=str(path), hint="Choose another --output, or remove it.")
+        raise StorageError("it exists already and is not a report", where=str(path), hint="Choose another --output, or remove it.")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -114,7 +118,7 @@ def _write(path: Path, data: bytes) -> None:
         replace_file(path, data, durable=False)
     except OSError as error:
         raise StorageError(
-            f"it cannot be written: {error.strerror}", where=str(path), hint="Choose another place with --output FILE."
+            f"it cannot be written: {error.strerror}", where=str(path), hint="Choose another path with --output FILE."
         ) from error
 
 
@@ -122,9 +126,9 @@ def _write(path: Path, data: bytes) -> None:
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE. Default: stdout.")
 @json_option
 def dashboard(output: Path | None, as_json: bool) -> None:
-    """Write a board for Grafana, to be imported there: runs that were launched with --set sinks=prometheus.
+    """Write a Grafana dashboard of runs that were launched with --set sinks=prometheus, to be imported there.
 
-    What is printed without --output is JSON in any case.
+    Without --output, the JSON is printed.
     """
     from trainload.deploy.grafana import board
 

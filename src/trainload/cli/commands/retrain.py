@@ -30,14 +30,14 @@ config_argument = click.argument("file", metavar="FILE", type=click.Path(path_ty
 
 @click.group(short_help="Retrain on new data.")
 def retrain() -> None:
-    """Train a line's current release again on new data, and promote what is better."""
+    """Train a line's current release again on new data, and promote the result if it is better."""
 
 
 @retrain.command(short_help="Write a commented file.")
 @config_argument
 @json_option
 def init(file: Path, as_json: bool) -> None:
-    """Write a retraining's FILE (YAML) with all keys and what they mean."""
+    """Write a configuration FILE (YAML) of a retraining, with all keys and comments."""
     from trainload.retraining.config.file_template import TEMPLATE
 
     if file.exists():
@@ -52,9 +52,9 @@ def init(file: Path, as_json: bool) -> None:
 @retrain.command(short_help="Print a file's JSON Schema.")
 @json_option
 def schema(as_json: bool) -> None:
-    """Print the JSON Schema of a retraining's FILE, for editors and for checks where trainload is not installed.
+    """Print the JSON Schema of a retraining's FILE, for editors and for checks without trainload.
 
-    It knows keys, types and choices; `retrain check` knows more.
+    It covers keys, types and choices; `retrain check` checks more.
     """
     from trainload.retraining.config.config import Config
 
@@ -69,7 +69,7 @@ def schema(as_json: bool) -> None:
 @config_argument
 @json_option
 def check(file: Path, as_json: bool) -> None:
-    """Say whether FILE is right: keys, values, expressions, and what its package and store say."""
+    """Check FILE: its keys, values and expressions, and that they fit its package and store."""
     check_supported_torch()
     from trainload.retraining.config.config import read_config
     from trainload.retraining.preflight import check as checked
@@ -90,8 +90,8 @@ def check(file: Path, as_json: bool) -> None:
 def tick(file: Path, at: str, as_json: bool) -> int:
     """Run one scheduled time: data, training, comparison, promotion.
 
-    Repeated, or run again after it was killed, it goes on where it stopped, and ends as it would have ended. Where there is no new data
-    it says so. Exit status 1: the tick failed.
+    If it is repeated, or run again after it was killed, it continues where it stopped, with the same result. If there is no new data,
+    it reports that. Exit status 1: the tick failed.
     """
     check_supported_torch()
     from trainload.retraining.config.config import read_config
@@ -112,14 +112,14 @@ def tick(file: Path, at: str, as_json: bool) -> int:
 @click.option("--ticks", type=positive, metavar="N", help="Exit after N ticks.")
 @json_option
 def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks: int | None, as_json: bool) -> None:
-    """Run ticks as they are due, until SIGTERM or Ctrl-C: the tick under way is ended first."""
+    """Run ticks as they are due, until SIGTERM or Ctrl-C; a running tick is finished first."""
     check_supported_torch()
     from trainload.retraining.config.config import checked, read_config
     from trainload.retraining.service import serve
 
     config = read_config(file)
     if zone is not None and cron is None:
-        raise click.UsageError("--zone goes with --cron.")
+        raise click.UsageError("--zone requires --cron.")
     if every is not None or cron is not None:
         given = {"every": every, "cron": cron, "zone": zone or "UTC"}
         missed = {} if config.schedule is None else {"missed": config.schedule.missed}
@@ -163,7 +163,7 @@ def manifest(
 ) -> None:
     """Write a cronjob or raycronjob for Kubernetes, or a systemd timer.
 
-    Each calls `trainload retrain tick FILE` at FILE's scheduled times. For Kubernetes FILE lies in the claim's volume, under its name.
+    Each calls `trainload retrain tick FILE` at FILE's scheduled times. For Kubernetes, FILE must be in the claim's volume, under its name.
     """
     from trainload.deploy.kuberay import as_yaml
     from trainload.deploy.schedulers import as_text, cron_job, ray_cron_job, systemd_units
@@ -175,7 +175,7 @@ def manifest(
     name = name or f"retrain-{config.line.replace('_', '-').replace('.', '-')}"
     if kind == "systemd":
         if image is not None or claim is not None or secrets or env or service_account or namespace:
-            raise click.UsageError("systemd goes without pods: leave out --image, --claim and the like.")
+            raise click.UsageError("systemd units have no pods: omit --image, --claim and other options of pods.")
         policy = shared.policy()
         before = [*shared.program_options(), *([] if policy is None else ["--policy", str(policy.absolute())])]
         units = systemd_units(name, config.schedule, _tick(sys.executable, before, file.absolute()), str(file.absolute().parent))
@@ -191,7 +191,7 @@ def manifest(
     if image is None or claim is None:
         raise click.UsageError(f"{kind} needs --image and --claim.")
     if shared.policy() is not None:
-        raise click.UsageError("--policy is a file of this machine: pods find theirs by TRAINLOAD_POLICY (--env), or in their image.")
+        raise click.UsageError("--policy is a file on this machine: pods find theirs through TRAINLOAD_POLICY (--env), or in their image.")
     cluster = config.cluster
     pods = pods_of(
         claim,
@@ -208,7 +208,10 @@ def manifest(
     )
     if kind == "raycronjob" and (cluster.backend, cluster.address) != ("ray", "auto"):
         raise RequestError(
-            "a RayCronJob's ticks run on the cluster that it makes", where="cluster.address", expected="auto", got=str(cluster.address)
+            "the ticks of a RayCronJob run on the cluster that it creates",
+            where="cluster.address",
+            expected="auto",
+            got=str(cluster.address),
         )
     words = _tick("python", shared.program_options(), Path(pods.mount) / file.name)
     made = (ray_cron_job if kind == "raycronjob" else cron_job)(pods, config.schedule, words)
@@ -224,9 +227,9 @@ def manifest(
 @config_argument
 @json_option
 def handover(file: Path, as_json: bool) -> None:
-    """Export the current release for those who serve it, as FILE says: after `trainload rollback`, say.
+    """Export the current release for serving, as configured in FILE, for example after `trainload rollback`.
 
-    A promotion does so by itself, and the next tick after a rollback.
+    A promotion does this automatically, and so does the next tick after a rollback.
     """
     check_supported_torch()
     from trainload.packaging.stores.releases import shown
@@ -235,7 +238,7 @@ def handover(file: Path, as_json: bool) -> None:
 
     config = read_config(file)
     if config.handover is None:
-        raise RequestError("nothing is handed over", where=f"{file}, handover", hint="Give the key: `trainload retrain init` shows it.")
+        raise RequestError("no handover is configured", where=f"{file}, handover", hint="Set this key: `trainload retrain init` shows it.")
     pointer = Store(config.store).current(config.line)
     if pointer is None:
         raise RequestError("no release is current", where=f"{config.store}, line {config.line}", hint="Run a tick first.")
@@ -257,7 +260,7 @@ def _timing(config: Config) -> Any:
     from trainload.retraining.ticks.tick_times import schedule_of
 
     if config.schedule is None:
-        raise RequestError("there is no schedule", where="schedule", hint="Give the key schedule, or --every or --cron.")
+        raise RequestError("there is no schedule", where="schedule", hint="Set the key `schedule`, or pass --every or --cron.")
     return schedule_of(config.schedule)
 
 
@@ -268,9 +271,9 @@ def _time(config: Config, at: str) -> datetime:
     try:
         when = datetime.fromisoformat(at)
     except ValueError as error:
-        raise RequestError("this is no time", where="--at", expected="a time such as 2026-11-23T06:00:00Z", got=at) from error
+        raise RequestError("this is not a time", where="--at", expected="a time such as 2026-11-23T06:00:00Z", got=at) from error
     if when.tzinfo is None:
-        raise RequestError("a time needs a zone", where="--at", expected=f"{at}Z, or {at}+01:00", got=at)
+        raise RequestError("the time has no time zone", where="--at", expected=f"{at}Z, or {at}+01:00", got=at)
     return when.astimezone(UTC)
 
 

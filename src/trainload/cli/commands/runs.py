@@ -94,9 +94,9 @@ def launch(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Train a package, or a release STORE#LINE/N, on Ray unless told otherwise."""
+    """Train a package, or a release STORE#LINE/N, on Ray by default."""
     if nodes is not None and nodes[1] > 1 and backend != "ray":
-        raise click.UsageError("--nodes goes with Ray: torchrun and the local backend have the nodes that they are started on.")
+        raise click.UsageError("--nodes requires Ray: torchrun and the local backend use the nodes that they are started on.")
     _check_ray(backend, address, detach=detach)
     if backend == "torchrun" and run_dir is None:
         raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
@@ -190,7 +190,7 @@ def evaluate(
     chosen = parse_settings(given)
     settings = _of_an_evaluation(chosen)
     if eval_batches is not None and settings.setdefault("eval_batches", eval_batches) != eval_batches:
-        raise click.UsageError("--batches and --set eval_batches say different things: give one of them.")
+        raise click.UsageError("--batches and --set eval_batches have different values: pass only one of them.")
     _check_one_plan(plan_file, workers, strategy, chosen, nodes)
     opened = shared.open_to_run(package)
     per_node, device = workers or (1, "cpu")
@@ -225,7 +225,7 @@ def _of_an_evaluation(chosen: GivenSettings) -> dict[str, Any]:
     wrong = next((name for name in (*chosen.run, *sorted(chosen.overrides.model_fields_set)) if name not in known), None)
     if wrong is not None:
         there = ", ".join(sorted({*known, *BatchSettings.model_fields}))
-        raise click.UsageError(f"--set {wrong}: an evaluation has no such setting; there are {there}.")
+        raise click.UsageError(f"--set {wrong}: an evaluation has no such setting; available: {there}.")
     return dict(chosen.run)
 
 
@@ -241,11 +241,9 @@ def _largest(package: Package, least: int, most: int, per_node: int, chosen: Giv
 def _check_ray(backend: Backend, address: str | None, *, detach: bool = False) -> None:
     """Check that no option of a cluster is given to a backend without one."""
     if backend != "ray" and (address is not None or detach):
-        raise click.UsageError(f"{'--detach' if detach else '--address'} goes with Ray: leave it out, or --backend {backend}.")
+        raise click.UsageError(f"{'--detach' if detach else '--address'} requires Ray: omit it, or omit --backend {backend}.")
     if detach != (address or "").startswith(("http://", "https://")):
-        raise click.UsageError(
-            "--detach goes with the --address of a cluster's dashboard, http://HOST:8265, and that address with --detach."
-        )
+        raise click.UsageError("--detach and the --address of a cluster's dashboard, http://HOST:8265, must be used together.")
 
 
 def _check_one_plan(
@@ -257,11 +255,11 @@ def _check_one_plan(
 ) -> None:
     """Check that no option is given that the plan decides. `nodes`: a number of them, not a range."""
     if plan_file is not None and (workers is not None or strategy is not None):
-        raise click.UsageError("--plan says how many workers and which strategy: leave out --workers and --strategy.")
+        raise click.UsageError("--plan sets the workers and the strategy: omit --workers and --strategy.")
     if plan_file is not None and nodes is not None:
-        raise click.UsageError("--plan says how many nodes: leave out --nodes, or make a plan for them.")
+        raise click.UsageError("--plan sets the number of nodes: omit --nodes, or make a plan for them.")
     if plan_file is not None and chosen.batch:
-        raise click.UsageError(f"--plan says {' and '.join(chosen.batch)}: leave it out of --set.")
+        raise click.UsageError(f"--plan sets {' and '.join(chosen.batch)}: omit it from --set.")
 
 
 def _keep(run_dir: Path, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
@@ -351,9 +349,11 @@ def resume(
     detach: bool,
     as_json: bool,
 ) -> int:
-    """Continue a run from its last checkpoint, on as many workers as there are now."""
+    """Continue a run from its last checkpoint, on the same or another number of workers."""
     if not run_dir.is_dir():
-        raise StorageError("there is no such run", where=str(run_dir), hint="Give the folder that `trainload launch --run-dir` was given.")
+        raise StorageError(
+            "there is no such run", where=str(run_dir), hint="Pass the folder that was passed to `trainload launch --run-dir`."
+        )
     _check_ray(backend, address, detach=detach)
     check_supported_torch()
     changes = _changes(given)
@@ -406,5 +406,5 @@ def _watch(work: Callable[[Callable[[Event], None]], Any], run_dir: Path) -> Any
             return work(report)
     except KeyboardInterrupt:
         begun = (run_dir / "run.json").exists()
-        hint = f"Continue with: trainload resume {shlex.quote(str(run_dir))}" if begun else "It had not begun: launch it again."
+        hint = f"Continue with: trainload resume {shlex.quote(str(run_dir))}" if begun else "It had not started: launch it again."
         raise RunInterrupted("the run was interrupted", where=str(run_dir), hint=hint) from None

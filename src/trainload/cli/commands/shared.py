@@ -49,7 +49,7 @@ class NamedCount(click.ParamType[tuple[str, int | None]]):
             return value
         name, slash, count = str(value).partition("/")
         if name not in self._names or (slash and not (count.isdecimal() and 0 < int(count) <= 2**31)):
-            self.fail(f"{value!r} is none of {', '.join(self._names)}, or one of them with /N", param, ctx)
+            self.fail(f"{value!r} is not one of {', '.join(self._names)}, optionally followed by /N", param, ctx)
         return name, int(count) if slash else None
 
 
@@ -67,7 +67,7 @@ class CountOf(click.ParamType[tuple[int, str]]):
             return value
         count, slash, name = str(value).partition("/")
         if not (count.isdecimal() and 0 < int(count) <= 2**31) or (slash and name not in self._names):
-            self.fail(f"{value!r} is no number from 1 on, or one with /{', /'.join(self._names)}", param, ctx)
+            self.fail(f"{value!r} is not a positive integer, optionally followed by /{', /'.join(self._names)}", param, ctx)
         return int(count), name if slash else self._names[0]
 
 
@@ -82,7 +82,7 @@ class Span(click.ParamType[tuple[int, int]]):
             return value
         least, colon, most = str(value).partition(":")
         if not least.isdecimal() or (colon and not most.isdecimal()) or not 0 < int(least) <= int(most or least) <= 2**20:
-            self.fail(f"{value!r} is no number from 1 on, or two with a colon, the smaller one first", param, ctx)
+            self.fail(f"{value!r} is not a positive integer or a range A:B", param, ctx)
         return int(least), int(most or least)
 
 
@@ -175,7 +175,7 @@ def libraries() -> dict[str, str | None]:
     for text in named:
         namespace, _, location = text.partition("=")
         if not namespace.isidentifier():
-            raise click.UsageError(f"--library {text}: give NAMESPACE=MODULE, where MODULE may be a .py file.")
+            raise click.UsageError(f"--library {text}: expected NAMESPACE=MODULE, where MODULE may be a .py file.")
         found[namespace] = location or None
     return found
 

@@ -33,9 +33,9 @@ allow_option = click.option("--allow-change", is_flag=True, help="Accept changed
 @click.option("--graph", metavar="NAME", help="Graph. Default: the main training graph.")
 @json_option
 def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
-    """Show the graph of a module: its nodes beside its source lines.
+    """Show the graph of a module: its nodes next to its source lines.
 
-    Files and line numbers are shown where the source is there and unchanged, else the line as it was at the freeze.
+    Files and line numbers are shown if the source is available and unchanged; otherwise the lines at the time of the freeze.
     """
     opened = shared.open_package(package)
     from trainload.transforms.listing import module_lines
@@ -66,8 +66,8 @@ def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
 def transform(package: Path, specs: tuple[str, ...], output: Path, allow_change: bool, data: str | None, as_json: bool) -> None:
     """Apply passes to a package's graphs; write a new package.
 
-    A pass is your own code: MODULE may be a file. After each, loss, metrics, buffers and every gradient are compared with those
-    before it, and a pass that changes them is refused.
+    A pass is your own code; MODULE may be a file. After each pass, loss, metrics, buffers and every gradient are compared with those
+    before it, and a pass that changes them is rejected.
     """
     opened = shared.open_package(package)
     from trainload.passes import load_pass
@@ -105,20 +105,20 @@ def ops(
 ) -> None:
     """List the operators of a package's graphs, or choose a set of them.
 
-    full: as captured. core: nothing outside core ATen that torch can decompose. FILE: decompose what it names, one a line. The
-    graphs that come out are compared with those before.
+    full: as captured. core: decompose to core ATen where torch can. FILE: decompose the operators that it names, one per line. The
+    resulting graphs are compared with the original ones.
 
-    --compat needs no package that opens. It exits with 1 where graphs cannot run.
+    --compat also works for packages that cannot be opened. It exits with 1 if graphs cannot run.
     """
     if compat and (chosen is not None or interactive or output is not None):
-        raise click.UsageError("--compat compares only: leave out --set, --interactive and -o.")
+        raise click.UsageError("--compat only compares: omit --set, --interactive and -o.")
     if compat:
         _compare(package, as_json)
         return
     if interactive and chosen is not None:
-        raise click.UsageError("--interactive chooses the set: leave out --set.")
+        raise click.UsageError("--interactive chooses the set: omit --set.")
     if output is not None and chosen is None and not interactive:
-        raise click.UsageError("-o writes a package of a chosen set: give --set or --interactive.")
+        raise click.UsageError("-o writes a package with a chosen set: pass --set or --interactive.")
     opened = shared.open_package(package)
     from trainload.transforms.apply import check_path
 
@@ -265,7 +265,7 @@ def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
         applied = work.apply(decompose, {"operators": (name,)})
         err().print(view.table(_effect(applied)[1:]))
         if not applied.entry.preserving and not allow_change:
-            click.echo("It changes what is computed, so it is not kept. (--allow-change would let you.)", err=True)
+            click.echo("It changes the results, so it is not kept. Use --allow-change to accept changes.", err=True)
         elif click.confirm("keep it?", default=True, err=True):
             work.keep(applied, allow_change=allow_change)
             kept.append(applied)

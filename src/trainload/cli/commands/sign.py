@@ -26,11 +26,11 @@ _pem = click.Path(path_type=Path)
 def sign(package: Path, key: Path, name: str | None, certificate: Path | None, chain: tuple[Path, ...], as_json: bool) -> None:
     """Sign a package: write signatures/NAME.sig into it.
 
-    The digest stays the same, and other signatures stay. The password of an encrypted key is $TRAINLOAD_KEY_PASSWORD, or asked for on
-    a terminal. Keys are of an elliptic curve: openssl ecparam -name prime256v1 -genkey -noout -out key.pem
+    The digest and other signatures do not change. The password of an encrypted key is read from $TRAINLOAD_KEY_PASSWORD or from
+    the terminal. Keys must be elliptic curve keys: openssl ecparam -name prime256v1 -genkey -noout -out key.pem
     """
     if chain and certificate is None:
-        raise click.UsageError("--chain goes with --certificate.")
+        raise click.UsageError("--chain requires --certificate.")
     if not package.exists():
         raise PackageError("there is no such package", where=str(package))
     check_supported_torch()

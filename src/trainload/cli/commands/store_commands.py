@@ -44,15 +44,15 @@ def push(
     without_debug: bool,
     as_json: bool,
 ) -> None:
-    """Publish a package as a release. Only what the store lacks is sent.
+    """Publish a package as a release. Only files that the store does not have are sent.
 
     STORE is a folder, a URL such as s3://bucket/folder, or oci://HOST/NAME:TAG.
-    A push that was broken off goes on where it stopped.
+    An interrupted push continues where it stopped.
     """
     if reject is not None and (promote or only_if is not None):
-        raise click.UsageError("--reject goes without --promote and --only-if.")
+        raise click.UsageError("--reject cannot be combined with --promote or --only-if.")
     if promote is False and only_if is not None:
-        raise click.UsageError("--only-if says when to promote, and --no-promote not to.")
+        raise click.UsageError("--only-if cannot be combined with --no-promote.")
     check_supported_torch()
     from trainload.packaging.stores.push import PushReport
     from trainload.publishing import stores
@@ -77,7 +77,7 @@ def push(
     rows: list[tuple[str, Any]] = [("store", report.store)]
     if isinstance(report, PushReport):
         rows += [
-            ("release", f"{report.line} {report.release}" + ("" if report.new else ", which was there already")),
+            ("release", f"{report.line} {report.release}" + ("" if report.new else ", which already existed")),
             ("current", report.current or "none"),
         ]
     else:
@@ -101,9 +101,9 @@ def push(
 def pull(
     store: str, output: Path, line: str | None, release: str | None, reuse: tuple[Path, ...], without_debug: bool, as_json: bool
 ) -> None:
-    """Get a release as a package: STORE, STORE#LINE or STORE#LINE/N. Every byte is compared with its digest first.
+    """Fetch a release as a package: STORE, STORE#LINE or STORE#LINE/N. Every file is checked against its digest.
 
-    What packages in the folder of PKG have already is linked, not fetched.
+    Files that packages in the folder of PKG already have are linked, not fetched.
     """
     check_supported_torch()
     from trainload.publishing import stores
@@ -128,7 +128,7 @@ def pull(
 @click.option("--line", metavar="NAME", help="Only this line.")
 @json_option
 def releases(store: str, line: str | None, as_json: bool) -> None:
-    """List a store's releases: number, status, package, parent, what was said."""
+    """List a store's releases: number, status, package, parent, message."""
     check_supported_torch()
     from trainload.publishing import stores
 
@@ -154,7 +154,7 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
 @click.option("--rejected", is_flag=True, help="Allow a rejected or rolled back release.")
 @json_option
 def promote(store: str, release: str, line: str | None, only_if: str | None, reason: str, rejected: bool, as_json: bool) -> None:
-    """Make release N its line's current one: a candidate, or an older one again."""
+    """Make release N the current release of its line: a candidate, or an earlier release."""
     check_supported_torch()
     from trainload.publishing import stores
 
@@ -176,13 +176,13 @@ def promote(store: str, release: str, line: str | None, only_if: str | None, rea
 def gc(store: str, keep: int | None, lines: tuple[str, ...], grace: float, dry_run: bool, as_json: bool) -> None:
     """Remove files that no release needs, and with --keep those of old releases.
 
-    A current release keeps its files. Records stay, so the history can be read.
+    A current release keeps its files. Records are kept, so the history can still be read.
     """
     check_supported_torch()
     from trainload.publishing import stores
 
     if lines and keep is None:
-        raise click.UsageError("--line goes with --keep.")
+        raise click.UsageError("--line requires --keep.")
     report = stores.gc(store, keep=keep, lines=lines or None, grace=grace * 3600, dry_run=dry_run)
     if as_json:
         print_json(report)
@@ -205,7 +205,7 @@ def _facts(given: tuple[str, ...]) -> dict[str, bool | int | float | str]:
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
-            raise click.UsageError(f"--fact {text}: give NAME=VALUE.")
+            raise click.UsageError(f"--fact {text}: expected NAME=VALUE.")
         found[name] = _value(value)
     return found
 

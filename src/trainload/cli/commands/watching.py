@@ -40,18 +40,18 @@ def status(run_dir: Path, follow: bool, as_json: bool) -> None:
 @click.argument("folder", metavar="[FOLDER]", type=click.Path(path_type=Path), default=Path("runs"))
 @json_option
 def runs(folder: Path, as_json: bool) -> None:
-    """List the runs in FOLDER, which is runs/ where none is given; the latest come first."""
+    """List the runs in FOLDER (default: runs/), the latest first."""
     from trainload.launching.run.run_spec import RUN_FILE
     from trainload.launching.run.run_state import read_state
 
     if not folder.is_dir():
-        raise StorageError("there is no such folder", where=str(folder), hint="Give the folder that runs' folders are in.")
+        raise StorageError("there is no such folder", where=str(folder), hint="Pass the folder that contains the folders of runs.")
     found = [(path.parent, read_state(path.parent)) for path in folder.glob(f"*/{RUN_FILE}")]
     found.sort(key=lambda each: each[1].time if each[1] is not None else 0.0, reverse=True)
     if as_json:
         print_json([{"run": path, **({"phase": "unknown"} if state is None else _brief(state))} for path, state in found])
         return
-    numbers = ("step", "loss", "checkpoint", "failures", "heard of")
+    numbers = ("step", "loss", "checkpoint", "failures", "last seen")
     table = Columns(("run", "phase", *numbers), right=numbers)
     for path, state in found:
         table.add(path.name, *(view.run_cells(state) if state is not None else ("unknown",)))
@@ -69,7 +69,7 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
     from trainload.launching.run.journal import JOURNAL, LOGS, event_of, log_name
 
     if rank is not None and as_json:
-        raise click.UsageError("--json goes without --rank: what a rank prints is text.")
+        raise click.UsageError("--json cannot be combined with --rank: a rank's output is text.")
     _state(run_dir)
     path = run_dir / JOURNAL if rank is None else run_dir / LOGS / log_name(rank)
     if rank is not None and not path.exists() and not follow:
@@ -95,13 +95,13 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
 
     state = _state(run_dir)
     if not state.alive:
-        raise StorageError("the run is not going on", where=str(run_dir), got=f"it is {state.phase}", hint="There is nothing to stop.")
+        raise StorageError("the run is not running", where=str(run_dir), got=f"phase {state.phase}", hint="There is nothing to stop.")
     try:
         (run_dir / Request.STOP.file).touch()
     except OSError as error:
         raise StorageError(f"the request cannot be written: {error.strerror}", where=str(run_dir)) from error
     if wait:
-        err().print("asked; it ends after its step, with a checkpoint", highlight=False)
+        err().print("stop requested; the run ends after its current step, with a checkpoint", highlight=False)
         state = _over(run_dir)
     if as_json:
         print_json({"run": run_dir, **_brief(state)})
@@ -115,10 +115,12 @@ def _state(run_dir: Path) -> RunState:
     from trainload.launching.run.run_state import read_state
 
     if not (run_dir / RUN_FILE).exists():
-        raise StorageError("there is no such run", where=str(run_dir), hint="Give the folder that `trainload launch --run-dir` was given.")
+        raise StorageError(
+            "there is no such run", where=str(run_dir), hint="Pass the folder that was passed to `trainload launch --run-dir`."
+        )
     state = read_state(run_dir)
     if state is None:
-        raise StorageError("nothing is known of the run yet", where=str(run_dir), hint="Ask again when it has begun.")
+        raise StorageError("the run has not reported anything yet", where=str(run_dir), hint="Try again after it has started.")
     return state
 
 

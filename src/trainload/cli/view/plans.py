@@ -24,7 +24,7 @@ def print_found(console: Console, found: Found, output: Path | None) -> None:
     cluster = found.candidates[0].plan.cluster
     console.print(
         f"{cluster.nodes} x {cluster.devices_per_node} {device.name}, {size(device.memory_bytes)} each; "
-        f"{found.candidates[0].plan.global_batch} rows an update; {found.judged} plans judged, {len(found.candidates)} played through",
+        f"{found.candidates[0].plan.global_batch} rows per update; {found.judged} plans evaluated, {len(found.candidates)} simulated",
         highlight=False,
     )
     titles = ("", "plan", "calls", "recompute", "memory", "time", "compute", "exposed", "bubble")
@@ -58,7 +58,7 @@ def beside(found: Found, candidate: Candidate) -> str:
     best = found.best
     over = candidate.costs.memory.peak - found.device.memory_bytes
     if over > 0:
-        return f"needs {size(over)} more than there is"
+        return f"needs {size(over)} more than is available"
     if best is None or candidate is best:
         return "the fastest that fits"
     mine, its = candidate.costs.time, best.costs.time
@@ -79,7 +79,7 @@ def nothing_fits(found: Found, smallest: Candidate | None) -> PlanError:
     """Return the message if no candidate fits. `smallest`: on the smallest cluster where one does."""
     least = min(found.candidates, key=lambda candidate: candidate.costs.memory.peak)
     memory, there = least.costs.memory, found.device.memory_bytes
-    hint = "Give another device, or a model with less to keep."
+    hint = "Use another device, or a smaller model."
     if smallest is not None:
         cluster = smallest.plan.cluster
         hint = f"It fits on {cluster.nodes} x {cluster.devices_per_node}: {smallest.choice}, {size(smallest.costs.memory.peak)}."

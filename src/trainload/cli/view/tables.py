@@ -80,7 +80,7 @@ def status_table(name: str, state: RunState) -> Table:
     if told.mfu is not None:
         rows.append(("MFU", f"{told.mfu:.1%}"))
     if told.memory is not None:
-        rows.append(("memory", f"{size(told.memory)}, the rank that holds most"))
+        rows.append(("memory", f"{size(told.memory)}, the largest of all ranks"))
     if told.data_wait is not None:
         rows.append(("waiting for data", f"{told.data_wait:.1%} of the time"))
     saved = "none" if told.checkpoint is None else f"step {told.checkpoint}, {duration(now - (told.checkpoint_time or now))} ago"
@@ -88,13 +88,13 @@ def status_table(name: str, state: RunState) -> Table:
     rows.append(("failures", f"{told.failures}, the last: {told.last_failure}" if told.failures else "none"))
     if told.message:
         rows.append(("because", told.message))
-    rows.append(("driver", f"process {state.pid} on {state.host}, heard of {duration(now - state.time)} ago"))
+    rows.append(("driver", f"process {state.pid} on {state.host}, last seen {duration(now - state.time)} ago"))
     return table(rows)
 
 
 def ranks_table(state: RunState, most: int | None = None) -> Columns:
     """Return a table of ranks. `most`: maximum number; those furthest behind, or silent for longest, come first."""
-    made = Columns(("rank", "node", "pid", "heard of", "memory", "does"), right={"rank", "pid", "memory"})
+    made = Columns(("rank", "node", "pid", "last seen", "memory", "does"), right={"rank", "pid", "memory"})
     behind = sorted(state.ranks.items(), key=lambda each: (each[1].step if each[1].step is not None else -1, -round(each[1].age), each[0]))
     for rank, seen in sorted(behind[:most]):
         does = seen.phase if seen.step is None else f"{seen.phase}, step {seen.step + 1}"

@@ -130,7 +130,7 @@ def within_limit(function: Callable[..., T], *arguments: Any, where: str) -> T:
     try:
         result, error = results.get(timeout=SECONDS)
     except queue.Empty:
-        raise StorageError("the store does not answer", where=where, expected=f"an answer within {SECONDS:g} s") from None
+        raise StorageError("the store does not respond", where=where, expected=f"a response within {SECONDS:g} s") from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]  # None is one of its values then

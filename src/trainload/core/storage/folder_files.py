@@ -161,7 +161,7 @@ class FolderFiles:
         if folder != self._root:
             self._make_folders(folder.parent)
         elif not folder.parent.is_dir():
-            raise StorageError("there is no such folder", where=str(folder.parent), hint="Make it first.")
+            raise StorageError("there is no such folder", where=str(folder.parent), hint="Create it first.")
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
 
@@ -215,9 +215,9 @@ class FolderUpload:
 def changed_file(source: Path, expected: Expected, size: int, digest: str) -> IntegrityError:
     """Return the error for a local file that is not the one that the manifest lists."""
     return IntegrityError(
-        "a file is not the one that the manifest lists",
+        "a file does not match its entry in the manifest",
         where=str(source),
         expected=f"{expected.size} bytes of sha256 {expected.sha256}",
         got=f"{size} bytes of sha256 {digest}",
-        hint="trainload verify says what else is wrong with the package.",
+        hint="Run `trainload verify` to find all problems of the package.",
     )

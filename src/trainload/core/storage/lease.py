@@ -160,7 +160,7 @@ class HeldLease(Generic[R]):
                 with suppress(StorageError, IntegrityError):
                     self._look()
             else:
-                self._lost = f"nothing could be written for {self._record.seconds:g} s, or this process was paused"
+                self._lost = f"it could not be renewed for {self._record.seconds:g} s, or this process was paused"
         if self._lost:
             raise LeaseLostError(
                 "the lease is lost",
@@ -205,7 +205,7 @@ class HeldLease(Generic[R]):
         """Notice that another process has taken the lease."""
         last = self._leases.last()
         if last is not None and last != self.id:
-            self._lost = f"lease {int(last)} was taken"
+            self._lost = f"another process has taken lease {int(last)}"
 
     def _renew(self) -> None:
         began = _seconds()
@@ -325,7 +325,7 @@ class Leases(Generic[R]):
         if record is None:
             raise IntegrityError("a lease has no record", where=f"{self.where}, lease {int(lease)}")
         if record.id != lease:
-            raise IntegrityError("a lease is that of another number", where=f"{self.where}, lease {int(lease)}", got=record.id)
+            raise IntegrityError("a lease record has the wrong number", where=f"{self.where}, lease {int(lease)}", got=record.id)
         seen = self._heartbeat(lease)
         if (seen is not None and seen.over) or has_ended(record.process):
             return None

@@ -30,9 +30,9 @@ def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> Stor
     check_no_credentials(text)
     if text.startswith("oci://"):
         raise StorageError(
-            "a registry holds packages under tags: it has no lines and releases",
+            "an OCI registry has tags, but no lines or releases",
             where=text,
-            hint="Use push and pull; its own tools list tags.",
+            hint="Use push and pull; list tags with the registry's own tools.",
         )
     if "://" not in text or text.startswith(("file://", "local://")):
         path = text.partition("://")[2] if "://" in text else text

@@ -183,7 +183,9 @@ class RemoteFiles:
         if _stamp(source) != before:
             self.delete(path)
             counter.take_back()
-            raise IntegrityError("a file was changed while it was sent", where=str(source), hint="Write packages once; then push them.")
+            raise IntegrityError(
+                "a file changed while it was being sent", where=str(source), hint="Push it again, and do not change the package meanwhile."
+            )
 
     def upload(self, path: str, size: int) -> RemoteUpload:
         """Start a streamed write of a file of `size` bytes.

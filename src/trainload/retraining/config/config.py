@@ -46,13 +46,13 @@ def seconds_of(text: object) -> object:
 
 def _check_span(value: object) -> object:
     if not isinstance(value, timedelta) or not timedelta(0) < value <= _LONGEST:
-        raise ValueError("give a number of seconds, minutes, hours, days or weeks, such as 90s, 30m, 6h, 7d or 2w; at most 36500d")
+        raise ValueError("a number of seconds, minutes, hours, days or weeks, such as 90s, 30m, 6h, 7d or 2w; at most 36500d")
     return value
 
 
 def _check_folder(path: str) -> str:
     if "://" in path:
-        raise ValueError("give a folder, on storage that all machines share: this is a URL")
+        raise ValueError("a folder on storage that all machines share, not a URL")
     return path
 
 
@@ -112,11 +112,11 @@ class Window(_Section):
     @model_validator(mode="after")
     def _whole(self) -> Window:
         if (self.span is None) != (self.kind == "new"):
-            raise ValueError("a span goes with the kinds path and column, and they with it")
+            raise ValueError("a span for the kinds path and column, and only for them")
         if (self.column is None) == (self.kind == "column"):
-            raise ValueError("a column goes with the kind column, and it with one")
+            raise ValueError("a column for the kind column, and only for it")
         if self.since == "promoted" and self.kind != "new":
-            raise ValueError("since goes with the kind new")
+            raise ValueError("since: promoted only for the kind new")
         return self
 
 
@@ -177,7 +177,7 @@ class Evaluation(_Section):
     @model_validator(mode="after")
     def _one(self) -> Evaluation:
         if (self.files is None) == (self.hold_out is None):
-            raise ValueError("give files, or a share to hold_out, and not both")
+            raise ValueError("either files or hold_out")
         return self
 
 
@@ -206,9 +206,9 @@ class Train(_Section):
     @model_validator(mode="after")
     def _one(self) -> Train:
         if self.steps is not None and self.epochs is not None:
-            raise ValueError("give steps or epochs, not both")
+            raise ValueError("steps or epochs, not both")
         if self.optimizer == "kept" and self.start != "current":
-            raise ValueError("an optimizer's state is kept where a run starts from the current release")
+            raise ValueError("optimizer: kept only with start: current")
         return self
 
     @property
@@ -243,7 +243,7 @@ class Resources(_Section):
     @model_validator(mode="after")
     def _whole(self) -> Resources:
         if self.backend == "local" and (self.nodes, self.workers, self.address) != (1, 1, None):
-            raise ValueError("the backend local is one process: it goes without nodes, workers and address")
+            raise ValueError("no nodes, workers or address with backend: local, which is one process")
         return self
 
 
@@ -305,9 +305,9 @@ class Timing(_Section):
     @model_validator(mode="after")
     def _one(self) -> Timing:
         if (self.every is None) == (self.cron is None):
-            raise ValueError("give every or cron, and not both")
+            raise ValueError("either every or cron")
         if self.every is not None and self.zone != "UTC":
-            raise ValueError("a zone goes with cron: every counts from the beginning of 1970 in UTC")
+            raise ValueError("a zone only with cron: every counts from the beginning of 1970 in UTC")
         return self
 
 
@@ -348,7 +348,7 @@ class Handover(_Section):
     @model_validator(mode="after")
     def _whole(self) -> Handover:
         if self.form == "huggingface" and self.graph is not None:
-            raise ValueError("a graph goes with the forms pt2 and aoti: huggingface holds weights alone")
+            raise ValueError("a graph only with the forms pt2 and aoti: huggingface contains only weights")
         return self
 
 
@@ -419,17 +419,19 @@ def read_config(path: Path) -> Config:
             allowed; names it and what is allowed.
     """
     if not path.is_file():
-        raise RequestError("there is no such file", where=str(path), hint="Write one: `trainload retrain init FILE`.")
+        raise RequestError("there is no such file", where=str(path), hint="Create one with `trainload retrain init FILE`.")
     data = path.read_bytes()
     if len(data) > MOST_BYTES:
-        raise RequestError("the file is too large to be a retraining's", where=str(path), expected=f"at most {MOST_BYTES} bytes")
+        raise RequestError("the file is too large for a retraining configuration", where=str(path), expected=f"at most {MOST_BYTES} bytes")
     try:
         raw = tomllib.loads(data.decode()) if path.suffix == ".toml" else yaml.safe_load(data)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
         kind = "TOML" if path.suffix == ".toml" else "YAML"
-        raise RequestError(f"this is no {kind}: {' '.join(str(error).split())}", where=str(path)) from error
+        raise RequestError(f"this is not valid {kind}: {' '.join(str(error).split())}", where=str(path)) from error
     if not isinstance(raw, dict):
-        raise RequestError("the file is no mapping", where=str(path), expected="keys and values: `trainload retrain init` writes them")
+        raise RequestError(
+            "the file does not contain a mapping", where=str(path), expected="keys and values: `trainload retrain init` writes them"
+        )
     return _placed(checked(raw, str(path)), path.parent)
 
 
@@ -454,7 +456,7 @@ def _refusal(first: Any, place: Sequence[str], where: str) -> RequestError:
         known = _keys(place[:-1])
         close = difflib.get_close_matches(place[-1], known, n=1)
         hint = f"Did you mean {close[0]}?" if close else "`trainload retrain init` writes a file with all keys."
-        return RequestError("there is no such key", where=at, expected=f"one of {', '.join(known)}", got=place[-1], hint=hint)
+        return RequestError("unknown key", where=at, expected=f"one of {', '.join(known)}", got=place[-1], hint=hint)
     if first["type"] == "missing":
         return RequestError("a key is missing", where=at, hint="`trainload retrain init` writes a file with all keys.")
     allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")

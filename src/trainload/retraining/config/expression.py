@@ -81,7 +81,7 @@ class Expression:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             column = getattr(error, "offset", None)
-            raise self._wrong("it is no expression" + (f", at column {column}" if column else "")) from error
+            raise self._wrong("it is not an expression" + (f", at column {column}" if column else "")) from error
         self.names: frozenset[str] = frozenset(self._check(tree, 0))
         self._tree = tree
 
@@ -119,7 +119,7 @@ class Expression:
                 return self._check(part, depth + 1)
             case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _COMPARE for op in ops):
                 return {name for part in (left, *rights) for name in self._check_value(part, depth + 1)}
-        raise self._wrong(f"this is no comparison: {self._spelled(node)}")
+        raise self._wrong(f"this is not a comparison: {self._spelled(node)}")
 
     def _check_value(self, node: ast.expr, depth: int) -> set[str]:
         """Check a numeric expression, and return its names."""
@@ -137,7 +137,7 @@ class Expression:
             case ast.Call(func=ast.Name(id=function), args=[_, *_] as parts, keywords=[]) if function in _FUNCTIONS:
                 if (function == "abs") == (len(parts) == 1):
                     return {name for part in parts for name in self._check_value(part, depth + 1)}
-        raise self._wrong(f"this is no number: {self._spelled(node)}")
+        raise self._wrong(f"this is not a number: {self._spelled(node)}")
 
     def _name(self, node: ast.expr) -> str:
         """Return the dotted name of a node."""
@@ -146,10 +146,10 @@ class Expression:
             parts.append(node.attr)
             node = node.value
         if not isinstance(node, ast.Name):
-            raise self._wrong(f"this is no name: {self._spelled(node)}")
+            raise self._wrong(f"this is not a name: {self._spelled(node)}")
         name = ".".join((node.id, *reversed(parts)))
         if not name.isascii() or "__" in name:
-            raise self._wrong(f"this is no name of a metric: {name}")
+            raise self._wrong(f"this is not the name of a metric: {name}")
         return name
 
     def _spelled(self, node: ast.expr) -> str:

@@ -73,8 +73,8 @@ def check_tables(config: Config, files: Sequence[DataFile]) -> None:
     other = next((file for file in files if file.suffix not in TABLES), None)
     if other is not None and chosen_rows(config):
         raise RequestError(
-            "rows can be chosen of files in these formats alone", where=other.name, expected=", ".join(TABLES), got=other.suffix,
-            hint="Write such files; or leave out window.column, data.drop, evaluation.hold_out and evaluation.slices.",
+            "rows can only be selected from files in certain formats", where=other.name, expected=", ".join(TABLES), got=other.suffix,
+            hint="Write such files, or omit window.column, data.drop, evaluation.hold_out and evaluation.slices.",
         )  # fmt: skip
 
 
@@ -177,10 +177,10 @@ class RowFiles:
             writers.add(name, kept, rows & (names == name), file.name)
         if writers.slices > _MOST_SLICES + 1:
             raise DataError(
-                "the slices' column has too many values",
+                "the column of the slices has too many distinct values",
                 where=f"{file.name}, column {slices.column!r}",
                 expected=f"at most {_MOST_SLICES}",
-                hint="Name some with evaluation.slices.values; the others are one slice.",
+                hint="List some of them in evaluation.slices.values; the others form one slice.",
             )
 
     def _kept(self, batch: Any, *, held: bool) -> Any:
@@ -262,7 +262,7 @@ def _as_first(batch: Any, schema: Any, where: str) -> Any:
         return pa.RecordBatch.from_arrays(columns, schema=schema)
     except (KeyError, pa.ArrowException) as error:
         raise DataError(
-            "a file's columns are not those of the files before it",
+            "a file's columns differ from those of the previous files",
             where=where,
             expected=", ".join(f"{field.name}: {field.type}" for field in schema),
             got=", ".join(f"{field.name}: {field.type}" for field in batch.schema),
@@ -305,7 +305,7 @@ def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
     Raises DataError if the column is not a time, or has nulls.
     """
     if column.null_count:
-        raise DataError("the column that tells the time holds nulls", where=where, hint="Fill them in or leave the rows out.")
+        raise DataError("the time column contains nulls", where=where, hint="Fill them in or drop the rows.")
     kind = column.type
     if pa.types.is_timestamp(kind):
         ticks: npt.NDArray[np.int64] = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
@@ -316,5 +316,5 @@ def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
         found: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False).astype(np.float64)
         return found
     raise DataError(
-        "this column tells no time", where=where, expected="timestamps (UTC where they have no zone), or seconds", got=str(kind)
+        "this is not a time column", where=where, expected="timestamps (UTC if they have no time zone), or seconds", got=str(kind)
     )

@@ -55,7 +55,9 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
     if config.data.window.kind == "new":
         files = tuple(file for file in files if (file.name, identities[file.name]) not in had)
     if not files:
-        return nothing.model_copy(update={"empty": _words(f"no new data: nothing in {', '.join(config.data.files)} that no tick has had")})
+        return nothing.model_copy(
+            update={"empty": _words(f"no new data: all files in {', '.join(config.data.files)} were in earlier ticks")}
+        )
     specs = data_specs(package.manifest, "")
     looked = _look(config, specs, len(files), _window(config, scheduled))
     told = tuple(looked.at(file, identities[file.name]) for file in files)
@@ -138,11 +140,11 @@ def _check_same(files: Sequence[FileOf]) -> None:
         identity = _identity(file)
         if identity != wanted.identity:
             raise DataError(
-                "a file of the tick's data has changed since it was looked at",
+                "a file of the tick's data has changed since it was inspected",
                 where=wanted.name,
                 expected=wanted.identity,
                 got=identity,
-                hint="Restore it; new data goes into new files.",
+                hint="Restore it, and write new data to new files.",
             )
 
 
@@ -150,7 +152,9 @@ def _found(wanted: FileOf) -> tuple[DataFile, ...]:
     try:
         return find_files(wanted.name, READERS)
     except MissingDataError as error:
-        raise DataError("a file of the tick's data is gone", where=wanted.name, expected=wanted.identity, hint="Restore it.") from error
+        raise DataError(
+            "a file of the tick's data no longer exists", where=wanted.name, expected=wanted.identity, hint="Restore it."
+        ) from error
 
 
 def _identity(file: DataFile) -> str:
@@ -206,7 +210,7 @@ class _Look:
                 size = stream.seek(0, 2)
             schema = READERS[file.suffix].read_schema(file) if file.suffix in READERS else None
             if schema is None:
-                raise DataError("no reader knows a file of this name", where=file.name, expected=", ".join(READERS))
+                raise DataError("no reader supports this file name", where=file.name, expected=", ".join(READERS))
             rows = schema.rows
             self._check(schema, sizes)
             problem = self._values(file, sizes, samples) if rows else ""
@@ -285,9 +289,9 @@ def _counted(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
     snapshot = snapshot.model_copy(update=changed)
     least = config.data.least_rows
     if snapshot.rows < least:
-        return snapshot.model_copy(update={"empty": f"no new data: {snapshot.rows} rows, and a tick needs {least}"})
+        return snapshot.model_copy(update={"empty": f"no new data: {snapshot.rows} rows, but a tick needs {least}"})
     if not snapshot.held_out_rows:
-        return snapshot.model_copy(update={"empty": f"no new data: of {snapshot.rows} rows none is held out"})
+        return snapshot.model_copy(update={"empty": f"no new data: none of {snapshot.rows} rows is held out"})
     return snapshot
 
 

@@ -37,11 +37,11 @@ def check_window(config: Config) -> None:
         if window.kind == "path":
             _form(text)
         elif _TIME.search(text):
-            raise RequestError("a path with a time goes with a window of the kind path", where="data.files", got=text)
+            raise RequestError("a path with a time requires a window of kind path", where="data.files", got=text)
         if text.endswith(".json"):
-            raise RequestError("a retraining's data are files, and no mixture", where="data.files", got=text)
+            raise RequestError("a retraining's data must be files, not a mixture", where="data.files", got=text)
     if config.evaluation.files is not None and any(text.endswith(".json") for text in config.evaluation.files):
-        raise RequestError("held-out data are files, and no mixture", where="evaluation.files", got=", ".join(config.evaluation.files))
+        raise RequestError("held-out data must be files, not a mixture", where="evaluation.files", got=", ".join(config.evaluation.files))
 
 
 def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
@@ -70,7 +70,7 @@ def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
                 continue  # nothing was written at that time
     if not found:
         raise MissingDataError(
-            "there is no data of this time", where=", ".join(data.files), expected=f"of {data.window.span} to {scheduled}"
+            "there is no data for this time", where=", ".join(data.files), expected=f"data of the {data.window.span} up to {scheduled}"
         )
     return tuple(found.values())
 
@@ -80,7 +80,7 @@ def one_format(files: Sequence[DataFile]) -> None:
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
         raise DataError(
-            "a tick's files are all of one format",
+            "all files of a tick must have the same format",
             where=files[0].name,
             expected="names that all end in one of " + ", ".join(READERS),
             got=", ".join(sorted({file.suffix or "no ending" for file in files})),
@@ -92,7 +92,7 @@ def _form(text: str) -> str:
     found = _TIME.findall(text)
     if len(found) != 1:
         raise RequestError(
-            "a window by path needs the time in the path, once",
+            "a window of kind path needs exactly one time in the path",
             where="data.files",
             expected="such as data/{time:%Y/%m/%d}/*.parquet",
             got=text,
@@ -101,7 +101,7 @@ def _form(text: str) -> str:
     unknown = [each for each in directives if each not in _STEPS]
     if unknown or not directives:
         allowed = ", ".join(f"%{each}" for each in _STEPS)
-        raise RequestError("this is no form of a time", where="data.files", expected=f"some of {allowed}", got=found[0])
+        raise RequestError("this is not a time format", where="data.files", expected=f"some of {allowed}", got=found[0])
     return str(found[0])
 
 

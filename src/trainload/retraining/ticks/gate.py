@@ -102,12 +102,12 @@ def decide(
         barred = drift_bar is not None and distance >= drift_bar
         text = f"column {column} has drifted: {distance:.3g}"
         if barred:
-            checks.append(Check(text=f"{text}, and {drift_bar:g} is the bar", left=distance, right=drift_bar, holds=False))
+            checks.append(Check(text=f"{text}, which reaches the bar of {drift_bar:g}", left=distance, right=drift_bar, holds=False))
             failed.append(checks[-1].text)
         elif drift_warn is not None and distance >= drift_warn:
-            warnings.append(f"{text}, from {drift_warn:g} on that is much")
+            warnings.append(f"{text}, which reaches the warning level of {drift_warn:g}")
     held = [f"{each.slice}: {each.text}" if each.slice else each.text for each in checks if each.right is not None and each.holds]
-    reason = _listed(failed or held) or "all that was asked for holds"
+    reason = _listed(failed or held) or "all requirements are met"
     return Verdict(promote=not failed, reason=reason[:8192], checks=tuple(checks), warnings=tuple(warnings))
 
 

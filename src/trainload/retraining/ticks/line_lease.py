@@ -64,9 +64,9 @@ class LineLeases(Leases[LineLease]):
     def __init__(self, store: Store, line: str, owner: str | None = None) -> None:
         if not store.files.exclusive:
             raise StorageError(
-                "this store cannot write under a condition, so two schedulers could not be kept apart",
+                "this store does not support conditional writes, which prevent two schedulers from running the same tick",
                 where=store.url,
-                hint="Use a folder, S3, or another place of docs/store.md that can.",
+                hint="Use a folder, S3, or another store that supports them (docs/store.md).",
             )
         self._store, self._line = store, line
         where = f"{store.url}, line {line}"
@@ -75,7 +75,7 @@ class LineLeases(Leases[LineLease]):
             f"lines/{line}",
             where=where,
             kinds=_KINDS,
-            hint="Whoever has it now goes on with the tick; or run it again.",
+            hint="The process that holds the lease now continues the tick; if there is none, run it again.",
             fields={"line": line},
             owner=owner,
         )
@@ -108,6 +108,6 @@ class LineLeases(Leases[LineLease]):
         if lease.previous is None or lease.previous_returned:
             pointer = self._store.current(self._line)
         else:
-            reason = f"lease {int(lease.id)} takes the place of lease {int(lease.previous)}, which was not given back"
+            reason = f"lease {int(lease.id)} replaces lease {int(lease.previous)}, which was not released"
             pointer = self._store.confirm(self._line, reason)
         return None if pointer is None else pointer.id

@@ -160,7 +160,7 @@ def rollback(store: Store, line: str, *, to: str | int | None = None, reason: st
         usable = [each for each in order[: order.index(left)] if states[each].status not in ("removed", "rejected")]
         if not usable:
             raise StorageError(
-                "no release was current before that can be used", where=f"{store.url}, line {line}", got=f"release {shown(left)}"
+                "there is no earlier release to roll back to", where=f"{store.url}, line {line}", got=f"release {shown(left)}"
             )
         target = shown(usable[-1])
     else:

@@ -151,17 +151,19 @@ class Scheduler:
         """
         name = name_of(scheduled)
         if scheduled > self._now():
-            raise RequestError("this time is to come", where=name, expected=f"one until {self._now():%Y-%m-%dT%H:%M:%SZ}", got=name)
+            raise RequestError(
+                "this time is in the future", where=name, expected=f"a time up to {self._now():%Y-%m-%dT%H:%M:%SZ}", got=name
+            )
         done = self._ticks.read(Ended, name)
         if done is not None:
-            self._say(f"tick {name} was run: {done.outcome}, {done.reason}")
+            self._say(f"tick {name} has already run: {done.outcome}, {done.reason}")
             return done
         before = in_use()
         self._work.first(self._config, self._store)
         held = self._lease(name)
         try:
             for earlier in self._unfinished(name):
-                self._say(f"tick {earlier} was begun and not ended: it goes first")
+                self._say(f"tick {earlier} was started but not finished: running it first")
                 self._run(earlier, held)
             return self._run(name, held)
         finally:
@@ -178,15 +180,15 @@ class Scheduler:
         while isinstance(found := self._leases.take_for(name, rules.seconds.total_seconds()), OtherLease):
             if rules.taken == "forbid" or time.monotonic() > until:
                 raise LeaseTakenError(
-                    "another tick is under way",
+                    "another tick is running",
                     where=self._leases.where,
                     got=f"tick {found.record.tick}, by {found.record.owner}",
-                    hint=f"Run this one again when it has ended; if its process is gone, in {max(1.0, found.left):.0f} s.",
+                    hint=f"Run this one again after it has ended, or in {max(1.0, found.left):.0f} s if its process no longer exists.",
                 )
             if rules.taken == "replace" and found.record.tick < name and asked != found.record.id:
                 self._leases.ask_to_stop(found.record.id)
                 asked = found.record.id
-                self._say(f"tick {found.record.tick}, by {found.record.owner}, is asked to stop")
+                self._say(f"asking tick {found.record.tick}, by {found.record.owner}, to stop")
             elif not waits:
                 self._say(f"waiting for tick {found.record.tick}, by {found.record.owner}")
             waits = True
@@ -197,7 +199,7 @@ class Scheduler:
         """Return the unfinished ticks before a tick. Raises RequestError if a later one was begun and this one was not."""
         names = self._ticks.names()
         if before not in names and names and names[-1] > before:
-            raise RequestError("a later tick was begun already", where=before, expected=f"a time after {names[-1]}", got=before)
+            raise RequestError("a later tick has already started", where=before, expected=f"a time after {names[-1]}", got=before)
         late = [name for name in names if name < before][-_LATE:]
         ended = self._ticks.of_all(Ended, late)
         return [name for name in late if name not in ended and self._ticks.read(Pinned, name) is not None]
@@ -212,7 +214,7 @@ class Scheduler:
             return done
         config, unreadable = self._begun_with(pinned)
         if config != self._config:
-            self._say(f"tick {name} goes on with the configuration that it was begun with")
+            self._say(f"tick {name} continues with the configuration that it started with")
         trail = Trail(self._config.line, name, self._store, config, pinned, held)
         if self._ticks.read(Decided, name) is None and (why := unreadable or self._hopeless(trail)):
             return self._end(trail, "failed", why)
@@ -236,7 +238,7 @@ class Scheduler:
         try:
             found = checked(parse_canonical(pinned.config.encode(), f"{pinned.tick}, pinned.json, config"), f"tick {pinned.tick}")
         except TrainloadError as error:  # another version of trainload wrote it
-            return self._config, f"what it was begun with cannot be read by this trainload: {' '.join(str(error).split())}"
+            return self._config, f"its configuration cannot be read by this version of trainload: {' '.join(str(error).split())}"
         return found.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""
 
     def _hopeless(self, trail: Trail) -> str:
@@ -244,13 +246,13 @@ class Scheduler:
         failures, begun = self._ticks.count(Failed, trail.name), self._ticks.count(Begun, trail.name)
         last = self._ticks.last_failure(trail.name)
         if last is not None and failures >= trail.config.attempts:
-            return f"it failed {failures} times, the last time of: {last.message}"
-        return f"it was begun {begun} times, and ended from outside" if begun >= MOST_ATTEMPTS else ""
+            return f"it failed {failures} times, the last time with: {last.message}"
+        return f"it was started {begun} times and never finished" if begun >= MOST_ATTEMPTS else ""
 
     def _pin(self, name: str) -> Pinned:
         current = self._store.current(self._config.line)
         if current is None:
-            raise PackageError("no release is current", where=self._leases.where, hint="`trainload promote` one.")
+            raise PackageError("no release is current", where=self._leases.where, hint="Promote one with `trainload promote`.")
         self._work.check_fitting(self._config, current.release)  # before it is pinned, since a tick keeps its configuration
         return self._ticks.write(
             Pinned,
@@ -266,7 +268,7 @@ class Scheduler:
         held = trail.held
         taken = self._ticks.read(Taken, trail.name)
         if taken is None:
-            self._say(f"tick {trail.name}: release {shown(trail.pinned.parent)} is current; looking at the data")
+            self._say(f"tick {trail.name}: release {shown(trail.pinned.parent)} is current; inspecting the data")
             snapshot = self._work.snapshot(trail)
             taken = self._write(held, Taken, trail.name, snapshot=snapshot)
         snapshot = taken.snapshot
@@ -344,7 +346,7 @@ class Scheduler:
         for entry in since:
             if entry.release != trail.pinned.parent:
                 raise ConflictError(
-                    "another release was made current meanwhile",
+                    "another release has become current in the meantime",
                     where=f"tick {trail.name}",
                     expected=f"release {shown(trail.pinned.parent)}, which the challenger was compared with",
                     got=f"release {shown(entry.release)}: {entry.reason}",
@@ -352,7 +354,7 @@ class Scheduler:
         mark = self._store.mark_of(trail.line, trained.release)
         if mark is not None and mark.verdict != "candidate":
             raise ConflictError(
-                f"the challenger was {mark.verdict} meanwhile",
+                f"the challenger was {mark.verdict} in the meantime",
                 where=f"tick {trail.name}, release {shown(trained.release)}",
                 expected="a candidate",
                 got=mark.reason,

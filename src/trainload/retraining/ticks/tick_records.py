@@ -234,7 +234,7 @@ class Ticks:
             return None
         found = kind.from_bytes(data, f"{self._files.url}/{path}")
         if (found.line, found.tick) != (self._line, tick):
-            raise IntegrityError("a record of the store is of something else", where=f"{self._files.url}/{path}")
+            raise IntegrityError("a record in the store belongs to something else", where=f"{self._files.url}/{path}")
         return found
 
     def read_required(self, kind: type[R], tick: str) -> R:
@@ -267,11 +267,11 @@ class Ticks:
         data = record.to_bytes()
         if len(data) > MAX_RECORD:
             raise StorageError(
-                "a record of a tick is too large",
+                "a tick's record is too large",
                 where=f"{self._files.url}/{path}",
                 expected=f"at most {MAX_RECORD} bytes",
                 got=f"{len(data)} bytes",
-                hint="Let a tick have fewer files: shorten the window, or write larger ones.",
+                hint="Use fewer files per tick: shorten the window, or write larger files.",
             )
         kind.from_bytes(data, f"{self._files.url}/{path}")  # a record that cannot be read back would block the line forever
         if self._files.create(path, data):
@@ -302,7 +302,7 @@ class Ticks:
 def name_of(scheduled: datetime) -> str:
     """Return the name of the tick of a scheduled time. Raises RequestError if it has no time zone, or fractional seconds."""
     if scheduled.tzinfo is None or scheduled.microsecond:
-        raise RequestError("this is no scheduled time", where=scheduled.isoformat(), expected="whole seconds, with a time zone")
+        raise RequestError("this is not a scheduled time", where=scheduled.isoformat(), expected="whole seconds, with a time zone")
     return scheduled.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
 
 

@@ -65,7 +65,7 @@ class Stages:
             raise RequestError(
                 "the line has no current release",
                 where=f"{store.url}, line {config.line}",
-                hint="Give the package that it begins with: the key package.",
+                hint="Set the key `package` to the package that the line starts with.",
             )
         from trainload.launching.node.fetching import here
         from trainload.packaging.stores.push import push
@@ -274,10 +274,10 @@ class Stages:
             return None
         if not Path(made.run_dir).exists():
             raise StorageError(
-                "the run that made the current release is gone, and its optimizer's state with it",
+                "the run that produced the current release no longer exists, and neither does its optimizer state",
                 where=f"{trail.config.line}, release {shown(trail.pinned.parent)}",
                 expected=made.run_dir,
-                hint="Restore the folder, or let the optimizer begin anew: train.optimizer fresh.",
+                hint="Restore the folder, or start with a fresh optimizer: train.optimizer: fresh.",
             )
         return made.run_dir
 

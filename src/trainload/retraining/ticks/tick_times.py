@@ -72,15 +72,17 @@ class Cron:
             self._zone = ZoneInfo(zone)
         except (ZoneInfoNotFoundError, ValueError, OSError) as error:
             raise RequestError(
-                "there is no such time zone", where="schedule.zone", expected="IANA's name of one, such as Europe/Berlin", got=zone
+                "there is no such time zone", where="schedule.zone", expected="an IANA name, such as Europe/Berlin", got=zone
             ) from error
         if len(text.split()) != 5:
-            raise RequestError("a crontab has five fields", where="schedule.cron", expected='such as "0 3 * * *"', got=text)
+            raise RequestError("a crontab expression has five fields", where="schedule.cron", expected='such as "0 3 * * *"', got=text)
         try:
             self.next_after(datetime.now(UTC))
         except (CronSimError, StopIteration) as error:
-            problem = str(error) or "it never comes"
-            raise RequestError(f"this is no crontab: {problem}", where="schedule.cron", expected='such as "0 3 * * *"', got=text) from error
+            problem = str(error) or "it never occurs"
+            raise RequestError(
+                f"this is not a crontab expression: {problem}", where="schedule.cron", expected='such as "0 3 * * *"', got=text
+            ) from error
 
     def next_after(self, moment: datetime) -> datetime:
         """Return the first scheduled time after a moment, in UTC."""

@@ -98,7 +98,7 @@ class TickRun:
         config = self._trail.config
         place: dict[str, Any] = {"backend": config.cluster.backend, "address": config.cluster.address}
         if (self.folder / RUN_FILE).exists():
-            self._say(f"tick {self._trail.name}: going on with {self.folder}")
+            self._say(f"tick {self._trail.name}: continuing with {self.folder}")
             return resume(self.folder, on_event=self._heard, policy=self._options["policy"], **place)
         folder = folder_of(self._trail)
         return launch(
@@ -143,7 +143,7 @@ def settings_of(config: Config) -> GivenSettings:
     from trainload.launching.settings.parse import parse_settings
 
     if taken := next((name for name in KEYS_ELSEWHERE if name in config.train.settings), None):
-        raise RequestError("a setting has a key of its own", where=f"train.set.{taken}", expected=KEYS_ELSEWHERE[taken])
+        raise RequestError("this setting has its own key", where=f"train.set.{taken}", expected=KEYS_ELSEWHERE[taken])
     try:
         return parse_settings(config.train.given)
     except RequestError as error:
@@ -171,10 +171,10 @@ def plan_of(config: Config, package: Package, batch: Mapping[str, Any]) -> Plan:
     if cluster.plan is not None:
         if batch:
             raise RequestError(
-                "the plan says this already",
+                "the plan already sets this",
                 where="train.set",
                 got=" and ".join(sorted(batch)),
-                hint="Leave it out, or the key cluster.plan.",
+                hint="Omit it, or omit the key cluster.plan.",
             )
         return read_plan(Path(cluster.plan)).model_copy(update={"package": package.digest})
     shape = {"nodes": cluster.nodes, "devices_per_node": cluster.workers, "device": cluster.device}
