@@ -45,7 +45,7 @@ def sign(package: Path, key: Path, name: str | None, certificate: Path | None, c
 
 
 def _password(key: Path) -> bytes | None:
-    """An encrypted key's, from the environment or a terminal; None where there is none to be had, or none is needed."""
+    """Return the password of an encrypted key, from the environment or a terminal; None if there is none, or none is needed."""
     from trainload.packaging.signatures.keys import PASSWORD, is_encrypted
 
     given = os.environ.get(PASSWORD)
