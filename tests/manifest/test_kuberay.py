@@ -136,7 +136,7 @@ def test_a_cluster_asks_for_a_token(capsys: Capture) -> None:
         ((*JOB, "--", "--nodes", "2"), "--nodes is an option of this command"),
         ((*JOB, "--", "--detach"), "--detach cannot be used in a cluster's job"),
         ((*JOB, "--", "--set", "speed=2"), "--set speed=2: there is no setting speed"),
-        ((*JOB, "--data", "s3://key:hunter2000@bucket/x.parquet"), "a URL with credentials in it would be written into files"),
+        ((*JOB, "--data", "s3://key:hunter2000@bucket/x.parquet"), "the URL contains credentials, which would be written to files"),
     ],
 )
 def test_what_cannot_be_says_so(arguments: tuple[str, ...], message: str, capsys: Capture) -> None:

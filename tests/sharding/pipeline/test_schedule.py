@@ -86,13 +86,13 @@ def test_what_torch_refuses_is_refused(schedule: Schedule, per_rank: int, microb
     [
         (
             (("0F0", "0F1", "0B0"), TWO[1]),
-            "plan.pipeline.order: stage 0, microbatch 1: a stage does not do all of its work on a microbatch",
+            "plan.pipeline.order: stage 0, microbatch 1: a stage does not complete its work on a microbatch",
         ),
         ((TWO[0], (*TWO[1], "1B1")), "plan.pipeline.order, rank 1: an action of the pipeline occurs twice"),
         ((TWO[1], TWO[0]), "plan.pipeline.order, rank 0: an action of the pipeline occurs twice, is on a rank without its stage"),
         ((("0B0", "0F0", "0F1", "0B1"), TWO[1]), "plan.pipeline.order, rank 0: the pipeline's ranks would deadlock"),
         ((("0F1", "0B1", "0F0", "0B0"), TWO[1]), "plan.pipeline.order, rank 0: the pipeline's ranks would deadlock"),
-        ((("0F0", "0F1", "0B0", "0X1"), TWO[1]), "plan.pipeline.order: this is no action of a pipeline"),
+        ((("0F0", "0F1", "0B0", "0X1"), TWO[1]), "plan.pipeline.order: this is not an action of a pipeline"),
         ((("0F0", "0F1", "0F2", "0B0", "0B1"), TWO[1]), "plan.pipeline.order, rank 0: an action of the pipeline occurs twice"),
     ],
 )

@@ -237,8 +237,8 @@ def test_a_search_says_what_it_does(source: Source) -> None:
     found = search(source, cluster(2), device(), Wanted(pipeline=1, recompute="job"), exact=2, say=told.append)
     assert told[:2] == ["estimating plans without a tensor axis", "estimating plans with tensor 2"]
     assert [line.partition("; ")[2].partition(": ")[0] for line in told[2:]] == [
-        "playing number 1 of the best 2 through",
-        "playing number 2 of the best 2 through",
+        "simulating number 1 of the best 2",
+        "simulating number 2 of the best 2",
     ]
     assert told[2].startswith(f"{found.judged:,} plans estimated")
 
