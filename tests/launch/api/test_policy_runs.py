@@ -73,7 +73,7 @@ def test_an_unsigned_package_is_not_launched(
 
 def test_the_environment_s_policy_holds_without_being_named(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
     command: list[str | Path] = ["launch", package.path, "--data", tiny_data, "--run-dir", "run", *ALONE]
-    assert "policy.toml does not let it be run" in refused_apart(command, tmp_path, first=None, **{POLICY: str(policy)})
+    assert "policy.toml forbids running it" in refused_apart(command, tmp_path, first=None, **{POLICY: str(policy)})
 
 
 def test_a_signed_package_trains_and_its_run_keeps_the_policy(

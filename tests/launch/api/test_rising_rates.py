@@ -29,7 +29,7 @@ def test_a_schedule_may_rise_until_the_last_step(tiny: Package, shape: str) -> N
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
 def test_a_schedule_that_rises_throughout_the_run_is_refused(tiny: Package, shape: str, warmup: int) -> None:
     expected = f"expected {shape}:N with N less than the run's {STEPS} steps, got {shape}:{warmup}"
-    with pytest.raises(JobError, match=f"^schedule: the learning rate would rise throughout the run.*{expected}"):
+    with pytest.raises(JobError, match=f"^schedule: the warm-up does not end within the run.*{expected}"):
         rates(tiny, f"{shape}:{warmup}", STEPS)
 
 
@@ -40,7 +40,7 @@ def test_a_plan_is_made_where_the_runs_steps_are_not_known_yet(tiny: Package) ->
 def test_a_launch_says_which_setting_it_refuses(tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
     options = ["--run-dir", str(tmp_path / "run"), "--steps", str(STEPS), "--backend", "local", "--set", "schedule=cosine:1000"]
     line = refused(["launch", str(tiny.path), "--data", str(tiny_data), *options], tmp_path, capsys)
-    assert "schedule: the learning rate would rise throughout the run" in line
+    assert "schedule: the warm-up does not end within the run" in line
     assert "got cosine:1000" in line
 
 

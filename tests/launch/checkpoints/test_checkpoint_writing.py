@@ -108,7 +108,7 @@ def test_drafts_of_earlier_attempts_are_removed_at_the_start(tmp_path: Path) -> 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
     first, _ = writers(tmp_path, TWO, timeout=0.2)
     first.save(1, make_state(TWO, 0), DATA, {})
-    with pytest.raises(CheckpointError, match=r"did not write.*expected rank 1 within 0.2 s"):
+    with pytest.raises(CheckpointError, match=r"did not write.*expected the part of rank 1 within 0.2 s"):
         first.wait()
     assert visible(tmp_path) == []
 

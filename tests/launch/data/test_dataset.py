@@ -174,7 +174,7 @@ ragged = pa.array([[1, 2, 3, 4]] * 1500 + [[1, 2, 3]] + [[1, 2, 3, 4]] * 9, pa.l
 deep = pa.array([[[1, 2], [3, 4]]] * 3 + [[[1, 2], [3]]], pa.list_(pa.list_(pa.uint8())))
 BAD_COLUMNS = {
     "missing": ({"text": fixed(tokens(3))}, TOKENS, ["'tokens'", "got text"]),
-    "extra": ({"tokens": fixed(tokens(3)), "id": pa.array([1, 2, 3])}, TOKENS, ["'id'", "these columns alone: tokens"]),
+    "extra": ({"tokens": fixed(tokens(3)), "id": pa.array([1, 2, 3])}, TOKENS, ["'id'", "only these columns: tokens"]),
     "dtype": ({"tokens": fixed(tokens(3).astype(np.int64))}, TOKENS, ["'tokens'", "expected uint8, got int64"]),
     "text": ({"tokens": pa.array(["a"])}, TOKENS, ["expected uint8, got string"]),
     "dims": ({"tokens": pa.array(np.zeros(3, np.uint8))}, TOKENS, ["rows of 1 dims", "got rows of 0 dims"]),

@@ -215,7 +215,7 @@ def test_a_dry_run_where_somebody_uses_the_devices_says_so_at_once(gpt: Package,
     try:
         assert ray.get(busy.here.remote(), timeout=60)
         arguments: list[str | Path] = ["launch", gpt.path, "--data", gpt_data, "--no-compile", "--set", "start_timeout=60", "--dry-run"]
-        assert "somebody else uses the devices (expected 1 free CPU, got 0 of 2)" in refused(arguments, here, capsys)
+        assert "a trial step cannot run: all devices are in use (expected 1 free CPU, got 0 of 2)" in refused(arguments, here, capsys)
     finally:
         ray.kill(busy)
 

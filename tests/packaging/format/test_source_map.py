@@ -95,7 +95,7 @@ def test_a_module_has_the_nodes_of_the_modules_in_it_and_no_others(net: Package)
 
 
 def test_an_unknown_module_is_refused_with_what_is_near(net: Package) -> None:
-    with pytest.raises(PackageError, match=r"layers\.3: no node.*layers\.[01]"):
+    with pytest.raises(PackageError, match=r"layers\.3: the graph has no node.*layers\.[01]"):
         module_lines(net, "train", "layers.3")
 
 
