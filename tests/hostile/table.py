@@ -1,4 +1,4 @@
-"""Writes docs/hostile.md: what each hostile package is told, and how long that takes.
+"""Writes docs/hostile.md: the message for each hostile package, and how long reading it takes.
 
 make hostile
 """
@@ -17,12 +17,12 @@ from tests.hostile.packages import CASES
 from tests.hostile.prepared import make_base
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hostile.md"
-HEAD = """# What hostile packages are told
+HEAD = """# How hostile packages are rejected
 
-Each row is a sound package that was changed as an attacker would, with every digest and checksum made right again; a derived graph is
-even sealed with the user's own key. A launch reads packages in this way before it starts anything. `make hostile` writes this page;
-`tests/hostile/test_hostile.py` demands of each row: refused, in one line that names the file, before any tensor is made, and without an
-act that reading has no use for (starting processes, opening files to write, unpickling, sockets, as Python's audit events tell).
+Each row is a valid package that was modified by an attacker who recomputed every digest and checksum; a modified derived graph is even
+sealed with the user's own key. A launch reads packages in the same way before it starts anything. `make hostile` writes this page;
+`tests/hostile/test_hostile.py` checks each row: the package is rejected with one line that names the file, before any tensor is created,
+and without starting processes, opening files for writing, unpickling or using sockets, as seen by Python's audit events.
 
 """
 
@@ -48,10 +48,11 @@ def page(rows: list[tuple[str, str, str, float, Noted]]) -> str:
     seconds = sorted(row[3] for row in rows)
     taken = [row for row in rows if not row[2]]
     made, acts = sum(row[4].made for row in rows), sum(len(row[4].acts) for row in rows)
-    told = f"{len(rows)} cases, {len(rows) - len(taken)} refused, {len(taken)} taken; {made} bytes of tensors made, {acts} acts noted; "
+    counts = f"{len(rows)} cases, {len(rows) - len(taken)} rejected, {len(taken)} accepted"
+    told = f"{counts}; {made} bytes of tensors created, {acts} forbidden acts; "
     told += f"median {1000 * statistics.median(seconds):.0f} ms, longest {seconds[-1]:.2f} s."
-    lines = [f"| {_cell(what)} | {_cell(line) or '**taken**'} |" for what, _, line, _, _ in rows]
-    return HEAD + "\n".join([told, "", "| what it tries | the line that it gets |", "|---|---|", *lines, ""])
+    lines = [f"| {_cell(what)} | {_cell(line) or '**accepted**'} |" for what, _, line, _, _ in rows]
+    return HEAD + "\n".join([told, "", "| modification | message |", "|---|---|", *lines, ""])
 
 
 def _cell(text: str) -> str:
