@@ -45,7 +45,7 @@ class _Matcher(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def part_company(
+def first_divergent_module(
     graph: GraphModule, function: nn.Module, batch: dict[str, Tensor], arguments: Sequence[Tensor], distance: Distance, most: float
 ) -> str:
     """Return the first module whose output or gradient differs from eager mode.

@@ -21,7 +21,7 @@ from trainload.capture.job.shared_memory import check_sharing
 from trainload.capture.operators import is_overload, nodes_in
 from trainload.capture.parity.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
 from trainload.capture.parity.float64 import Key, Reference, doubled, reference_of
-from trainload.capture.parity.locate import part_company
+from trainload.capture.parity.locate import first_divergent_module
 from trainload.capture.parity.replays import Replayed
 from trainload.capture.program import GraphCapture, OutputRole
 from trainload.capture.source.quiet import ignore_torchs_warnings
@@ -174,7 +174,7 @@ def _compare(
                     value.copy_(before[name])
         again = _arguments(captured, batch, {**own, **fresh}, constants)
         with replaying(training, seed):
-            return part_company(
+            return first_divergent_module(
                 captured.exported.graph_module, function, batch, again, lambda a, b: relative_distance(a.detach(), b.detach()), tolerance
             )
 

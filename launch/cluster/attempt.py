@@ -41,7 +41,7 @@ RAY_FOLDER = "ray"
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class WorkerArgs:
     """Arguments of all workers of an attempt.
 
     Attributes:
@@ -69,10 +69,10 @@ class Orders:
 
 
 @dataclass
-class Meeting(TorchConfig):
+class Rendezvous(TorchConfig):
     """Ray Train's torch backend, with ranks assigned by seats, and with each node prepared first (data, compilation)."""
 
-    orders: Orders | None = field(default=None)
+    orders: WorkerArgs | None = field(default=None)
 
     @property
     def backend_cls(self) -> Any:
@@ -89,7 +89,7 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
 
     share_cuda_visible_devices = False
 
-    def on_start(self, worker_group: Any, backend_config: Meeting) -> None:
+    def on_start(self, worker_group: Any, backend_config: Rendezvous) -> None:
         orders = backend_config.orders
         assert orders is not None
         there: dict[str, list[int]] = defaultdict(list)
@@ -148,7 +148,7 @@ def _meet(backend: str, door: str, rank: int, world: int, timeout: int) -> None:
     dist.init_process_group(backend, init_method=door, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
 
 
-def _prepare(orders: Orders, ranks: Sequence[int], quiet: bool) -> None:
+def _prepare(orders: WorkerArgs, ranks: Sequence[int], quiet: bool) -> None:
     from trainload.launching.worker.loop import (
         prepare_node,  # slow to import, and Ray Train's controller imports this module without needing it
     )
@@ -169,7 +169,7 @@ def _loop(config: dict[str, Any]) -> None:
     from trainload.launching.cluster.ahead import compile_ahead
     from trainload.launching.worker.loop import Place, run_worker
 
-    orders: Orders = config["orders"]
+    orders: WorkerArgs = config["orders"]
     rank, local_world = map(int, os.environ[_PLACE].split("/"))
     place = Place(rank, len(orders.seats), local_world, orders.seats[rank])
     contact = orders.contact(rank, f"rank {rank}")
@@ -201,7 +201,7 @@ class Attempt:
     """
 
     def __init__(self, spec: RunSpec, mailbox: ActorHandle[Mailbox], number: int, seats: Sequence[str]) -> None:
-        self._trainer = _trainer(Orders(spec, mailbox, number, tuple(seats)))
+        self._trainer = _trainer(WorkerArgs(spec, mailbox, number, tuple(seats)))
         self._caller: int | None = None
         self.seats = tuple(seats)
         self.error: Exception | None = None
@@ -264,7 +264,7 @@ def _call(asked: queue.SimpleQueue[Attempt | None]) -> None:
         attempt.fit()
 
 
-def _trainer(orders: Orders) -> TorchTrainer:
+def _trainer(orders: WorkerArgs) -> TorchTrainer:
     spec = orders.spec
     gpu = spec.plan.cluster.device == "cuda"
     with warnings.catch_warnings():
@@ -272,7 +272,7 @@ def _trainer(orders: Orders) -> TorchTrainer:
         return TorchTrainer(
             _loop,
             train_loop_config={"orders": orders},
-            torch_config=Meeting(backend="nccl" if gpu else "gloo", orders=orders),
+            torch_config=Rendezvous(backend="nccl" if gpu else "gloo", orders=orders),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=spec.plan.world_size,
                 use_gpu=gpu,

@@ -125,7 +125,7 @@ def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, i
     return place, places.count(place)
 
 
-class Leave:
+class DrainWatcher:
     """Watcher for nodes of an attempt that are draining.
 
     Args:

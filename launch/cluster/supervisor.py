@@ -29,10 +29,10 @@ from trainload.core.errors import (
 )
 from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.cluster.attempt import RAY_FOLDER, Attempt, Fits
-from trainload.launching.cluster.book import Book
+from trainload.launching.cluster.buffered_journal import BufferedJournal
 from trainload.launching.cluster.mailbox import Beat, Mailbox
-from trainload.launching.cluster.nodes import Leave, Node, nodes_of, resource_of, seats
-from trainload.launching.cluster.tasks import Questions, end_workers, last_line, on_node
+from trainload.launching.cluster.nodes import DrainWatcher, Node, nodes_of, resource_of, seats
+from trainload.launching.cluster.tasks import NodeProbe, end_workers, last_line, on_node
 from trainload.launching.run.activity import Phase
 from trainload.launching.run.contact import Request, asked_by_file, asked_since_lost, clear_requests, take_back
 from trainload.launching.run.driver import CheckDriver
@@ -87,7 +87,7 @@ class Supervisor:
     def __init__(self, spec: RunSpec, on_event: Callable[[Event], None], check_driver: CheckDriver) -> None:
         self._check_driver = check_driver
         self._run_dir = Path(spec.run_dir)
-        self._book = Book(self._run_dir, on_event)
+        self._journal = BufferedJournal(self._run_dir, on_event)
         self._spec = spec
         self._mailbox = on_node(ray.get_runtime_context().get_node_id())(Mailbox).remote()
         self._fits = Fits()
@@ -102,7 +102,7 @@ class Supervisor:
         self._larger_since: float | None = None
         self._unheard_since: float | None = None
         self._lost: set[str] = set()
-        self._questions = Questions()
+        self._probe = NodeProbe()
         self._warned: set[str] = set()
 
     def run(self) -> None:
@@ -126,7 +126,7 @@ class Supervisor:
         except LeaseLostError:
             raise
         except BaseException as error:
-            self._book.say(last_word(error))
+            self._journal.say(last_word(error))
             self._leave()
             raise
         self._leave()
@@ -170,14 +170,14 @@ class Supervisor:
         self._check_driver()
         plan, places = self._find_seats()
         if plan.world_size != self._spec.plan.world_size:
-            self._book.write("resize", message=f"{self._spec.plan.world_size} -> {plan.world_size} ranks", world=plan.world_size)
+            self._journal.write("resize", message=f"{self._spec.plan.world_size} -> {plan.world_size} ranks", world=plan.world_size)
         self._spec = self._spec.model_copy(update={"plan": plan})
         self._number += 1
         ray.get(self._mailbox.begin.remote(self._number))
         self._beats, self._order, self._moving = (), (), False
         self._warned = set()
-        leave = Leave(places)
-        spec = self._spec.model_copy(update={"had_checkpoint": self._spec.had_checkpoint or self._book.has_checkpoint})
+        leave = DrainWatcher(places)
+        spec = self._spec.model_copy(update={"had_checkpoint": self._spec.had_checkpoint or self._journal.has_checkpoint})
         saving = spec.storage_patience + spec.hang_timeout
         monitor = Monitor(spec.plan.world_size, spec.hang_timeout, spec.start_timeout, saving)
         attempt = Attempt(spec, self._mailbox, self._number, places)
@@ -191,13 +191,13 @@ class Supervisor:
             raise
         attempt.end()
         if failed is None:
-            if self._stop_asked and not self._book.ended:
+            if self._stop_asked and not self._journal.ended:
                 raise RunInterrupted("the run was interrupted", where=str(self._run_dir), hint=f"Continue with: {self._how_to_resume()}")
-            return self._book.ended or not self._moving
+            return self._journal.ended or not self._moving
         self._go_on_after(failed)
         return False
 
-    def _follow(self, attempt: Attempt, monitor: Monitor, leave: Leave) -> _Failed | None:
+    def _follow(self, attempt: Attempt, monitor: Monitor, leave: DrainWatcher) -> _Failed | None:
         """Monitor an attempt until it has ended; return its failure, or None if it ended as intended."""
         hang: Hang | None = None
         failure: TrainloadError | None = None
@@ -220,16 +220,16 @@ class Supervisor:
                         until = time.monotonic() + _END_SECONDS
                 attempt.ended.wait(POLL_SECONDS)
             except KeyboardInterrupt:
-                if self._stop_asked or not self._book.stepped:
+                if self._stop_asked or not self._journal.stepped:
                     raise
                 self._stop_asked = True
-                self._book.write("stage", name="stopping after this step, with a checkpoint; press Ctrl-C again to stop immediately")
+                self._journal.write("stage", name="stopping after this step, with a checkpoint; press Ctrl-C again to stop immediately")
         failure = self._listen(monitor) or failure
         while self._unheard_since is not None:  # so that the last messages of the workers are received
             time.sleep(POLL_SECONDS)
             failure = self._listen(monitor) or failure
         if failure is not None:
-            if not (self._book.stepped and isinstance(failure, _PASSING)):
+            if not (self._journal.stepped and isinstance(failure, _PASSING)):
                 raise failure
             return _Failed("storage", str(failure), cause=failure)
         if hang is not None:
@@ -240,16 +240,16 @@ class Supervisor:
             return None
         return self._what_happened(attempt)
 
-    def _heed(self, leave: Leave) -> None:
+    def _heed(self, leave: DrainWatcher) -> None:
         """Handle nodes that will be preempted: request a checkpoint, and move to other nodes once there is room."""
         told = leave.told()
         news = told.keys() - self._warned
         self._warned |= news
-        goes = bool(told) and not self._moving and self._book.stepped and self._room_elsewhere(leave) is not None
+        goes = bool(told) and not self._moving and self._journal.stepped and self._room_elsewhere(leave) is not None
         self._moving = self._moving or goes
         for node, seconds in told.items():
             if goes or node in news:
-                self._book.write(
+                self._journal.write(
                     "preemption",
                     node=node,
                     seconds_left=seconds,
@@ -267,11 +267,11 @@ class Supervisor:
         if self._spec.plans and not self._moving:
             self._grow(leave)
 
-    def _room_elsewhere(self, leave: Leave) -> tuple[Plan, list[str]] | None:
+    def _room_elsewhere(self, leave: DrainWatcher) -> tuple[Plan, list[str]] | None:
         """Return the plan and seats that would fit if this attempt were over; None if none would."""
         return self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device)))
 
-    def _grow(self, leave: Leave) -> None:
+    def _grow(self, leave: DrainWatcher) -> None:
         """Move to more nodes if they have been available for a while. The workers write a checkpoint first."""
         found = self._room_elsewhere(leave)
         larger = found is not None and found[0].world_size > self._spec.plan.world_size
@@ -292,7 +292,7 @@ class Supervisor:
         # A worker that raised proves that its node is alive, however busy. So only nodes of workers that died are probed, or
         # all nodes if no worker began.
         suspects = {attempt.seats[rank] for rank in died} if told else set(attempt.seats)
-        gone = self._questions.unreachable(suspects)
+        gone = self._probe.unreachable(suspects)
         self._lost |= gone
         doing = {beat.rank: str(beat.doing) for beat in self._beats}
         if gone:
@@ -306,9 +306,9 @@ class Supervisor:
 
     def _go_on_after(self, failed: _Failed) -> None:
         """Decide whether there is another attempt, and wait before it; otherwise raise the error that ends the run."""
-        if self._book.new_checkpoint():
+        if self._journal.new_checkpoint():
             self._failures, self._storage_failures, self._storage_failed_at = 0, 0, None
-        if self._book.new_step() and all(beat.doing.phase is not Phase.ENDING for beat in self._beats):
+        if self._journal.new_step() and all(beat.doing.phase is not Phase.ENDING for beat in self._beats):
             self._storage_failures, self._storage_failed_at = 0, None  # at the end of a run the workers have waited for storage already
         if failed.what == "storage":
             self._storage_failed_at = self._storage_failed_at or time.monotonic()
@@ -317,7 +317,7 @@ class Supervisor:
         else:
             over = self._failures >= self._spec.max_failures
             self._failures += 1
-        self._book.write(
+        self._journal.write(
             "failure",
             what=failed.what,
             message=failed.message,
@@ -330,12 +330,13 @@ class Supervisor:
         if over:
             if isinstance(failed.cause, TrainloadError):
                 raise failed.cause
+            way = "Continue from the last checkpoint" if self._journal.has_checkpoint else "Start again"
             raise TrainingError(
                 failed.message,
                 where=str(self._run_dir),
                 expected=f"at most {self._spec.max_failures} failures in a row without a new checkpoint",
                 got="one more",
-                hint=f"{'Continue from the last checkpoint' if self._book.has_checkpoint else 'Start again'} with: {self._how_to_resume()}",
+                hint=f"{way} with: {self._how_to_resume()}",
             ) from failed.cause
         again = self._failures + self._storage_failures - 1
         if again > 0:
@@ -366,7 +367,7 @@ class Supervisor:
         self._stop_asked = self._stop_asked or wanted is Request.STOP
         wanted = Request.STOP if self._stop_asked or self._moving else wanted
         try:
-            found = ray.get(self._mailbox.collect.remote(wanted, self._book.written, self._answer), timeout=_LISTEN_SECONDS)
+            found = ray.get(self._mailbox.collect.remote(wanted, self._journal.written, self._answer), timeout=_LISTEN_SECONDS)
         except RayError as error:
             self._unheard_since = self._unheard_since or time.monotonic()
             if not isinstance(error, ActorDiedError) and time.monotonic() - self._unheard_since < _LOST_SECONDS:
@@ -374,8 +375,8 @@ class Supervisor:
             raise self._lost_cluster(error) from error
         self._unheard_since = None
         self._answer = found.number
-        self._book.take(found.events)
-        self._book.keep(found.printed)
+        self._journal.take(found.events)
+        self._journal.keep(found.printed)
         self._beats, self._order = found.beats or self._beats, found.order
         for beat in found.beats:
             monitor.hear(beat.rank, beat.doing, beat.age)
@@ -389,7 +390,7 @@ class Supervisor:
         """Write the run's state for `trainload status`. If storage fails, this update is skipped."""
         ranks = {beat.rank: RankSeen.of(beat.node, beat.pid, beat.age, beat.doing) for beat in self._beats}
         with suppress(OSError):
-            write_state(self._run_dir, self._number, self._book.summary, ranks, over=over)
+            write_state(self._run_dir, self._number, self._journal.summary, ranks, over=over)
 
     # Requirements of an attempt
 
@@ -407,7 +408,7 @@ class Supervisor:
                 replace_file(self._run_dir / RAY_FOLDER / "here", b"", durable=False)
                 return
             except OSError as error:
-                if not self._book.stepped or time.monotonic() - began > self._spec.storage_patience:
+                if not self._journal.stepped or time.monotonic() - began > self._spec.storage_patience:
                     raise StorageError(
                         f"the run's folder cannot be written: {error.strerror}",
                         where=str(self._run_dir),
@@ -415,7 +416,7 @@ class Supervisor:
                     ) from error
                 if time.monotonic() - said > _SAY_SECONDS:
                     said = time.monotonic()
-                    self._book.write("waiting", message=f"for storage: {self._run_dir} cannot be written: {error.strerror}")
+                    self._journal.write("waiting", message=f"for storage: {self._run_dir} cannot be written: {error.strerror}")
             self._pause(POLL_SECONDS * 10)
 
     def _fitting(self, nodes: Sequence[Node]) -> tuple[Plan, list[str]] | None:
@@ -437,9 +438,9 @@ class Supervisor:
         began, said = time.monotonic(), 0.0
         while True:
             there = nodes_of(least.cluster.device)
-            self._questions.forget([node.id for node in there])
+            self._probe.forget([node.id for node in there])
             if self._lost:
-                self._lost &= self._questions.unreachable([node.id for node in there if node.id in self._lost])
+                self._lost &= self._probe.unreachable([node.id for node in there if node.id in self._lost])
             found = self._fitting(there)
             if found is not None:
                 return found
@@ -455,7 +456,7 @@ class Supervisor:
                 )
             if time.monotonic() - said > _SAY_SECONDS and time.monotonic() - began > POLL_SECONDS * 10:
                 said = time.monotonic()
-                self._book.write("waiting", message=f"for {least.world_size} free {name}s; by node there are {free}")
+                self._journal.write("waiting", message=f"for {least.world_size} free {name}s; by node there are {free}")
             self._pause(POLL_SECONDS * 5)
 
 

@@ -63,7 +63,7 @@ def last_line(text: str) -> str:
     return lines[-1].partition(" Worker exit detail: ")[0][:400] if lines else "no reason given"
 
 
-class Questions:
+class NodeProbe:
     """Liveness probes of nodes, since Ray takes some time to report that a node has died.
 
     A busy node responds slowly, because a process must start there first. So each node has one pending

@@ -24,7 +24,7 @@ from trainload.packaging.stores.store import Store
 from trainload.retraining.config.config import Config, checked
 from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks.gate import Verdict, decide
-from trainload.retraining.ticks.tick import Scheduler, Trail
+from trainload.retraining.ticks.tick import Scheduler, TickContext
 from trainload.retraining.ticks.tick_records import Ended, Evaluated, Scores, Trained
 
 LINE = "main"
@@ -76,13 +76,13 @@ class Pretended:
     def check_fitting(self, config: Config, release: str) -> None:
         pass
 
-    def snapshot(self, trail: Trail) -> Snapshot:
+    def snapshot(self, trail: TickContext) -> Snapshot:
         self.fail("snapshot")
         return made_snapshot(
             empty="no new data: no file" if trail.name in self.empty else "", refused="a.parquet: a NaN" if trail.name in self.bad else ""
         )
 
-    def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
+    def train(self, trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
         self.fail("train")
         if trail.name in self.diverging:
             raise DivergedError("the loss is nan", where="step 3")
@@ -106,12 +106,12 @@ class Pretended:
             "restarts": 0,
         }
 
-    def evaluate(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
+    def evaluate(self, trail: TickContext, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
         self.fail("evaluate")
         better = trail.name not in self.worse
         return _scores(1.0), _scores(0.9 if better else 1.1)
 
-    def decide(self, trail: Trail, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
+    def decide(self, trail: TickContext, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
         self.fail("decide")
         champion, challenger = evaluated.champion.loss, evaluated.challenger.loss
         assert champion is not None
@@ -119,7 +119,7 @@ class Pretended:
         values = {"eval.loss": challenger, "champion.eval.loss": champion, "train.loss": trained.last_loss}
         return decide(trail.config.gate.require, values), {}
 
-    def after(self, trail: Trail, ended: Ended) -> tuple[str, ...]:
+    def after(self, trail: TickContext, ended: Ended) -> tuple[str, ...]:
         self.fail("after")
         self.told.append((trail.name, ended.outcome))
         return ()

@@ -21,7 +21,7 @@ from trainload.packaging.stores.store import Store
 from trainload.retraining.config.config import Config
 from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks import tick
-from trainload.retraining.ticks.tick import Trail
+from trainload.retraining.ticks.tick import TickContext
 from trainload.retraining.ticks.tick_records import Begun, Decided, Ended, Pinned, Taken, Ticks, Trained, name_of
 
 
@@ -170,7 +170,7 @@ def test_commands_and_folders_are_those_of_the_file_whatever_the_store_says(pack
     class Seen(Pretended):
         configs: list[Any] = []  # noqa: RUF012  # of the class on purpose
 
-        def decide(self, trail: Trail, *arguments: Any) -> Any:
+        def decide(self, trail: TickContext, *arguments: Any) -> Any:
             self.configs.append(trail.config)
             return super().decide(trail, *arguments)
 
@@ -248,7 +248,7 @@ class Patient(Pretended):
 
     inside = threading.Event()
 
-    def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
+    def train(self, trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
         self.inside.set()
         until = time.monotonic() + 30
         while trail.held.asked_to_stop is None and time.monotonic() < until:
@@ -275,7 +275,7 @@ def test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop(packaged: P
     said: list[str] = []
     first.inside = threading.Event()
 
-    def train(trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
+    def train(trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
         first.inside.set()
         while not any("waiting for tick" in line for line in said) and trail.held.asked_to_stop is None:
             time.sleep(0.01)

@@ -109,17 +109,17 @@ def test_an_attempt_that_has_stepped_since_has_all_the_patience(supervisor: Supe
     supervisor._go_on_after(STORAGE)
     for _ in range(5):
         clock.now += PATIENCE + 1
-        supervisor._book.take([STEP])
+        supervisor._journal.take([STEP])
         supervisor._go_on_after(STORAGE)
     assert clock.paused == 0
 
 
 def test_a_run_whose_last_checkpoint_cannot_be_written_is_not_trained_again_and_again(supervisor: Supervisor, clock: Clock) -> None:
     supervisor._beats = [Beat(0, "node", 1, Doing(Phase.ENDING, step=9))]
-    supervisor._book.take([STEP])
+    supervisor._journal.take([STEP])
     supervisor._go_on_after(STORAGE)
     clock.now += PATIENCE + 1
-    supervisor._book.take([STEP])
+    supervisor._journal.take([STEP])
     with pytest.raises(StorageError, match="no data"):
         supervisor._go_on_after(STORAGE)
 
@@ -238,7 +238,7 @@ def test_a_run_whose_node_will_be_gone_saves_at_once_and_says_so_once(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave: Any = Leaving(supervisor, monkeypatch)
-    supervisor._book.take([STEP])
+    supervisor._journal.take([STEP])
     for _ in range(3):
         supervisor._heed(leave)
     assert preemptions(tmp_path) == [WARNED]
@@ -248,7 +248,7 @@ def test_a_run_whose_node_will_be_gone_saves_at_once_and_says_so_once(
 
 def test_it_goes_to_another_node_as_soon_as_there_is_one(supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave: Any = Leaving(supervisor, monkeypatch)
-    supervisor._book.take([STEP])
+    supervisor._journal.take([STEP])
     supervisor._heed(leave)
     leave.another = True
     for _ in range(3):

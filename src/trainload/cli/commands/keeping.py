@@ -31,7 +31,7 @@ def is_kept() -> bool:
     return KEPT in os.environ
 
 
-def obey_keeper() -> None:
+def stop_with_parent() -> None:
     """In a driver that is kept: SIGTERM asks the run to stop, as Ctrl-C does, from now on; and so does the death of the keeper."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)

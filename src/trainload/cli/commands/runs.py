@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload.cli.commands import shared
-from trainload.cli.commands.keeping import is_kept, keep, obey_keeper
+from trainload.cli.commands.keeping import is_kept, keep, stop_with_parent
 from trainload.cli.commands.planning import KINDS, make_plan
 from trainload.cli.commands.shared import DONE, Command, CountOf, Span, err, json_option, positive, run_argument, show_record
 from trainload.cli.view import run_progress as run_view
@@ -358,7 +358,7 @@ def resume(
     check_supported_torch()
     changes = _changes(given)
     if is_kept():
-        obey_keeper()
+        stop_with_parent()
     elif backend == "ray" and address is not None:
         from trainload.launching.run.driver import check_no_driver
 

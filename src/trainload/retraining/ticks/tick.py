@@ -52,7 +52,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class TickContext:
     """Context of a tick in progress.
 
     Attributes:
@@ -91,19 +91,19 @@ class Work(Protocol):
     def check_fitting(self, config: Config, release: str) -> None:
         """Check that a retraining fits the release from which it would start."""
 
-    def snapshot(self, trail: Trail) -> Snapshot:
+    def snapshot(self, trail: TickContext) -> Snapshot:
         """Inspect the data, and return its snapshot."""
 
-    def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
+    def train(self, trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
         """Train a challenger and publish it as a candidate; return the fields of `Trained`. Raises DivergedError."""
 
-    def evaluate(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
+    def evaluate(self, trail: TickContext, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
         """Return the scores of champion and challenger."""
 
-    def decide(self, trail: Trail, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
+    def decide(self, trail: TickContext, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
         """Return the gate's verdict, and the drift of each column."""
 
-    def after(self, trail: Trail, ended: Ended) -> tuple[str, ...]:
+    def after(self, trail: TickContext, ended: Ended) -> tuple[str, ...]:
         """Hand over, clean up and notify; return the problems that occurred."""
 
 
@@ -215,7 +215,7 @@ class Scheduler:
         config, unreadable = self._begun_with(pinned)
         if config != self._config:
             self._say(f"tick {name} continues with the configuration that it started with")
-        trail = Trail(self._config.line, name, self._store, config, pinned, held)
+        trail = TickContext(self._config.line, name, self._store, config, pinned, held)
         if self._ticks.read(Decided, name) is None and (why := unreadable or self._hopeless(trail)):
             return self._end(trail, "failed", why)
         number = self._ticks.begin(name, held.id, held.owner).number
@@ -241,7 +241,7 @@ class Scheduler:
             return self._config, f"its configuration cannot be read by this version of trainload: {' '.join(str(error).split())}"
         return found.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""
 
-    def _hopeless(self, trail: Trail) -> str:
+    def _hopeless(self, trail: TickContext) -> str:
         """Return the reason to give a tick up; "" if there is none."""
         failures, begun = self._ticks.count(Failed, trail.name), self._ticks.count(Begun, trail.name)
         last = self._ticks.last_failure(trail.name)
@@ -264,7 +264,7 @@ class Scheduler:
             versions=versions(),
         )
 
-    def _stages(self, trail: Trail) -> Ended:
+    def _stages(self, trail: TickContext) -> Ended:
         held = trail.held
         taken = self._ticks.read(Taken, trail.name)
         if taken is None:
@@ -296,7 +296,7 @@ class Scheduler:
         assert decided is not None, "a challenger, or why there is none, leads to a decision"
         return self._settle(trail, trained, decided)
 
-    def _decide(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> Decided:
+    def _decide(self, trail: TickContext, snapshot: Snapshot, trained: Trained) -> Decided:
         held = trail.held
         evaluated = self._ticks.read(Evaluated, trail.name)
         if evaluated is None:
@@ -314,7 +314,7 @@ class Scheduler:
             drift=drift,
         )
 
-    def _settle(self, trail: Trail, trained: Trained | None, decided: Decided) -> Ended:
+    def _settle(self, trail: TickContext, trained: Trained | None, decided: Decided) -> Ended:
         """Execute a decision."""
         if trained is None:
             return self._end(trail, "rejected", decided.reason, warnings=decided.warnings)
@@ -332,7 +332,7 @@ class Scheduler:
             return self._end(trail, "conflict", str(error), trained.release, warnings=decided.warnings)
         return self._end(trail, "promoted", decided.reason, trained.release, pointer.id, warnings=decided.warnings)
 
-    def _promote(self, trail: Trail, trained: Trained, decided: Decided) -> Pointer:
+    def _promote(self, trail: TickContext, trained: Trained, decided: Decided) -> Pointer:
         """Make the challenger current, unless that was done by an earlier attempt.
 
         Raises:
@@ -368,7 +368,7 @@ class Scheduler:
 
     def _end(
         self,
-        trail: Trail,
+        trail: TickContext,
         outcome: Outcome,
         reason: str,
         release: str | None = None,

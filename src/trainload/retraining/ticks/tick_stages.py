@@ -23,7 +23,7 @@ from trainload.retraining.ticks import aftermath
 from trainload.retraining.ticks.checks import check_known_names
 from trainload.retraining.ticks.gate import Verdict, decide
 from trainload.retraining.ticks.lineage import TICK
-from trainload.retraining.ticks.tick import Say, Trail
+from trainload.retraining.ticks.tick import Say, TickContext
 from trainload.retraining.ticks.tick_records import Ended, Evaluated, Scores, Taken, Ticks, Trained
 from trainload.retraining.ticks.training import TickRun, folder_of, plan_of, settings_of, training_plan
 
@@ -84,14 +84,14 @@ class Stages:
         check_known_names(config, package)
         self._plan(config, package)
 
-    def snapshot(self, trail: Trail) -> Snapshot:
+    def snapshot(self, trail: TickContext) -> Snapshot:
         """Take the snapshot of the tick's data (see `Work.snapshot`)."""
         package = self._release(trail.config, trail.pinned.parent)
         ticks = _ticks(trail)
         had = files_had(ticks, before=trail.name, since=trail.config.data.window.since)
         return take(trail.config, trail.scheduled, package, had, folder_of(trail))
 
-    def train(self, trail: Trail, snapshot: Snapshot) -> dict[str, Any]:
+    def train(self, trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
         """Train and publish the challenger (see `Work.train`)."""
         from trainload.packaging.stores.push import push
 
@@ -130,7 +130,7 @@ class Stages:
             "restarts": result.restarts,
         }
 
-    def evaluate(self, trail: Trail, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
+    def evaluate(self, trail: TickContext, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
         """Return the scores of champion and challenger (see `Work.evaluate`).
 
         The run itself has evaluated both if it started from the champion's weights; its results are used if its
@@ -141,7 +141,7 @@ class Stages:
         champion = found.get(0) if trail.config.train.start == "current" else None
         return champion or self._evaluate(trail, snapshot, trail.pinned.parent), challenger
 
-    def decide(self, trail: Trail, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
+    def decide(self, trail: TickContext, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
         """Apply the gate to the scores (see `Work.decide`)."""
         gate, slices = trail.config.gate, trail.config.evaluation.slices
         drift = self._drift(trail, snapshot)
@@ -180,7 +180,7 @@ class Stages:
         )
         return verdict, drift
 
-    def after(self, trail: Trail, ended: Ended) -> tuple[str, ...]:
+    def after(self, trail: TickContext, ended: Ended) -> tuple[str, ...]:
         """Hand over, clean up and notify (see `Work.after`)."""
         config = trail.config
         wrong: list[str] = []
@@ -249,7 +249,7 @@ class Stages:
         opened = open_for_run(path, self._opening.libraries, policies, None, trust_extensions=self._opening.trust_extensions)
         return replace(opened, source=source)
 
-    def _first_release(self, trail: Trail) -> str:
+    def _first_release(self, trail: TickContext) -> str:
         """Return the first release of the line with the parent's program."""
         store = trail.store
         program = store.release(trail.line, shown(trail.pinned.parent)).program
@@ -258,13 +258,13 @@ class Stages:
                 return each
         raise AssertionError("the parent is a release of its own program")
 
-    def _made_by(self, trail: Trail, release: str) -> str | None:
+    def _made_by(self, trail: TickContext, release: str) -> str | None:
         """Return the tick that created a release; None if no tick did."""
         found: Release = trail.store.release(trail.line, shown(release))
         tick = found.facts.get(TICK)
         return tick if isinstance(tick, str) else None
 
-    def _optimizer_from(self, trail: Trail) -> str | None:
+    def _optimizer_from(self, trail: TickContext) -> str | None:
         """Return the folder of the run that created the parent, whose optimizer state is kept; None for a fresh optimizer."""
         if trail.config.train.optimizer == "fresh":
             return None
@@ -281,17 +281,17 @@ class Stages:
             )
         return made.run_dir
 
-    def _kept(self, trail: Trail, ended: Ended) -> str | None:
+    def _kept(self, trail: TickContext, ended: Ended) -> str | None:
         """Return the tick whose run's folder must be kept."""
         return trail.name if ended.outcome == "promoted" else self._made_by(trail, trail.pinned.parent)
 
-    def _drift(self, trail: Trail, snapshot: Snapshot) -> dict[str, float]:
+    def _drift(self, trail: TickContext, snapshot: Snapshot) -> dict[str, float]:
         """Return the drift of each column from the data of the champion; {} if that data is unknown."""
         tick = self._made_by(trail, trail.pinned.parent)
         before = None if tick is None else _ticks(trail).read(Taken, tick)
         return {} if before is None else drift_of(before.snapshot.statistics, snapshot.statistics)
 
-    def _evaluate(self, trail: Trail, snapshot: Snapshot, release: str) -> Scores:
+    def _evaluate(self, trail: TickContext, snapshot: Snapshot, release: str) -> Scores:
         from trainload.launching.api.evaluate import evaluate
         from trainload.launching.settings.overrides import Overrides
 
@@ -376,5 +376,5 @@ def _all_finite(values: Mapping[str, float]) -> dict[str, float | None]:
     return {name: _finite(value) for name, value in values.items()}
 
 
-def _ticks(trail: Trail) -> Ticks:
+def _ticks(trail: TickContext) -> Ticks:
     return Ticks(trail.store, trail.line)

@@ -15,7 +15,7 @@ from trainload.core.storage.lease import LeaseLostError
 from trainload.retraining.config.config import KEYS_ELSEWHERE, Config
 from trainload.retraining.data.snapshot import evaluation_source, train_source
 from trainload.retraining.data.snapshot_records import Snapshot
-from trainload.retraining.ticks.tick import Say, Trail
+from trainload.retraining.ticks.tick import Say, TickContext
 
 if TYPE_CHECKING:
     from trainload.launching.run.journal import Event
@@ -46,7 +46,7 @@ class TickRun:
 
     def __init__(
         self,
-        trail: Trail,
+        trail: TickContext,
         snapshot: Snapshot,
         package: Package,
         plan: Plan,
@@ -181,13 +181,13 @@ def plan_of(config: Config, package: Package, batch: Mapping[str, Any]) -> Plan:
     return plan(package, Cluster.model_validate(shape), cluster.strategy, **batch)
 
 
-def folder_of(trail: Trail) -> Path:
+def folder_of(trail: TickContext) -> Path:
     """Return the folder for a tick's runs and the data that is written for it."""
     return Path(trail.config.runs) / trail.line / trail.name
 
 
 @contextmanager
-def _stopped_for(trail: Trail, run_dir: Path) -> Iterator[None]:
+def _stopped_for(trail: TickContext, run_dir: Path) -> Iterator[None]:
     """Forward a request to stop the tick to its run within the context; the run stops with a checkpoint."""
     from trainload.launching.run.contact import Request
 

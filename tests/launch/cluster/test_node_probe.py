@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainload.launching.cluster import tasks
-from trainload.launching.cluster.tasks import Questions
+from trainload.launching.cluster.tasks import NodeProbe
 
 
 class Task:
@@ -47,7 +47,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def test_a_node_that_answers_late_is_there_again_without_another_question(cluster: Cluster) -> None:
-    questions = Questions()
+    questions = NodeProbe()
     cluster.answering = {"a"}
     assert questions.unreachable(["a", "b"]) == {"b"}
     assert questions.unreachable(["b"]) == {"b"}
@@ -57,7 +57,7 @@ def test_a_node_that_answers_late_is_there_again_without_another_question(cluste
 
 
 def test_one_that_has_answered_is_asked_anew(cluster: Cluster) -> None:
-    questions = Questions()
+    questions = NodeProbe()
     cluster.answering = {"a"}
     assert questions.unreachable(["a"]) == set()
     cluster.answering = set()
@@ -66,7 +66,7 @@ def test_one_that_has_answered_is_asked_anew(cluster: Cluster) -> None:
 
 
 def test_nodes_that_are_gone_are_waited_for_no_more(cluster: Cluster) -> None:
-    questions = Questions()
+    questions = NodeProbe()
     questions.unreachable(["a", "b"])
     questions.forget(["b"])
     questions.forget(["b"])

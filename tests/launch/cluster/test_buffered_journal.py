@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainload.core.errors import StorageError
-from trainload.launching.cluster.book import Book
+from trainload.launching.cluster.buffered_journal import BufferedJournal
 from trainload.launching.run.journal import LOGS, Event, Journal, log_name, read_events
 
 STEP = Event("step", {"step": 0, "loss": 1.5, "gradient_norm": 0.5, "seconds": 0.1}, 1.0)
@@ -20,8 +20,8 @@ def told() -> list[Event]:
 
 
 @pytest.fixture
-def book(tmp_path: Path, told: list[Event]) -> Book:
-    return Book(tmp_path, told.append)
+def book(tmp_path: Path, told: list[Event]) -> BufferedJournal:
+    return BufferedJournal(tmp_path, told.append)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,14 +31,14 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "append", full)
 
 
-def test_what_is_taken_is_written_and_told(book: Book, told: list[Event], tmp_path: Path) -> None:
+def test_what_is_taken_is_written_and_told(book: BufferedJournal, told: list[Event], tmp_path: Path) -> None:
     book.take([STEP, CHECKPOINT])
     assert read_events(tmp_path) == told == [STEP, CHECKPOINT]
     assert (book.written, book.stepped, book.has_checkpoint, book.ended) == (2, True, True, False)
 
 
 def test_what_storage_does_not_take_is_written_later_in_order(
-    book: Book, told: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    book: BufferedJournal, told: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book.take([STEP])
     with monkeypatch.context() as patch:
@@ -52,29 +52,29 @@ def test_what_storage_does_not_take_is_written_later_in_order(
     assert [event.kind for event in told] == ["step", "warning", "checkpoint", "step"]
 
 
-def test_the_drivers_own_words_are_none_of_the_workers(book: Book, tmp_path: Path) -> None:
+def test_the_drivers_own_words_are_none_of_the_workers(book: BufferedJournal, tmp_path: Path) -> None:
     book.write("waiting", message="for a node")
     book.take([STEP])
     assert book.written == 1
     assert [event.kind for event in read_events(tmp_path)] == ["waiting", "step"]
 
 
-def test_a_new_checkpoint_is_told_of_once(book: Book) -> None:
+def test_a_new_checkpoint_is_told_of_once(book: BufferedJournal) -> None:
     assert not book.new_checkpoint()
     book.take([CHECKPOINT])
     assert book.new_checkpoint()
     assert not book.new_checkpoint()
 
 
-def test_a_later_driver_knows_what_came_before(book: Book, tmp_path: Path) -> None:
+def test_a_later_driver_knows_what_came_before(book: BufferedJournal, tmp_path: Path) -> None:
     book.take([STEP, CHECKPOINT])
-    later = Book(tmp_path, lambda event: None)
+    later = BufferedJournal(tmp_path, lambda event: None)
     assert later.has_checkpoint
     assert not later.stepped
     assert (later.summary.step, later.summary.checkpoint) == (1, 1)
 
 
-def test_what_ranks_print_is_kept_by_rank(book: Book, tmp_path: Path) -> None:
+def test_what_ranks_print_is_kept_by_rank(book: BufferedJournal, tmp_path: Path) -> None:
     book.keep({0: "one\n", 3: "two\n"})
     book.keep({3: "three\n"})
     assert (tmp_path / LOGS / log_name(0)).read_text() == "one\n"

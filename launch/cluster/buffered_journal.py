@@ -12,7 +12,7 @@ from trainload.launching.run.journal import Event, Journal, append_log, stream_e
 from trainload.launching.run.run_state import Summary
 
 
-class Book:
+class BufferedJournal:
     """Writer of a run's journal. Events that storage rejects are buffered, and written when it works again.
 
     Args:
