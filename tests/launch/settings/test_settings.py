@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import inspect
 import json
 from pathlib import Path
@@ -121,3 +123,10 @@ def test_the_commands_json_is_a_schema(capsys: Capture) -> None:
 )
 def test_the_schema_knows_keys_and_ranges(settings: dict[str, Any], valid: bool) -> None:
     assert jsonschema.Draft202012Validator(settings_schema()).is_valid(settings) == valid
+
+
+@pytest.mark.parametrize("name", ["adapters", "describe", "overrides", "parse", "run_settings"])
+def test_the_examples_of_a_module_run(name: str) -> None:
+    outcome = doctest.testmod(importlib.import_module(f"trainload.launching.settings.{name}"))
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
