@@ -36,6 +36,22 @@ _LANES = 8
 """Sums that a vectorised loop computes side by side."""
 _FURTHER_FACTOR = 3.0
 """A compiled graph may differ by this many times the distance of a further run."""
+_LAYER_NORMS = {"native_layer_norm", "native_layer_norm_backward"}
+_GROUP_NORMS = {"native_group_norm", "native_group_norm_backward"}
+_NORMALIZATIONS = {
+    *_LAYER_NORMS,
+    *_GROUP_NORMS,
+    "native_batch_norm",
+    "native_batch_norm_backward",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "_batch_norm_with_update",
+    "_batch_norm_with_update_functional",
+    "batch_norm_backward",
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+}
+"""Operators that subtract means of their first argument: batch normalizations where no other family is named."""
 _CANCELLED = 0.1
 """Distance above which a value consists of rounding errors, because its terms cancel, as in the mean of a normalized batch."""
 _FACTOR_CANCELLED = 1000.0
@@ -53,7 +69,9 @@ class Rounding(Interpreter):
         seed: seed of the random changes.
         units: the greatest change.
         sums: a result in float32 of a sum of n terms is changed by up to sqrt(n / `_LANES`) units, if
-            that is more: a compiler adds terms of one sign one after another, torch in pairs.
+            that is more: a compiler adds terms of one sign one after another, torch in pairs. A
+            normalization subtracts such a sum, so all elements that it normalizes together are
+            shifted by its error.
 
     Example:
         Rounding(graph, 0).run(*arguments)
@@ -72,18 +90,59 @@ class Rounding(Interpreter):
         inputs = [self.env.get(source) for source in node.all_input_nodes]
         shared = {_storage(each) for each in inputs} - {None}
         largest = max((each.numel() for each in inputs if isinstance(each, Tensor)), default=0)
+        if self._sums and _operator(node) in _NORMALIZATIONS and _is_nonempty_float32(value[0]):
+            value = (self._shifted(node, value[0]), *value[1:])
         return map_aggregate(value, lambda each: self._changed(each, shared, largest))
+
+    def _shifted(self, node: Node, value: Tensor) -> Tensor:
+        """Return a normalization's result with the error of the mean of each group, relative to its root mean square."""
+        shape, repeats = _groups(node, value.shape)
+        units = max(self._units, math.sqrt(value.numel() / math.prod(shape) / _LANES))
+        errors = self._random(shape, value.device)
+        if repeats > 1:
+            errors = errors.repeat_interleave(repeats, dim=1)
+        return value + torch.finfo(value.dtype).eps * units * value.square().mean().sqrt() * errors
 
     def _changed(self, value: Any, shared: set[int | None], largest: int) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or _storage(value) in shared:
             return value
-        if value.device not in self._generators:
-            self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
         units = self._units
-        if self._sums and value.dtype == torch.float32 and value.numel():
+        if self._sums and _is_nonempty_float32(value):
             units = max(units, math.sqrt(largest / value.numel() / _LANES))
-        share = torch.randint(-1, 2, value.shape, generator=self._generators[value.device], device=value.device)
+        share = self._random(value.shape, value.device)
         return value * (1 + torch.finfo(value.dtype).eps * units * share).to(value.dtype)
+
+    def _random(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return random integers from -1 to 1."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return torch.randint(-1, 2, tuple(shape), generator=self._generators[device], device=device)
+
+
+def _groups(node: Node, shape: Sequence[int]) -> tuple[list[int], int]:
+    """Return a shape with one entry for each group of elements that a normalization's mean is of.
+
+    The second result is the number of consecutive channels of a group, by which to repeat dim 1.
+    """
+    name = _operator(node)
+    args: Sequence[Any] = node.args
+    backward = name.endswith("_backward")
+    if name in _LAYER_NORMS:
+        normalized = len(args[2 if backward else 1])
+        return [*shape[:-normalized], *[1] * normalized], 1
+    rest = [1] * (len(shape) - 2)
+    if name in _GROUP_NORMS:
+        groups = args[8 if backward else 6]
+        return [shape[0], groups, *rest], shape[1] // groups
+    return [1, shape[1], *rest], 1
+
+
+def _operator(node: Node) -> str:
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+
+
+def _is_nonempty_float32(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() > 0
 
 
 def _storage(value: Any) -> int | None:

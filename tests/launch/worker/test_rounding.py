@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainload.launching.worker.rounding import EXPLAINED, explained_distances, rounded_runs
 
@@ -78,3 +80,32 @@ def test_a_sum_may_be_computed_one_term_after_another() -> None:
         [expected], [results(run) for _, run in rounded_runs(graph, lambda: [values], further=True)], further=True
     )
     assert float((lanes - expected).abs() / expected) < distance < 1e-2
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("normalization", "groups"),
+    [
+        (nn.BatchNorm2d(4), lambda x: x.transpose(0, 1).reshape(4, -1)),
+        (nn.LayerNorm([4, 32, 32]), lambda x: x.reshape(6, -1)),
+        (nn.LayerNorm([32, 32]), lambda x: x.reshape(24, -1)),
+        (nn.GroupNorm(2, 4), lambda x: x.reshape(12, -1)),
+    ],
+    ids=["batch", "layer", "layer of two dims", "group"],
+)
+def test_elements_that_are_normalized_together_share_the_error_of_their_mean(normalization: nn.Module, groups: Any, backward: bool) -> None:
+    """A later mean keeps it, where independent errors of the elements cancel."""
+
+    def value(x: Tensor) -> Tensor:
+        if not backward:
+            return normalization(x)
+        (gradient,) = torch.autograd.grad((normalization(x) * x.roll(1)).sum(), x)
+        return gradient
+
+    given = torch.randn(6, 4, 32, 32, generator=torch.Generator().manual_seed(0), requires_grad=backward)
+    graph = make_fx(value, tracing_mode="real")(given)
+    with torch.no_grad():
+        expected = groups(graph(given)).double().mean(1)
+        runs = [groups(run).double().mean(1) for _, run in rounded_runs(graph, lambda: [given], further=True)]
+    error = max(float((run - expected).abs().max()) for run in runs)
+    assert 10 * torch.finfo(torch.float32).eps * 0.9 < error < 1e-4
