@@ -50,7 +50,10 @@ class Role(StrEnum):
     one.
     """
     ACTIVATION = "activation"
-    """A value that forward sends to later stages of a pipeline. Only in the graphs of its stages, as are the next two."""
+    """A value that forward sends to later stages of a pipeline.
+
+    Only in the graphs of its stages, as are the next two.
+    """
     COTANGENT = "cotangent"
     """A value that backward sends to earlier stages."""
     SAVED = "saved"
@@ -77,11 +80,12 @@ class Port:
 class StepGraph:
     """One flat, functional graph of ATen and collective operators.
 
-    Laws: placeholder i is `inputs[i]` and output i is `outputs[i]`; all outputs are tensors; there is one gradient for each
-    trainable parameter that the loss depends on, of the parameter's shape and dtype; the gradient output is that of
-    scale * weight * loss, so that sums over microbatches and ranks, divided by scale * (sum of weights), are the gradient of the mean;
-    the backward part begins at the node named `TANGENT` (a graph without gradients has none);
-    nothing reads a random generator: masks are a function of (seed, step, site, logical element index).
+    Laws: placeholder i is `inputs[i]` and output i is `outputs[i]`; all outputs are tensors; there
+    is one gradient for each trainable parameter that the loss depends on, of the parameter's shape
+    and dtype; the gradient output is that of scale * weight * loss, so that sums over microbatches
+    and ranks, divided by scale * (sum of weights), are the gradient of the mean; the backward part
+    begins at the node named `TANGENT` (a graph without gradients has none); nothing reads a random
+    generator: masks are a function of (seed, step, site, logical element index).
     """
 
     module: torch.fx.GraphModule
@@ -210,7 +214,9 @@ class Recipe(LeanRecord):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    later: ClassVar[frozenset[str]] = frozenset({"schedules", "clip_value", "ema_decay", "loss_scale", "main", "loop", "graphs", "feeds"})
+    later: ClassVar[frozenset[str]] = frozenset(
+        {"schedules", "clip_value", "ema_decay", "loss_scale", "main", "loop", "graphs", "feeds"}
+    )
 
     optimizer: str
     groups: tuple[GroupRecipe, ...]
@@ -239,8 +245,13 @@ class Recipe(LeanRecord):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for group in self.groups:
-            if group.schedule is not None and (group.schedule >= len(self.schedules) or len(group.learning_rates) > 1):
-                raise ValueError(f"group {group.name} refers to a missing schedule, or has its own learning rates as well as a schedule")
+            if group.schedule is not None and (
+                group.schedule >= len(self.schedules) or len(group.learning_rates) > 1
+            ):
+                raise ValueError(
+                    f"group {group.name} refers to a missing schedule, or has its own learning"
+                    " rates as well as a schedule"
+                )
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("the gradient is clipped by its norm or by value, not both")
         return self
@@ -255,12 +266,19 @@ class Recipe(LeanRecord):
         if self.graphs:
             return self.graphs[name]
         groups = tuple(group.name for group in self.groups)
-        return GraphRecipe(groups=groups, clip_norm=self.clip_norm, clip_value=self.clip_value, ema_decay=self.ema_decay)
+        return GraphRecipe(
+            groups=groups,
+            clip_norm=self.clip_norm,
+            clip_value=self.clip_value,
+            ema_decay=self.ema_decay,
+        )
 
     @property
     def keeps_mean(self) -> bool:
         """True if a running mean of parameters is kept."""
-        return self.ema_decay is not None or any(graph.ema_decay is not None for graph in self.graphs.values())
+        return self.ema_decay is not None or any(
+            graph.ema_decay is not None for graph in self.graphs.values()
+        )
 
     def rates(self, updates: int | Mapping[str, int]) -> list[float]:
         """Return the learning rate of every group.
@@ -271,7 +289,9 @@ class Recipe(LeanRecord):
         counts = {self.main: updates} if isinstance(updates, int) else updates
         found = []
         for group in self.groups:
-            table = group.learning_rates if group.schedule is None else self.schedules[group.schedule]
+            table = (
+                group.learning_rates if group.schedule is None else self.schedules[group.schedule]
+            )
             step = sum(counts[graph] for graph in group.clock or (self.main,))
             value = table[min(step, len(table) - 1)]
             found.append(value if group.schedule is None else group.learning_rates[0] * value)

@@ -25,7 +25,12 @@ from trainload.capture.watching.higher_order import CHECKPOINT, SELECTIVE
 
 aten = torch.ops.aten
 _HOP: Any = torch.ops.higher_order
-_OPERANDS = {_HOP.wrap_with_autocast: 5, _HOP.wrap_with_set_grad_enabled: 2, CHECKPOINT: 1, SELECTIVE: 2}
+_OPERANDS = {
+    _HOP.wrap_with_autocast: 5,
+    _HOP.wrap_with_set_grad_enabled: 2,
+    CHECKPOINT: 1,
+    SELECTIVE: 2,
+}
 """Regions, which run their body once on their operands -> the index of the first operand among
 their arguments.
 """
@@ -86,7 +91,9 @@ def uses_of(module: GraphModule, weight: Node) -> list[Use]:
     return found
 
 
-def adapt(module: GraphModule, weight: Node, adapter: LowRank, after: Node | None = None) -> tuple[Node, Node]:
+def adapt(
+    module: GraphModule, weight: Node, adapter: LowRank, after: Node | None = None
+) -> tuple[Node, Node]:
     """Add an adapter to a graph: two inputs, and the computation with them.
 
     Args:
@@ -133,7 +140,8 @@ def _beside(graph: Graph, node: Node, down: Node, up: Node, adapter: LowRank) ->
         return at
 
     inner = call(aten.linear.default, node.args[0], down, shape=narrow)
-    if adapter.scale != 1.0:  # scale here and not the result, because the inner value is the smallest
+    # scale here and not the result, because the inner value is the smallest
+    if adapter.scale != 1.0:
         inner = call(aten.mul.Tensor, inner, adapter.scale, shape=narrow)
     outer = call(aten.linear.default, inner, up, shape=value.shape)
     total = call(aten.add.Tensor, node, outer, shape=value.shape)
@@ -147,12 +155,19 @@ def _regions(module: GraphModule, node: Node, weight: Node) -> list[tuple[GraphM
     start = _OPERANDS.get(node.target)
     if start is None or weight not in node.args[start:]:
         return None
-    body = next(found for value in node.args[:start] if isinstance(value, Node) and (found := body_at(module, value)) is not None)
+    body = next(
+        found
+        for value in node.args[:start]
+        if isinstance(value, Node) and (found := body_at(module, value)) is not None
+    )
     return [(body, place) for place, value in enumerate(node.args[start:]) if value is weight]
 
 
 def _is_linear(node: Node, weight: Node) -> bool:
-    return node.target is aten.linear.default and [value is weight for value in node.args] in ([False, True], [False, True, False])
+    return node.target is aten.linear.default and [value is weight for value in node.args] in (
+        [False, True],
+        [False, True, False],
+    )
 
 
 def _spelled(node: Node) -> str:

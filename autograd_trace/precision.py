@@ -44,8 +44,19 @@ def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | Non
     Raises:
         JobError: the graph does not allow it.
     """
-    module, where, low = capture.exported.graph_module, f"precision, graph {capture.name}", dtype in _LOW
-    control = next((node for node in calls_in(module) if is_higher_order(node.target) and not _is_region(node)), None)
+    module, where, low = (
+        capture.exported.graph_module,
+        f"precision, graph {capture.name}",
+        dtype in _LOW,
+    )
+    control = next(
+        (
+            node
+            for node in calls_in(module)
+            if is_higher_order(node.target) and not _is_region(node)
+        ),
+        None,
+    )
     if control is not None:
         raise JobError(
             "the graph has control flow, whose bodies were captured for fixed dtypes",
@@ -63,10 +74,18 @@ def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | Non
     _Retyped(module, where).run_under(dtype if low else None)
     if before == [dtype_of(node) for node in calls_in(module)]:
         return None
-    strange = next((node for node in nodes_in(module) if dtype_of(node) in _LOW and dtype_of(node) is not dtype), None)
+    strange = next(
+        (
+            node
+            for node in nodes_in(module)
+            if dtype_of(node) in _LOW and dtype_of(node) is not dtype
+        ),
+        None,
+    )
     if strange is not None:
         raise JobError(
-            f"a value stays in {str(dtype_of(strange)).removeprefix('torch.')}: it was not converted by autocast",
+            f"a value stays in {str(dtype_of(strange)).removeprefix('torch.')}: it was not"
+            " converted by autocast",
             where=where,
             got=f"{strange.target} at {place_of_node(strange)}",
             hint=_REFREEZE,
@@ -81,7 +100,9 @@ def dtype_of(node: Node) -> torch.dtype | None:
 
 
 def _is_region(node: Node) -> bool:
-    return node.target in (_HOP.wrap_with_autocast, _HOP.wrap_with_set_grad_enabled) or is_ours(node.target)
+    return node.target in (_HOP.wrap_with_autocast, _HOP.wrap_with_set_grad_enabled) or is_ours(
+        node.target
+    )
 
 
 def _forget_dtypes(module: GraphModule) -> None:
@@ -118,7 +139,8 @@ class _Retyped(Interpreter):
             raise
         except Exception as error:  # torch's operators may raise anything for unsupported dtypes
             raise JobError(
-                f"an operator does not accept the dtypes that it would receive: {first_line(error)}",
+                "an operator does not accept the dtypes that it would receive:"
+                f" {first_line(error)}",
                 where=self._where,
                 got=f"{n.target} at {place_of_node(n)}",
                 hint=_REFREEZE,
@@ -163,7 +185,12 @@ def _results(module: GraphModule) -> list[Node]:
     return list(next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0])
 
 
-def _in_region(body: GraphModule, capture: GraphCapture, declared: Sequence[torch.dtype | None], dtype: torch.dtype) -> GraphModule:
+def _in_region(
+    body: GraphModule,
+    capture: GraphCapture,
+    declared: Sequence[torch.dtype | None],
+    dtype: torch.dtype,
+) -> GraphModule:
     """Return a graph with the same inputs and outputs that calls `body` under autocast. Outputs for
     other graphs keep their dtypes.
     """
@@ -175,7 +202,9 @@ def _in_region(body: GraphModule, capture: GraphCapture, declared: Sequence[torc
         if node.op == "placeholder":
             operands.append(graph.placeholder(node.name))
             operands[-1].meta = dict(node.meta)
-    region = graph.call_function(_HOP.wrap_with_autocast, ("cpu", dtype, True, False, graph.get_attr(_BODY), *operands))
+    region = graph.call_function(
+        _HOP.wrap_with_autocast, ("cpu", dtype, True, False, graph.get_attr(_BODY), *operands)
+    )
     found = _results(body)
     region.meta["val"] = tuple(node.meta["val"] for node in found)
     outputs = []

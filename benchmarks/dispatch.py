@@ -1,11 +1,14 @@
-"""Microseconds that it takes to find a batch's variant, beside what torch.compile takes for its guards.
+"""Microseconds that it takes to find a batch's variant, beside what torch.compile takes for its
+guards.
 
     python benchmarks/dispatch.py
 
-Six inputs, four variants: text of any even length; with images; with a mask; under another flag. trainload: `Dispatcher.pick`, as a run
-asks it once for each global batch, for lengths that were seen before and for lengths that come for the first time. torch.compile: the same
-four kinds of batch through one compiled function of a few additions (backend "eager", dynamic sizes), whose cache then has an entry for
-each; the additions themselves, run eagerly, are taken off. Both sides take turns, and the batches of each kind come in the same order.
+Six inputs, four variants: text of any even length; with images; with a mask; under another flag.
+trainload: `Dispatcher.pick`, as a run asks it once for each global batch, for lengths that were
+seen before and for lengths that come for the first time. torch.compile: the same four kinds of
+batch through one compiled function of a few additions (backend "eager", dynamic sizes), whose cache
+then has an entry for each; the additions themselves, run eagerly, are taken off. Both sides take
+turns, and the batches of each kind come in the same order.
 """
 
 from __future__ import annotations
@@ -61,10 +64,21 @@ def package(folder: Path) -> Any:
             self.image = nn.Linear(3, 8)
 
         def forward(
-            self, tokens: Any, labels: Any, positions: Any, weight: Any, image: Any = None, mask: Any = None, task: str = ""
+            self,
+            tokens: Any,
+            labels: Any,
+            positions: Any,
+            weight: Any,
+            image: Any = None,
+            mask: Any = None,
+            task: str = "",
         ) -> Any:
             rows, length = tokens.shape
-            x = (self.embedding(tokens) + positions[..., None]).reshape(rows, length // 2, 2, 8).mean(2)
+            x = (
+                (self.embedding(tokens) + positions[..., None])
+                .reshape(rows, length // 2, 2, 8)
+                .mean(2)
+            )
             if image is not None:
                 x = x + self.image(image.mean((2, 3)))[:, None]
             if mask is not None:
@@ -73,7 +87,12 @@ def package(folder: Path) -> Any:
             return loss * 2 if task == "rank" else loss
 
     torch.manual_seed(0)
-    auto = {"tokens": {1: Dim.AUTO}, "labels": {1: Dim.AUTO}, "positions": {1: Dim.AUTO}, "mask": {1: Dim.AUTO, 2: Dim.AUTO}}
+    auto = {
+        "tokens": {1: Dim.AUTO},
+        "labels": {1: Dim.AUTO},
+        "positions": {1: Dim.AUTO},
+        "mask": {1: Dim.AUTO, 2: Dim.AUTO},
+    }
     job = trainload.Job(
         model=Model(),
         batch=batch("text", 16),
@@ -128,16 +147,26 @@ def main() -> int:
     made, plain = compiled()
     assert [dispatcher.pick(batch(kind, 24)) for kind in KINDS] == ["", *KINDS[1:]]
     known = {kind: batch(kind, 24) for kind in KINDS}
-    found: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in ("seen", "new", PEER, "eager")}
+    found: dict[str, dict[str, list[float]]] = {
+        name: {kind: [] for kind in KINDS} for name in ("seen", "new", PEER, "eager")
+    }
     lengths = range(26, 66, 2)
     for number in range(options.rounds):
         note(f"round {number + 1} of {options.rounds}")
         for kind in KINDS:
-            found["seen"][kind].append(microseconds(dispatcher.pick, itertools.repeat(known[kind]), options.calls))
+            found["seen"][kind].append(
+                microseconds(dispatcher.pick, itertools.repeat(known[kind]), options.calls)
+            )
             new = frozen.dispatcher()  # it remembers nothing
-            found["new"][kind].append(microseconds(new.pick, (batch(kind, length) for length in lengths), len(lengths)))
-            found[PEER][kind].append(microseconds(made, itertools.repeat(known[kind]), options.calls))
-            found["eager"][kind].append(microseconds(plain, itertools.repeat(known[kind]), options.calls))
+            found["new"][kind].append(
+                microseconds(new.pick, (batch(kind, length) for length in lengths), len(lengths))
+            )
+            found[PEER][kind].append(
+                microseconds(made, itertools.repeat(known[kind]), options.calls)
+            )
+            found["eager"][kind].append(
+                microseconds(plain, itertools.repeat(known[kind]), options.calls)
+            )
     rows = [
         [
             kind,
@@ -148,7 +177,13 @@ def main() -> int:
         ]
         for kind in KINDS
     ]
-    heads = ["kind", "pick, length seen before, us", "pick, new length, us", f"{PEER}, less its work, us", "that work, us"]
+    heads = [
+        "kind",
+        "pick, length seen before, us",
+        "pick, new length, us",
+        f"{PEER}, less its work, us",
+        "that work, us",
+    ]
     screen().print(table("Finding the variant of a batch: 6 inputs, 4 variants", heads, rows))
     save({"machine": at_start, "budget_us": BUDGET, "microseconds": found}, options.out)
     return 0 if max(median(found["seen"][kind]) for kind in KINDS) < BUDGET else 1

@@ -1,10 +1,12 @@
-"""The ten worst messages of torch.export among the project's refused models, and what trainload says of the same models.
+"""The ten worst messages of torch.export among the project's refused models, and what trainload
+says of the same models.
 
     python benchmarks/errors.py
 
-Every model of tests/capture/refused.py goes through torch.export.export (non-strict, the batch dim dynamic) and through trainload's
-capture. Counted is what a person sees of torch: traceback, message, and what it prints. The ten with the most lines are written to
-docs/errors_before_after.md, torch's message by its first three lines, trainload's whole.
+Every model of tests/capture/refused.py goes through torch.export.export (non-strict, the batch dim
+dynamic) and through trainload's capture. Counted is what a person sees of torch: traceback,
+message, and what it prints. The ten with the most lines are written to docs/errors_before_after.md,
+torch's message by its first three lines, trainload's whole.
 """
 
 from __future__ import annotations
@@ -26,17 +28,30 @@ OF_A_CAUSE = 2
 
 
 def before(case: Any) -> tuple[str, int]:
-    """torch.export's message, and the number of lines that a person gets: log and traceback too. ("", 0) where it raises nothing."""
+    """torch.export's message, and the number of lines that a person gets: log and traceback too.
+    ("", 0) where it raises nothing.
+    """
     import torch
     from torch.export import Dim
 
     printed = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(printed):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(printed),
+    ):
         warnings.simplefilter("ignore")
         try:
-            torch.export.export(model_of(case), (torch.randn(4, 8),), dynamic_shapes=({0: Dim("batch", min=1)},), strict=False)
+            torch.export.export(
+                model_of(case),
+                (torch.randn(4, 8),),
+                dynamic_shapes=({0: Dim("batch", min=1)},),
+                strict=False,
+            )
         except Exception as error:  # noqa: BLE001  # what it raises is the result
-            return f"{type(error).__name__}: {error}", len((printed.getvalue() + traceback.format_exc()).splitlines())
+            return f"{type(error).__name__}: {error}", len(
+                (printed.getvalue() + traceback.format_exc()).splitlines()
+            )
     return "", 0
 
 
@@ -86,8 +101,15 @@ def report(name: str, message: str, count: int, ours: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "errors_before_after.md", help="the page to write")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "docs" / "errors_before_after.md",
+        help="the page to write",
+    )
     options = parser.parse_args()
     os.chdir(ROOT)  # so that places are the same wherever it is run from
     sys.path.insert(0, str(ROOT))
@@ -96,7 +118,10 @@ def main() -> None:
     texts = {case.function.__name__: (case, *before(case)) for case in REFUSED}
     worst: list[str] = []
     for name in sorted(texts, key=lambda name: -texts[name][2]):
-        if len(worst) < COUNT and sum(texts[n][0].cause == texts[name][0].cause for n in worst) < OF_A_CAUSE:
+        if (
+            len(worst) < COUNT
+            and sum(texts[n][0].cause == texts[name][0].cause for n in worst) < OF_A_CAUSE
+        ):
             worst.append(name)
     parts = []
     for name in worst:
@@ -108,9 +133,10 @@ def main() -> None:
 
     head = (
         "# Error messages, before and after\n\n"
-        f"Written by `python benchmarks/errors.py` with torch {torch.__version__}: of the {len(texts)} refused models in\n"
-        "tests/capture/refused.py the ten for which torch.export prints the most lines, traceback and log included; "
-        f"at most {OF_A_CAUSE} of a cause.\n\n"
+        f"Written by `python benchmarks/errors.py` with torch {torch.__version__}: of the"
+        f" {len(texts)} refused models in\n"
+        f"tests/capture/refused.py the ten for which torch.export prints the most lines,"
+        f" traceback and log included; at most {OF_A_CAUSE} of a cause.\n\n"
     )
     options.out.write_text(head + "\n".join(parts))
 

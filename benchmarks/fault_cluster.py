@@ -1,6 +1,8 @@
-"""Runs with faults: a Ray cluster of several nodes on this machine, a run that `trainload launch --address` drives, and faults.
+"""Runs with faults: a Ray cluster of several nodes on this machine, a run that `trainload launch
+--address` drives, and faults.
 
-Every node is a raylet of its own (`ray.cluster_utils.Cluster`), with one worker. The run's driver is a process, as for users.
+Every node is a raylet of its own (`ray.cluster_utils.Cluster`), with one worker. The run's driver
+is a process, as for users.
 """
 
 from __future__ import annotations
@@ -38,10 +40,17 @@ _TOLD = frozenset({"failure", "warning", "waiting", "preemption", "resize", "sta
 
 
 class Nodes:
-    """A Ray cluster of this machine whose nodes come and go. The head has no worker. Nodes are added by the main thread alone."""
+    """A Ray cluster of this machine whose nodes come and go.
+
+    The head has no worker. Nodes are added by the main thread alone.
+    """
 
     def __init__(self, count: int) -> None:
-        os.environ.update(RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2", RAY_CHDIR_TO_TRIAL_DIR="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+        os.environ.update(
+            RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
+            RAY_CHDIR_TO_TRIAL_DIR="0",
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        )
         os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
@@ -94,8 +103,10 @@ class Nodes:
 
 @dataclass
 class Run:
-    """A run, and what is known of it. at: when its fault happened, seconds since 1970. cleared: when that had ended, where it lasts.
-    destroyed: checkpoints that were destroyed on purpose. lines: what its driver has said, with the time.
+    """A run, and what is known of it. at: when its fault happened, seconds since 1970. cleared:
+    when that had ended, where it lasts.
+    destroyed: checkpoints that were destroyed on purpose. lines: what its driver has said, with the
+    time.
     """
 
     folder: Path
@@ -113,7 +124,16 @@ class Run:
     def launch(self, package: Path, *options: str) -> None:
         """Starts it."""
         self._drive(
-            "launch", str(package), "--data", str(self.data), "--run-dir", str(self.folder), "--no-compile", "--strategy", "zero3", *options
+            "launch",
+            str(package),
+            "--data",
+            str(self.data),
+            "--run-dir",
+            str(self.folder),
+            "--no-compile",
+            "--strategy",
+            "zero3",
+            *options,
         )
 
     def resume(self) -> None:
@@ -123,9 +143,25 @@ class Run:
     def _drive(self, *arguments: str) -> None:
         from trainload.launching.run.journal import Follower
 
-        command = [sys.executable, "-W", "ignore", "-m", "trainload", "--library", LIBRARY, *arguments, "--address", self.nodes.address]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "trainload",
+            "--library",
+            LIBRARY,
+            *arguments,
+            "--address",
+            self.nodes.address,
+        ]
         self._process = process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
         )
 
         def listen() -> None:
@@ -184,17 +220,24 @@ class Run:
         while not (found := ready()):
             if time.monotonic() > until or self.over:
                 said = "\n".join(text for _, text in self.lines[-20:])
-                raise TimeoutError(f"what the fault waits for did not happen; the driver said:\n{said}")
+                raise TimeoutError(
+                    f"what the fault waits for did not happen; the driver said:\n{said}"
+                )
             time.sleep(0.02)
         return found
 
     def last(self, kind: str, since: float = 0.0) -> Event | None:
         """The last event of a kind."""
-        return next((event for event in reversed(self.events) if event.kind == kind and event.time > since), None)
+        return next(
+            (event for event in reversed(self.events) if event.kind == kind and event.time > since),
+            None,
+        )
 
     def reach(self, step: int) -> None:
         """Waits for a step."""
-        self.wait(lambda: (found := self.last("step")) is not None and int(found.data["step"]) >= step)
+        self.wait(
+            lambda: (found := self.last("step")) is not None and int(found.data["step"]) >= step
+        )
 
     def started(self) -> Event:
         """The start of the present attempt."""
@@ -231,9 +274,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a run. act: does it. nodes: that there are. said: the kind of event by which the driver says so, or in
-    quotation marks what its keeper says. disk: MiB of the run's own disk. sizes: numbers of nodes that the run may be on, as --nodes takes
-    them. resumed: whether the run fails, and is resumed by hand.
+    """A fault of a run. act: does it. nodes: that there are. said: the kind of event by which the
+    driver says so, or in quotation marks what its keeper says. disk: MiB of the run's own disk.
+    sizes: numbers of nodes that the run may be on, as --nodes takes them. resumed: whether the run
+    fails, and is resumed by hand.
     """
 
     name: str
@@ -312,7 +356,9 @@ def preempt_before_another_comes(run: Run) -> None:
 def fail_storage(run: Run, seconds: float = 60.0) -> None:
     """Storage takes nothing for a minute."""
     run.at = time.time()
-    while subprocess.run(["mount", "-o", "remount,ro", str(run.folder.parent)], capture_output=True, check=False).returncode:
+    while subprocess.run(
+        ["mount", "-o", "remount,ro", str(run.folder.parent)], capture_output=True, check=False
+    ).returncode:
         time.sleep(0.005)  # somebody is writing
     time.sleep(seconds)
     subprocess.run(["mount", "-o", "remount,rw", str(run.folder.parent)], check=True)
@@ -406,7 +452,9 @@ def disk(folder: Path, mebibytes: int | None) -> Iterator[Path]:
     if mebibytes is None:
         yield folder
         return
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)], check=True
+    )
     try:
         yield folder
     finally:
@@ -416,24 +464,35 @@ def disk(folder: Path, mebibytes: int | None) -> Iterator[Path]:
 def write_rows(path: Path) -> Path:
     """Rows of the job."""
     chance = np.random.default_rng(0)
-    np.savez(path, x=chance.standard_normal((600, 32), dtype=np.float32), y=chance.integers(0, 8, 600))
+    np.savez(
+        path, x=chance.standard_normal((600, 32), dtype=np.float32), y=chance.integers(0, 8, 600)
+    )
     return path
 
 
 def set_up(scratch: Path) -> Path:
-    """Freezes the job of the faults. Returns: its package. From now on this process and what it starts find what they need."""
+    """Freezes the job of the faults.
+
+    Returns: its package. From now on this process and what it starts find what they need.
+    """
     from prepare import prepare
 
     os.environ["TRAINLOAD_CACHE_DIR"] = str(scratch / "cache")
     os.environ[STUCK], os.environ[BROKEN] = str(scratch / "stuck"), str(scratch / "broken")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH")))
+    )
     note("freezing")
     return prepare(f"{HERE / 'faults_job.py'}:job", scratch / "job", "zero3", 2)
 
 
 def losses_by_step(events: Sequence[Event]) -> dict[int, float]:
     """The loss of each step, as it was last."""
-    return {int(event.data["step"]): float(event.data["loss"]) for event in events if event.kind == "step"}
+    return {
+        int(event.data["step"]): float(event.data["loss"])
+        for event in events
+        if event.kind == "step"
+    }
 
 
 def time_said(run: Run, said: str) -> float | None:
@@ -441,7 +500,9 @@ def time_said(run: Run, said: str) -> float | None:
     quoted = re.fullmatch(r'"(.*)"', said)
     if quoted is not None:
         return run.heard(quoted[1])
-    return next((event.time for event in run.events if event.time > run.at and event.kind == said), None)
+    return next(
+        (event.time for event in run.events if event.time > run.at and event.kind == said), None
+    )
 
 
 def draw(chance: random.Random, faults: Sequence[tuple[Fault, float]]) -> Fault:

@@ -2,8 +2,9 @@
 
     python benchmarks/faults.py [NAME ...]
 
-For each fault: seconds until the run's driver says so, seconds until the first step after it, the longest time without a step, steps that
-were done again, checkpoints that were lost, and whether the losses are those of the run that was left alone. See fault_cluster.py.
+For each fault: seconds until the run's driver says so, seconds until the first step after it, the
+longest time without a step, steps that were done again, checkpoints that were lost, and whether the
+losses are those of the run that was left alone. See fault_cluster.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fault_cluster import FAULTS, HANG_TIMEOUT, HERE, Fault, Nodes, Run, disk, losses_by_step, set_up, time_said, write_rows
+from fault_cluster import (
+    FAULTS,
+    HANG_TIMEOUT,
+    HERE,
+    Fault,
+    Nodes,
+    Run,
+    disk,
+    losses_by_step,
+    set_up,
+    time_said,
+    write_rows,
+)
 from faults_op import BROKEN, STUCK
 from measure import RESULTS, machine, note, save, screen, table
 
@@ -28,11 +41,22 @@ AT = 70
 """The step at which something happens."""
 OPTIONS = (
     *("--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)),
-    *("--set", f"hang_timeout={HANG_TIMEOUT}", "--set", "node_patience=120", "--set", "storage_patience=120", "--set", "global_batch=8"),
+    *(
+        "--set",
+        f"hang_timeout={HANG_TIMEOUT}",
+        "--set",
+        "node_patience=120",
+        "--set",
+        "storage_patience=120",
+        "--set",
+        "global_batch=8",
+    ),
 )
 
 
-def apply_fault(fault: Fault, package: Path, scratch: Path, reference: dict[int, float]) -> dict[str, Any]:
+def apply_fault(
+    fault: Fault, package: Path, scratch: Path, reference: dict[int, float]
+) -> dict[str, Any]:
     """A run and its fault. Returns: a row of the table."""
     note(fault.name)
     for name in (STUCK, BROKEN):
@@ -62,10 +86,16 @@ def row(fault: Fault, run: Run, reference: dict[int, float]) -> dict[str, Any]:
     steps = [event for event in run.events if event.kind == "step"]
     after = [event for event in steps if event.time > said]
     starts = [event for event in run.events if event.kind == "start" and event.time > run.at]
-    saves = (int(event.data["step"]) for event in run.events if event.kind == "checkpoint" and event.time <= said)
+    saves = (
+        int(event.data["step"])
+        for event in run.events
+        if event.kind == "checkpoint" and event.time <= said
+    )
     saved = max((step for step in saves if step not in run.destroyed), default=0)
     found = losses_by_step(run.events)
-    differences = [abs(found[step] - loss) / abs(loss) for step, loss in reference.items() if step in found]
+    differences = [
+        abs(found[step] - loss) / abs(loss) for step, loss in reference.items() if step in found
+    ]
     times = [run.at, *(event.time for event in steps if event.time > run.at)]
     return {
         "fault": fault.name,
@@ -97,12 +127,26 @@ def measure(scratch: Path, names: Sequence[str]) -> dict[str, Any]:
     reference = losses_by_step(run.events)
     assert len(reference) == STEPS
     chosen = [fault for fault in FAULTS if not names or any(name in fault.name for name in names)]
-    return {"steps": STEPS, "hang_timeout": HANG_TIMEOUT, "rows": [apply_fault(fault, package, scratch, reference) for fault in chosen]}
+    return {
+        "steps": STEPS,
+        "hang_timeout": HANG_TIMEOUT,
+        "rows": [apply_fault(fault, package, scratch, reference) for fault in chosen],
+    }
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the table."""
-    columns = ("fault", "s to notice", "s to next step", "longest pause", "lasted", "steps again", "checkpoints lost", "equal", "says")
+    columns = (
+        "fault",
+        "s to notice",
+        "s to next step",
+        "longest pause",
+        "lasted",
+        "steps again",
+        "checkpoints lost",
+        "equal",
+        "says",
+    )
     lines = [
         (
             row["fault"],
@@ -112,19 +156,33 @@ def show(result: dict[str, Any]) -> None:
             "" if row["lasted"] is None else f"{row['lasted']:.0f}",
             str(row["steps_done_again"]),
             str(row["checkpoints_lost"]),
-            f"{'yes' if row['equal'] else 'NO'}, {row['greatest_difference']:.0e}, {row['steps_missing']} missing",
+            (
+                f"{'yes' if row['equal'] else 'NO'}, {row['greatest_difference']:.0e},"
+                f" {row['steps_missing']} missing"
+            ),
             str(row["said"])[:60],
         )
         for row in result["rows"]
     ]
-    screen().print(table(f"Fault tolerance of runs of {result['steps']} steps (hang timeout {result['hang_timeout']:g} s)", columns, lines))
+    screen().print(
+        table(
+            f"Fault tolerance of runs of {result['steps']} steps (hang timeout"
+            f" {result['hang_timeout']:g} s)",
+            columns,
+            lines,
+        )
+    )
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="parts of the names of faults; none: all")
-    parser.add_argument("--output", type=Path, help="of all faults, by default, benchmarks/results/faults.json")
+    parser.add_argument(
+        "--output", type=Path, help="of all faults, by default, benchmarks/results/faults.json"
+    )
     arguments = parser.parse_args()
     sys.path.insert(0, str(HERE))
     with tempfile.TemporaryDirectory() as scratch:

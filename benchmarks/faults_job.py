@@ -1,4 +1,6 @@
-"""The job of the faults: a small network in fp32 with dropout, and an operator that can be made to hang."""
+"""The job of the faults: a small network in fp32 with dropout, and an operator that can be made to
+hang.
+"""
 
 from __future__ import annotations
 

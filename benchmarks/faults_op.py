@@ -1,4 +1,6 @@
-"""An operator that changes nothing; in one process it gets stuck while a file says so, or computes NaN once."""
+"""An operator that changes nothing; in one process it gets stuck while a file says so, or computes
+NaN once.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,15 @@ from pathlib import Path
 import torch
 
 STUCK = "TRAINLOAD_FAULTS_STUCK"
-"""The environment variable with a file's path; the process whose pid the file has gets stuck: a rank that hangs outside any collective."""
+"""The environment variable with a file's path; the process whose pid the file has gets stuck: a
+rank that hangs outside any collective.
+"""
 BROKEN = "TRAINLOAD_FAULTS_BROKEN"
 """The same; the process computes NaN, and the file is gone."""
 PACE = "TRAINLOAD_FAULTS_PACE"
-"""Seconds that a call takes at least, so that steps are as long as those of a larger model; 0.05 where nothing is said."""
+"""Seconds that a call takes at least, so that steps are as long as those of a larger model; 0.05
+where nothing is said.
+"""
 
 
 def _named(variable: str) -> Path | None:

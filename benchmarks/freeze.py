@@ -1,9 +1,11 @@
-"""How long a freeze of a Llama takes beside what it cannot do without, and how that grows with the number of layers.
+"""How long a freeze of a Llama takes beside what it cannot do without, and how that grows with the
+number of layers.
 
     python benchmarks/freeze.py
 
-The parts: torch.export of each graph that the package keeps, one joint trace of the training graph, one eager run for each replay. The
-whole and the parts take turns, each in a fresh process, on one thread. Then freezes of other depths, and what is done with a package.
+The parts: torch.export of each graph that the package keeps, one joint trace of the training graph,
+one eager run for each replay. The whole and the parts take turns, each in a fresh process, on one
+thread. Then freezes of other depths, and what is done with a package.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ RUN_SECONDS = 1800.0
 BAR = 1.5
 """Greatest ratio of the whole to the sum of its parts."""
 GROWTH_BAR = 1.25
-"""Greatest ratio of the seconds for one more layer, between the deepest two and the shallowest two."""
+"""Greatest ratio of the seconds for one more layer, between the deepest two and the shallowest
+two.
+"""
 
 
 class MeasurementError(Exception):
@@ -36,14 +40,34 @@ class MeasurementError(Exception):
 def measured(what: str, scratch: Path, *options: object) -> dict[str, Any]:
     """One run of freeze_parts.py."""
     out = scratch / "out.json"
-    command = [sys.executable, str(HERE / "freeze_parts.py"), what, "--out", str(out), *map(str, options)]
+    command = [
+        sys.executable,
+        str(HERE / "freeze_parts.py"),
+        what,
+        "--out",
+        str(out),
+        *map(str, options),
+    ]
     # The key that seals derived graphs is a user's own; a benchmark makes one for itself.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRAINLOAD_STATE_DIR": str(scratch / "state")}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TRAINLOAD_STATE_DIR": str(scratch / "state"),
+    }
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=RUN_SECONDS, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_SECONDS,
+        check=False,
     )
     if done.returncode != 0:
-        raise MeasurementError(f"{what} ended with status {done.returncode}:\n{done.stdout[-2000:]}")
+        raise MeasurementError(
+            f"{what} ended with status {done.returncode}:\n{done.stdout[-2000:]}"
+        )
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -55,11 +79,19 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> int:
     """The benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=512, help="width; heads of 64, MLP of 2.75 times the width")
+    parser.add_argument(
+        "--hidden", type=int, default=512, help="width; heads of 64, MLP of 2.75 times the width"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of whole and parts")
-    parser.add_argument("--depths", default="6,12,24,48", help="numbers of layers that are frozen once each; none: leave it out")
+    parser.add_argument(
+        "--depths",
+        default="6,12,24,48",
+        help="numbers of layers that are frozen once each; none: leave it out",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "freeze.json")
     arguments = parser.parse_args()
     began, before = time.perf_counter(), machine()
@@ -80,31 +112,70 @@ def main() -> int:
                 ratio = sum(wholes[-1]["cpu"].values()) / sum(parts[-1]["cpu"].values())
                 note(f"round {number + 1}: whole / parts = {ratio:.2f}")
             for depth in depths:
-                growth[depth] = measured("whole", scratch, "--layers", depth, "--hidden", arguments.hidden)
+                growth[depth] = measured(
+                    "whole", scratch, "--layers", depth, "--hidden", arguments.hidden
+                )
                 note(f"{depth} layers: {sum(growth[depth]['cpu'].values()):.1f} s")
         except MeasurementError as error:
             note(str(error))
             return 1
     listed, stages, later = medians(parts), medians(wholes), medians(packages)
     whole, total = sum(stages.values()), sum(listed.values())
-    ratios = [sum(w["cpu"].values()) / sum(p["cpu"].values()) for w, p in zip(wholes, parts, strict=True)]
+    ratios = [
+        sum(w["cpu"].values()) / sum(p["cpu"].values()) for w, p in zip(wholes, parts, strict=True)
+    ]
     ratio = median(ratios)
     slopes = steepness({depth: sum(run["cpu"].values()) for depth, run in growth.items()})
-    memory = {kind: median(run["memory"]["peak"] for run in runs) for kind, runs in (("whole", wholes), ("parts", parts))}
+    memory = {
+        kind: median(run["memory"]["peak"] for run in runs)
+        for kind, runs in (("whole", wholes), ("parts", parts))
+    }
     rows = [(name, f"{seconds:.2f}", f"{seconds / total:.0%}") for name, seconds in listed.items()]
-    rows += [("sum of the parts", f"{total:.2f}", "100%"), ("freeze", f"{whole:.2f}", f"{ratio:.2f}x")]
-    title = f"{arguments.layers} layers of width {arguments.hidden}: processor seconds on one thread, medians of {arguments.rounds}"
-    screen().print(table(title, ["unavoidable part", "s", "share"], rows, marked=["sum of the parts", "freeze"]))
-    screen().print(table("where the freeze spends it", ["stage", "s"], [(n, f"{s:.2f}") for n, s in stages.items()]))
-    screen().print(table("what is done with the package", ["step", "s"], [(n, f"{s:.2f}") for n, s in later.items()]))
+    rows += [
+        ("sum of the parts", f"{total:.2f}", "100%"),
+        ("freeze", f"{whole:.2f}", f"{ratio:.2f}x"),
+    ]
+    title = (
+        f"{arguments.layers} layers of width {arguments.hidden}: processor seconds on one thread,"
+        f" medians of {arguments.rounds}"
+    )
+    screen().print(
+        table(
+            title, ["unavoidable part", "s", "share"], rows, marked=["sum of the parts", "freeze"]
+        )
+    )
+    screen().print(
+        table(
+            "where the freeze spends it",
+            ["stage", "s"],
+            [(n, f"{s:.2f}") for n, s in stages.items()],
+        )
+    )
+    screen().print(
+        table(
+            "what is done with the package",
+            ["step", "s"],
+            [(n, f"{s:.2f}") for n, s in later.items()],
+        )
+    )
     peaks = [(kind, f"{bytes_ / MIB:,.0f}") for kind, bytes_ in memory.items()]
     screen().print(table("peak resident memory", ["", "MiB"], peaks))
     if growth:
-        lines = [(str(depth), f"{sum(run['cpu'].values()):.1f}", f"{slopes.get(depth, 0):.2f}") for depth, run in growth.items()]
-        screen().print(table("depth", ["layers", "s", "s for each layer since the line above"], lines))
+        lines = [
+            (str(depth), f"{sum(run['cpu'].values()):.1f}", f"{slopes.get(depth, 0):.2f}")
+            for depth, run in growth.items()
+        ]
+        screen().print(
+            table("depth", ["layers", "s", "s for each layer since the line above"], lines)
+        )
     result: dict[str, Any] = {
         "machine": before,
-        "settings": {"layers": arguments.layers, "hidden": arguments.hidden, "rounds": arguments.rounds, "threads": 1},
+        "settings": {
+            "layers": arguments.layers,
+            "hidden": arguments.hidden,
+            "rounds": arguments.rounds,
+            "threads": 1,
+        },
         "parameters": parts[0]["parameters"],
         "parts": listed,
         "stages": stages,
@@ -122,14 +193,19 @@ def main() -> int:
     if ratio > BAR:
         note(f"the freeze takes {ratio:.2f} times its parts, more than {BAR}")
     if steep:
-        note("the last layers take longer than the first ones: something grows faster than the graph")
+        note(
+            "the last layers take longer than the first ones: something grows faster than the graph"
+        )
     return 1 if ratio > BAR or steep else 0
 
 
 def steepness(seconds: dict[int, float]) -> dict[int, float]:
     """Depth -> seconds for each layer more than at the depth before it."""
     pairs = list(seconds.items())
-    return {more: (late - early) / (more - fewer) for (fewer, early), (more, late) in itertools.pairwise(pairs)}
+    return {
+        more: (late - early) / (more - fewer)
+        for (fewer, early), (more, late) in itertools.pairwise(pairs)
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""One measurement of `freeze.py`, in a process of its own: a whole freeze, its unavoidable parts, or what is done with a package.
+"""One measurement of `freeze.py`, in a process of its own: a whole freeze, its unavoidable parts,
+or what is done with a package.
 
     python benchmarks/freeze_parts.py whole --layers 24 --hidden 512 --out FILE
     python benchmarks/freeze_parts.py parts --layers 24 --hidden 512 --out FILE
@@ -40,11 +41,16 @@ REPLAYED = (ROWS + 1, ROWS)
 """Rows of the batches on which the usual check compares a graph with eager, in this order."""
 HEAD = 64
 GROUPS = 2
-"""AdamW's parameter groups: with weight decay, and without. Each is kept as two graphs, of the first update and of the following ones."""
+"""AdamW's parameter groups: with weight decay, and without.
+
+Each is kept as two graphs, of the first update and of the following ones.
+"""
 
 
 def llama(layers: int, hidden: int) -> nn.Module:
-    """A Llama of random weights, in fp32: heads of 64, the inner width of its MLP 2.75 times the hidden one, tokens 0 to 31,999."""
+    """A Llama of random weights, in fp32: heads of 64, the inner width of its MLP 2.75 times the
+    hidden one, tokens 0 to 31,999.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -60,15 +66,20 @@ def llama(layers: int, hidden: int) -> nn.Module:
 
 
 def job_for(model: nn.Module) -> Any:
-    """As `transformers.Trainer` would train it: AdamW with two groups, warm-up; graphs train, eval and predict."""
+    """As `transformers.Trainer` would train it: AdamW with two groups, warm-up; graphs train, eval
+    and predict.
+    """
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    settings = types.SimpleNamespace(max_steps=1000, learning_rate=3e-4, warmup_steps=100, weight_decay=0.1)
+    settings = types.SimpleNamespace(
+        max_steps=1000, learning_rate=3e-4, warmup_steps=100, weight_decay=0.1
+    )
     return job_of(model, {"input_ids": ids, "labels": ids.clone()}, settings)
 
 
 class Clock:
-    """Adds up seconds by name: `cpu`, those of the processor in this process, and `wall`. On one thread of an idle machine they are the
-    same but for waiting for the disk; on a busy one only the first say what the work costs.
+    """Adds up seconds by name: `cpu`, those of the processor in this process, and `wall`. On one
+    thread of an idle machine they are the same but for waiting for the disk; on a busy one only the
+    first say what the work costs.
     """
 
     def __init__(self) -> None:
@@ -97,7 +108,11 @@ class Clock:
 class Function(nn.Module):
     """A function of a job's model, as a module of the batch."""
 
-    def __init__(self, model: nn.Module, function: Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, ...]],
+    ) -> None:
         super().__init__()
         self.model = model
         self._function = function
@@ -110,20 +125,44 @@ class FirstUpdate(nn.Module):
     """AdamW's first update of a flat tensor, as torch's own function writes it."""
 
     def forward(self, param: Tensor, gradient: Tensor, rate: Tensor) -> tuple[Tensor, ...]:
-        return updated(param, gradient, rate, torch.zeros_like(param), torch.zeros_like(param), torch.zeros(()))
+        return updated(
+            param, gradient, rate, torch.zeros_like(param), torch.zeros_like(param), torch.zeros(())
+        )
 
 
 class FollowingUpdate(nn.Module):
     """AdamW's later updates."""
 
-    def forward(self, param: Tensor, gradient: Tensor, rate: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def forward(
+        self, param: Tensor, gradient: Tensor, rate: Tensor, state: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
         return updated(param, gradient, rate, *state)
 
 
-def updated(param: Tensor, gradient: Tensor, rate: Tensor, mean: Tensor, square: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+def updated(
+    param: Tensor, gradient: Tensor, rate: Tensor, mean: Tensor, square: Tensor, step: Tensor
+) -> tuple[Tensor, ...]:
     param, mean, square, step = (t.clone() for t in (param, mean, square, step))
-    options = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
-    adamw([param], [gradient], [mean], [square], [], [step], foreach=False, capturable=True, lr=rate, **options)
+    options = {
+        "amsgrad": False,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "weight_decay": 0.1,
+        "eps": 1e-8,
+        "maximize": False,
+    }
+    adamw(
+        [param],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [step],
+        foreach=False,
+        capturable=True,
+        lr=rate,
+        **options,
+    )
     return param, mean, square, step
 
 
@@ -131,22 +170,32 @@ def export(module: nn.Module, batch: dict[str, Tensor], *, training: bool) -> Ex
     """As anybody would export it: the number of rows is dynamic."""
     rows = Dim("rows", min=2)
     with torch.set_grad_enabled(training):
-        return torch.export.export(module, (batch,), dynamic_shapes=({name: {0: rows} for name in batch},), strict=False)
+        return torch.export.export(
+            module, (batch,), dynamic_shapes=({name: {0: rows} for name in batch},), strict=False
+        )
 
 
 def export_updates() -> None:
     flat, rate, count = torch.randn(64), torch.tensor(0.1), {0: Dim("count", min=2)}
     state = (torch.zeros(64), torch.zeros(64), torch.zeros(()))
-    torch.export.export(FirstUpdate(), (flat, flat.clone(), rate), dynamic_shapes=(count, count, None), strict=False)
+    torch.export.export(
+        FirstUpdate(), (flat, flat.clone(), rate), dynamic_shapes=(count, count, None), strict=False
+    )
     shapes = (count, count, None, (count, count, None))
-    torch.export.export(FollowingUpdate(), (flat, flat.clone(), rate, state), dynamic_shapes=shapes, strict=False)
+    torch.export.export(
+        FollowingUpdate(), (flat, flat.clone(), rate, state), dynamic_shapes=shapes, strict=False
+    )
 
 
 def trace_joint(exported: ExportedProgram, batch: dict[str, Tensor]) -> None:
-    """AOT autograd's joint graph of forward and backward, on the exported graph's own fake tensors."""
+    """AOT autograd's joint graph of forward and backward, on the exported graph's own fake
+    tensors.
+    """
     module = exported.module(check_guards=False)
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    given = dict(zip(batch, (node.meta["val"] for node in placeholders[-len(batch) :]), strict=True))
+    given = dict(
+        zip(batch, (node.meta["val"] for node in placeholders[-len(batch) :]), strict=True)
+    )
     with placeholders[0].meta["val"].fake_mode:
         for part in module.modules():
             for name, parameter in list(part._parameters.items()):
@@ -160,7 +209,9 @@ def trace_joint(exported: ExportedProgram, batch: dict[str, Tensor]) -> None:
 
 
 def warm_up() -> None:
-    """What comes once in a process: torch imports much at its first trace, and its first product of matrices starts its threads."""
+    """What comes once in a process: torch imports much at its first trace, and its first product of
+    matrices starts its threads.
+    """
     layer = Function(nn.Linear(4, 4), lambda model, batch: (model(batch["x"]).sum(),))
     batch = {"x": torch.randn(2, 4)}
     trace_joint(export(layer, batch, training=True), batch)
@@ -181,7 +232,10 @@ def parts(layers: int, hidden: int) -> dict[str, Any]:
 
     batch = dict(job.batch)
     inputs = {name: batch[name] for name in job.predict_inputs}
-    batches = [{name: tensor[torch.arange(rows) % ROWS] for name, tensor in batch.items()} for rows in REPLAYED]
+    batches = [
+        {name: tensor[torch.arange(rows) % ROWS] for name, tensor in batch.items()}
+        for rows in REPLAYED
+    ]
     warm_up()
     memory = PeakMemory()
     memory.reset()
@@ -227,14 +281,18 @@ def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
     clock, rest = Clock(), Clock()
     clock.wrapped(trace, "export_graph", lambda target, *_: f"capture {target.name}")
     clock.wrapped(trace, "check_parity", lambda captured, *_: f"replay {captured.name}")
-    clock.wrapped(proving, "capture_optimizer", lambda *_: "capture and check the optimizer's updates")
+    clock.wrapped(
+        proving, "capture_optimizer", lambda *_: "capture and check the optimizer's updates"
+    )
     clock.wrapped(proving, "derive", lambda _, graph, __: f"derive {graph}")
     clock.wrapped(proving, "check_step", lambda *_: "check the joint graph")
     clock.wrapped(freezing, "write_package", lambda *_, **__: "write the package")
     clock.wrapped(proving, "write_derived", lambda *_: "write the derived graph")
     memory = PeakMemory()
     memory.reset()
-    with tempfile.TemporaryDirectory(prefix="trainload-freeze-", dir=keep.parent if keep is not None else None) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="trainload-freeze-", dir=keep.parent if keep is not None else None
+    ) as folder:
         path = Path(folder) / "package.tl"
         with rest.counted("everything"):
             freezing.freeze(job, path)
@@ -242,8 +300,16 @@ def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         if keep is not None:
             path.rename(keep)
-    other = {kind: sum(vars(rest)[kind].values()) - sum(vars(clock)[kind].values()) for kind in ("cpu", "wall")}
-    return {"cpu": clock.cpu | {"other": other["cpu"]}, "wall": clock.wall | {"other": other["wall"]}, "memory": peak, "bytes": size}
+    other = {
+        kind: sum(vars(rest)[kind].values()) - sum(vars(clock)[kind].values())
+        for kind in ("cpu", "wall")
+    }
+    return {
+        "cpu": clock.cpu | {"other": other["cpu"]},
+        "wall": clock.wall | {"other": other["wall"]},
+        "memory": peak,
+        "bytes": size,
+    }
 
 
 def package(path: Path) -> dict[str, Any]:
@@ -261,7 +327,12 @@ def package(path: Path) -> dict[str, Any]:
     with clock.counted("verify"):
         assert verify_package(path).ok
     with clock.counted("plan, ZeRO-3 on 8 workers"):
-        trainload.plan(opened, trainload.Cluster(nodes=2, devices_per_node=4, device="cpu"), "zero3", global_batch=16)
+        trainload.plan(
+            opened,
+            trainload.Cluster(nodes=2, devices_per_node=4, device="cpu"),
+            "zero3",
+            global_batch=16,
+        )
     with clock.counted("load the captured graphs"):
         program = opened.program()
     for graph in ("train", "eval", "predict"):
@@ -274,11 +345,15 @@ def package(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["whole", "parts", "package"])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--package", type=Path, help="what `package` opens, and where `whole` leaves its own")
+    parser.add_argument(
+        "--package", type=Path, help="what `package` opens, and where `whole` leaves its own"
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -1,11 +1,14 @@
-"""A package that was frozen without a GPU, trained on one: is it right, how fast, how soon. Needs no Ray.
+"""A package that was frozen without a GPU, trained on one: is it right, how fast, how soon. Needs
+no Ray.
 
     python benchmarks/gpu.py --out gpu.json
 
-Freezes the demo's GPT and a GPT-2 of 124M parameters in a process that sees no GPU. Then, each time in a fresh process: derives the joint
-graph for the GPU, compiles it and trains 50 steps, with an empty cache and with a full one; trains the same model from its source, eager
-and by torch.compile with fused AdamW, from the same weights on the same data; derives the graph once more and counts its bfloat16 matrix
-products. Dropout is 0 throughout. Without a GPU it does the same on the CPU, with a tiny model.
+Freezes the demo's GPT and a GPT-2 of 124M parameters in a process that sees no GPU. Then, each time
+in a fresh process: derives the joint graph for the GPU, compiles it and trains 50 steps, with an
+empty cache and with a full one; trains the same model from its source, eager and by torch.compile
+with fused AdamW, from the same weights on the same data; derives the graph once more and counts its
+bfloat16 matrix products. Dropout is 0 throughout. Without a GPU it does the same on the CPU, with a
+tiny model.
 """
 
 from __future__ import annotations
@@ -46,11 +49,28 @@ def child(what: str, case: str, folder: Path, cache: Path) -> dict[str, Any]:
     """Run one process to its end. What goes wrong is in `error`."""
     out = folder / "child.json"
     out.unlink(missing_ok=True)
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
-    arguments = ("--case", case, "--folder", str(folder), "--cache", str(cache), "--began", repr(time.time()), "--out", str(out))
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+    }
+    arguments = (
+        "--case",
+        case,
+        "--folder",
+        str(folder),
+        "--cache",
+        str(cache),
+        "--began",
+        repr(time.time()),
+        "--out",
+        str(out),
+    )
     command = [sys.executable, str(HERE / "gpu_child.py"), what, *arguments]
     try:
-        status = subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=CHILD_SECONDS).returncode
+        status = subprocess.run(
+            command, cwd=ROOT, env=environment, check=False, timeout=CHILD_SECONDS
+        ).returncode
     except subprocess.TimeoutExpired:
         return {"error": f"it took longer than {CHILD_SECONDS:.0f} s"}
     if status != 0:
@@ -76,15 +96,23 @@ def run_case(case: str, device: str, chosen: Sequence[str], scratch: Path) -> di
     return result
 
 
-def summarise(result: dict[str, Any], rows_and_context: tuple[int, int], flops: float | None) -> None:
+def summarise(
+    result: dict[str, Any], rows_and_context: tuple[int, int], flops: float | None
+) -> None:
     """Add to a case's result what follows from it: tokens/s, MFU, differences between losses."""
     tokens = rows_and_context[0] * rows_and_context[1]
     runs = result["runs"]
-    per_token = next((run["flops_per_token"] for run in runs.values() if "flops_per_token" in run), None)
+    per_token = next(
+        (run["flops_per_token"] for run in runs.values() if "flops_per_token" in run), None
+    )
     for run in runs.values():
         if "step_seconds" in run:
             run["tokens_per_second"] = tokens / median(run["step_seconds"][run["settled"] :])
-            run["mfu"] = None if flops is None or per_token is None else run["tokens_per_second"] * per_token / flops
+            run["mfu"] = (
+                None
+                if flops is None or per_token is None
+                else run["tokens_per_second"] * per_token / flops
+            )
     eager = runs.get("eager", {}).get("losses")
     if eager is not None:
         result["loss_difference"] = {
@@ -114,35 +142,57 @@ def show(case: str, result: dict[str, Any], console: Console) -> None:
             )
         )
     columns = ("", "first step s", "step ms", "tokens/s", "MFU", "peak MiB", "loss", "from eager")
-    console.print(table(f"{case}: frozen in {result['freeze_seconds']:.0f} s", columns, rows, marked=["trainload cold", "trainload warm"]))
+    console.print(
+        table(
+            f"{case}: frozen in {result['freeze_seconds']:.0f} s",
+            columns,
+            rows,
+            marked=["trainload cold", "trainload warm"],
+        )
+    )
     graph = result["graph"]
     if "error" in graph:
         console.print(f"the step graph: {graph['error']}")
         return
     products = ", ".join(f"{count} in {dtype}" for dtype, count in sorted(graph["matmuls"].items()))
-    console.print(f"step graph: {graph['nodes']} nodes, derived in {graph['derive_seconds']:.1f} s", highlight=False)
+    console.print(
+        f"step graph: {graph['nodes']} nodes, derived in {graph['derive_seconds']:.1f} s",
+        highlight=False,
+    )
     console.print(f"matrix products: {products}", highlight=False)
     console.print(f"attention: {', '.join(graph['attention']) or 'none'}", highlight=False)
-    console.print(f"tensors left on another device: {graph['tensors_on_another_device']}", highlight=False)
+    console.print(
+        f"tensors left on another device: {graph['tensors_on_another_device']}", highlight=False
+    )
 
 
 def device_facts() -> dict[str, Any]:
     """Kind, name and memory of the device, from a process of its own: this one never touches it."""
     code = (
-        "import json, torch; there = torch.cuda.is_available();"
-        "properties = torch.cuda.get_device_properties(0) if there else None;"
-        "print(json.dumps({'kind': 'cuda' if there else 'cpu', 'name': properties.name if there else None,"
-        "'memory': properties.total_memory if there else None}))"
+        "import json, torch; there = torch.cuda.is_available();properties ="
+        " torch.cuda.get_device_properties(0) if there else None;print(json.dumps({'kind': 'cuda'"
+        " if there else 'cpu', 'name': properties.name if there else None,'memory':"
+        " properties.total_memory if there else None}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+    )
     facts: dict[str, Any] = json.loads(done.stdout)
     return facts
 
 
 def failures(result: dict[str, Any]) -> list[str]:
     """What went wrong in a case, one line each."""
-    found = [f"{name}: {run['error']}" for name, run in (*result["runs"].items(), ("graph", result["graph"])) if "error" in run]
-    found += [f"{name}: {said}" for name, run in result["runs"].items() for said in run.get("interpreted", ())]
+    found = [
+        f"{name}: {run['error']}"
+        for name, run in (*result["runs"].items(), ("graph", result["graph"]))
+        if "error" in run
+    ]
+    found += [
+        f"{name}: {said}"
+        for name, run in result["runs"].items()
+        for said in run.get("interpreted", ())
+    ]
     if "error" not in result["graph"]:
         if not result["graph"]["matmuls"].get("bfloat16"):
             found.append("graph: no bfloat16 matrix product, so autocast was lost")
@@ -153,19 +203,31 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 def shape_of(case: str) -> tuple[int, int]:
     """(rows, context) of a case, read without importing torch into this process."""
-    code = f"import gpu_jobs; case = gpu_jobs.CASES[{case!r}]; print(case.rows, case.config.context)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
+    code = (
+        f"import gpu_jobs; case = gpu_jobs.CASES[{case!r}]; print(case.rows, case.config.context)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True
+    )
     rows, context = done.stdout.split()
     return int(rows), int(context)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The benchmark. Returns 1 where a process failed or autocast was lost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, help="default: full on a GPU, tiny without")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
-    parser.add_argument("--scratch", type=Path, help="keep packages and caches here, a folder that is made; default: one that is removed")
-    parser.add_argument("--only", default=",".join(NAMES), help="runs, parted by commas: %(default)s")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        help="keep packages and caches here, a folder that is made; default: one that is removed",
+    )
+    parser.add_argument(
+        "--only", default=",".join(NAMES), help="runs, parted by commas: %(default)s"
+    )
     parser.add_argument("--case", action="append", help="only this shape; may be repeated")
     options = parser.parse_args(arguments)
     chosen = options.only.split(",")
@@ -178,9 +240,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {"machine": machine(), "device": device, "size": size, "cases": {}}
     broken: list[str] = []
     with contextlib.ExitStack() as stack:
-        scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainload-gpu-")))
+        scratch = options.scratch or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="trainload-gpu-"))
+        )
         os.environ.setdefault("TRAINLOAD_STATE_DIR", str(scratch / "state"))
-        sheet = next((value for key, value in DATA_SHEET.items() if device["name"] and key in device["name"]), None)
+        sheet = next(
+            (
+                value
+                for key, value in DATA_SHEET.items()
+                if device["name"] and key in device["name"]
+            ),
+            None,
+        )
         result["device"]["data_sheet_flops_per_second"] = sheet
         for case in options.case or SIZES[size]:
             found = run_case(case, device["kind"], chosen, scratch)
@@ -190,7 +261,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             broken += [f"{case}: {line}" for line in failures(found)]
             save(result, options.out)  # after each: a run that is cut short leaves what it has
         if device["kind"] == "cuda":
-            result["device"] |= child("ceiling", case, scratch / case, scratch / case / "cache-none")
+            result["device"] |= child(
+                "ceiling", case, scratch / case, scratch / case / "cache-none"
+            )
     result["seconds"] = time.perf_counter() - began
     result["failures"] = broken
     save(result, options.out)

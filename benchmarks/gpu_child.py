@@ -1,4 +1,5 @@
-"""One measured process of the GPU benchmark: opens a package and trains it, or trains the same model from its source.
+"""One measured process of the GPU benchmark: opens a package and trains it, or trains the same
+model from its source.
 
 Started by gpu.py; writes what it found as JSON.
 """
@@ -38,7 +39,9 @@ def batches(case: Case, device: torch.device) -> list[Tensor]:
     return list(tokens.view(STEPS, case.rows, length).to(device))
 
 
-def train(step: Callable[[int, Tensor], float], tokens: list[Tensor], device: torch.device, began: float) -> dict[str, Any]:
+def train(
+    step: Callable[[int, Tensor], float], tokens: list[Tensor], device: torch.device, began: float
+) -> dict[str, Any]:
     """Run all steps; `began` is when the process was started, by time.time()."""
     memory = PeakMemory()
     losses, seconds = [], []
@@ -52,8 +55,16 @@ def train(step: Callable[[int, Tensor], float], tokens: list[Tensor], device: to
         if number == 0:
             first = time.time() - began
             note(f"  first step after {first:.1f} s")
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.read()["peak"]
-    return {"first_step_seconds": first, "losses": losses, "step_seconds": seconds, "settled": SETTLED, "peak_bytes": peak}
+    peak = (
+        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.read()["peak"]
+    )
+    return {
+        "first_step_seconds": first,
+        "losses": losses,
+        "step_seconds": seconds,
+        "settled": SETTLED,
+        "peak_bytes": peak,
+    }
 
 
 def _reset_peak(memory: PeakMemory, device: torch.device) -> None:
@@ -68,7 +79,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def ours(case: Case, folder: Path, cache: Path, device: torch.device, began: float) -> dict[str, Any]:
+def ours(
+    case: Case, folder: Path, cache: Path, device: torch.device, began: float
+) -> dict[str, Any]:
     """Train the package with trainload's engine, without Ray."""
     from trainload.launching.node.build import compile_build, load_build
     from trainload.launching.node.determinism import deterministic
@@ -90,18 +103,28 @@ def ours(case: Case, folder: Path, cache: Path, device: torch.device, began: flo
     with deterministic():  # as in every worker
         build = compile_build(package, plan, device, cache, on_stage)
         verifier = Verifier(package, plan, 0, device, build, None, tell=interpreted.append)
-        engine = Engine(package, plan, 0, device, verifier.verified(load_build(build, package, plan, cache)))
+        engine = Engine(
+            package, plan, 0, device, verifier.verified(load_build(build, package, plan, cache))
+        )
         engine.held.load_package()
 
         def step(number: int, tokens: Tensor) -> float:
             return engine.step(number, [Draw([Microbatch({"tokens": tokens}, 0)])]).loss
 
         found = train(step, batches(case, device), device, began)
-        return found | {"stages": stages, "compare_seconds": verifier.taken(), "interpreted": [str(each) for each in interpreted]}
+        return found | {
+            "stages": stages,
+            "compare_seconds": verifier.taken(),
+            "interpreted": [str(each) for each in interpreted],
+        }
 
 
-def peer(case: Case, folder: Path, compiled: bool, device: torch.device, began: float) -> dict[str, Any]:
-    """Train the source's model with the package's weights: eager autograd or torch.compile, and fused AdamW."""
+def peer(
+    case: Case, folder: Path, compiled: bool, device: torch.device, began: float
+) -> dict[str, Any]:
+    """Train the source's model with the package's weights: eager autograd or torch.compile, and
+    fused AdamW.
+    """
     from safetensors.torch import load_file
 
     model = case.build().to(device)
@@ -109,7 +132,10 @@ def peer(case: Case, folder: Path, compiled: bool, device: torch.device, began: 
     weights = {name: value for file in files for name, value in load_file(file).items()}
     missing, unknown = model.load_state_dict(weights, strict=False)
     if unknown or set(missing) - {"head.weight"}:  # which is tied
-        raise ValueError(f"the package's weights are not this model's: {missing} are missing, {unknown} are unknown")
+        raise ValueError(
+            f"the package's weights are not this model's: {missing} are missing, {unknown} are"
+            " unknown"
+        )
 
     def forward(tokens: Tensor) -> Tensor:
         return case.loss(model, {"tokens": tokens})
@@ -134,7 +160,9 @@ def peer(case: Case, folder: Path, compiled: bool, device: torch.device, began: 
 
 
 def inspect(folder: Path, device: torch.device) -> dict[str, Any]:
-    """Derive the step graph and count its matrix products by dtype, and what is left of the capture's device."""
+    """Derive the step graph and count its matrix products by dtype, and what is left of the
+    capture's device.
+    """
     from trainload.autograd_trace.derivation.aot import derive
     from trainload.packaging.package import open_package
 
@@ -167,8 +195,13 @@ def inspect(folder: Path, device: torch.device) -> dict[str, Any]:
 
 
 def ceiling(device: torch.device) -> dict[str, float]:
-    """FLOP/s of one large bfloat16 matrix product on random data: what the device does at best, beside its data sheet."""
-    left, right = (torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    """FLOP/s of one large bfloat16 matrix product on random data: what the device does at best,
+    beside its data sheet.
+    """
+    left, right = (
+        torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     for _ in range(3):
         left @ right
     _wait(device)
@@ -181,7 +214,9 @@ def ceiling(device: torch.device) -> dict[str, float]:
 
 def main() -> None:
     """The command line; gpu.py writes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["trainload", "eager", "compiled", "inspect", "ceiling"])
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="with the package and its plan")

@@ -21,7 +21,11 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shape. `rows`: of an update. `rate`: peak learning rate. `whole`: autocast over the output layer too, not only the blocks."""
+    """One shape.
+
+    `rows`: of an update. `rate`: peak learning rate. `whole`: autocast over the output layer too,
+    not only the blocks.
+    """
 
     config: Config
     rows: int
@@ -34,7 +38,8 @@ class Case:
         return GPT(self.config)
 
     def flops_per_token(self, parameters: int) -> float:
-        """Of forward and backward: 6 for each parameter but the position embedding, and 12 x layers x width x context for attention.
+        """Of forward and backward: 6 for each parameter but the position embedding, and 12 x layers
+        x width x context for attention.
 
         The count of PaLM's paper (Chowdhery et al., 2022, appendix B).
         """
@@ -64,8 +69,18 @@ class Case:
 
 CASES = {
     "demo": Case(Config(dropout=0.0), rows=16, rate=3e-3, whole=False),
-    "gpt2": Case(Config(vocabulary=50304, context=1024, layers=12, width=768, heads=12, dropout=0.0), rows=16, rate=6e-4, whole=True),
-    "tiny": Case(Config(vocabulary=512, context=32, layers=1, width=64, heads=2, dropout=0.0), rows=8, rate=3e-3, whole=True),
+    "gpt2": Case(
+        Config(vocabulary=50304, context=1024, layers=12, width=768, heads=12, dropout=0.0),
+        rows=16,
+        rate=6e-4,
+        whole=True,
+    ),
+    "tiny": Case(
+        Config(vocabulary=512, context=32, layers=1, width=64, heads=2, dropout=0.0),
+        rows=8,
+        rate=3e-3,
+        whole=True,
+    ),
 }
 
 

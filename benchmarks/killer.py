@@ -1,8 +1,10 @@
-"""Ends Ray workers with SIGKILL at moments of a run that are told in advance, and says which moment it really was.
+"""Ends Ray workers with SIGKILL at moments of a run that are told in advance, and says which moment
+it really was.
 
-A moment such as the publication of a checkpoint lasts a few milliseconds. So the workers are first stopped (SIGSTOP), which changes nothing
-for them; where the disk then shows another moment than the wanted one, they go on and the next occasion is awaited. What is reported is
-what the disk shows after the kill.
+A moment such as the publication of a checkpoint lasts a few milliseconds. So the workers are first
+stopped (SIGSTOP), which changes nothing for them; where the disk then shows another moment than the
+wanted one, they go on and the next occasion is awaited. What is reported is what the disk shows
+after the kill.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ COMPILING = ".part"
 """End of the names of folders in the cache of compiled graphs that are not whole yet."""
 WAIT_SECONDS = 0.02
 WORKER_TITLES = (b"ray::RayTrainWorker", b"ray::execute.")
-"""How Ray names the processes of a training run's workers: idle, and while they carry out a function."""
+"""How Ray names the processes of a training run's workers: idle, and while they carry out a
+function.
+"""
 Found = TypeVar("Found")
 MOMENTS = ("compile", "step", "write", "publish")
 
@@ -45,8 +49,9 @@ class Kill:
 class Killed:
     """A kill that happened.
 
-    step: the last step whose loss was in the journal, None before the first. rank: of the process; None while it compiled alone, where
-    ranks do not exist yet. hit: the moment that the disk shows. seen: what it shows. at: seconds since 1970.
+    step: the last step whose loss was in the journal, None before the first. rank: of the process;
+    None while it compiled alone, where ranks do not exist yet. hit: the moment that the disk shows.
+    seen: what it shows. at: seconds since 1970.
     """
 
     kill: Kill
@@ -70,7 +75,9 @@ class Killer(threading.Thread):
         keep: checkpoints that the run keeps.
     """
 
-    def __init__(self, kills: Sequence[Kill], run_dir: Path, cache_dir: Path, *, keep: int = 2) -> None:
+    def __init__(
+        self, kills: Sequence[Kill], run_dir: Path, cache_dir: Path, *, keep: int = 2
+    ) -> None:
         super().__init__(name="killer", daemon=True)
         self._kills, self._run_dir, self._cache = kills, run_dir, cache_dir / "compiled"
         self._keep = keep
@@ -119,8 +126,14 @@ class Killer(threading.Thread):
                     return Killed(kill, self._last_step(), pid, rank, hit, seen, at)
             self._pause(chance.uniform(0.0, 0.05))
 
-    def _victim(self, kill: Kill, chance: random.Random, workers: Sequence[int]) -> tuple[int, int | None]:
-        """(pid, rank). While compiling: the process that compiles. While publishing: rank 0, which publishes. Else any."""
+    def _victim(
+        self, kill: Kill, chance: random.Random, workers: Sequence[int]
+    ) -> tuple[int, int | None]:
+        """(pid, rank).
+
+        While compiling: the process that compiles. While publishing: rank 0, which publishes. Else
+        any.
+        """
         if kill.moment == "compile":
             return next(pid for pid in workers if _holds_lock(pid, self._cache)), None
         ranks = self._ranks()
@@ -150,7 +163,9 @@ class Killer(threading.Thread):
         return self._look()[0] == moment
 
     def _compiling(self) -> bool:
-        drafts = self._cache.is_dir() and any(name.endswith(COMPILING) for name in os.listdir(self._cache))
+        drafts = self._cache.is_dir() and any(
+            name.endswith(COMPILING) for name in os.listdir(self._cache)
+        )
         return drafts and any(_holds_lock(pid, self._cache) for pid in worker_pids())
 
     def _look(self) -> tuple[str, str]:
@@ -171,8 +186,14 @@ class Killer(threading.Thread):
         return "step", "no draft"
 
     def _compiling_since_kill(self) -> bool:
-        started = any(event.kind == "start" and event.time > self._since for event in self._events())
-        return not started and self._cache.is_dir() and any(name.endswith(COMPILING) for name in os.listdir(self._cache))
+        started = any(
+            event.kind == "start" and event.time > self._since for event in self._events()
+        )
+        return (
+            not started
+            and self._cache.is_dir()
+            and any(name.endswith(COMPILING) for name in os.listdir(self._cache))
+        )
 
     # What the journal says
 
@@ -181,7 +202,16 @@ class Killer(threading.Thread):
 
     def _await_step(self) -> Event:
         """The first step after the last kill."""
-        return self._await(lambda: next((event for event in self._events() if event.kind == "step" and event.time > self._since), None))
+        return self._await(
+            lambda: next(
+                (
+                    event
+                    for event in self._events()
+                    if event.kind == "step" and event.time > self._since
+                ),
+                None,
+            )
+        )
 
     def _last_step(self) -> int | None:
         steps = [int(event.data["step"]) for event in self._events() if event.kind == "step"]
@@ -232,7 +262,10 @@ def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
 
 
 def _holds_lock(pid: int, folder: Path) -> bool:
-    """Whether a process has a lock file of `folder` open. A node's graphs are compiled by one of its workers, so that none waits for it."""
+    """Whether a process has a lock file of `folder` open.
+
+    A node's graphs are compiled by one of its workers, so that none waits for it.
+    """
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with suppress(FileNotFoundError):
@@ -250,7 +283,9 @@ def _signal(pid: int, number: signal.Signals) -> None:
 def _await_stop(pid: int) -> None:
     """Returns once all threads of a process stand still, or it is gone."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        while any(_state(Path(task.path)) not in "TtZX" for task in os.scandir(f"/proc/{pid}/task")):
+        while any(
+            _state(Path(task.path)) not in "TtZX" for task in os.scandir(f"/proc/{pid}/task")
+        ):
             time.sleep(0.0002)
 
 
@@ -265,5 +300,7 @@ def _state(process: Path) -> str:
 
 
 def _stat(process: Path) -> list[str]:
-    """State, parent, ... of a process or thread: what its stat file in /proc says after the name."""
+    """State, parent, ... of a process or thread: what its stat file in /proc says after the
+    name.
+    """
     return (process / "stat").read_text().rpartition(")")[2].split()

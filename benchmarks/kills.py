@@ -2,12 +2,13 @@
 
     python benchmarks/kills.py
 
-A GPT in fp32 with dropout trains on two Ray workers, ZeRO-3: once undisturbed; once with SIGKILL of one worker ten times, while the node
-compiles into an empty cache, while a checkpoint is written, while it is published, and in between; once killed for good, and resumed on one
-worker.
+A GPT in fp32 with dropout trains on two Ray workers, ZeRO-3: once undisturbed; once with SIGKILL of
+one worker ten times, while the node compiles into an empty cache, while a checkpoint is written,
+while it is published, and in between; once killed for good, and resumed on one worker.
 
-The losses of every step that was done, also those that were done again after a kill, must be bit for bit the undisturbed run's, and so must
-the last checkpoint; resumed on another number of workers, the losses must be within 1e-5 of them, relative.
+The losses of every step that was done, also those that were done again after a kill, must be bit
+for bit the undisturbed run's, and so must the last checkpoint; resumed on another number of
+workers, the losses must be within 1e-5 of them, relative.
 """
 
 from __future__ import annotations
@@ -43,7 +44,18 @@ ELSEWHERE_STEPS = 30
 CHECKPOINT_EVERY = 5
 KEEP = 2
 BAR = 1e-5
-PLAN = ("compile", "compile", "step", "write", "publish", "step", "write", "publish", "write", "step")
+PLAN = (
+    "compile",
+    "compile",
+    "step",
+    "write",
+    "publish",
+    "step",
+    "write",
+    "publish",
+    "write",
+    "step",
+)
 """The moments, in order: compiling comes first, and once only."""
 
 Losses = dict[int, list[tuple[float, float]]]
@@ -55,19 +67,29 @@ def done_steps(events: Sequence[Event]) -> Losses:
     found: Losses = {}
     for event in events:
         if event.kind == "step":
-            found.setdefault(int(event.data["step"]), []).append((event.data["loss"], event.data["gradient_norm"]))
+            found.setdefault(int(event.data["step"]), []).append(
+                (event.data["loss"], event.data["gradient_norm"])
+            )
     return found
 
 
 def equal(events: Sequence[Event], reference: Losses) -> bool:
     """Whether every step among `events` is bit for bit the reference's."""
-    return all(value == reference[step][0] for step, values in done_steps(events).items() for value in values)
+    return all(
+        value == reference[step][0]
+        for step, values in done_steps(events).items()
+        for value in values
+    )
 
 
 def worst(events: Sequence[Event], reference: Losses) -> float:
     """The greatest relative difference of a loss from the reference's."""
     found = done_steps(events)
-    return max(abs(loss - reference[step][0][0]) / abs(reference[step][0][0]) for step, values in found.items() for loss, _ in values)
+    return max(
+        abs(loss - reference[step][0][0]) / abs(reference[step][0][0])
+        for step, values in found.items()
+        for loss, _ in values
+    )
 
 
 def said(name: str) -> Callable[[Event], None]:
@@ -75,7 +97,8 @@ def said(name: str) -> Callable[[Event], None]:
 
     def say(event: Event) -> None:
         if event.kind in ("start", "end", "warning"):
-            note(f"{name}: {event.kind} {json.dumps({key: event.data[key] for key in ('step', 'message') if key in event.data})}")
+            told = {key: event.data[key] for key in ("step", "message") if key in event.data}
+            note(f"{name}: {event.kind} {json.dumps(told)}")
 
     return say
 
@@ -87,14 +110,22 @@ def shard_digests(checkpoint: Path) -> list[str]:
     return [record.sha256 for record in Checkpoint.open(checkpoint).index.files]
 
 
-def killed_run(package: Package, options: dict[str, Any], run_dir: Path, cache: Path, kills: Sequence[Kill]) -> tuple[Path, list[Killed]]:
+def killed_run(
+    package: Package, options: dict[str, Any], run_dir: Path, cache: Path, kills: Sequence[Kill]
+) -> tuple[Path, list[Killed]]:
     """A run under fire, to its end. Returns: its last checkpoint, and the kills as they were."""
     import trainload
 
     killer = Killer(kills, run_dir, cache, keep=KEEP)
     killer.start()
     try:
-        result = trainload.launch(package, run_dir=run_dir, max_failures=2 * len(kills), on_event=said("killed run"), **options)
+        result = trainload.launch(
+            package,
+            run_dir=run_dir,
+            max_failures=2 * len(kills),
+            on_event=said("killed run"),
+            **options,
+        )
     finally:
         killer.stop()
     if killer.error is not None:
@@ -102,14 +133,18 @@ def killed_run(package: Package, options: dict[str, Any], run_dir: Path, cache: 
     return result.checkpoint, killer.killed
 
 
-def elsewhere(package: Package, options: dict[str, Any], run_dir: Path, cache: Path, seed: int) -> None:
+def elsewhere(
+    package: Package, options: dict[str, Any], run_dir: Path, cache: Path, seed: int
+) -> None:
     """A run that is killed once, does not come back, and is resumed on one worker."""
     import trainload
 
     killer = Killer([Kill(0, "step", seed)], run_dir, cache, keep=KEEP)
     killer.start()
     try:
-        trainload.launch(package, run_dir=run_dir, max_failures=0, on_event=said("killed for good"), **options)
+        trainload.launch(
+            package, run_dir=run_dir, max_failures=0, on_event=said("killed for good"), **options
+        )
     except trainload.TrainingError as error:
         note(str(error))
     else:
@@ -119,8 +154,13 @@ def elsewhere(package: Package, options: dict[str, Any], run_dir: Path, cache: P
     trainload.resume(run_dir, workers=1, on_event=said("resumed on one worker"))
 
 
-def rows(killed: Sequence[Killed], events: Sequence[Event], reference: Losses) -> list[dict[str, Any]]:
-    """A record for each kill. `equal`: whether the steps from this kill to the next are the reference's."""
+def rows(
+    killed: Sequence[Killed], events: Sequence[Event], reference: Losses
+) -> list[dict[str, Any]]:
+    """A record for each kill.
+
+    `equal`: whether the steps from this kill to the next are the reference's.
+    """
     bounds = [*(entry.at for entry in killed), float("inf")]
     found = []
     for number, entry in enumerate(killed):
@@ -135,7 +175,12 @@ def rows(killed: Sequence[Killed], events: Sequence[Event], reference: Losses) -
                 "rank": entry.rank,
                 "seed": entry.kill.seed,
                 "seconds_to_next_step": next(
-                    (event.time - entry.at for event in events if event.kind == "step" and event.time > entry.at), None
+                    (
+                        event.time - entry.at
+                        for event in events
+                        if event.kind == "step" and event.time > entry.at
+                    ),
+                    None,
                 ),
                 "steps": sum(event.kind == "step" for event in between),
                 "equal": equal(between, reference),
@@ -150,34 +195,57 @@ def measure(scratch: Path, seed: int, steps: int) -> dict[str, Any]:
     from trainload.launching.run.journal import read_events
 
     note("freezing")
-    package = trainload.open(prepare(f"{HERE / 'kills_job.py'}:job", scratch / "job", STRATEGY, WORKERS))
+    package = trainload.open(
+        prepare(f"{HERE / 'kills_job.py'}:job", scratch / "job", STRATEGY, WORKERS)
+    )
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=WORKERS), STRATEGY)
     data = scratch / "data.npz"
     np.savez(data, tokens=byte_windows(2000, CONTEXT + 1))
-    options: dict[str, Any] = {"plan": plan, "data": data, "steps": steps, "checkpoint_every": CHECKPOINT_EVERY, "keep": KEEP}
+    options: dict[str, Any] = {
+        "plan": plan,
+        "data": data,
+        "steps": steps,
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "keep": KEEP,
+    }
     os.environ["TRAINLOAD_CACHE_DIR"] = str(scratch / "cache")
-    undisturbed = trainload.launch(package, run_dir=scratch / "undisturbed", on_event=said("undisturbed"), **options)
+    undisturbed = trainload.launch(
+        package, run_dir=scratch / "undisturbed", on_event=said("undisturbed"), **options
+    )
     reference = done_steps(read_events(scratch / "undisturbed"))
 
-    cache = scratch / "empty-cache"  # the driver's workers inherit it: a local cluster is started for each run
+    # the driver's workers inherit it: a local cluster is started for each run
+    cache = scratch / "empty-cache"
     os.environ["TRAINLOAD_CACHE_DIR"] = str(cache)
     chance = random.Random(seed)
     kills = [Kill(number, moment, chance.randrange(2**32)) for number, moment in enumerate(PLAN, 1)]
     checkpoint, killed = killed_run(package, options, scratch / "killed", cache, kills)
     events = read_events(scratch / "killed")
 
-    elsewhere(package, options | {"steps": min(steps, ELSEWHERE_STEPS)}, scratch / "elsewhere", cache, chance.randrange(2**32))
+    elsewhere(
+        package,
+        options | {"steps": min(steps, ELSEWHERE_STEPS)},
+        scratch / "elsewhere",
+        cache,
+        chance.randrange(2**32),
+    )
     resumed = read_events(scratch / "elsewhere")
     return {
         "seed": seed,
         "steps": steps,
         "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.iterdir()),
         "kills": rows(killed, events, reference),
-        "all_steps_equal": equal(events, reference) and sorted(done_steps(events)) == list(range(steps)),
+        "all_steps_equal": (
+            equal(events, reference) and sorted(done_steps(events)) == list(range(steps))
+        ),
         "steps_done_again": sum(len(values) - 1 for values in done_steps(events).values()),
         "last_checkpoint_equal": shard_digests(checkpoint) == shard_digests(undisturbed.checkpoint),
         "elsewhere": {
-            "starts": [{"step": event.data["step"], "workers": event.data["world"]} for event in resumed if event.kind == "start"],
+            "starts": [
+                {"step": event.data["step"], "workers": event.data["world"]}
+                for event in resumed
+                if event.kind == "start"
+            ],
             "greatest_relative_difference": worst(resumed, reference),
             "bar": BAR,
         },
@@ -187,7 +255,17 @@ def measure(scratch: Path, seed: int, steps: int) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """Print the table."""
     console = screen()
-    columns = ("kill", "moment", "what the disk showed", "after step", "rank", "seed", "s to next step", "steps until next kill", "equal")
+    columns = (
+        "kill",
+        "moment",
+        "what the disk showed",
+        "after step",
+        "rank",
+        "seed",
+        "s to next step",
+        "steps until next kill",
+        "equal",
+    )
     lines = [
         (
             str(row["number"]),
@@ -202,15 +280,22 @@ def show(result: dict[str, Any]) -> None:
         )
         for row in result["kills"]
     ]
-    console.print(table(f"{WORKERS} Ray workers, {STRATEGY}, seed {result['seed']}", columns, lines))
+    console.print(
+        table(f"{WORKERS} Ray workers, {STRATEGY}, seed {result['seed']}", columns, lines)
+    )
     again = result["steps_done_again"]
     console.print(
-        f"{result['steps']} steps, {again} of them done again: all bit for bit the undisturbed run's: {result['all_steps_equal']}"
+        f"{result['steps']} steps, {again} of them done again: all bit for bit the undisturbed"
+        f" run's: {result['all_steps_equal']}"
     )
-    console.print(f"last checkpoint, {result['checkpoint_bytes']:,} bytes, bit for bit: {result['last_checkpoint_equal']}")
+    console.print(
+        f"last checkpoint, {result['checkpoint_bytes']:,} bytes, bit for bit:"
+        f" {result['last_checkpoint_equal']}"
+    )
     other = result["elsewhere"]
     console.print(
-        f"resumed elsewhere: {other['starts']}: relative difference {other['greatest_relative_difference']:.1e}, at most {BAR:.0e}"
+        f"resumed elsewhere: {other['starts']}: relative difference"
+        f" {other['greatest_relative_difference']:.1e}, at most {BAR:.0e}"
     )
 
 
@@ -227,9 +312,14 @@ def passed(result: dict[str, Any]) -> bool:
 
 def main() -> int:
     """The benchmark. Returns 1 where a run differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of all that is random; default: a new one"
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(10**6),
+        help="of all that is random; default: a new one",
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=RESULTS / "kills.json")

@@ -1,11 +1,14 @@
-"""Two machines' worth of processes fight for the lease of a line: never two of them may act at once.
+"""Two machines' worth of processes fight for the lease of a line: never two of them may act at
+once.
 
     python benchmarks/lease_fight.py [--leases 1000] [--processes 8] [--s3]
 
-Half of the processes cannot see whether those of the other half live, as if they were on another machine. Each takes the lease, acts a
-few times, promotes, and gives it back. At random one is paused for longer than its lease lasts, and tries to act and to promote when it
-wakes; or it is killed. An act is a look at the lease (`Held.check`) and a line in the process's own log, with the time. Two leases overlap
-where an act under an earlier one comes after an act under a later one. The store is a folder, or lies in S3: moto's server on this machine.
+Half of the processes cannot see whether those of the other half live, as if they were on another
+machine. Each takes the lease, acts a few times, promotes, and gives it back. At random one is
+paused for longer than its lease lasts, and tries to act and to promote when it wakes; or it is
+killed. An act is a look at the lease (`Held.check`) and a line in the process's own log, with the
+time. Two leases overlap where an act under an earlier one comes after an act under a later one. The
+store is a folder, or lies in S3: moto's server on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from typing import Any
 from measure import RESULTS, ROOT, alone, machine, save, screen, table
 
 SECONDS, SECONDS_S3 = 0.6, 4.0
-"""Of a lease. moto's server serves one request after another, so there an owner says later that it lives."""
+"""Of a lease. moto's server serves one request after another, so there an owner says later that it
+lives.
+"""
 PAUSED, KILLED = 0.02, 0.02
 """Share of leases in which that happens to the owner."""
 
@@ -55,7 +60,11 @@ def prepare(folder: str, store: str) -> None:
 
     package = trainload.freeze(job(), Path(folder) / "1.tl")
     tensors = {name: package.weights.tensor(name) for name in package.weights.names()}
-    changed = with_weights(package, Path(folder) / "2.tl", ((name, torch.zeros_like(tensor)) for name, tensor in tensors.items()))
+    changed = with_weights(
+        package,
+        Path(folder) / "2.tl",
+        ((name, torch.zeros_like(tensor)) for name, tensor in tensors.items()),
+    )
     trainload.push(package.path, store, line="main")
     trainload.push(changed.path, store, line="main", promote=False)
 
@@ -71,7 +80,8 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
     chance = random.Random(seed)
     if far:
         real = processes.this_process
-        processes.this_process = lease.this_process = lambda: real().replace(" ", "-far ", 1)  # another start of another machine
+        # another start of another machine
+        processes.this_process = lease.this_process = lambda: real().replace(" ", "-far ", 1)
     place = Store(store)
     line = LineLeases(place, "main", f"process {os.getpid()}")
     with log.open("a", buffering=1) as out:
@@ -81,7 +91,9 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
                 held.check()
                 out.write(json.dumps([time.monotonic(), int(held.id), what]) + "\n")
             except ConflictError:
-                out.write(json.dumps([time.monotonic(), int(held.id), "knew that it had lost it"]) + "\n")
+                out.write(
+                    json.dumps([time.monotonic(), int(held.id), "knew that it had lost it"]) + "\n"
+                )
 
         while int(line.last() or 0) < leases:
             held = line.take_for("20260101T000000Z", seconds)
@@ -114,15 +126,21 @@ def promote(place: Any, held: Any, out: Any, who: str) -> None:
     from trainload.core.errors import ConflictError
 
     try:
-        pointer = place.promote("main", 1 + int(held.id) % 2, after=held.after, reason=f"owner of {int(held.id)}")
+        pointer = place.promote(
+            "main", 1 + int(held.id) % 2, after=held.after, reason=f"owner of {int(held.id)}"
+        )
         held.after = pointer.id
         out.write(json.dumps([time.monotonic(), int(held.id), f"promoted as {who}"]) + "\n")
     except ConflictError:
-        out.write(json.dumps([time.monotonic(), int(held.id), f"could not promote as {who}"]) + "\n")
+        out.write(
+            json.dumps([time.monotonic(), int(held.id), f"could not promote as {who}"]) + "\n"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--leases", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--s3", action="store_true", help="the store lies in S3")
@@ -130,7 +148,10 @@ def main() -> None:
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
     lease_seconds = SECONDS_S3 if options.s3 else SECONDS
-    with tempfile.TemporaryDirectory() as folder, s3() if options.s3 else nullcontext(f"{folder}/store") as store:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        s3() if options.s3 else nullcontext(f"{folder}/store") as store,
+    ):
         alone(prepare, folder, store)
         began = time.monotonic()
         killed, number = 0, 0
@@ -143,7 +164,14 @@ def main() -> None:
                 if child == 0:
                     status = 1
                     try:
-                        fight(store, Path(folder) / f"{number}.log", number, far, options.leases, lease_seconds)
+                        fight(
+                            store,
+                            Path(folder) / f"{number}.log",
+                            number,
+                            far,
+                            options.leases,
+                            lease_seconds,
+                        )
                         status = 0
                     except Exception:  # noqa: BLE001  # the parent sees the status
                         traceback.print_exc()
@@ -161,8 +189,17 @@ def main() -> None:
         seconds = time.monotonic() - began
         result = judged(Path(folder), store)
     result = {"processes": options.processes, "seconds": seconds, "killed": killed, **result}
-    screen().print(table("Who has the lease", ("", "value"), [(name.replace("_", " "), str(value)) for name, value in result.items()]))
-    save({"machine": machine(), **result}, options.output or RESULTS / ("lease_fight_s3.json" if options.s3 else "lease_fight.json"))
+    screen().print(
+        table(
+            "Who has the lease",
+            ("", "value"),
+            [(name.replace("_", " "), str(value)) for name, value in result.items()],
+        )
+    )
+    save(
+        {"machine": machine(), **result},
+        options.output or RESULTS / ("lease_fight_s3.json" if options.s3 else "lease_fight.json"),
+    )
 
 
 def judged(folder: Path, url: str) -> dict[str, Any]:
@@ -171,7 +208,11 @@ def judged(folder: Path, url: str) -> dict[str, Any]:
 
     from trainload.packaging.stores.store import Store
 
-    acts = sorted(tuple(json.loads(line)) for log in folder.glob("*.log") for line in log.read_text().splitlines())
+    acts = sorted(
+        tuple(json.loads(line))
+        for log in folder.glob("*.log")
+        for line in log.read_text().splitlines()
+    )
     said = Counter(what for _, _, what in acts)
     overlaps, greatest = 0, 0
     for _, lease, what in acts:
@@ -182,7 +223,9 @@ def judged(folder: Path, url: str) -> dict[str, Any]:
     history = [entry.reason.split(" ") for entry in store.history("main")]
     promoted = [int(words[2]) for words in history if words[0] == "owner"]
     taken_over = sum(words[0] == "lease" for words in history)
-    late, newest = 0, 0  # whoever takes over writes an entry before it acts: no promotion of an older lease may follow it
+    # whoever takes over writes an entry before it acts: no promotion of an older lease may follow
+    # it
+    late, newest = 0, 0
     for words in history:
         if words[0] in ("owner", "lease"):
             number = int(words[2] if words[0] == "owner" else words[1])

@@ -63,16 +63,24 @@ class Layer(nn.Module):
         size = shapes.width // shapes.heads
         self.size, self.groups = size, shapes.heads // shapes.pairs
         self.query, self.out = (nn.Linear(shapes.width, shapes.width, bias=False) for _ in range(2))
-        self.key, self.value = (nn.Linear(shapes.width, shapes.pairs * size, bias=False) for _ in range(2))
+        self.key, self.value = (
+            nn.Linear(shapes.width, shapes.pairs * size, bias=False) for _ in range(2)
+        )
         self.gate, self.up = (nn.Linear(shapes.width, shapes.hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(shapes.hidden, shapes.width, bias=False)
         self.before, self.between = (nn.RMSNorm(shapes.width, eps=1e-5) for _ in range(2))
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         y = self.before(x)
-        query, key, value = (part(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        query, key, value = (
+            part(y).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
         query, key = turned(query, turn), turned(key, turn)
-        key, value = (each[:, :, None].expand(-1, -1, self.groups, -1, -1).flatten(1, 2) for each in (key, value))
+        key, value = (
+            each[:, :, None].expand(-1, -1, self.groups, -1, -1).flatten(1, 2)
+            for each in (key, value)
+        )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         y = self.between(x)
@@ -83,7 +91,9 @@ class Layer(nn.Module):
 def turned(x: Tensor, turn: Tensor) -> Tensor:
     """Pairs of features, turned by angles."""
     first, second = x.float().chunk(2, -1)
-    return torch.cat([first * turn.cos() - second * turn.sin(), second * turn.cos() + first * turn.sin()], -1).type_as(x)
+    return torch.cat(
+        [first * turn.cos() - second * turn.sin(), second * turn.cos() + first * turn.sin()], -1
+    ).type_as(x)
 
 
 class Plain(nn.Module):
@@ -92,8 +102,14 @@ class Plain(nn.Module):
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
         self.size = shapes.width // shapes.heads
-        self.table, self.head = nn.Embedding(shapes.vocabulary, shapes.width), nn.Linear(shapes.width, shapes.vocabulary, bias=False)
-        self.layers, self.norm = nn.ModuleList(Layer(shapes) for _ in range(shapes.layers)), nn.RMSNorm(shapes.width, eps=1e-5)
+        self.table, self.head = (
+            nn.Embedding(shapes.vocabulary, shapes.width),
+            nn.Linear(shapes.width, shapes.vocabulary, bias=False),
+        )
+        self.layers, self.norm = (
+            nn.ModuleList(Layer(shapes) for _ in range(shapes.layers)),
+            nn.RMSNorm(shapes.width, eps=1e-5),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         half = self.size // 2
@@ -126,7 +142,10 @@ def freeze(
     with torch.device("meta"):
         large = model(full(length)).to(dtype)
     return trainload.freeze(
-        _job(large, full(length), autocast), path, abstract=True, reduced=_job(model(REDUCED).to(dtype), REDUCED, autocast)
+        _job(large, full(length), autocast),
+        path,
+        abstract=True,
+        reduced=_job(model(REDUCED).to(dtype), REDUCED, autocast),
     )
 
 
@@ -137,7 +156,15 @@ def _job(model: nn.Module, shapes: Shapes, autocast: bool) -> trainload.Job:
         logits = found if isinstance(found, Tensor) else found.logits
         return functional.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
 
-    rows: dict[str, Any] = {name: torch.randint(0, shapes.vocabulary, (2, shapes.length)) for name in ("tokens", "targets")}
+    rows: dict[str, Any] = {
+        name: torch.randint(0, shapes.vocabulary, (2, shapes.length))
+        for name in ("tokens", "targets")
+    }
     return trainload.Job(
-        model=model, batch=rows, loss=loss, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4), steps=1000, global_batch=16
+        model=model,
+        batch=rows,
+        loss=loss,
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4),
+        steps=1000,
+        global_batch=16,
     )

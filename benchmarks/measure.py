@@ -1,4 +1,6 @@
-"""What the benchmarks share: memory of a process, facts about the machine, results on disk and on the screen."""
+"""What the benchmarks share: memory of a process, facts about the machine, results on disk and on
+the screen.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MIB = 2**20
 
 
 def see_example() -> None:
-    """Put the example's folder and the project's source on `sys.path`: what is compared with trains from its source."""
+    """Put the example's folder and the project's source on `sys.path`: what is compared with trains
+    from its source.
+    """
     for folder in (EXAMPLE, ROOT / "src"):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
@@ -37,19 +41,27 @@ class PeakMemory:
     """
 
     def reset(self) -> None:
-        """Begin anew. Needs write access to /proc/self/clear_refs, which a process has to its own."""
+        """Begin anew.
+
+        Needs write access to /proc/self/clear_refs, which a process has to its own.
+        """
         Path("/proc/self/clear_refs").write_text("5")
 
     def read(self) -> dict[str, int]:
         """Bytes.
 
-        peak: greatest resident set since `reset`. private: the same without the pages of files (libraries), taken as they are now.
+        peak: greatest resident set since `reset`. private: the same without the pages of files
+        (libraries), taken as they are now.
         since_start: greatest resident set since the process began, compilation included.
         """
         fields = self._fields()
         files = fields["RssFile"] + fields["RssShmem"]
         since_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"peak": fields["VmHWM"], "private": fields["VmHWM"] - files, "since_start": since_start}
+        return {
+            "peak": fields["VmHWM"],
+            "private": fields["VmHWM"] - files,
+            "since_start": since_start,
+        }
 
     def now(self) -> int:
         """Bytes that are resident now."""
@@ -68,7 +80,9 @@ def median(values: Iterable[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Half the distance between the quartiles, as a share of the median; None for fewer than four values."""
+    """Half the distance between the quartiles, as a share of the median; None for fewer than four
+    values.
+    """
     if len(values) < 4:
         return None
     low, middle, high = statistics.quantiles(values, n=4)
@@ -76,7 +90,11 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def alone(work: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function of a module in a process of its own, so that the peak of its memory is its own. It must end well."""
+    """Calls a function of a module in a process of its own, so that the peak of its memory is its
+    own.
+
+    It must end well.
+    """
     process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
     process.start()
     process.join()
@@ -85,7 +103,11 @@ def alone(work: Callable[..., None], *arguments: Any) -> None:
 
 def machine() -> dict[str, Any]:
     """What a number depends on beside the code."""
-    models = [line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in _lines(Path("/proc/cpuinfo"))
+        if line.startswith("model name")
+    ]
     return {
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -122,8 +144,13 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterable[str] = ()) -> Table:
-    """A table whose first column is text and whose others are numbers. Rows that begin with a name of `marked` are bold."""
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterable[str] = ()
+) -> Table:
+    """A table whose first column is text and whose others are numbers.
+
+    Rows that begin with a name of `marked` are bold.
+    """
     made = Table(title=title, title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number == 0 else "right")

@@ -1,11 +1,13 @@
-"""What each rank of a plan holds at its peak, beside what the planner says: one plan of each strategy, with recomputation and without.
+"""What each rank of a plan holds at its peak, beside what the planner says: one plan of each
+strategy, with recomputation and without.
 
     python benchmarks/memory.py [--compiled] [--width 128] [--rows 32]
 
-A transformer (that of remat.py) is trained by gloo processes on CPUs. Each process writes down every allocation with torch's profiler,
-from before it has a parameter to the end of the third step: the greatest sum during the third step is its peak. Resident: the kernel's
-high-water mark of the process during that step, less what was resident before the first parameter. The planner's figure (trainload plan
---device) is computed from the plan's graphs alone and knows nothing of either.
+A transformer (that of remat.py) is trained by gloo processes on CPUs. Each process writes down
+every allocation with torch's profiler, from before it has a parameter to the end of the third step:
+the greatest sum during the third step is its peak. Resident: the kernel's high-water mark of the
+process during that step, less what was resident before the first parameter. The planner's figure
+(trainload plan --device) is computed from the plan's graphs alone and knows nothing of either.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ PLANS: dict[str, tuple[int, int, str | None, dict[str, Any]]] = {
 }
 """Nodes, devices of each, strategy, the rest."""
 RECOMPUTES = ("job", "selective", "full")
-EXPECTED = "uncompiled within 3 %; compiled within 10 % without recomputation, and more than estimated with it, as remat.py has shown"
+EXPECTED = (
+    "uncompiled within 3 %; compiled within 10 % without recomputation, and more than estimated"
+    " with it, as remat.py has shown"
+)
 """Written before the first measurement."""
 BEGIN = "third step"
 
@@ -67,22 +72,41 @@ def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
     device, index, cache = torch.device("cpu"), plan.pipeline_index(rank), Path(folder) / "cache"
     with deterministic():
         if case["compiled"]:
-            built = load_build(compile_build(package, plan, device, cache, lambda *_: None, index), package, plan, cache)
+            built = load_build(
+                compile_build(package, plan, device, cache, lambda *_: None, index),
+                package,
+                plan,
+                cache,
+            )
         else:
             built = uncompiled_build(package, plan, device, index)
             if case["profiled"]:
-                of_stages = [graph.call for stages in built.stages.values() for graph in stages.parts.values()]
-                settle([graph.call for phases in built.train.values() for graph in phases.values()] + of_stages)
+                of_stages = [
+                    graph.call
+                    for stages in built.stages.values()
+                    for graph in stages.parts.values()
+                ]
+                settle(
+                    [graph.call for phases in built.train.values() for graph in phases.values()]
+                    + of_stages
+                )
         dist.barrier()
         memory, before = PeakMemory(), PeakMemory().now()
-        # The profiler takes memory itself: a process that is asked for its resident set goes without.
-        watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if case["profiled"] else nullcontext()
+        # The profiler takes memory itself: a process that is asked for its resident set goes
+        # without.
+        watched = (
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            if case["profiled"]
+            else nullcontext()
+        )
         with watched as recorded:
             engine = Engine(package, plan, rank, device, built)
             engine.held.load_package()
             shape = (plan.rows_per_call, *case["shape"])
             for number in range(3):
-                draw = Draw([Microbatch({"x": torch.randn(shape)}, 0) for _ in range(plan.accumulate)])
+                draw = Draw(
+                    [Microbatch({"x": torch.randn(shape)}, 0) for _ in range(plan.accumulate)]
+                )
                 if number == 2:
                     memory.reset()
                 with record_function(BEGIN if number == 2 else "step"):
@@ -91,20 +115,25 @@ def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
     if recorded is None:
         result.write_text(json.dumps({"resident": memory.read()["peak"] - before}))
     else:
-        result.write_text(json.dumps({"peak": peak_of(recorded, Path(folder) / f"trace-{rank}.json")}))
+        result.write_text(
+            json.dumps({"peak": peak_of(recorded, Path(folder) / f"trace-{rank}.json")})
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
 def settle(graphs: Iterable[Any]) -> None:
-    """Has uncompiled graphs sleep a little after each wait, until the communication library's threads have let go of what they held.
+    """Has uncompiled graphs sleep a little after each wait, until the communication library's
+    threads have let go of what they held.
 
     Who lets go last frees a tensor, and the profiler writes down what this thread frees alone.
     """
     import torch
 
     for graph in graphs:
-        for wait in graph.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default):
+        for wait in graph.graph.find_nodes(
+            op="call_function", target=torch.ops._c10d_functional.wait_tensor.default
+        ):
             with graph.graph.inserting_after(wait):
                 graph.graph.call_function(time.sleep, (0.002,))
         graph.recompile()
@@ -117,7 +146,9 @@ def peak_of(recorded: Any, trace: Path) -> int:
     trace.unlink()
     begin = next(e["ts"] for e in events if e.get("name") == BEGIN)
     now = peak = 0
-    for at, size in sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"):
+    for at, size in sorted(
+        (e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"
+    ):
         now += size
         peak = max(peak, now) if at >= begin else peak
     return int(peak)
@@ -125,28 +156,42 @@ def peak_of(recorded: Any, trace: Path) -> int:
 
 def measured(case: dict[str, Any], world: int, folder: Path) -> dict[str, int]:
     """The greatest peaks of all ranks."""
-    found = [_run({**case, "profiled": profiled, "name": f"{case['name']}-{profiled}"}, world, folder) for profiled in (True, False)]
-    return {name: max(each[name] for each in ranks) for name, ranks in zip(("peak", "resident"), found, strict=True)}
+    found = [
+        _run({**case, "profiled": profiled, "name": f"{case['name']}-{profiled}"}, world, folder)
+        for profiled in (True, False)
+    ]
+    return {
+        name: max(each[name] for each in ranks)
+        for name, ranks in zip(("peak", "resident"), found, strict=True)
+    }
 
 
 def _run(case: dict[str, Any], world: int, folder: Path) -> list[dict[str, int]]:
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=rank_main, args=(rank, case, str(folder))) for rank in range(world)]
+    processes = [
+        context.Process(target=rank_main, args=(rank, case, str(folder))) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert not any(process.exitcode for process in processes), "a rank failed"
-    return [json.loads((folder / f"{case['name']}-{rank}.json").read_text()) for rank in range(world)]
+    return [
+        json.loads((folder / f"{case['name']}-{rank}.json").read_text()) for rank in range(world)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--compiled", action="store_true", help="compile the graphs")
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--rows", type=int, default=32, help="of one update")
     parser.add_argument("--only", default="", help="plans whose names hold this text")
-    parser.add_argument("--out", type=Path, help="the result; default: results/memory.json, or memory_compiled.json")
+    parser.add_argument(
+        "--out", type=Path, help="the result; default: results/memory.json, or memory_compiled.json"
+    )
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import trainload
@@ -157,20 +202,38 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRAINLOAD_STATE_DIR"] = str(Path(folder) / "state")
-        package = trainload.freeze(make_job(True, options.width, options.rows), Path(folder) / "package.tl")
+        package = trainload.freeze(
+            make_job(True, options.width, options.rows), Path(folder) / "package.tl"
+        )
         shape = package.manifest.data_inputs()["x"].shape[1:]
         source = Source(package)
         for plan_name, (nodes, devices, strategy, more) in PLANS.items():
             for recompute in RECOMPUTES if options.only in plan_name else ():
                 cluster = trainload.Cluster(nodes=nodes, devices_per_node=devices)
-                wanted = {"global_batch": options.rows, "bucket_bytes": 2**20, "recompute": recompute, **more}
+                wanted = {
+                    "global_batch": options.rows,
+                    "bucket_bytes": 2**20,
+                    "recompute": recompute,
+                    **more,
+                }
                 plan = trainload.plan(package, cluster, strategy, **wanted)
                 estimated = costs_of(source, plan, read("h100"), compiled=options.compiled).memory
                 name = f"{plan_name}, {recompute}".replace(" ", "_")
-                case = {"name": name, "plan": plan.model_dump_json(), "package": str(package.path), "compiled": options.compiled}
+                case = {
+                    "name": name,
+                    "plan": plan.model_dump_json(),
+                    "package": str(package.path),
+                    "compiled": options.compiled,
+                }
                 case |= {"shape": list(shape)}
                 taken = measured(case, plan.world_size, Path(folder))
-                entry = {"plan": plan_name, "recompute": recompute, "estimated": estimated.tensors, "at": estimated.at, **taken}
+                entry = {
+                    "plan": plan_name,
+                    "recompute": recompute,
+                    "estimated": estimated.tensors,
+                    "at": estimated.at,
+                    **taken,
+                }
                 entry["ratio"] = estimated.tensors / taken["peak"]
                 found.append(entry)
                 note(f"{name}: {entry['ratio']:.3f}")
@@ -183,10 +246,19 @@ def main() -> None:
         ]
         for e in found
     ]
-    screen().print(table("MiB of one rank at its peak", ["plan", "estimated", "measured", "resident", "estimated / measured"], rows))
+    screen().print(
+        table(
+            "MiB of one rank at its peak",
+            ["plan", "estimated", "measured", "resident", "estimated / measured"],
+            rows,
+        )
+    )
     settings = {"compiled": options.compiled, "width": options.width, "rows": options.rows}
     default = RESULTS / ("memory_compiled.json" if options.compiled else "memory.json")
-    save({"expected": EXPECTED, "machine": machine(), **settings, "found": found}, options.out or default)
+    save(
+        {"expected": EXPECTED, "machine": machine(), **settings, "found": found},
+        options.out or default,
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Does the same run come out under every strategy: loss curves of the demo's GPT on one worker and on two.
+"""Does the same run come out under every strategy: loss curves of the demo's GPT on one worker and
+on two.
 
     python benchmarks/parity.py
 
-fp32, dropout on: one worker beside two with ZeRO-0, -1 and -3, and the greatest relative difference between the curves. bfloat16: the same,
-laid beside what eager DistributedDataParallel itself shows between one worker and two, on the same rows in the same order. There dropout is
-off on both sides, since eager's masks differ from rank to rank; trainload's do not.
+fp32, dropout on: one worker beside two with ZeRO-0, -1 and -3, and the greatest relative difference
+between the curves. bfloat16: the same, laid beside what eager DistributedDataParallel itself shows
+between one worker and two, on the same rows in the same order. There dropout is off on both sides,
+since eager's masks differ from rank to rank; trainload's do not.
 """
 
 from __future__ import annotations
@@ -28,16 +30,43 @@ BF16_BAR = 3.0
 """Times eager DDP's own difference."""
 
 
-def curve(package: Path, data: Path, steps: int, scratch: Path, workers: int, strategy: str) -> list[float]:
-    """The losses of a run, by `trainload launch`: one worker in its process, two on a local Ray cluster."""
+def curve(
+    package: Path, data: Path, steps: int, scratch: Path, workers: int, strategy: str
+) -> list[float]:
+    """The losses of a run, by `trainload launch`: one worker in its process, two on a local Ray
+    cluster.
+    """
     from trainload.launching.run.journal import losses, read_events
 
     note(f"{package.stem}: {strategy} on {workers}")
     run_dir = scratch / f"{package.stem}-{strategy}-{workers}"
-    options = ["--data", data, "--workers", workers, "--strategy", strategy, "--steps", steps, "--run-dir", run_dir]
+    options = [
+        "--data",
+        data,
+        "--workers",
+        workers,
+        "--strategy",
+        strategy,
+        "--steps",
+        steps,
+        "--run-dir",
+        run_dir,
+    ]
     backend = "local" if workers == 1 else "ray"
-    command = [sys.executable, "-m", "trainload", "launch", package, *options, "--backend", backend, "--json"]
-    subprocess.run([str(part) for part in command], cwd=scratch, check=True, stdout=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "trainload",
+        "launch",
+        package,
+        *options,
+        "--backend",
+        backend,
+        "--json",
+    ]
+    subprocess.run(
+        [str(part) for part in command], cwd=scratch, check=True, stdout=subprocess.DEVNULL
+    )
     return losses(read_events(run_dir))
 
 
@@ -48,7 +77,10 @@ def eager_curve(data: Path, steps: int, scratch: Path, workers: int) -> list[flo
     folder = scratch / f"eager-{workers}"
     folder.mkdir()
     queue = spawn.SimpleQueue()
-    processes = [spawn.Process(target=_eager, args=(rank, workers, data, steps, folder, queue)) for rank in range(workers)]
+    processes = [
+        spawn.Process(target=_eager, args=(rank, workers, data, steps, folder, queue))
+        for rank in range(workers)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -73,9 +105,15 @@ def _eager(rank: int, workers: int, data: Path, steps: int, folder: Path, queue:
     from trainload.launching.data.sampler import rows
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=workers)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=workers
+    )
     gpt = model()
-    dataset = open_dataset(data, [InputSpec("tokens", "uint8", ("batch", gpt.config.context + 1))], folder / f"cache-{rank}")
+    dataset = open_dataset(
+        data,
+        [InputSpec("tokens", "uint8", ("batch", gpt.config.context + 1))],
+        folder / f"cache-{rank}",
+    )
     training: nn.Module = Training(gpt)
     if workers > 1:
         training = DistributedDataParallel(training)
@@ -106,13 +144,20 @@ def difference(one: list[float], other: list[float]) -> float:
 
 def freeze(spec: str, path: Path) -> Path:
     """`trainload freeze`."""
-    subprocess.run([sys.executable, "-m", "trainload", "freeze", spec, "-o", str(path)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "trainload", "freeze", spec, "-o", str(path)],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return path
 
 
 def main() -> int:
     """The check. Returns 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--precision", choices=["fp32", "bf16", "both"], default="both")
     parser.add_argument("--out", type=Path, default=RESULTS / "parity.json")
@@ -133,21 +178,43 @@ def main() -> int:
 
         def curves(package: Path) -> dict[str, list[float]]:
             one = {"single": curve(package, data, steps, scratch, 1, "single")}
-            return one | {strategy: curve(package, data, steps, scratch, 2, strategy) for strategy in STRATEGIES}
+            return one | {
+                strategy: curve(package, data, steps, scratch, 2, strategy)
+                for strategy in STRATEGIES
+            }
 
         if arguments.precision != "bf16":
             found = curves(freeze(f"{EXAMPLE / 'job.py'}:job_fp32", scratch / "fp32.tl"))
-            apart = {strategy: difference(found["single"], found[strategy]) for strategy in STRATEGIES}
-            result["fp32"] = {"losses": found, "difference_from_one_worker": apart, "greatest": max(apart.values()), "bar": FP32_BAR}
+            apart = {
+                strategy: difference(found["single"], found[strategy]) for strategy in STRATEGIES
+            }
+            result["fp32"] = {
+                "losses": found,
+                "difference_from_one_worker": apart,
+                "greatest": max(apart.values()),
+                "bar": FP32_BAR,
+            }
             missed |= max(apart.values()) > FP32_BAR
-            lines = [(strategy, f"{value:.2e}", f"{found[strategy][-1]:.6f}") for strategy, value in apart.items()]
-            title = f"fp32, dropout on, {steps} steps: two workers beside one (last loss {found['single'][-1]:.6f})"
-            console.print(table(title, ("strategy", "greatest relative difference", "last loss"), lines))
-            console.print(f"greatest: {max(apart.values()):.2e}; the bar is {FP32_BAR:g}", highlight=False)
+            lines = [
+                (strategy, f"{value:.2e}", f"{found[strategy][-1]:.6f}")
+                for strategy, value in apart.items()
+            ]
+            title = (
+                f"fp32, dropout on, {steps} steps: two workers beside one (last loss"
+                f" {found['single'][-1]:.6f})"
+            )
+            console.print(
+                table(title, ("strategy", "greatest relative difference", "last loss"), lines)
+            )
+            console.print(
+                f"greatest: {max(apart.values()):.2e}; the bar is {FP32_BAR:g}", highlight=False
+            )
         if arguments.precision != "fp32":
             found = curves(freeze(f"{HERE / 'parity_jobs.py'}:bf16", scratch / "bf16.tl"))
             eager = {str(workers): eager_curve(data, steps, scratch, workers) for workers in (1, 2)}
-            apart = {strategy: difference(found["single"], found[strategy]) for strategy in STRATEGIES}
+            apart = {
+                strategy: difference(found["single"], found[strategy]) for strategy in STRATEGIES
+            }
             own = difference(eager["1"], eager["2"])
             result["bf16"] = {
                 "losses": found,
@@ -159,10 +226,15 @@ def main() -> int:
                 "bar": BF16_BAR,
             }
             missed |= max(apart.values()) > BF16_BAR * own
-            beside = [(strategy, f"{value:.2e}", f"{value / own:.2f}", f"{found[strategy][-1]:.6f}") for strategy, value in apart.items()]
+            beside = [
+                (strategy, f"{value:.2e}", f"{value / own:.2f}", f"{found[strategy][-1]:.6f}")
+                for strategy, value in apart.items()
+            ]
             beside.append(("eager DDP", f"{own:.2e}", "1.00", f"{eager['2'][-1]:.6f}"))
             columns = ("strategy", "greatest relative difference", "of eager DDP's", "last loss")
-            console.print(table(f"bf16, dropout off, {steps} steps: two workers beside one", columns, beside))
+            console.print(
+                table(f"bf16, dropout off, {steps} steps: two workers beside one", columns, beside)
+            )
             console.print(f"the bar is {BF16_BAR:g} times eager DDP's own", highlight=False)
     result["seconds"] = time.perf_counter() - began
     save(result, arguments.out)

@@ -22,5 +22,7 @@ def model() -> GPT:
 
 
 def bf16() -> trainload.Job:
-    """The demo's job without dropout: eager's masks differ from rank to rank, so that its curves could not be compared."""
+    """The demo's job without dropout: eager's masks differ from rank to rank, so that its curves
+    could not be compared.
+    """
     return dataclasses.replace(example.job(), model=model())

@@ -1,4 +1,5 @@
-"""What one writes without trainload: a Ray Train script that trains the example's model from its source, compiled, with DDP on two workers.
+"""What one writes without trainload: a Ray Train script that trains the example's model from its
+source, compiled, with DDP on two workers.
 
 Writes the time of the end of its first optimizer step, seconds since 1970, to --out.
 """
@@ -63,10 +64,14 @@ def loop(config: dict[str, Any]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="Parquet with a column `tokens`")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--storage", type=Path, required=True, help="what Ray Train keeps of the run")
+    parser.add_argument(
+        "--storage", type=Path, required=True, help="what Ray Train keeps of the run"
+    )
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
 
@@ -74,7 +79,9 @@ def main() -> None:
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
     config = {
         "here": str(Path(__file__).resolve().parent),
         "data": str(arguments.data.absolute()),

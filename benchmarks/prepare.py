@@ -1,6 +1,8 @@
-"""Freezes a job and plans it, in a process of its own: what is measured afterwards has never seen the job.
+"""Freezes a job and plans it, in a process of its own: what is measured afterwards has never seen
+the job.
 
-    python benchmarks/prepare.py examples/gpt/job.py:job_fp32 FOLDER --strategies zero0,zero3 --workers 2
+    python benchmarks/prepare.py examples/gpt/job.py:job_fp32 FOLDER --strategies zero0,zero3
+    --workers 2
 
 writes FOLDER/package.tl and FOLDER/zero0.json, FOLDER/zero3.json.
 """
@@ -16,7 +18,15 @@ from pathlib import Path
 from measure import ROOT, see_example
 
 
-def prepare(spec: str, folder: Path, strategies: str, workers: int, *, device: str = "cpu", batch: int | None = None) -> Path:
+def prepare(
+    spec: str,
+    folder: Path,
+    strategies: str,
+    workers: int,
+    *,
+    device: str = "cpu",
+    batch: int | None = None,
+) -> Path:
     """Run this script in a process that sees no GPU. Returns the package's path.
 
     Args:
@@ -27,7 +37,18 @@ def prepare(spec: str, folder: Path, strategies: str, workers: int, *, device: s
         device: kind of device of the plans.
         batch: rows of an update over all workers; None: the job's.
     """
-    command = [sys.executable, __file__, spec, str(folder), "--strategies", strategies, "--workers", str(workers), "--device", device]
+    command = [
+        sys.executable,
+        __file__,
+        spec,
+        str(folder),
+        "--strategies",
+        strategies,
+        "--workers",
+        str(workers),
+        "--device",
+        device,
+    ]
     if batch is not None:
         command += ["--batch", str(batch)]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
@@ -36,7 +57,9 @@ def prepare(spec: str, folder: Path, strategies: str, workers: int, *, device: s
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("spec")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--strategies", required=True)

@@ -1,10 +1,12 @@
-"""What the planner says of a run whose memory and speed were published: Llama 3.1 8B on 8 H100 with torchtitan.
+"""What the planner says of a run whose memory and speed were published: Llama 3.1 8B on 8 H100 with
+torchtitan.
 
     python benchmarks/published.py [--device h100]
 
-torchtitan (benchmarks in its repository) reports for full sharding over 8 GPUs, torch.compile, a local batch of 2 rows of 8,192 tokens,
-selective recomputation, computing in bfloat16 on parameters of float32: 77.0 GiB and 6,667 tokens a second on each GPU. Those GPUs have
-96 GB and 500 W. Two packages of the same shapes are planned so: parameters of float32 under autocast, and of bfloat16.
+torchtitan (benchmarks in its repository) reports for full sharding over 8 GPUs, torch.compile, a
+local batch of 2 rows of 8,192 tokens, selective recomputation, computing in bfloat16 on parameters
+of float32: 77.0 GiB and 6,667 tokens a second on each GPU. Those GPUs have 96 GB and 500 W. Two
+packages of the same shapes are planned so: parameters of float32 under autocast, and of bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ EXPECTED = "float32 under autocast: 75 to 85 GiB, 6,000 to 8,000 tokens a second
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="h100", help="as of `trainload plan`")
     parser.add_argument("--out", type=Path, default=RESULTS / "published.json", help="the result")
     options = parser.parse_args()
@@ -46,27 +50,75 @@ def main() -> None:
     device, found = read(options.device), []
     with tempfile.TemporaryDirectory() as folder:
         for name, how in PACKAGES.items():
-            source = Source(llama8b.freeze(Path(folder) / f"{len(found)}.tl", length=LENGTH, model=llama8b.Plain, **how))
+            source = Source(
+                llama8b.freeze(
+                    Path(folder) / f"{len(found)}.tl", length=LENGTH, model=llama8b.Plain, **how
+                )
+            )
             for recompute in RECOMPUTES:
                 cluster = Cluster(devices_per_node=RANKS, device="cuda")
-                plan = make_plan(source, cluster, "zero3", global_batch=RANKS * ROWS, recompute=recompute)
+                plan = make_plan(
+                    source, cluster, "zero3", global_batch=RANKS * ROWS, recompute=recompute
+                )
                 costs = costs_of(source, plan, device)
                 memory, time = costs.memory, costs.time
-                entry = {"parameters": name, "recompute": recompute, "gib": memory.peak / GIB, "at": memory.at}
-                entry |= {f"{part}_gib": getattr(memory, part) / GIB for part in ("parameters", "gradients", "optimizer", "reserved")}
-                entry |= {f"{part}_gib": getattr(memory, part) / GIB for part in ("activations", "communication")}
-                entry |= {f"{part}_seconds": getattr(time, part) for part in ("compute", "exposed", "update")}
+                entry = {
+                    "parameters": name,
+                    "recompute": recompute,
+                    "gib": memory.peak / GIB,
+                    "at": memory.at,
+                }
+                entry |= {
+                    f"{part}_gib": getattr(memory, part) / GIB
+                    for part in ("parameters", "gradients", "optimizer", "reserved")
+                }
+                entry |= {
+                    f"{part}_gib": getattr(memory, part) / GIB
+                    for part in ("activations", "communication")
+                }
+                entry |= {
+                    f"{part}_seconds": getattr(time, part)
+                    for part in ("compute", "exposed", "update")
+                }
                 entry["tokens_per_second"] = costs.tokens_per_second(ROWS * LENGTH)
                 found.append(entry)
-                note(f"{name}, {recompute}: {entry['gib']:.1f} GiB, {entry['tokens_per_second']:.0f} tokens/s")
+                note(
+                    f"{name}, {recompute}: {entry['gib']:.1f} GiB, {entry['tokens_per_second']:.0f}"
+                    " tokens/s"
+                )
             source.forget()
     rows = [
-        [f"{e['parameters']}, {e['recompute']}", f"{e['gib']:.1f}", f"{e['activations_gib']:.1f}", f"{e['tokens_per_second']:,.0f}"]
+        [
+            f"{e['parameters']}, {e['recompute']}",
+            f"{e['gib']:.1f}",
+            f"{e['activations_gib']:.1f}",
+            f"{e['tokens_per_second']:,.0f}",
+        ]
         for e in found
     ]
-    rows.append(["torchtitan, selective, as published", f"{PUBLISHED['gib']}", "", f"{PUBLISHED['tokens_per_second']:,}"])
-    screen().print(table(f"each of {RANKS} {device.name}", ["plan", "GiB", "of it activations", "tokens/s"], rows))
-    save({"expected": EXPECTED, "machine": machine(), "published": PUBLISHED, "device": device.name, "found": found}, options.out)
+    rows.append(
+        [
+            "torchtitan, selective, as published",
+            f"{PUBLISHED['gib']}",
+            "",
+            f"{PUBLISHED['tokens_per_second']:,}",
+        ]
+    )
+    screen().print(
+        table(
+            f"each of {RANKS} {device.name}", ["plan", "GiB", "of it activations", "tokens/s"], rows
+        )
+    )
+    save(
+        {
+            "expected": EXPECTED,
+            "machine": machine(),
+            "published": PUBLISHED,
+            "device": device.name,
+            "found": found,
+        },
+        options.out,
+    )
 
 
 if __name__ == "__main__":

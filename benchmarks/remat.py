@@ -1,14 +1,17 @@
-"""What torch.utils.checkpoint in a model saves of a step's memory, and costs of its time: eager PyTorch beside trainload, with and without.
+"""What torch.utils.checkpoint in a model saves of a step's memory, and costs of its time: eager
+PyTorch beside trainload, with and without.
 
     python benchmarks/remat.py
 
-A transformer of 12 layers (pre-norm, attention, GELU), fp32, one thread, one CPU process for each system; a step is forward and backward,
-without the optimizer. Every system is a process of its own that has loaded what it runs and nothing else (graphs are frozen and compiled by
-others). They sleep on a pipe; one at a time runs a step, round after round.
+A transformer of 12 layers (pre-norm, attention, GELU), fp32, one thread, one CPU process for each
+system; a step is forward and backward, without the optimizer. Every system is a process of its own
+that has loaded what it runs and nothing else (graphs are frozen and compiled by others). They sleep
+on a pipe; one at a time runs a step, round after round.
 
-Peak: the most that torch's allocator held during a step beyond what it held before, as torch's profiler writes it down; it is the same in
-every round, and is taken in a step of its own, not timed. Resident: the kernel's high-water mark of the process during the timed steps.
-The norm is the gradient's; in a package's steps that of rows x loss.
+Peak: the most that torch's allocator held during a step beyond what it held before, as torch's
+profiler writes it down; it is the same in every round, and is taken in a step of its own, not
+timed. Resident: the kernel's high-water mark of the process during the timed steps. The norm is the
+gradient's; in a package's steps that of rows x loss.
 """
 
 from __future__ import annotations
@@ -25,12 +28,30 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from measure import MIB, RESULTS, ROOT, PeakMemory, machine, median, note, save, screen, spread, table
+from measure import (
+    MIB,
+    RESULTS,
+    ROOT,
+    PeakMemory,
+    machine,
+    median,
+    note,
+    save,
+    screen,
+    spread,
+    table,
+)
 
 EXPECTED = {
-    "eager": "one value of (tokens, width) for each layer, and all of one layer: a fifth of the peak; a third more time",
+    "eager": (
+        "one value of (tokens, width) for each layer, and all of one layer: a fifth of the peak; a"
+        " third more time"
+    ),
     "uncompiled": "as eager: it calls the same kernels in the same order",
-    "compiled": "all kept, less than eager, since kernels are fused; with checkpoints as uncompiled, within a tenth; a quarter more time",
+    "compiled": (
+        "all kept, less than eager, since kernels are fused; with checkpoints as uncompiled, within"
+        " a tenth; a quarter more time"
+    ),
 }
 """Written before the first measurement."""
 LAYERS, HEADS, TIME = 12, 4, 128
@@ -58,8 +79,17 @@ def make_job(kept: bool, width: int, rows: int) -> Any:
             self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(self.first(x)).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind()
-            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+            q, k, v = (
+                self.qkv(self.first(x))
+                .view(*x.shape[:2], 3, HEADS, -1)
+                .permute(2, 0, 3, 1, 4)
+                .unbind()
+            )
+            x = x + self.out(
+                F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                .transpose(1, 2)
+                .reshape(x.shape)
+            )
             y: Tensor = x + self.down(F.gelu(self.up(self.second(x))))
             return y
 
@@ -79,7 +109,12 @@ def make_job(kept: bool, width: int, rows: int) -> Any:
 
     torch.manual_seed(0)
     model, batch = Net(), {"x": torch.randn(rows, TIME, width)}
-    return Job(model=model, batch=batch, loss=loss, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    return Job(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    )
 
 
 def prepare(kept: bool, options: argparse.Namespace, folder: Path) -> None:
@@ -91,14 +126,22 @@ def prepare(kept: bool, options: argparse.Namespace, folder: Path) -> None:
     from trainload.launching.node.build import compile_build
 
     package = trainload.freeze(make_job(kept, options.width, options.rows), folder / f"{kept}.tl")
-    built = compile_build(package, _plan(package), torch.device("cpu"), folder / "cache", lambda *_: None)
+    built = compile_build(
+        package, _plan(package), torch.device("cpu"), folder / "cache", lambda *_: None
+    )
     (folder / f"{kept}.build").write_text(str(built))
 
 
-def serve(kind: str, kept: bool, options: argparse.Namespace, folder: Path, pipe: Connection) -> None:
+def serve(
+    kind: str, kept: bool, options: argparse.Namespace, folder: Path, pipe: Connection
+) -> None:
     """A process's work: a system's steps, one for each message: "time", "peak" or "stop"."""
     _begin(folder)
-    step = _eager(make_job(kept, options.width, options.rows)) if kind == "eager" else _packaged(kind, kept, folder)
+    step = (
+        _eager(make_job(kept, options.width, options.rows))
+        if kind == "eager"
+        else _packaged(kind, kept, folder)
+    )
     from tests.autograd_trace.memory import peak_bytes
 
     norm = float(sum(g.double().square().sum() for g in step()[1]) ** 0.5)
@@ -153,7 +196,9 @@ def _packaged(kind: str, kept: bool, folder: Path) -> Callable[[], Any]:
     package = trainload.open(folder / f"{kept}.tl")
     plan = _plan(package)
     if kind == "compiled":
-        built = load_build(Path((folder / f"{kept}.build").read_text()), package, plan, folder / "cache")
+        built = load_build(
+            Path((folder / f"{kept}.build").read_text()), package, plan, folder / "cache"
+        )
     else:
         built = uncompiled_build(package, plan, torch.device("cpu"))
     graph = built.train["train"][Phase.ONLY]
@@ -163,12 +208,20 @@ def _packaged(kind: str, kept: bool, folder: Path) -> Callable[[], Any]:
     for bucket in plan.buckets:
         flats[bucket.name] = torch.zeros(bucket.length)
         for slot in bucket.slots:
-            flats[bucket.name][slot.offset : slot.offset + slot.length] = program.state[slot.parameter].flatten()
+            flats[bucket.name][slot.offset : slot.offset + slot.length] = program.state[
+                slot.parameter
+            ].flatten()
     scalars = {Role.SEED: 0, Role.STEP: 0, Role.ROW: 0, Role.SCALE: 1.0}
     arguments = [
-        flats[p.name] if p.role is Role.BUCKET else batch[p.name] if p.role is Role.BATCH else torch.tensor(scalars[p.role])
+        (
+            flats[p.name]
+            if p.role is Role.BUCKET
+            else batch[p.name]
+            if p.role is Role.BATCH
+            else torch.tensor(scalars[p.role])
+        )
         for p in graph.inputs
-    ]  # fmt: skip
+    ]
     gradients = [i for i, p in enumerate(graph.outputs) if p.role is Role.BUCKET_GRADIENT]
 
     def step() -> Any:
@@ -193,7 +246,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
     for kind in KINDS:
         for kept in (True, False):
             near, far = context.Pipe()
-            context.Process(target=serve, args=(kind, kept, options, folder, far), daemon=True).start()
+            context.Process(
+                target=serve, args=(kind, kept, options, folder, far), daemon=True
+            ).start()
             far.close()
             pipes[system_name(kind, kept)] = near
 
@@ -224,7 +279,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--rows", type=int, default=32, help=f"sequences of {TIME} in a batch")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of every system")
@@ -235,20 +292,49 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         from safetensors.torch import save_file
 
-        save_file(make_job(True, options.width, options.rows).batch, Path(scratch) / "batch.safetensors")
+        save_file(
+            make_job(True, options.width, options.rows).batch, Path(scratch) / "batch.safetensors"
+        )
         figures = measure(options, Path(scratch))
-    settings = {"layers": LAYERS, "heads": HEADS, "time": TIME, "width": options.width, "rows": options.rows, "rounds": options.rounds}
-    save({"machine": about, "settings": settings, "expected": EXPECTED, "systems": figures}, options.out)
+    settings = {
+        "layers": LAYERS,
+        "heads": HEADS,
+        "time": TIME,
+        "width": options.width,
+        "rows": options.rows,
+        "rounds": options.rounds,
+    }
+    save(
+        {"machine": about, "settings": settings, "expected": EXPECTED, "systems": figures},
+        options.out,
+    )
     rows = []
     for kind in KINDS:
         base = figures[system_name(kind, True)]
         for kept in (True, False):
             name = system_name(kind, kept)
             found = figures[name]
-            cells = [f"{found['peak'] / MIB:.0f}", f"{found['peak'] / base['peak']:.2f}", f"{found['resident'] / MIB:.0f}"]
-            cells += [f"{found['median'] * 1e3:.0f}", f"{found['median'] / base['median']:.2f}", f"{found['spread'] or 0:.0%}"]
+            cells = [
+                f"{found['peak'] / MIB:.0f}",
+                f"{found['peak'] / base['peak']:.2f}",
+                f"{found['resident'] / MIB:.0f}",
+            ]
+            cells += [
+                f"{found['median'] * 1e3:.0f}",
+                f"{found['median'] / base['median']:.2f}",
+                f"{found['spread'] or 0:.0%}",
+            ]
             rows.append([name, *cells, f"{found['norm']:.9g}"])
-    columns = ["", "peak MiB", "of all kept", "resident MiB", "ms", "of all kept", "+-", "gradient norm"]
+    columns = [
+        "",
+        "peak MiB",
+        "of all kept",
+        "resident MiB",
+        "ms",
+        "of all kept",
+        "+-",
+        "gradient norm",
+    ]
     screen().print(table("One step, forward and backward", columns, rows))
     print(json.dumps(EXPECTED, indent=2))
 

@@ -2,9 +2,11 @@
 
     python benchmarks/reshard.py [--width 2048] [--layers 12]
 
-A checkpoint of a stack of matrices with AdamW's state is written under ZeRO-3 on four ranks. Under other plans each rank is a process that
-loads it as a worker does. Read: what the kernel counts as read by the process (rchar of /proc/self/io). Beside: the peak of the resident
-set while it loads, less what was resident before and the tensors that it ends with. Seconds: of loading, from files that the kernel has in
+A checkpoint of a stack of matrices with AdamW's state is written under ZeRO-3 on four ranks. Under
+other plans each rank is a process that loads it as a worker does. Read: what the kernel counts as
+read by the process (rchar of /proc/self/io). Beside: the peak of the resident set while it loads,
+less what was resident before and the tensors that it ends with. Seconds: of loading, from files
+that the kernel has in
 memory: what a copy of the checkpoint in memory could save at most is less.
 """
 
@@ -30,7 +32,10 @@ PLANS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "ZeRO-3 on 2 x tensor 2": (4, "zero3", {"tensor_ranks": 2}),
     "ZeRO-1 on 2": (2, "zero1", {}),
 }
-EXPECTED = "reads within 1.1 of what a rank holds where shares are rows; beside it less than a bucket's 25 MiB"
+EXPECTED = (
+    "reads within 1.1 of what a rank holds where shares are rows; beside it less than a bucket's"
+    " 25 MiB"
+)
 ROWS = 16
 
 
@@ -65,14 +70,27 @@ def write(package: str, run: str) -> None:
     from trainload.launching.checkpoints.writer import CheckpointWriter
 
     plan = trainload.plan(trainload.open(package), trainload.Cluster(devices_per_node=4), "zero3")
-    writers = [CheckpointWriter(place_of(Path(run)), plan, rank, "written", keep=Retention(1)) for rank in range(plan.world_size)]
+    writers = [
+        CheckpointWriter(place_of(Path(run)), plan, rank, "written", keep=Retention(1))
+        for rank in range(plan.world_size)
+    ]
     for rank, writer in enumerate(writers):
         flats: dict[str, dict[str, torch.Tensor]] = {}
         for bucket in plan.buckets:
-            sizes = {entry: held(plan, bucket, entry, rank) for entry in ("param", "exp_avg", "exp_avg_sq")}
-            flats[bucket.name] = {entry: torch.randn(stop - start) for entry, (start, stop) in sizes.items()}
+            sizes = {
+                entry: held(plan, bucket, entry, rank)
+                for entry in ("param", "exp_avg", "exp_avg_sq")
+            }
+            flats[bucket.name] = {
+                entry: torch.randn(stop - start) for entry, (start, stop) in sizes.items()
+            }
         scalars = {bucket.name: {"step": torch.tensor(1.0)} for bucket in plan.buckets}
-        writer.save(1, ShardedState(flats, scalars, {}), DataPosition(fingerprint="f" * 64, seed=0, position=ROWS), {})
+        writer.save(
+            1,
+            ShardedState(flats, scalars, {}),
+            DataPosition(fingerprint="f" * 64, seed=0, position=ROWS),
+            {},
+        )
     for writer in writers:
         writer.wait()
 
@@ -97,7 +115,16 @@ def load(package: str, run: str, case: dict[str, Any], rank: int, result: str) -
     seconds = time.perf_counter() - start
     peak, ended = memory.read()["peak"], _read_so_far()
     kept = sum(tensor.nbytes for entries in state.flats.values() for tensor in entries.values())
-    Path(result).write_text(json.dumps({"read": ended - began, "kept": kept, "beside": peak - before - kept, "seconds": seconds}))
+    Path(result).write_text(
+        json.dumps(
+            {
+                "read": ended - began,
+                "kept": kept,
+                "beside": peak - before - kept,
+                "seconds": seconds,
+            }
+        )
+    )
 
 
 def _read_so_far() -> int:
@@ -106,7 +133,9 @@ def _read_so_far() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=2048, help="of each matrix")
     parser.add_argument("--layers", type=int, default=12, help="how many matrices there are")
     parser.add_argument("--out", type=Path, default=RESULTS / "reshard.json", help="the result")
@@ -116,16 +145,32 @@ def main() -> None:
 
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        package = trainload.freeze(make_job(options.width, options.layers), Path(folder) / "package.tl")
+        package = trainload.freeze(
+            make_job(options.width, options.layers), Path(folder) / "package.tl"
+        )
         run, result = str(Path(folder) / "run"), str(Path(folder) / "result.json")
         alone(write, str(package.path), run)
         whole = sum(path.stat().st_size for path in Path(run).rglob("*.safetensors"))
         for name, (devices, strategy, more) in PLANS.items():
-            plan = trainload.plan(package, trainload.Cluster(devices_per_node=devices), strategy, global_batch=ROWS, **more)
+            plan = trainload.plan(
+                package,
+                trainload.Cluster(devices_per_node=devices),
+                strategy,
+                global_batch=ROWS,
+                **more,
+            )
             bucket = max(each.length * 4 for each in plan.buckets)
             for rank in range(plan.world_size):
                 alone(load, str(package.path), run, plan.model_dump(mode="json"), rank, result)
-                found.append({"plan": name, "rank": rank, "bucket": bucket, "whole": whole, **json.loads(Path(result).read_text())})
+                found.append(
+                    {
+                        "plan": name,
+                        "rank": rank,
+                        "bucket": bucket,
+                        "whole": whole,
+                        **json.loads(Path(result).read_text()),
+                    }
+                )
             note(f"{name}: {[round(e['read'] / e['kept'], 3) for e in found if e['plan'] == name]}")
     rows = []
     for name in PLANS:
@@ -134,9 +179,26 @@ def main() -> None:
         beside = max(each["beside"] for each in ranks)
         figures = (worst["kept"], worst["read"], beside, worst["bucket"])
         slowest = max(each["seconds"] for each in ranks)
-        rows.append([name, *(f"{n / MIB:.1f}" for n in figures), f"{worst['read'] / worst['kept']:.3f}", f"{slowest:.2f}"])
-    titles = ["plan", "kept", "read", "beside at most", "largest bucket", "read / kept", "seconds at most"]
-    screen().print(table(f"MiB of the rank that reads most, of {whole / MIB:.0f} MiB", titles, rows))
+        rows.append(
+            [
+                name,
+                *(f"{n / MIB:.1f}" for n in figures),
+                f"{worst['read'] / worst['kept']:.3f}",
+                f"{slowest:.2f}",
+            ]
+        )
+    titles = [
+        "plan",
+        "kept",
+        "read",
+        "beside at most",
+        "largest bucket",
+        "read / kept",
+        "seconds at most",
+    ]
+    screen().print(
+        table(f"MiB of the rank that reads most, of {whole / MIB:.0f} MiB", titles, rows)
+    )
     settings = {"width": options.width, "layers": options.layers}
     save({"expected": EXPECTED, "machine": machine(), **settings, "found": found}, options.out)
 

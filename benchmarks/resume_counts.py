@@ -1,9 +1,11 @@
-"""How often each row of a data set is trained on by a run that stops, is killed and changes its size in the middle of epochs.
+"""How often each row of a data set is trained on by a run that stops, is killed and changes its
+size in the middle of epochs.
 
     python benchmarks/resume_counts.py [--rows 1009] [--steps 240]
 
-Every row has a weight of its own, from which a step that the row is in takes one: the trained package has the counts. A run of several
-epochs is stopped at steps drawn at random, and goes on with another number of workers; between the stops a worker is killed.
+Every row has a weight of its own, from which a step that the row is in takes one: the trained
+package has the counts. A run of several epochs is stopped at steps drawn at random, and goes on
+with another number of workers; between the stops a worker is killed.
 """
 
 from __future__ import annotations
@@ -60,7 +62,12 @@ def train(folder: Path, rows: int, steps: int, seed: int) -> dict[str, Any]:
         first = 0 if number == 0 else stops[number - 1]
         killer = Killer(first + max(1, (stop - first) // 2))
         if number == 0:
-            options: dict[str, Any] = {"steps": stop, "compile": False, "output": trained, "checkpoint_every": CHECKPOINT_EVERY}
+            options: dict[str, Any] = {
+                "steps": stop,
+                "compile": False,
+                "output": trained,
+                "checkpoint_every": CHECKPOINT_EVERY,
+            }
             trainload.launch(package, plan, data, run_dir=run, on_event=killer, **options)
         else:
             trained.rename(folder / f"before-{number}.tl")
@@ -78,14 +85,21 @@ def train(folder: Path, rows: int, steps: int, seed: int) -> dict[str, Any]:
         "workers": WORLDS,
         "workers_killed": killed,
         "steps_done_again": len(events) - len({event.data["step"] for event in events}),
-        "rows_by_count": {str(count): times for count, times in sorted(Counter(found.tolist()).items())},
-        "expected": {str(steps * BATCH // rows): rows - steps * BATCH % rows, str(steps * BATCH // rows + 1): steps * BATCH % rows},
+        "rows_by_count": {
+            str(count): times for count, times in sorted(Counter(found.tolist()).items())
+        },
+        "expected": {
+            str(steps * BATCH // rows): rows - steps * BATCH % rows,
+            str(steps * BATCH // rows + 1): steps * BATCH % rows,
+        },
     }
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1009)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)
@@ -97,12 +111,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         os.environ["TRAINLOAD_CACHE_DIR"] = str(Path(scratch) / "cache")
-        ray.init(address="local", num_cpus=max(WORLDS), include_dashboard=False, log_to_driver=False)
+        ray.init(
+            address="local", num_cpus=max(WORLDS), include_dashboard=False, log_to_driver=False
+        )
         try:
             found = train(Path(scratch), arguments.rows, arguments.steps, arguments.seed)
         finally:
             ray.shutdown()
-    screen().print(table("How often each row was trained on", ("", "value"), [(name, str(value)) for name, value in found.items()]))
+    screen().print(
+        table(
+            "How often each row was trained on",
+            ("", "value"),
+            [(name, str(value)) for name, value in found.items()],
+        )
+    )
     save({"machine": machine(), "seed": arguments.seed, **found}, arguments.output)
 
 

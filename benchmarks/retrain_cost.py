@@ -1,10 +1,12 @@
-"""What a retraining costs the first time, and the fiftieth: time to the first step, and bytes that are written to the store.
+"""What a retraining costs the first time, and the fiftieth: time to the first step, and bytes that
+are written to the store.
 
     python benchmarks/retrain_cost.py [--ticks 50] [--width 512] [--layers 4]
 
-Each tick is `trainload retrain tick` in a process of its own, with compiled graphs, on a day's new file. Seconds to the first step are from
-the beginning of the process, imports included, to the end of the first step. Two lines: one whose weights are all trained, and one that
-trains its last layer alone, of which only the files with that layer can be new.
+Each tick is `trainload retrain tick` in a process of its own, with compiled graphs, on a day's new
+file. Seconds to the first step are from the beginning of the process, imports included, to the end
+of the first step. Two lines: one whose weights are all trained, and one that trains its last layer
+alone, of which only the files with that layer can be new.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from typing import Any
 import numpy as np
 from measure import MIB, RESULTS, ROOT, alone, machine, note, save, screen, table
 
-EXPECTED = "warm ticks take a third of the first one's time, and send the weights that changed and some 100 KiB of records"
+EXPECTED = (
+    "warm ticks take a third of the first one's time, and send the weights that changed and some"
+    " 100 KiB of records"
+)
 FIRST = datetime(2026, 1, 1, 3, tzinfo=UTC)
 LAST = 10
 """The median of so many of the last ticks stands for a late one."""
@@ -63,9 +68,16 @@ def line(folder: Path, ticks: int, width: int, layers: int, *, frozen: bool) -> 
     }
     (folder / "retrain.yaml").write_text(json.dumps(config))  # YAML holds JSON
     draw = np.random.default_rng(0)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRAINLOAD_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "TRAINLOAD_CACHE_DIR": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
     found: dict[str, Any] = {"seconds": [], "sent": [], "store": [], "inside": []}
-    weights = sum(path.stat().st_size for path in (folder / "package.tl" / "weights").glob("*.safetensors"))
+    weights = sum(
+        path.stat().st_size for path in (folder / "package.tl" / "weights").glob("*.safetensors")
+    )
     for number in range(ticks):
         write_day(folder / "data", number, "good", draw)
         when = FIRST + timedelta(days=number)
@@ -82,15 +94,22 @@ def line(folder: Path, ticks: int, width: int, layers: int, *, frozen: bool) -> 
             "--at",
             f"{when:%Y-%m-%dT%H:%M:%SZ}",
         ]
-        subprocess.run([*command, "--json"], cwd=folder, env=environment, check=True, capture_output=True)
+        subprocess.run(
+            [*command, "--json"], cwd=folder, env=environment, check=True, capture_output=True
+        )
         name = f"{when:%Y%m%dT%H%M%SZ}"
         trained = Ticks(Store(folder / "store"), "digits").read_required(Trained, name)
         found["seconds"].append(first_step(Path(trained.run_dir)) - began)
         found["inside"].append(trained.seconds["first step"])
         found["sent"].append(trained.sent_bytes)
-        found["store"].append(sum(path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file()))
+        found["store"].append(
+            sum(path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file())
+        )
         if number % 10 == 0 or number == ticks - 1:
-            note(f"tick {number + 1}: {found['seconds'][-1]:.1f} s to the first step, {found['sent'][-1]:,} bytes sent")
+            note(
+                f"tick {number + 1}: {found['seconds'][-1]:.1f} s to the first step,"
+                f" {found['sent'][-1]:,} bytes sent"
+            )
     return {**found, "weights": weights}
 
 
@@ -102,7 +121,9 @@ def first_step(run_dir: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ticks", type=int, default=50)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
@@ -113,7 +134,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, frozen in (("all weights trained", False), ("last layer trained", True)):
             note(name)
-            lines[name] = line(Path(folder) / name.split()[0], options.ticks, options.width, options.layers, frozen=frozen)
+            lines[name] = line(
+                Path(folder) / name.split()[0],
+                options.ticks,
+                options.width,
+                options.layers,
+                frozen=frozen,
+            )
     rows = []
     for name, each in lines.items():
         late, sent = median(each["seconds"][-LAST:]), median(each["sent"][-LAST:])
@@ -130,9 +157,27 @@ def main() -> None:
                 f"{growth / MIB:.3f}",
             )
         )
-    titles = ["", "first tick, s", "late, s", "late / first", "weights, MiB", "sent, MiB", "sent / weights", "store grows, MiB a tick"]
-    screen().print(table(f"To the first step of tick 1 and of the last {LAST} of {options.ticks} (median)", titles, rows))
-    save({"expected": EXPECTED, "machine": machine(), "ticks": options.ticks, "lines": lines}, options.output)
+    titles = [
+        "",
+        "first tick, s",
+        "late, s",
+        "late / first",
+        "weights, MiB",
+        "sent, MiB",
+        "sent / weights",
+        "store grows, MiB a tick",
+    ]
+    screen().print(
+        table(
+            f"To the first step of tick 1 and of the last {LAST} of {options.ticks} (median)",
+            titles,
+            rows,
+        )
+    )
+    save(
+        {"expected": EXPECTED, "machine": machine(), "ticks": options.ticks, "lines": lines},
+        options.output,
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:
     logits = model(batch["pixels"])
     with torch.no_grad():
         accuracy = (logits.argmax(-1) == batch["digit"]).float().mean()
-    return trainload.Loss(functional.cross_entropy(logits, batch["digit"]), metrics={"accuracy": accuracy})
+    return trainload.Loss(
+        functional.cross_entropy(logits, batch["digit"]), metrics={"accuracy": accuracy}
+    )
 
 
 def make_job(width: int = WIDTH, layers: int = 1, frozen: bool = False) -> trainload.Job:
@@ -37,7 +39,9 @@ def make_job(width: int = WIDTH, layers: int = 1, frozen: bool = False) -> train
         batch={"pixels": torch.randn(4, 64), "digit": torch.tensor([0, 1, 2, 3])},
         loss=loss,
         predict=lambda m, b: m(b["pixels"]),
-        optimizer=lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=3e-3),
+        optimizer=lambda m: torch.optim.AdamW(
+            [p for p in m.parameters() if p.requires_grad], lr=3e-3
+        ),
         steps=30,
         global_batch=16,
     )
@@ -49,17 +53,26 @@ def job() -> trainload.Job:
 
 
 def digits(day: int, draw: np.random.Generator, rows: int = FILE_ROWS) -> dict[str, np.ndarray]:
-    """Rows of a day: digits that grow brighter, noisier and slowly shift to one side, as days go by."""
+    """Rows of a day: digits that grow brighter, noisier and slowly shift to one side, as days go
+    by.
+    """
     data = load_digits()
     chosen = draw.integers(0, len(data.target), rows)
     images = data.images[chosen].astype(np.float32) / 16
     shift = day // 25
-    images = np.roll(images, shift, axis=2) * (1 + day / 100) + draw.normal(0, 0.05 + day / 1000, images.shape)
-    return {"pixels": images.reshape(rows, 64).astype(np.float32), "digit": data.target[chosen].astype(np.int64)}
+    images = np.roll(images, shift, axis=2) * (1 + day / 100) + draw.normal(
+        0, 0.05 + day / 1000, images.shape
+    )
+    return {
+        "pixels": images.reshape(rows, 64).astype(np.float32),
+        "digit": data.target[chosen].astype(np.int64),
+    }
 
 
 def write_day(folder: Path, day: int, kind: str, draw: np.random.Generator) -> None:
-    """A day's file. kind: "good"; "nan": with a NaN; "missing": without a column; "worse": whose digits are drawn at random."""
+    """A day's file. kind: "good"; "nan": with a NaN; "missing": without a column; "worse": whose
+    digits are drawn at random.
+    """
     rows = digits(day, draw)
     if kind == "nan":
         rows["pixels"][17, 3] = np.nan

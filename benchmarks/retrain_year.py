@@ -1,16 +1,22 @@
-"""A year of a retraining in minutes: 50 ticks of a stream that drifts, with a simulated clock, and faults.
+"""A year of a retraining in minutes: 50 ticks of a stream that drifts, with a simulated clock, and
+faults.
 
     python benchmarks/retrain_year.py [--ticks 50] [--seed 0]
 
-Drawn at random: no new data, a NaN, a missing column, digits with random labels (a challenger that is worse), two schedulers at once, a
-clock that jumps forward by days or back, a tick that is killed somewhere. Each tick is a process of its own, forked from one that has
-imported everything; the loop is that of `trainload retrain run`. Meanwhile a reader polls what is current, with all its files. At the end:
+Drawn at random: no new data, a NaN, a missing column, digits with random labels (a challenger that
+is worse), two schedulers at once, a clock that jumps forward by days or back, a tick that is killed
+somewhere. Each tick is a process of its own, forked from one that has imported everything; the loop
+is that of `trainload retrain run`. Meanwhile a reader polls what is current, with all its files. At
+the end:
 
-- the lineage of every release goes back to the first freeze, and every promotion obeys the gate, reckoned anew from the records;
-- every scheduled time was run once: no tick has two releases, and none that was begun has not ended;
-- one tick of each outcome is done again from the same state, killed by SIGKILL before every single operation on files (found by an audit
-  hook: opening to write, rename, link, remove, mkdir, truncate), and after each kill run to its end: it must end as it had, and what is
-  current must be whole all the time.
+- the lineage of every release goes back to the first freeze, and every promotion obeys the gate,
+  reckoned anew from the records;
+- every scheduled time was run once: no tick has two releases, and none that was begun has not
+  ended;
+- one tick of each outcome is done again from the same state, killed by SIGKILL before every single
+  operation on files (found by an audit hook: opening to write, rename, link, remove, mkdir,
+  truncate), and after each kill run to its end: it must end as it had, and what is current must be
+  whole all the time.
 """
 
 from __future__ import annotations
@@ -40,11 +46,21 @@ GATE = "eval.loss <= champion.eval.loss * 1.01 and eval.steps >= 10 and eval.acc
 EVENTS = (("good", 50), ("none", 15), ("nan", 8), ("missing", 7), ("worse", 20))
 EVENTS = (("nothing", 50), ("two at once", 15), ("forward", 10), ("back", 10), ("killed", 15))
 LINE = "digits"
-OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.link", "os.truncate", "os.symlink", "os.rmdir"}
+OPERATIONS = {
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.link",
+    "os.truncate",
+    "os.symlink",
+    "os.rmdir",
+}
 
 
 def write_package(path: str) -> None:
-    """Freezes the job, in a process of its own: this one must not have used torch's threads before it forks."""
+    """Freezes the job, in a process of its own: this one must not have used torch's threads before
+    it forks.
+    """
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
     from retrain_job import job
 
@@ -130,7 +146,9 @@ def started(work: Callable[[], None], log: Path) -> int:
         os._exit(status)
 
 
-def tick(folder: Path, when: datetime, *, die_at: int | None = None, count: Path | None = None) -> None:
+def tick(
+    folder: Path, when: datetime, *, die_at: int | None = None, count: Path | None = None
+) -> None:
     """Runs one tick, in this process."""
     from trainload.retraining.ticks.tick import Scheduler
     from trainload.retraining.ticks.tick_stages import Opening, Stages
@@ -175,7 +193,11 @@ def read_on(folder: Path, over: Path, result: Path) -> None:
             continue
         try:
             release = store.release(LINE, int(pointer.release))
-            lacking = [path for path, entry in release.files.items() if store.files.size(blob_path(entry.sha256)) != entry.size]
+            lacking = [
+                path
+                for path, entry in release.files.items()
+                if store.files.size(blob_path(entry.sha256)) != entry.size
+            ]
             if release.package != pointer.package or lacking:
                 failures.append(f"release {release.name} is not whole: {lacking[:3]}")
         except Exception as error:  # noqa: BLE001  # as above
@@ -183,7 +205,16 @@ def read_on(folder: Path, over: Path, result: Path) -> None:
         reads += 1
         seen.add(pointer.release)
         time.sleep(0.002)
-    result.write_text(json.dumps({"reads": reads, "failures": len(failures), "first_failures": failures[:5], "releases_seen": len(seen)}))
+    result.write_text(
+        json.dumps(
+            {
+                "reads": reads,
+                "failures": len(failures),
+                "first_failures": failures[:5],
+                "releases_seen": len(seen),
+            }
+        )
+    )
 
 
 def whole(folder: Path) -> str:
@@ -195,12 +226,18 @@ def whole(folder: Path) -> str:
     if pointer is None:
         return "nothing is current"
     release = store.release(LINE, int(pointer.release))
-    lacking = [path for path, entry in release.files.items() if store.files.size(blob_path(entry.sha256)) != entry.size]
+    lacking = [
+        path
+        for path, entry in release.files.items()
+        if store.files.size(blob_path(entry.sha256)) != entry.size
+    ]
     return f"release {release.name} lacks {lacking[:3]}" if lacking else ""
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a store says of its line, without times, random numbers, who did it, and how often it took."""
+    """What a store says of its line, without times, random numbers, who did it, and how often it
+    took.
+    """
     from trainload.packaging.stores.store import Store
     from trainload.retraining.ticks.lineage import read_line
 
@@ -209,13 +246,24 @@ def outcome(folder: Path) -> dict[str, Any]:
         "current": [entry.release for entry in story.changes],
         "releases": [(state.release.package, state.status) for state in story.states],
         "ticks": {
-            each.name: None if each.ended is None else [each.ended.outcome, each.ended.reason, each.ended.release] for each in story.ticks
+            each.name: (
+                None
+                if each.ended is None
+                else [each.ended.outcome, each.ended.reason, each.ended.release]
+            )
+            for each in story.ticks
         },
     }
 
 
-def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any], dict[str, tuple[Path, datetime]]]:
-    """Runs it. Returns: counts of its events, and for each outcome a copy of the folder from before a tick that ended so, with its time."""
+def year(
+    folder: Path, ticks: int, chance: random.Random
+) -> tuple[dict[str, Any], dict[str, tuple[Path, datetime]]]:
+    """Runs it.
+
+    Returns: counts of its events, and for each outcome a copy of the folder from before a tick that
+    ended so, with its time.
+    """
     from retrain_job import write_day
 
     from trainload.packaging.stores.store import Store
@@ -233,7 +281,11 @@ def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any
 
     def one(when: datetime) -> None:
         nonlocal day, refused
-        kind = chance.choices([name for name, _ in EVENTS], [share for _, share in EVENTS])[0] if day else "good"
+        kind = (
+            chance.choices([name for name, _ in EVENTS], [share for _, share in EVENTS])[0]
+            if day
+            else "good"
+        )
         what = chance.choices([name for name, _ in EVENTS], [share for _, share in EVENTS])[0]
         counts[kind] += 1
         events[what] += 1
@@ -275,8 +327,15 @@ def year(folder: Path, ticks: int, chance: random.Random) -> tuple[dict[str, Any
         return time_of(names[-1]) if names else None
 
     began = time.monotonic()
-    serve(Every(EVERY), "once", one, last_done, on_event=lambda _text: None, clock=clock, ticks=ticks)
-    return {"data": dict(counts), "events": dict(events), "refused": refused, "seconds": time.monotonic() - began}, before
+    serve(
+        Every(EVERY), "once", one, last_done, on_event=lambda _text: None, clock=clock, ticks=ticks
+    )
+    return {
+        "data": dict(counts),
+        "events": dict(events),
+        "refused": refused,
+        "seconds": time.monotonic() - began,
+    }, before
 
 
 def judged(folder: Path) -> dict[str, Any]:
@@ -294,20 +353,35 @@ def judged(folder: Path) -> dict[str, Any]:
         if each.ended is not None and each.ended.outcome == "promoted":
             assert each.evaluated is not None, "what was promoted was evaluated"
             assert each.trained is not None, "what was promoted was trained"
-            values = {f"eval.{name}": value for name, value in each.evaluated.challenger.values.items()}
-            values |= {f"champion.eval.{name}": value for name, value in each.evaluated.champion.values.items()}
-            disobeyed += bar.evaluate({**values, "eval.steps": float(each.trained.steps)})[0] is not True
+            values = {
+                f"eval.{name}": value for name, value in each.evaluated.challenger.values.items()
+            }
+            values |= {
+                f"champion.eval.{name}": value
+                for name, value in each.evaluated.champion.values.items()
+            }
+            disobeyed += (
+                bar.evaluate({**values, "eval.steps": float(each.trained.steps)})[0] is not True
+            )
     made = Counter(state.release.facts.get("tick") for state in story.states)
     return {
         "ticks": len(story.ticks),
-        "outcomes": dict(Counter("none" if each.ended is None else each.ended.outcome for each in story.ticks)),
+        "outcomes": dict(
+            Counter("none" if each.ended is None else each.ended.outcome for each in story.ticks)
+        ),
         "not_ended": sum(each.ended is None for each in story.ticks),
         "begun_more_than_once": sum(each.begun > 1 for each in story.ticks),
         "releases": len(story.states),
-        "lineages_broken": sum(step.state.release.name != "1" or step.how != "frozen" for step in ends),
-        "ticks_with_two_releases": sum(count > 1 for name, count in made.items() if name is not None),
+        "lineages_broken": sum(
+            step.state.release.name != "1" or step.how != "frozen" for step in ends
+        ),
+        "ticks_with_two_releases": sum(
+            count > 1 for name, count in made.items() if name is not None
+        ),
         "promotions_against_the_gate": disobeyed,
-        "store_bytes": sum(path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file()),
+        "store_bytes": sum(
+            path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file()
+        ),
     }
 
 
@@ -326,7 +400,9 @@ def enumerated(place: Path, when: datetime, limit: int | None) -> dict[str, Any]
     operations, wanted = int(count.read_text()), outcome(home)
     differ, broken, survived = 0, 0, 0
     points = range(1, operations + 1)
-    for die_at in points if limit is None else sorted(random.Random(0).sample(points, min(limit, operations))):
+    for die_at in (
+        points if limit is None else sorted(random.Random(0).sample(points, min(limit, operations)))
+    ):
         restored()
         status = forked(lambda at=die_at: tick(home, when, die_at=at), log)  # type: ignore[misc]  # a default binds it
         survived += status != -signal.SIGKILL
@@ -334,16 +410,31 @@ def enumerated(place: Path, when: datetime, limit: int | None) -> dict[str, Any]
         status = forked(lambda: tick(home, when), log)
         if status != 0 or outcome(home) != wanted:
             differ += 1
-            note(f"killed before operation {die_at} of {operations}: status {status}, {outcome(home)['ticks']}")
+            note(
+                f"killed before operation {die_at} of {operations}: status {status},"
+                f" {outcome(home)['ticks']}"
+            )
         broken += bool(whole(home))
-    return {"operations": operations, "ended_otherwise": differ, "current_broken": broken, "not_killed": survived}
+    return {
+        "operations": operations,
+        "ended_otherwise": differ,
+        "current_broken": broken,
+        "not_killed": survived,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ticks", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=None, help="of each outcome at most so many operations, drawn at random; all")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=None,
+        help="of each outcome at most so many operations, drawn at random; all",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "retrain_year.json")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
@@ -358,7 +449,8 @@ def main() -> None:
 
         torch.set_num_threads(1)
         over, seen = Path(scratch) / "over", Path(scratch) / "seen.json"
-        status = forked(lambda: tick(folder, FIRST - EVERY), Path(scratch) / "ticks.log")  # it publishes the first release
+        # it publishes the first release
+        status = forked(lambda: tick(folder, FIRST - EVERY), Path(scratch) / "ticks.log")
         assert status in (0, 1), f"see {scratch}/ticks.log"
         reader = started(lambda: read_on(folder, over, seen), Path(scratch) / "reader.log")
         summary, before = year(folder, options.ticks, random.Random(options.seed))
@@ -368,20 +460,45 @@ def main() -> None:
         kills = {}
         for name, (place, when) in sorted(before.items()):
             began = time.monotonic()
-            kills[name] = {**enumerated(place, when, options.kills), "seconds": time.monotonic() - began}
+            kills[name] = {
+                **enumerated(place, when, options.kills),
+                "seconds": time.monotonic() - began,
+            }
             note(f"{name}: {kills[name]}")
     show("A year", {**summary, **ends})
     show("Who read what was current", read)
-    lines = [(name, *(str(round(value)) for value in each.values())) for name, each in kills.items()]
-    titles = ("a tick that ends", "operations", "ended otherwise", "current broken", "not killed", "s")
+    lines = [
+        (name, *(str(round(value)) for value in each.values())) for name, each in kills.items()
+    ]
+    titles = (
+        "a tick that ends",
+        "operations",
+        "ended otherwise",
+        "current broken",
+        "not killed",
+        "s",
+    )
     screen().print(table("Killed before every operation on files", titles, lines))
-    result = {"machine": machine(), "seed": options.seed, "year": summary, "end": ends, "reader": read, "kills": kills}
+    result = {
+        "machine": machine(),
+        "seed": options.seed,
+        "year": summary,
+        "end": ends,
+        "reader": read,
+        "kills": kills,
+    }
     save(result, options.output)
 
 
 def show(title: str, facts: dict[str, Any]) -> None:
     """Print facts."""
-    screen().print(table(title, ("", "value"), [(name.replace("_", " "), str(value)) for name, value in facts.items()]))
+    screen().print(
+        table(
+            title,
+            ("", "value"),
+            [(name.replace("_", " "), str(value)) for name, value in facts.items()],
+        )
+    )
 
 
 if __name__ == "__main__":

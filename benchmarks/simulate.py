@@ -1,10 +1,12 @@
-"""How long it takes, and how much memory, to go through what 64, 1,024 and 16,384 ranks would run of Llama 3.1 8B.
+"""How long it takes, and how much memory, to go through what 64, 1,024 and 16,384 ranks would run
+of Llama 3.1 8B.
 
     python benchmarks/simulate.py [--length 8192] [--ranks 64 1024 16384]
 
-An abstract package is planned, the graphs of its ranks are made, and the collectives of all of them are compared (trainload plan, trainload
-simulate): each number of ranks with ZeRO-3 alone, and with ZeRO-3 x tensor 8 (x pipeline 4). Each in a process of its own, so that the peak
-is its own. Seconds are those of the wall; the freeze is measured by itself.
+An abstract package is planned, the graphs of its ranks are made, and the collectives of all of them
+are compared (trainload plan, trainload simulate): each number of ranks with ZeRO-3 alone, and with
+ZeRO-3 x tensor 8 (x pipeline 4). Each in a process of its own, so that the peak is its own. Seconds
+are those of the wall; the freeze is measured by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from measure import MIB, RESULTS, ROOT, PeakMemory, alone, machine, note, save, 
 PLANS: dict[str, dict[str, Any]] = {
     "zero3": {"strategy": "zero3"},
     "zero3 x tensor 8": {"strategy": "zero3", "tensor_ranks": 8},
-    "zero3 x tensor 8 x pipeline 4": {"strategy": "zero3", "tensor_ranks": 8, "pipeline_ranks": 4, "accumulate": 8},
+    "zero3 x tensor 8 x pipeline 4": {
+        "strategy": "zero3",
+        "tensor_ranks": 8,
+        "pipeline_ranks": 4,
+        "accumulate": 8,
+    },
 }
 EXPECTED = "under 120 s and 4 GiB at 1,024 ranks; 16,384 no more than twice that"
 
@@ -39,12 +46,20 @@ def simulate_one(package_path: str, ranks: int, options: dict[str, Any], result:
     began = time.perf_counter()
     source = Source(trainload.open(package_path))
     rows = ranks * options.get("accumulate", 1)
-    plan = make_plan(source, Cluster(nodes=ranks // 8, devices_per_node=8), global_batch=rows, **options)
+    plan = make_plan(
+        source, Cluster(nodes=ranks // 8, devices_per_node=8), global_batch=rows, **options
+    )
     planned = time.perf_counter()
     found = simulate(source, plan)
     ended = time.perf_counter()
-    collectives = sum(count for operators in found.counts().values() for count in operators.values())
-    told = {"plan_seconds": planned - began, "simulate_seconds": ended - planned, "collectives": collectives}
+    collectives = sum(
+        count for operators in found.counts().values() for count in operators.values()
+    )
+    told = {
+        "plan_seconds": planned - began,
+        "simulate_seconds": ended - planned,
+        "collectives": collectives,
+    }
     told["peak_bytes"] = PeakMemory().read()["since_start"]
     Path(result).write_text(json.dumps(told))
 
@@ -57,14 +72,22 @@ def freeze(path: str, length: int, result: str) -> None:
     began = time.perf_counter()
     package = llama8b.freeze(Path(path), length=length)
     parameters = sum(1 for p in package.parameters if p.alias_of is None)
-    told = {"seconds": time.perf_counter() - began, "parameters": parameters, "peak_bytes": PeakMemory().read()["since_start"]}
+    told = {
+        "seconds": time.perf_counter() - began,
+        "parameters": parameters,
+        "peak_bytes": PeakMemory().read()["since_start"],
+    }
     Path(result).write_text(json.dumps(told))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=8192, help="tokens of a row")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024, 16384], help="multiples of 32")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[64, 1024, 16384], help="multiples of 32"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "simulate.json", help="the result")
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
@@ -78,21 +101,52 @@ def main() -> None:
                 alone(simulate_one, package, ranks, plan, str(result))
                 entry = {"ranks": ranks, "plan": name, **json.loads(result.read_text())}
                 found.append(entry)
-                note(f"{ranks} ranks, {name}: {entry['plan_seconds'] + entry['simulate_seconds']:.0f} s")
+                note(
+                    f"{ranks} ranks, {name}:"
+                    f" {entry['plan_seconds'] + entry['simulate_seconds']:.0f} s"
+                )
     rows = [
         [
             f"{e['ranks']:,}",
             e["plan"],
-            *(f"{s:.1f}" for s in (e["plan_seconds"], e["simulate_seconds"], e["plan_seconds"] + e["simulate_seconds"])),
+            *(
+                f"{s:.1f}"
+                for s in (
+                    e["plan_seconds"],
+                    e["simulate_seconds"],
+                    e["plan_seconds"] + e["simulate_seconds"],
+                )
+            ),
             f"{e['peak_bytes'] / MIB:.0f}",
             f"{e['collectives']:,}",
         ]
         for e in found
     ]
     screen().print(
-        table("Llama 3.1 8B", ["ranks", "plan", "planned, s", "gone through, s", "together, s", "MiB at most", "collectives"], rows)
+        table(
+            "Llama 3.1 8B",
+            [
+                "ranks",
+                "plan",
+                "planned, s",
+                "gone through, s",
+                "together, s",
+                "MiB at most",
+                "collectives",
+            ],
+            rows,
+        )
     )
-    save({"expected": EXPECTED, "machine": machine(), "length": options.length, "freeze": frozen, "found": found}, options.out)
+    save(
+        {
+            "expected": EXPECTED,
+            "machine": machine(),
+            "length": options.length,
+            "freeze": frozen,
+            "found": found,
+        },
+        options.out,
+    )
 
 
 if __name__ == "__main__":

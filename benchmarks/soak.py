@@ -1,11 +1,13 @@
-"""A run of half an hour with a fault every 40 to 90 seconds: nothing may be lost, and no memory may grow.
+"""A run of half an hour with a fault every 40 to 90 seconds: nothing may be lost, and no memory may
+grow.
 
     python benchmarks/soak.py [--minutes 30] [--seed 0]
 
-The run has two workers on a cluster of three nodes, in a folder on a disk of its own. What happens is drawn at random, and happens at the
-first step after its time, once the run has got over what was before it. At the end the run is stopped, and its losses are compared, bit by
-bit, with those of an undisturbed run of as many steps on two workers. The memory of the driver, of its keeper and of the workers is
-sampled every two seconds.
+The run has two workers on a cluster of three nodes, in a folder on a disk of its own. What happens
+is drawn at random, and happens at the first step after its time, once the run has got over what was
+before it. At the end the run is stopped, and its losses are compared, bit by bit, with those of an
+undisturbed run of as many steps on two workers. The memory of the driver, of its keeper and of the
+workers is sampled every two seconds.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def preempt_and_replace(run: Run) -> None:
 
 
 def steps_again(run: Run, fault: Fault | None) -> bool:
-    """Return True if a run has stepped since its last fault: in a later attempt, unless the run continues through such a fault."""
+    """Return True if a run has stepped since its last fault: in a later attempt, unless the run
+    continues through such a fault.
+    """
     since = run.at if fault is not None and fault.said != "warning" else 0.0
     start, step = run.last("start", since), run.last("step", run.at)
     return start is not None and step is not None and step.time > start.time
@@ -84,9 +88,23 @@ DRAWN: tuple[tuple[Fault, float], ...] = (
     (of("worker stuck"), 1),
     (replace(of("node lost, a spare"), act=lose_and_replace), 2),
     (replace(of("preemption"), act=preempt_and_replace), 2),
-    (replace(of("storage"), name="storage takes nothing for 10 s", act=partial(fail_storage, seconds=10.0)), 1),
+    (
+        replace(
+            of("storage"),
+            name="storage takes nothing for 10 s",
+            act=partial(fail_storage, seconds=10.0),
+        ),
+        1,
+    ),
     (replace(of("disk full"), name="disk full for 10 s", act=partial(fill_disk, seconds=10.0)), 1),
-    (replace(of("data gone"), name="data gone for 10 s, worker killed", act=partial(lose_data, seconds=10.0)), 1),
+    (
+        replace(
+            of("data gone"),
+            name="data gone for 10 s, worker killed",
+            act=partial(lose_data, seconds=10.0),
+        ),
+        1,
+    ),
     (of("newest checkpoint changed"), 1),
     (of("driver lost"), 0.5),
     (of("cluster and head restarted"), 0.5),
@@ -115,8 +133,12 @@ class Sampler:
         while not self._over.wait(EVERY):
             for kind, pid in self._processes():
                 try:
-                    held = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-                    began = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+                    held = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
+                        "SC_PAGE_SIZE"
+                    )
+                    began = int(
+                        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+                    ) / os.sysconf("SC_CLK_TCK")
                 except (OSError, IndexError):  # it has just ended
                     continue
                 age = float(Path("/proc/uptime").read_text().split()[0]) - began
@@ -132,8 +154,14 @@ class Sampler:
 
 
 def growth(samples: dict[tuple[str, int], list[tuple[float, int]]], kind: str) -> dict[str, Any]:
-    """How the memory of the processes of one kind grew, each from when it had settled to its end."""
-    lives = [[each for each in life if each[0] > SETTLED] for (name, _), life in samples.items() if name == kind]
+    """How the memory of the processes of one kind grew, each from when it had settled to its
+    end.
+    """
+    lives = [
+        [each for each in life if each[0] > SETTLED]
+        for (name, _), life in samples.items()
+        if name == kind
+    ]
     lives = [life for life in lives if len(life) > 1 and life[-1][0] - life[0][0] > SETTLED]
     if not lives:
         return {"processes": 0}
@@ -141,7 +169,9 @@ def growth(samples: dict[tuple[str, int], list[tuple[float, int]]], kind: str) -
     lasted = [life[-1][0] - life[0][0] for life in lives]
     longest = max(range(len(lives)), key=lasted.__getitem__)
     middle = len(lives[longest]) // 2
-    half = median(h for _, h in lives[longest][-5:]) - median(h for _, h in lives[longest][middle : middle + 5])
+    half = median(h for _, h in lives[longest][-5:]) - median(
+        h for _, h in lives[longest][middle : middle + 5]
+    )
     return {
         "processes": len(lives),
         "first_mib": lives[0][0][1] / MIB,
@@ -160,10 +190,44 @@ def reference(package: Path, data: Path, folder: Path, steps: int) -> dict[int, 
     """Return the losses of an undisturbed run on as many workers, as fast as possible."""
     from trainload.launching.run.journal import read_events
 
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "-m", "trainload"]
-    command += ["--library", LIBRARY, "launch", str(package), "--data", str(data), "--run-dir", str(folder), "--backend", "torchrun"]
-    command += ["--no-compile", "--strategy", "zero3", "--set", "global_batch=8", "--steps", str(steps)]
-    subprocess.run(command, check=True, env={**os.environ, PACE: "0", "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(WORLD),
+        "-m",
+        "trainload",
+    ]
+    command += [
+        "--library",
+        LIBRARY,
+        "launch",
+        str(package),
+        "--data",
+        str(data),
+        "--run-dir",
+        str(folder),
+        "--backend",
+        "torchrun",
+    ]
+    command += [
+        "--no-compile",
+        "--strategy",
+        "zero3",
+        "--set",
+        "global_batch=8",
+        "--steps",
+        str(steps),
+    ]
+    subprocess.run(
+        command,
+        check=True,
+        env={**os.environ, PACE: "0", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
     return losses_by_step(read_events(folder))
 
 
@@ -177,9 +241,23 @@ def soak(scratch: Path, minutes: float, seed: int) -> dict[str, Any]:
         with disk(scratch / "disk", 256) as place:
             run = Run(place / "run", rows, nodes, quiet=True)
             patience = [f"{name}=120" for name in ("node_patience", "storage_patience")]
-            settings = [f"hang_timeout={HANG_TIMEOUT}", "global_batch=8", "max_failures=10", *patience]
+            settings = [
+                f"hang_timeout={HANG_TIMEOUT}",
+                "global_batch=8",
+                "max_failures=10",
+                *patience,
+            ]
             options = [part for setting in settings for part in ("--set", setting)]
-            run.launch(package, "--nodes", str(WORLD), "--steps", "1000000", "--checkpoint-every", "50", *options)
+            run.launch(
+                package,
+                "--nodes",
+                str(WORLD),
+                "--steps",
+                "1000000",
+                "--checkpoint-every",
+                "50",
+                *options,
+            )
             sampler = Sampler(run)
             try:
                 run.reach(60)
@@ -196,7 +274,10 @@ def soak(scratch: Path, minutes: float, seed: int) -> dict[str, Any]:
                     fault.act(run)
                     drawn.append((time.monotonic() - began, fault.name))
                     step = run.last("step")
-                    note(f"{drawn[-1][0]:6.0f} s  {fault.name}, at step {None if step is None else step.data['step']}")
+                    note(
+                        f"{drawn[-1][0]:6.0f} s  {fault.name}, at step"
+                        f" {None if step is None else step.data['step']}"
+                    )
                 run.wait(partial(steps_again, run, fault))
                 seconds = time.monotonic() - began
                 (run.folder / "stop").touch()
@@ -209,7 +290,14 @@ def soak(scratch: Path, minutes: float, seed: int) -> dict[str, Any]:
         nodes.close()
 
 
-def result(run: Run, package: Path, scratch: Path, seconds: float, drawn: Sequence[tuple[float, str]], sampler: Sampler) -> dict[str, Any]:
+def result(
+    run: Run,
+    package: Path,
+    scratch: Path,
+    seconds: float,
+    drawn: Sequence[tuple[float, str]],
+    sampler: Sampler,
+) -> dict[str, Any]:
     """What came of a soak."""
     from trainload.launching.checkpoints.index import published
 
@@ -240,9 +328,24 @@ def result(run: Run, package: Path, scratch: Path, seconds: float, drawn: Sequen
 
 def show(result: dict[str, Any]) -> None:
     """Print it."""
-    facts = [(name.replace("_", " "), f"{value:.0f}" if isinstance(value, float) else str(value)) for name, value in result.items()]
-    screen().print(table("A run with many faults", ("", "value"), [fact for fact in facts if fact[0] not in ("memory", "faults")]))
-    screen().print(table("Faults", ("fault", "times"), [(name, str(times)) for name, times in sorted(result["faults"].items())]))
+    facts = [
+        (name.replace("_", " "), f"{value:.0f}" if isinstance(value, float) else str(value))
+        for name, value in result.items()
+    ]
+    screen().print(
+        table(
+            "A run with many faults",
+            ("", "value"),
+            [fact for fact in facts if fact[0] not in ("memory", "faults")],
+        )
+    )
+    screen().print(
+        table(
+            "Faults",
+            ("fault", "times"),
+            [(name, str(times)) for name, times in sorted(result["faults"].items())],
+        )
+    )
     columns = (
         "resident memory, MiB",
         "processes",
@@ -254,7 +357,15 @@ def show(result: dict[str, Any]) -> None:
         "grown in it",
         "in its second half",
     )
-    keys = ("first_mib", "last_mib", "greatest_mib", "median_grown_mib", "longest_s", "grown_in_longest_mib", "grown_in_second_half_mib")
+    keys = (
+        "first_mib",
+        "last_mib",
+        "greatest_mib",
+        "median_grown_mib",
+        "longest_s",
+        "grown_in_longest_mib",
+        "grown_in_second_half_mib",
+    )
     lines = [
         (kind, str(each["processes"]), *(f"{each[key]:.1f}" if key in each else "" for key in keys))
         for kind, each in result["memory"].items()
@@ -264,7 +375,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS / "soak.json")

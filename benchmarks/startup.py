@@ -1,9 +1,10 @@
-"""Seconds from a command to the end of its first optimizer step: `trainload launch` beside a Ray Train script that compiles the same model.
+"""Seconds from a command to the end of its first optimizer step: `trainload launch` beside a Ray
+Train script that compiles the same model.
 
     python benchmarks/startup.py
 
-Both start a local Ray cluster and two gloo workers. Cold: the caches of compiled graphs are empty. Warm: they are as the run before left
-them. The systems take turns.
+Both start a local Ray cluster and two gloo workers. Cold: the caches of compiled graphs are empty.
+Warm: they are as the run before left them. The systems take turns.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def run(system: str, inputs: Inputs, cache: Path) -> dict[str, float]:
     """Run one command to its end.
 
     Returns:
-        first_step: seconds from the command to the end of the first step; whole: to its end; for trainload also seconds of its stages.
+        first_step: seconds from the command to the end of the first step; whole: to its end; for
+            trainload also seconds of its stages.
     """
     folder = Path(tempfile.mkdtemp(dir=inputs.scratch))
     environment = {
@@ -55,11 +57,32 @@ def run(system: str, inputs: Inputs, cache: Path) -> dict[str, float]:
     }
     if system == PEER:
         out = folder / "time"
-        options = ["--data", inputs.data, "--out", out, "--storage", folder / "ray", "--steps", STEPS]
+        options = [
+            "--data",
+            inputs.data,
+            "--out",
+            out,
+            "--storage",
+            folder / "ray",
+            "--steps",
+            STEPS,
+        ]
         command = [sys.executable, HERE / "peer_ray_train.py", *options]
     else:
         strategy = system.rpartition(" ")[2]
-        options = ["--data", inputs.data, "--workers", 2, "--strategy", strategy, "--steps", STEPS, "--run-dir", folder / "run", "--json"]
+        options = [
+            "--data",
+            inputs.data,
+            "--workers",
+            2,
+            "--strategy",
+            strategy,
+            "--steps",
+            STEPS,
+            "--run-dir",
+            folder / "run",
+            "--json",
+        ]
         command = [sys.executable, "-m", "trainload", "launch", inputs.package, *options]
     began = time.time()
     done = subprocess.run(
@@ -102,28 +125,43 @@ def prepare_inputs(scratch: Path) -> Inputs:
     note("preparing: corpus and package")
     made = corpus.build(scratch / "corpus", Config().context)
     package = scratch / "gpt.tl"
-    command = [sys.executable, "-m", "trainload", "freeze", f"{EXAMPLE / 'job.py'}:job", "-o", str(package)]
+    command = [
+        sys.executable,
+        "-m",
+        "trainload",
+        "freeze",
+        f"{EXAMPLE / 'job.py'}:job",
+        "-o",
+        str(package),
+    ]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return Inputs(package, made.train, scratch)
 
 
 def main() -> int:
     """The benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cold", type=int, default=2, help="runs with empty caches")
     parser.add_argument("--warm", type=int, default=5, help="runs with full ones")
     parser.add_argument("--out", type=Path, default=RESULTS / "startup.json")
     arguments = parser.parse_args()
     began = time.perf_counter()
     systems = [PEER, *(f"trainload {strategy}" for strategy in STRATEGIES)]
-    figures: dict[str, dict[str, list[dict[str, float]]]] = {system: {"cold": [], "warm": []} for system in systems}
+    figures: dict[str, dict[str, list[dict[str, float]]]] = {
+        system: {"cold": [], "warm": []} for system in systems
+    }
     with tempfile.TemporaryDirectory(prefix="trainload-startup-") as name:
         inputs = prepare_inputs(Path(name))
         for number in range(arguments.cold + arguments.warm):
             kind = "cold" if number < arguments.cold else "warm"
             for system in systems:
                 # Each cold run has caches of its own; warm ones go on with the last cold run's.
-                cache = inputs.scratch / f"cache-{min(number, arguments.cold - 1)}-{system.replace(' ', '-')}"
+                cache = (
+                    inputs.scratch
+                    / f"cache-{min(number, arguments.cold - 1)}-{system.replace(' ', '-')}"
+                )
                 cache.mkdir(mode=0o700, exist_ok=True)
                 try:
                     found = run(system, inputs, cache)
@@ -133,24 +171,39 @@ def main() -> int:
                 figures[system][kind].append(found)
                 note(f"{system}, {kind}: first step after {found['first_step']:.1f} s")
     first = {
-        system: {kind: median(run["first_step"] for run in runs) for kind, runs in kinds.items() if runs}
+        system: {
+            kind: median(run["first_step"] for run in runs) for kind, runs in kinds.items() if runs
+        }
         for system, kinds in figures.items()
     }
     ratios = {
-        system: {kind: value / first[PEER][kind] for kind, value in kinds.items()} for system, kinds in first.items() if system != PEER
+        system: {kind: value / first[PEER][kind] for kind, value in kinds.items()}
+        for system, kinds in first.items()
+        if system != PEER
     }
     rows = [
         (
             system,
             *(f"{kinds[kind]:.1f}" if kind in kinds else "-" for kind in ("cold", "warm")),
-            *(f"{ratios[system][kind]:.2f}" if kind in ratios.get(system, {}) else "" for kind in ("cold", "warm")),
+            *(
+                f"{ratios[system][kind]:.2f}" if kind in ratios.get(system, {}) else ""
+                for kind in ("cold", "warm")
+            ),
         )
         for system, kinds in first.items()
     ]
     columns = ("seconds from command to first step", "cold", "warm", "cold / peer", "warm / peer")
-    screen().print(table("start-up, 2 workers on a local Ray cluster", columns, rows, marked=systems[1:]))
+    screen().print(
+        table("start-up, 2 workers on a local Ray cluster", columns, rows, marked=systems[1:])
+    )
     settings = {"cold": arguments.cold, "warm": arguments.warm, "workers": 2}
-    result: dict[str, Any] = {"machine": machine(), "settings": settings, "runs": figures, "first_step_seconds": first, "ratios": ratios}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "settings": settings,
+        "runs": figures,
+        "first_step_seconds": first,
+        "ratios": ratios,
+    }
     save(result | {"seconds": time.perf_counter() - began}, arguments.out)
     note(f"written: {arguments.out}")
     return 0

@@ -1,9 +1,11 @@
-"""Step time and memory of trainload beside torch's own strategies: two gloo workers of one thread, same model, batch and precision.
+"""Step time and memory of trainload beside torch's own strategies: two gloo workers of one thread,
+same model, batch and precision.
 
     python benchmarks/steps.py
 
-Every system lives in its own pair of processes, with its own compile cache. They take turns: each round, each system runs a few steps while
-all others wait for a pipe. The figure is the median over the rounds of a round's median step, of the slower rank.
+Every system lives in its own pair of processes, with its own compile cache. They take turns: each
+round, each system runs a few steps while all others wait for a pipe. The figure is the median over
+the rounds of a round's median step, of the slower rank.
 """
 
 from __future__ import annotations
@@ -16,7 +18,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import EXAMPLE, MIB, RESULTS, machine, median, note, save, screen, see_example, spread, table
+from measure import (
+    EXAMPLE,
+    MIB,
+    RESULTS,
+    machine,
+    median,
+    note,
+    save,
+    screen,
+    see_example,
+    spread,
+    table,
+)
 from prepare import prepare
 from rich.console import Console
 from systems import System
@@ -29,23 +43,45 @@ PEERS = (
     System("FSDP2", "fsdp2", compiled=False),
     System("FSDP2 compiled", "fsdp2"),
 )
-SYSTEMS = (*PEERS, *(System(f"trainload {strategy}", "trainload", strategy=strategy) for strategy in STRATEGIES))
+SYSTEMS = (
+    *PEERS,
+    *(System(f"trainload {strategy}", "trainload", strategy=strategy) for strategy in STRATEGIES),
+)
 JOBS = {"fp32": "job_fp32", "bf16": "job"}
 """Precision -> the example's job: bf16 is autocast in the blocks, with fp32 parameters."""
 BATCHES = 64
 """Batches that a worker holds in memory and goes through again and again."""
 
 
-def measure(precision: str, names: list[str], rounds: int, steps: int, rows: int, scratch: Path) -> dict[str, Any]:
-    """Measure the systems of these names. Returns name -> figures, in the order of `SYSTEMS`; one that fails has only `error`."""
+def measure(
+    precision: str, names: list[str], rounds: int, steps: int, rows: int, scratch: Path
+) -> dict[str, Any]:
+    """Measure the systems of these names.
+
+    Returns name -> figures, in the order of `SYSTEMS`; one that fails has only `error`.
+    """
     see_example()
     from model import Config
 
     chosen = [system for system in SYSTEMS if system.name in names]
     note(f"{precision}: freezing")
     folder = scratch / precision
-    package = prepare(f"{EXAMPLE / 'job.py'}:{JOBS[precision]}", folder, ",".join(STRATEGIES), WORLD_SIZE, batch=rows * WORLD_SIZE)
-    settings = Settings("fp32" if precision == "fp32" else "bf16", package, folder, scratch, rows, Config().context, BATCHES)
+    package = prepare(
+        f"{EXAMPLE / 'job.py'}:{JOBS[precision]}",
+        folder,
+        ",".join(STRATEGIES),
+        WORLD_SIZE,
+        batch=rows * WORLD_SIZE,
+    )
+    settings = Settings(
+        "fp32" if precision == "fp32" else "bf16",
+        package,
+        folder,
+        scratch,
+        rows,
+        Config().context,
+        BATCHES,
+    )
     figures: dict[str, Any] = {}
     pairs: dict[str, Workers] = {}
     runs: dict[str, list[list[Round]]] = {system.name: [] for system in chosen}
@@ -68,13 +104,18 @@ def measure(precision: str, names: list[str], rounds: int, steps: int, rows: int
 
 
 def _figures(rounds: list[list[Round]]) -> dict[str, Any]:
-    """What is reported of one system: seconds of the slower rank; bytes of the larger, and of each rank in `ranks`.
+    """What is reported of one system: seconds of the slower rank; bytes of the larger, and of each
+    rank in `ranks`.
 
-    The ranks differ where one of them compiled for both and has kept some of the memory that it took.
+    The ranks differ where one of them compiled for both and has kept some of the memory that it
+    took.
     """
     of_rounds = [max(median(rank.seconds) for rank in ranks) for ranks in rounds]
     memory = [
-        {f"{kind}_bytes": max(ranks[number].memory[kind] for ranks in rounds) for kind in ("peak", "private", "since_start")}
+        {
+            f"{kind}_bytes": max(ranks[number].memory[kind] for ranks in rounds)
+            for kind in ("peak", "private", "since_start")
+        }
         for number in range(WORLD_SIZE)
     ]
     return {
@@ -88,7 +129,10 @@ def _figures(rounds: list[list[Round]]) -> dict[str, Any]:
 
 
 def ratios(figures: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures of trainload over each peer's: {"step_seconds": {"trainload zero3": {"DDP": 1.1}}}. Below 1: trainload needs less."""
+    """Figures of trainload over each peer's: {"step_seconds": {"trainload zero3": {"DDP": 1.1}}}.
+
+    Below 1: trainload needs less.
+    """
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind in ("step_seconds", "peak_bytes", "private_bytes"):
         found[kind] = {
@@ -107,7 +151,16 @@ def show(precision: str, figures: dict[str, Any], console: Console) -> None:
     """Print one precision's tables."""
     measured = {name: entry for name, entry in figures.items() if "step_seconds" in entry}
     ours = [name for name in measured if name.startswith("trainload")]
-    columns = ("system", "step ms", "+-", "peak MiB", "private MiB", "on the other rank", "first step s", "loss")
+    columns = (
+        "system",
+        "step ms",
+        "+-",
+        "peak MiB",
+        "private MiB",
+        "on the other rank",
+        "first step s",
+        "loss",
+    )
     rows = [
         (
             name,
@@ -121,7 +174,9 @@ def show(precision: str, figures: dict[str, Any], console: Console) -> None:
         )
         for name, entry in measured.items()
     ]
-    console.print(table(f"{precision}, {WORLD_SIZE} gloo workers of one thread", columns, rows, marked=ours))
+    console.print(
+        table(f"{precision}, {WORLD_SIZE} gloo workers of one thread", columns, rows, marked=ours)
+    )
     for kind, title in (("step_seconds", "step time"), ("private_bytes", "private peak memory")):
         against = ratios(figures)[kind]
         peers = [peer.name for peer in PEERS if peer.name in measured]
@@ -136,7 +191,9 @@ def show(precision: str, figures: dict[str, Any], console: Console) -> None:
 
 def main() -> int:
     """The benchmark. Returns 1 where a system failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps of one system in one round")
     parser.add_argument("--rows", type=int, default=8, help="rows of one worker's batch")
@@ -147,18 +204,29 @@ def main() -> int:
     names = arguments.only.split(",") if arguments.only else [system.name for system in SYSTEMS]
     unknown = set(names) - {system.name for system in SYSTEMS}
     if unknown:
-        parser.error(f"no such system: {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in SYSTEMS)}")
+        parser.error(
+            f"no such system: {', '.join(sorted(unknown))}; there are"
+            f" {', '.join(s.name for s in SYSTEMS)}"
+        )
     began = time.perf_counter()
     result: dict[str, Any] = {
         "machine": machine(),
-        "settings": {"workers": WORLD_SIZE, "threads": 1, "rows": arguments.rows, "rounds": arguments.rounds, "steps": arguments.steps},
+        "settings": {
+            "workers": WORLD_SIZE,
+            "threads": 1,
+            "rows": arguments.rows,
+            "rounds": arguments.rounds,
+            "steps": arguments.steps,
+        },
         "precisions": {},
     }
     failed = False
     console = screen()
     with tempfile.TemporaryDirectory(prefix="trainload-steps-") as scratch:
         for precision in JOBS if arguments.precision == "both" else [arguments.precision]:
-            figures = measure(precision, names, arguments.rounds, arguments.steps, arguments.rows, Path(scratch))
+            figures = measure(
+                precision, names, arguments.rounds, arguments.steps, arguments.rows, Path(scratch)
+            )
             result["precisions"][precision] = {"systems": figures, "ratios": ratios(figures)}
             failed |= any("error" in entry for entry in figures.values())
             show(precision, figures, console)

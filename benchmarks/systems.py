@@ -1,4 +1,7 @@
-"""Which ways to train are compared. Imports no torch, so that a worker can set its environment first."""
+"""Which ways to train are compared.
+
+Imports no torch, so that a worker can set its environment first.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to train. `strategy` is trainload's; `compiled` says whether the model is compiled."""
+    """One way to train.
+
+    `strategy` is trainload's; `compiled` says whether the model is compiled.
+    """
 
     name: str
     kind: Kind
@@ -22,7 +28,11 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place. `package` and `plans`: what trainload trains, and the folder of plan files, STRATEGY.json; `cache`: its own."""
+    """One rank's place.
+
+    `package` and `plans`: what trainload trains, and the folder of plan files, STRATEGY.json;
+    `cache`: its own.
+    """
 
     rank: int
     world_size: int

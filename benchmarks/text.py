@@ -1,4 +1,6 @@
-"""Real text to train on: bytes of the running Python's standard library, and what is made of them."""
+"""Real text to train on: bytes of the running Python's standard library, and what is made of
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ import corpus  # noqa: E402  # of the example
 
 
 def byte_windows(rows: int, length: int) -> npt.NDArray[np.uint8]:
-    """The first `rows` windows of the standard library's source text, uint8 (rows, length). The same wherever the library is the same."""
+    """The first `rows` windows of the standard library's source text, uint8 (rows, length).
+
+    The same wherever the library is the same.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in corpus.source_files(root):
@@ -28,9 +33,12 @@ def byte_windows(rows: int, length: int) -> npt.NDArray[np.uint8]:
 def word_windows(rows: int, length: int, vocabulary: int, seed: int = 0) -> npt.NDArray[np.int32]:
     """Tokens of a vocabulary too large for bytes, int32 (rows, length).
 
-    Drawn by Zipf's law, each second one determined by the one before it, so that there is something to learn.
+    Drawn by Zipf's law, each second one determined by the one before it, so that there is something
+    to learn.
     """
     generator = np.random.default_rng(seed)
     drawn = np.minimum(generator.zipf(1.2, size=(rows, length)), vocabulary) - 1
-    drawn[:, 1::2] = (drawn[:, 0 : length - 1 : 2][:, : drawn[:, 1::2].shape[1]] * 31 + 7) % vocabulary
+    drawn[:, 1::2] = (
+        drawn[:, 0 : length - 1 : 2][:, : drawn[:, 1::2].shape[1]] * 31 + 7
+    ) % vocabulary
     return drawn.astype(np.int32)

@@ -1,4 +1,5 @@
-"""What steps a model in the step benchmark: torch's own strategies from the example's source, and trainload from a package.
+"""What steps a model in the step benchmark: torch's own strategies from the example's source, and
+trainload from a package.
 
 Each runs in a process of its own, as one of two ranks of a gloo group.
 """
@@ -29,7 +30,10 @@ class Trainer(Protocol):
     """Steps a model."""
 
     def step(self, number: int, tokens: Tensor) -> float:
-        """One optimizer update on this rank's rows, uint8 (rows, context + 1). Returns a loss: peers' own rows', trainload's all rows'."""
+        """One optimizer update on this rank's rows, uint8 (rows, context + 1).
+
+        Returns a loss: peers' own rows', trainload's all rows'.
+        """
         ...
 
 
@@ -48,14 +52,21 @@ class Training(nn.Module):
 class Peer:
     """Eager autograd with torch's fused AdamW, clipping and the example's schedule."""
 
-    def __init__(self, module: Callable[[Tensor], tuple[Tensor, Tensor]], parameters: list[nn.Parameter]) -> None:
+    def __init__(
+        self, module: Callable[[Tensor], tuple[Tensor, Tensor]], parameters: list[nn.Parameter]
+    ) -> None:
         self._module = module
         self._parameters = parameters
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": example.WEIGHT_DECAY},
+            {
+                "params": [p for p in parameters if p.ndim >= 2],
+                "weight_decay": example.WEIGHT_DECAY,
+            },
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW(groups, lr=example.PEAK_RATE, betas=(0.9, 0.95), fused=True)
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=example.PEAK_RATE, betas=(0.9, 0.95), fused=True
+        )
 
     def step(self, number: int, tokens: Tensor) -> float:
         loss, accuracy = self._module(tokens)
@@ -70,14 +81,18 @@ class Peer:
 
 
 def ddp(place: Place, compiled: bool) -> Peer:
-    """DistributedDataParallel, gradients as views of its buckets; compiled: the whole of it, so that torch splits the graph at buckets."""
+    """DistributedDataParallel, gradients as views of its buckets; compiled: the whole of it, so
+    that torch splits the graph at buckets.
+    """
     wrapped = DistributedDataParallel(Training(model_of(place)), gradient_as_bucket_view=True)
     parameters = list(wrapped.parameters())
     return Peer(torch.compile(wrapped) if compiled else wrapped, parameters)
 
 
 def fsdp2(place: Place, compiled: bool) -> Peer:
-    """fully_shard on each block and on the rest; compiled: each block before it is sharded, and the head with the loss stays eager."""
+    """fully_shard on each block and on the rest; compiled: each block before it is sharded, and the
+    head with the loss stays eager.
+    """
     model = model_of(place)
     training = Training(model)
     mesh = init_device_mesh("cpu", (place.world_size,))
@@ -110,9 +125,17 @@ class Trainload:
         plan = Plan.model_validate_json((place.plans / f"{strategy}.json").read_bytes())
         bind_groups(plan.groups())
         device = torch.device("cpu")
-        folder = compile_build(package, plan, device, place.cache, lambda stage, seconds: note(f"  {stage}: {seconds:.1f} s"))
+        folder = compile_build(
+            package,
+            plan,
+            device,
+            place.cache,
+            lambda stage, seconds: note(f"  {stage}: {seconds:.1f} s"),
+        )
         dist.barrier()
-        self._engine = Engine(package, plan, place.rank, device, load_build(folder, package, plan, place.cache))
+        self._engine = Engine(
+            package, plan, place.rank, device, load_build(folder, package, plan, place.cache)
+        )
         self._engine.held.load_package()
         self._mode = deterministic  # as in every worker
         self._first_row = place.rank * plan.rows_per_call
@@ -122,7 +145,9 @@ class Trainload:
         from trainload.launching.worker.engine import Draw
 
         with self._mode():
-            return self._engine.step(number, [Draw([Microbatch({"tokens": tokens}, self._first_row)])]).loss
+            return self._engine.step(
+                number, [Draw([Microbatch({"tokens": tokens}, self._first_row)])]
+            ).loss
 
 
 def make_trainer(system: System, place: Place) -> Trainer:

@@ -1,11 +1,14 @@
-"""Large weights: what writing, reading and sharding several GB of safetensors takes, beside plain reads of the same files.
+"""Large weights: what writing, reading and sharding several GB of safetensors takes, beside plain
+reads of the same files.
 
     python benchmarks/weights.py [--gib 4] [--rounds 3]
 
-Weights are written of state that is made tensor by tensor, so that the process holds none of it otherwise. Then, in processes of their
-own, interleaved: every byte is read by `dd`, by a plain loop, by safetensors (which checks nothing) and by the package's reader (which
-checks every digest); before each, the files are put out of the page cache. At last, each of N ranks reads its slices of ZeRO-3's
-buckets, and the bytes that it asks of the system are counted. Writes benchmarks/results/weights.json.
+Weights are written of state that is made tensor by tensor, so that the process holds none of it
+otherwise. Then, in processes of their
+own, interleaved: every byte is read by `dd`, by a plain loop, by safetensors (which checks nothing)
+and by the package's reader (which checks every digest); before each, the files are put out of the
+page cache. At last, each of N ranks reads its slices of ZeRO-3's buckets, and the bytes that it
+asks of the system are counted. Writes benchmarks/results/weights.json.
 """
 
 from __future__ import annotations
@@ -60,13 +63,21 @@ def resident() -> int:
 
 
 def write(folder: Path, count: int) -> dict[str, float]:
-    """Write the weights of a package: what follows from its program is small, and left out. Returns: seconds, and memory on top."""
+    """Write the weights of a package: what follows from its program is small, and left out.
+
+    Returns: seconds, and memory on top.
+    """
     from trainload.packaging.format.manifest import ParameterEntry
     from trainload.packaging.tensors.safetensors_file import TensorSpec
     from trainload.packaging.tensors.weight_shards import write_weights
 
     state = Made(count)
-    entries = [ParameterEntry(name=name, dtype="float32", shape=(WIDTH, WIDTH), trainable=True, alias_of=None) for name in state]
+    entries = [
+        ParameterEntry(
+            name=name, dtype="float32", shape=(WIDTH, WIDTH), trainable=True, alias_of=None
+        )
+        for name in state
+    ]
     specs = [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in entries]
     state[next(iter(state))]
     before, began = resident(), time.perf_counter()
@@ -84,16 +95,32 @@ def manifest_of(folder: Path, count: int) -> Any:
     listed = {
         f"weights/{path.name}": FileEntry(
             media_type="application/octet-stream",
-            sha256=sha256_file(path) if path.suffix == ".json" else "0" * 64,  # the reader checks chunks
+            # the reader checks chunks
+            sha256=sha256_file(path) if path.suffix == ".json" else "0" * 64,
             size=path.stat().st_size,
         )
         for path in sorted((folder / "weights").iterdir())
     }
     recipe = Recipe(
-        optimizer="SGD", groups=(GroupRecipe(name="all", parameters=tuple(names), learning_rates=(0.1,)),), steps=1, global_batch=1
+        optimizer="SGD",
+        groups=(GroupRecipe(name="all", parameters=tuple(names), learning_rates=(0.1,)),),
+        steps=1,
+        global_batch=1,
     )
-    parameters = tuple(ParameterEntry(name=name, dtype="float32", shape=(WIDTH, WIDTH), trainable=True, alias_of=None) for name in names)
-    nothing: dict[str, Any] = {"features": (), "graphs": {}, "buffers": (), "constants": (), "updates": (), "ops": {}}
+    parameters = tuple(
+        ParameterEntry(
+            name=name, dtype="float32", shape=(WIDTH, WIDTH), trainable=True, alias_of=None
+        )
+        for name in names
+    )
+    nothing: dict[str, Any] = {
+        "features": (),
+        "graphs": {},
+        "buffers": (),
+        "constants": (),
+        "updates": (),
+        "ops": {},
+    }
     nothing |= {"higher_order_ops": (), "op_libraries": {}, "passes": (), "parent": None}
     return Manifest(parameters=parameters, recipe=recipe, files=listed, **nothing)
 
@@ -101,7 +128,9 @@ def manifest_of(folder: Path, count: int) -> Any:
 def read(folder: Path, way: str) -> dict[str, float]:
     """Read every byte in one way. Returns: seconds, and memory on top."""
     files = sorted((folder / "weights").glob("*.safetensors"))
-    count = len(json.loads((folder / "weights/model.safetensors.index.json").read_bytes())["weight_map"])
+    count = len(
+        json.loads((folder / "weights/model.safetensors.index.json").read_bytes())["weight_map"]
+    )
     if way == "trainload":
         from trainload.packaging.tensors.weight_shards import WeightReader
 
@@ -131,10 +160,16 @@ def read(folder: Path, way: str) -> dict[str, float]:
 
 
 def rank(folder: Path, index: int, world: int) -> dict[str, float]:
-    """One rank of `world` reads its slices: of each bucket (four parameters, flat) one contiguous part. Returns: bytes it asked for."""
+    """One rank of `world` reads its slices: of each bucket (four parameters, flat) one contiguous
+    part.
+
+    Returns: bytes it asked for.
+    """
     from trainload.packaging.tensors.weight_shards import WeightReader
 
-    count = len(json.loads((folder / "weights/model.safetensors.index.json").read_bytes())["weight_map"])
+    count = len(
+        json.loads((folder / "weights/model.safetensors.index.json").read_bytes())["weight_map"]
+    )
     reader = WeightReader(folder, manifest_of(folder, count))
     names, elements = list(reader.names()), WIDTH * WIDTH
     asked = _read_so_far()
@@ -147,7 +182,12 @@ def rank(folder: Path, index: int, world: int) -> dict[str, float]:
             start, stop = max(low - number * elements, 0), min(high - number * elements, elements)
             if start < stop:
                 owned += reader.slice(name, start, stop).nbytes
-    return {"seconds": time.perf_counter() - began, "bytes": _read_so_far() - asked, "owned": owned, "resident": resident() - before}
+    return {
+        "seconds": time.perf_counter() - began,
+        "bytes": _read_so_far() - asked,
+        "owned": owned,
+        "resident": resident() - before,
+    }
 
 
 def _read_so_far() -> int:
@@ -168,7 +208,12 @@ def cold(folder: Path) -> None:
 
 def child(*arguments: object) -> dict[str, float]:
     """What this script prints in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--child", *map(str, arguments)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", *map(str, arguments)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
@@ -243,7 +288,13 @@ def main() -> None:
     )
     table(
         "what a rank reads of it",
-        ("ranks", "bytes asked by the one that asks most", "of all", "of 1/N", "resident on top, MiB"),
+        (
+            "ranks",
+            "bytes asked by the one that asks most",
+            "of all",
+            "of 1/N",
+            "resident on top, MiB",
+        ),
         [
             (
                 str(world),

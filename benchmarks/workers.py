@@ -1,4 +1,7 @@
-"""Pairs of worker processes that wait, idle, until they are told to run some steps. One pair for each system."""
+"""Pairs of worker processes that wait, idle, until they are told to run some steps.
+
+One pair for each system.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one rank saw of a round: seconds of each step, the last step's loss, and bytes of memory (see `PeakMemory.read`)."""
+    """What one rank saw of a round: seconds of each step, the last step's loss, and bytes of memory
+    (see `PeakMemory.read`).
+    """
 
     seconds: list[float]
     loss: float
@@ -60,7 +65,9 @@ class Workers:
         self._processes = []
         for rank in range(WORLD_SIZE):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(system, settings, rank, scratch, theirs), daemon=True)
+            process = spawn.Process(
+                target=_serve, args=(system, settings, rank, scratch, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -69,7 +76,12 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has ended already
                 pipe.send(0)
@@ -83,7 +95,8 @@ class Workers:
         """Wait until both ranks have built their trainer and made their first steps.
 
         Returns:
-            seconds to build and of the first step, of the slower rank; bytes that were resident before anything was built.
+            seconds to build and of the first step, of the slower rank; bytes that were resident
+            before anything was built.
         """
         answers: list[dict[str, float]] = self._receive(START_SECONDS)
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
@@ -100,7 +113,9 @@ class Workers:
         for rank, pipe in enumerate(self._pipes):
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise WorkerError(f"{self.system.name}: rank {rank} gave no answer in {timeout:.0f} s")
+                    raise WorkerError(
+                        f"{self.system.name}: rank {rank} gave no answer in {timeout:.0f} s"
+                    )
                 answer = pipe.recv()
             except EOFError:
                 raise WorkerError(f"{self.system.name}: rank {rank} has died") from None
@@ -110,7 +125,9 @@ class Workers:
         return answers
 
 
-def _serve(system: System, settings: Settings, rank: int, scratch: Path, pipe: Connection[Any, Any]) -> None:
+def _serve(
+    system: System, settings: Settings, rank: int, scratch: Path, pipe: Connection[Any, Any]
+) -> None:
     """A worker: builds its trainer, then runs as many steps as it is sent, until that is 0."""
     os.environ.update(
         OMP_NUM_THREADS="1",
@@ -123,26 +140,42 @@ def _serve(system: System, settings: Settings, rank: int, scratch: Path, pipe: C
         pipe.send(traceback.format_exc())
 
 
-def _work(system: System, settings: Settings, rank: int, scratch: Path, pipe: Connection[Any, Any]) -> None:
+def _work(
+    system: System, settings: Settings, rank: int, scratch: Path, pipe: Connection[Any, Any]
+) -> None:
     import torch
     import torch.distributed as dist
     from text import byte_windows
     from trainers import make_trainer
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=WORLD_SIZE)
-    text = torch.from_numpy(byte_windows(settings.rows * WORLD_SIZE * settings.steps, settings.context + 1))
-    batches = text.view(settings.steps, WORLD_SIZE, settings.rows, settings.context + 1)[:, rank].contiguous()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=WORLD_SIZE
+    )
+    text = torch.from_numpy(
+        byte_windows(settings.rows * WORLD_SIZE * settings.steps, settings.context + 1)
+    )
+    batches = text.view(settings.steps, WORLD_SIZE, settings.rows, settings.context + 1)[
+        :, rank
+    ].contiguous()
     memory = PeakMemory()
     before = memory.now()
     began = time.perf_counter()
-    place = Place(rank, WORLD_SIZE, settings.precision, settings.package, settings.plans, scratch / "cache")
+    place = Place(
+        rank, WORLD_SIZE, settings.precision, settings.package, settings.plans, scratch / "cache"
+    )
     trainer = make_trainer(system, place)
     built = time.perf_counter()
     trainer.step(0, batches[0])
     first = time.perf_counter()
     trainer.step(1, batches[1])
-    pipe.send({"build_seconds": built - began, "first_step_seconds": first - built, "bytes_before": float(before)})
+    pipe.send(
+        {
+            "build_seconds": built - began,
+            "first_step_seconds": first - built,
+            "bytes_before": float(before),
+        }
+    )
     number = 2
     while steps := pipe.recv():
         dist.barrier()

@@ -21,7 +21,9 @@ class FixedValue:
     text: str
 
     def __str__(self) -> str:
-        return repr(self.text) if self.kind == "str" else "None" if self.kind == "none" else self.text
+        return (
+            repr(self.text) if self.kind == "str" else "None" if self.kind == "none" else self.text
+        )
 
 
 def fixed_value(value: object) -> FixedValue:
@@ -35,7 +37,9 @@ def fixed_value(value: object) -> FixedValue:
     if isinstance(value, float):
         return FixedValue("float", repr(float(value)))
     if isinstance(value, str):
-        return FixedValue("str", str.__str__(value.value if isinstance(value, enum.Enum) else value))
+        return FixedValue(
+            "str", str.__str__(value.value if isinstance(value, enum.Enum) else value)
+        )
     assert isinstance(value, enum.Enum), "a batch holds no other constants"
     return FixedValue("enum", value.name)
 
@@ -84,12 +88,28 @@ class Guard:
 
     def __str__(self) -> str:
         """Return one line: inputs with sizes, absent names, constants, and size conditions."""
-        parts = [", ".join(f"{entry.name} {entry.dtype}[{', '.join(map(str, entry.sizes))}]" for entry in self.inputs)]
-        nothing = sorted({*self.absent, *(name for name, value in self.constants.items() if value.kind == "none")})
+        parts = [
+            ", ".join(
+                f"{entry.name} {entry.dtype}[{', '.join(map(str, entry.sizes))}]"
+                for entry in self.inputs
+            )
+        ]
+        nothing = sorted(
+            {
+                *self.absent,
+                *(name for name, value in self.constants.items() if value.kind == "none"),
+            }
+        )
         if nothing:
             parts.append(f"without {', '.join(nothing)}")
-        parts += [f"{name}={value}" for name, value in self.constants.items() if value.kind != "none"]
-        asked = [f"{symbol} {limits_text(*span)}" for symbol, span in self.ranges.items() if span != (1, None) or symbol != "batch"]
+        parts += [
+            f"{name}={value}" for name, value in self.constants.items() if value.kind != "none"
+        ]
+        asked = [
+            f"{symbol} {limits_text(*span)}"
+            for symbol, span in self.ranges.items()
+            if span != (1, None) or symbol != "batch"
+        ]
         return "; ".join([*parts, *asked, *self.conditions])
 
 

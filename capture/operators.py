@@ -10,7 +10,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 _OVERLOAD: type[Any] = type(torch.ops.aten.add.Tensor)
-HIGHER_ORDER_OPERATOR: type[Any] = next(c for c in type(torch.ops.higher_order.cond).__mro__ if c.__name__ == "HigherOrderOperator")
+HIGHER_ORDER_OPERATOR: type[Any] = next(
+    c for c in type(torch.ops.higher_order.cond).__mro__ if c.__name__ == "HigherOrderOperator"
+)
 
 
 class Overload:
@@ -60,7 +62,10 @@ def written_by(node: Node) -> list[Node]:
     found: list[Node] = []
     if is_overload(node.target):
         arguments = node.target._schema.arguments
-        given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+        given = (
+            dict(zip((argument.name for argument in arguments), node.args, strict=False))
+            | node.kwargs
+        )
         for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 torch.fx.map_arg(given.get(argument.name), found.append)
@@ -73,7 +78,8 @@ def base_of(node: Node) -> Node:
     It is the node itself if that is not a view.
     """
     while node.op == "call_function":
-        view: Any = node.args[0] if node.target is operator.getitem else node  # an operator such as split returns several views
+        # an operator such as split returns several views
+        view: Any = node.args[0] if node.target is operator.getitem else node
         if not (is_overload(view.target) and view.target.is_view):
             break
         node = view.args[0]
@@ -88,7 +94,11 @@ def body_at(module: GraphModule, node: Node) -> GraphModule | None:
 
 def bodies_of(module: GraphModule, node: Node) -> dict[Node, GraphModule]:
     """Return the graphs that an operator of `module` takes, by the nodes that refer to them."""
-    return {source: body for source in node.all_input_nodes if (body := body_at(module, source)) is not None}
+    return {
+        source: body
+        for source in node.all_input_nodes
+        if (body := body_at(module, source)) is not None
+    }
 
 
 def graphs_in(module: GraphModule) -> Iterator[GraphModule]:

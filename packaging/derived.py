@@ -87,8 +87,16 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
     }
     data = canonical_json(document)
     _check_document(parse_graph(data, key), f"derived/{key}/step.json", package.namespaces)
-    seal = Seal(key=key, program=package.manifest.program_digest, sha256=sha256_bytes(data), size=len(data), mac="")
-    seal = seal.model_copy(update={"mac": hmac.digest(user_key(create=True), seal.message(), "sha256").hex()})
+    seal = Seal(
+        key=key,
+        program=package.manifest.program_digest,
+        sha256=sha256_bytes(data),
+        size=len(data),
+        mac="",
+    )
+    seal = seal.model_copy(
+        update={"mac": hmac.digest(user_key(create=True), seal.message(), "sha256").hex()}
+    )
     folder = package.path / "derived"
     try:
         folder.mkdir(exist_ok=True)
@@ -98,7 +106,9 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
             temporary.chmod(0o755)
             _put(temporary, folder / key)
     except OSError as error:
-        raise StorageError(f"the derived graph cannot be saved: {error.strerror}", where=str(folder)) from error
+        raise StorageError(
+            f"the derived graph cannot be saved: {error.strerror}", where=str(folder)
+        ) from error
 
 
 def read_derived(package: Package, key: str) -> StepGraph | None:
@@ -122,7 +132,10 @@ def read_derived(package: Package, key: str) -> StepGraph | None:
     except PackageError:
         return None  # damaged: derive again
     expected = hmac.digest(secret, seal.message(), "sha256").hex()
-    if not hmac.compare_digest(expected, seal.mac) or seal.program != package.manifest.program_digest:
+    if (
+        not hmac.compare_digest(expected, seal.mac)
+        or seal.program != package.manifest.program_digest
+    ):
         return None
     where = f"derived/{key}/step.json"
     return _load(parse_graph(data, where), where, package.namespaces)
@@ -146,7 +159,8 @@ def share_derived(package: Path, program: str, others: Iterable[Path]) -> tuple[
         for folder in (other / "derived").glob("[!.]*"):
             if folder.name in found:
                 continue
-            with suppress(OSError, PackageError):  # damaged or being removed: the graph is derived again
+            # damaged or being removed: the graph is derived again
+            with suppress(OSError, PackageError):
                 if _read_seal(other, folder.name).program == program:
                     for file in ("step.json", "seal.json"):
                         link_or_copy(folder / file, package / "derived" / folder.name / file)
@@ -166,7 +180,8 @@ def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:
     if not (root / "derived").is_dir():
         return []
     problems: list[tuple[str, str]] = []
-    present = {f"derived/{path}" for path, _ in walk(root / "derived") if not path.startswith(".")}  # "." marks temporary folders
+    # "." marks temporary folders
+    present = {f"derived/{path}" for path, _ in walk(root / "derived") if not path.startswith(".")}
     keys = sorted({path.split("/")[1] for path in present if path.count("/") == 2})
     known = {f"derived/{key}/{name}" for key in keys for name in ("seal.json", "step.json")}
     problems += [(path, "not part of a derived graph") for path in sorted(present - known)]
@@ -174,7 +189,9 @@ def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:
         try:
             _check_key(key)
             where = f"derived/{key}/step.json"
-            _check_document(parse_graph(_read_step(root, key, _read_seal(root, key)), where), where, namespaces)
+            _check_document(
+                parse_graph(_read_step(root, key, _read_seal(root, key)), where), where, namespaces
+            )
         except PackageError as error:
             problems.append((error.where.split(",")[0], str(error)))
     return problems
@@ -213,7 +230,9 @@ def _read_seal(root: Path, key: str) -> Seal:
     except ValidationError as error:
         raise IntegrityError("the seal is malformed", where=where) from error
     if seal.key != key:
-        raise IntegrityError("the seal belongs to another graph", where=where, expected=key, got=repr(seal.key[:80]))
+        raise IntegrityError(
+            "the seal belongs to another graph", where=where, expected=key, got=repr(seal.key[:80])
+        )
     return seal
 
 
@@ -222,17 +241,23 @@ def _read_step(root: Path, key: str, seal: Seal) -> bytes:
     with open_inside(root, where) as file:
         data = file.read(min(seal.size, MAX_BYTES) + 1)
     if len(data) != seal.size or sha256_bytes(data) != seal.sha256:
-        raise IntegrityError("a derived graph does not match its seal", where=where, hint="Remove its folder.")
+        raise IntegrityError(
+            "a derived graph does not match its seal", where=where, hint="Remove its folder."
+        )
     return data
 
 
-def _check_document(document: Any, where: str, namespaces: Set[str]) -> tuple[GraphFacts, tuple[Port, ...], tuple[Port, ...]]:
+def _check_document(
+    document: Any, where: str, namespaces: Set[str]
+) -> tuple[GraphFacts, tuple[Port, ...], tuple[Port, ...]]:
     """Check that a parsed step.json is safe.
 
     Return what its graph calls, its inputs and its outputs.
     """
     if not isinstance(document, dict) or set(document) != {"graph", "inputs", "outputs", "tags"}:
-        raise UnsafePackageError("a derived graph must have the fields graph, inputs, outputs and tags", where=where)
+        raise UnsafePackageError(
+            "a derived graph must have the fields graph, inputs, outputs and tags", where=where
+        )
     facts = validate_graph(document["graph"], where, namespaces)
     _check_tags(document["tags"], where)
     return facts, _ports(document["inputs"], where), _ports(document["outputs"], where)
@@ -243,35 +268,55 @@ def _load(document: Any, where: str, namespaces: Set[str]) -> StepGraph:
     unknown = sorted(name for name in facts.operators if running_schema(name) is None)
     if unknown:
         raise PackageError(
-            "a derived graph calls an operator that the running torch does not have", where=where, got=", ".join(unknown[:5])
+            "a derived graph calls an operator that the running torch does not have",
+            where=where,
+            got=", ".join(unknown[:5]),
         )
     module = flat_from_json(document["graph"], where)
     nodes = {node.name: node for node in module.graph.nodes}
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
     taken = [node for node in nodes.values() if node.op == "placeholder"]
-    if len(taken) != len(inputs) or not isinstance(returned, tuple) or len(returned) != len(outputs):
-        raise PackageError("the inputs or outputs of a derived graph do not match its ports", where=where)
+    if (
+        len(taken) != len(inputs)
+        or not isinstance(returned, tuple)
+        or len(returned) != len(outputs)
+    ):
+        raise PackageError(
+            "the inputs or outputs of a derived graph do not match its ports", where=where
+        )
     for name, tags in document["tags"].items():
         if name not in nodes:
-            raise PackageError("a derived graph tags a node that it does not have", where=where, got=name)
+            raise PackageError(
+                "a derived graph tags a node that it does not have", where=where, got=name
+            )
         nodes[name].meta.update(tags)
     return StepGraph(module, inputs, outputs)
 
 
 def _check_tags(found: Any, where: str) -> None:
     if not isinstance(found, dict) or not all(isinstance(tags, dict) for tags in found.values()):
-        raise UnsafePackageError("the tags of a derived graph must be objects keyed by node", where=where)
+        raise UnsafePackageError(
+            "the tags of a derived graph must be objects keyed by node", where=where
+        )
     for name, tags in found.items():
         for tag, value in tags.items():
-            if not (tag in _TAGS or tag.startswith("trainload")) or not isinstance(value, str | int | float):
-                raise UnsafePackageError("a derived graph has a tag that is not allowed", where=where, got=f"{name}: {tag}")
+            if not (tag in _TAGS or tag.startswith("trainload")) or not isinstance(
+                value, str | int | float
+            ):
+                raise UnsafePackageError(
+                    "a derived graph has a tag that is not allowed",
+                    where=where,
+                    got=f"{name}: {tag}",
+                )
 
 
 def _ports(pairs: Any, where: str) -> tuple[Port, ...]:
     try:
         return tuple(Port(Role(role), str(name)) for role, name in pairs)
     except (ValueError, TypeError) as error:
-        raise UnsafePackageError("the ports of a derived graph must be pairs of role and name", where=where) from error
+        raise UnsafePackageError(
+            "the ports of a derived graph must be pairs of role and name", where=where
+        ) from error
 
 
 def _tags(module: torch.fx.GraphModule) -> dict[str, dict[str, str | int | float]]:
@@ -280,7 +325,9 @@ def _tags(module: torch.fx.GraphModule) -> dict[str, dict[str, str | int | float
         tags = {
             tag: value
             for tag, value in node.meta.items()
-            if (tag in _TAGS or tag.startswith("trainload")) and isinstance(value, str | int | float) and node.op != "output"
+            if (tag in _TAGS or tag.startswith("trainload"))
+            and isinstance(value, str | int | float)
+            and node.op != "output"
         }
         if tags:
             found[node.name] = tags

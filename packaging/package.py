@@ -17,8 +17,20 @@ from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.core.paths import open_inside
-from trainload.packaging.format.assets import ASSETS, AssetFile, assets_of, no_such_asset, save_assets
-from trainload.packaging.format.entries import buffer_spec, graph_guard, graph_specs, parameter_spec, state_spec
+from trainload.packaging.format.assets import (
+    ASSETS,
+    AssetFile,
+    assets_of,
+    no_such_asset,
+    save_assets,
+)
+from trainload.packaging.format.entries import (
+    buffer_spec,
+    graph_guard,
+    graph_specs,
+    parameter_spec,
+    state_spec,
+)
 from trainload.packaging.format.manifest import (
     CONSTANTS,
     MANIFEST,
@@ -35,7 +47,12 @@ from trainload.packaging.graphs.graph_signature import check_signature
 from trainload.packaging.graphs.operator_compat import Verdict, compare_operators
 from trainload.packaging.graphs.validate import parse_graph, validate_graph
 from trainload.packaging.libraries.op_libraries import spelled_library
-from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec, read_tensors, tensor_places
+from trainload.packaging.tensors.safetensors_file import (
+    DTYPES,
+    TensorSpec,
+    read_tensors,
+    tensor_places,
+)
 from trainload.packaging.tensors.weight_shards import LazyState, WeightReader
 
 
@@ -156,7 +173,10 @@ class Package:
         if graph not in entries or variant_of(graph):
             known = ", ".join(name for name in entries if not variant_of(name))
             raise PackageError("the package has no such graph", where=graph, expected=known)
-        variants = {"": graph, **{variant: f"{graph}-{variant}" for variant in self.manifest.variants}}
+        variants = {
+            "": graph,
+            **{variant: f"{graph}-{variant}" for variant in self.manifest.variants},
+        }
         guards = {variant: (graph_guard(entries[name]),) for variant, name in variants.items()}
         return Dispatcher(graph, guards, ignored=self.batch_names)
 
@@ -164,7 +184,11 @@ class Package:
     def batch_names(self) -> frozenset[str]:
         """Dotted names of the inputs and constants of all graphs."""
         guards = [graph_guard(entry) for entry in self.manifest.graphs.values()]
-        return frozenset(name for guard in guards for name in (*(i.name for i in guard.inputs), *guard.constants, *guard.absent))
+        return frozenset(
+            name
+            for guard in guards
+            for name in (*(i.name for i in guard.inputs), *guard.constants, *guard.absent)
+        )
 
     def dispatch(self, batch: Mapping[str, Any], graph: str = MAIN) -> str:
         """Return the name of the first variant of `graph` whose guard accepts a batch.
@@ -192,7 +216,9 @@ class Package:
             UpdateGraph(
                 group=entry.group,
                 first=self._graph(entry.first, f"update-{entry.group}-first", {}, constants),
-                following=self._graph(entry.following, f"update-{entry.group}-following", {}, constants),
+                following=self._graph(
+                    entry.following, f"update-{entry.group}-following", {}, constants
+                ),
                 state=tuple(state_spec(state) for state in entry.state),
                 shape=entry.shape,
             )
@@ -234,31 +260,63 @@ class Package:
         return save_assets(self.path, self.manifest, name, Path(target))
 
     def _of_graphs(self, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in constants.items() if name.split("/")[0] in self.manifest.graphs}
+        return {
+            name: tensor
+            for name, tensor in constants.items()
+            if name.split("/")[0] in self.manifest.graphs
+        }
 
-    def _captured(self, name: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> GraphCapture:
+    def _captured(
+        self, name: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]
+    ) -> GraphCapture:
         entry = self.manifest.graphs.get(name)
         if entry is None:
-            raise PackageError("the package has no such graph", where=name, expected=", ".join(self.manifest.graphs))
+            raise PackageError(
+                "the package has no such graph",
+                where=name,
+                expected=", ".join(self.manifest.graphs),
+            )
         inputs, outputs = graph_specs(entry)
         guard = graph_guard(entry) if entry.guard is not None else None
         return GraphCapture(
-            name, self._graph(entry.file, name, state, constants), inputs, outputs, entry.reached, guard, entry.coupled is True
+            name,
+            self._graph(entry.file, name, state, constants),
+            inputs,
+            outputs,
+            entry.reached,
+            guard,
+            entry.coupled is True,
         )
 
-    def _graph(self, file: str, prefix: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    def _graph(
+        self,
+        file: str,
+        prefix: str,
+        state: Mapping[str, torch.Tensor],
+        constants: Mapping[str, torch.Tensor],
+    ) -> ExportedProgram:
         document = read_graph(self.path, self.manifest, file)
         check_graph(self.manifest, document, file, self.namespaces)
-        own = {name.removeprefix(f"{prefix}/"): tensor for name, tensor in constants.items() if name.startswith(f"{prefix}/")}
+        own = {
+            name.removeprefix(f"{prefix}/"): tensor
+            for name, tensor in constants.items()
+            if name.startswith(f"{prefix}/")
+        }
         return graph_from_json(document, state, own, file)
 
     def _state(self, *, meta: bool) -> dict[str, torch.Tensor]:
         """Return every parameter and buffer by name; an alias is the same object as its owner."""
 
         def tensor(entry: ParameterEntry | BufferEntry) -> torch.Tensor:
-            return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta") if meta else self.weights.tensor(entry.name)
+            return (
+                torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+                if meta
+                else self.weights.tensor(entry.name)
+            )
 
-        state: dict[str, torch.Tensor] = {entry.name: tensor(entry) for entry in self.manifest.buffers}
+        state: dict[str, torch.Tensor] = {
+            entry.name: tensor(entry) for entry in self.manifest.buffers
+        }
         for entry in self.manifest.parameters:
             if entry.alias_of is None:
                 state[entry.name] = torch.nn.Parameter(tensor(entry), requires_grad=entry.trainable)
@@ -279,14 +337,18 @@ class Package:
             UnsafePackageError: a graph contains something that is not allowed.
         """
         for file in self.manifest.graph_files():
-            check_graph(self.manifest, read_graph(self.path, self.manifest, file), file, self.namespaces)
+            check_graph(
+                self.manifest, read_graph(self.path, self.manifest, file), file, self.namespaces
+            )
         if self.manifest.constants:
             tensor_places(*self._constants_file())
         if self.manifest.abstract is None:
             self.weights.check_headers()
 
     def _constants_file(self) -> tuple[bytes, str, tuple[TensorSpec, ...]]:
-        specs = tuple(TensorSpec(entry.name, entry.dtype, entry.shape) for entry in self.manifest.constants)
+        specs = tuple(
+            TensorSpec(entry.name, entry.dtype, entry.shape) for entry in self.manifest.constants
+        )
         return read_checked(self.path, CONSTANTS, self.manifest.files[CONSTANTS]), CONSTANTS, specs
 
 
@@ -298,9 +360,13 @@ def check_weights(package: Package) -> None:
     """
     if package.manifest.abstract is not None:
         raise PackageError(
-            "this package is abstract: it has shapes but no weights, so it can be inspected and planned, but not run",
+            "this package is abstract: it has shapes but no weights, so it can be inspected and"
+            " planned, but not run",
             where=str(package.path),
-            hint="Freeze the job with its weights on a machine where they fit: trainload freeze without --abstract.",
+            hint=(
+                "Freeze the job with its weights on a machine where they fit: trainload freeze"
+                " without --abstract."
+            ),
         )
 
 
@@ -337,7 +403,9 @@ def open_to_look(path: Path) -> Package:
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
-        raise StorageError("there is no package here", where=str(path), expected=f"a folder with {MANIFEST}")
+        raise StorageError(
+            "there is no package here", where=str(path), expected=f"a folder with {MANIFEST}"
+        )
     data = read_manifest(path)
     manifest = Manifest.from_bytes(data, MANIFEST)
     check_tree(path, manifest)
@@ -353,7 +421,9 @@ def read_manifest(path: Path) -> bytes:
     with open_inside(path, MANIFEST) as file:
         data = file.read(MAX_MANIFEST + 1)
     if len(data) > MAX_MANIFEST:
-        raise UnsafePackageError("the manifest is too large", where=MANIFEST, expected=f"at most {MAX_MANIFEST} bytes")
+        raise UnsafePackageError(
+            "the manifest is too large", where=MANIFEST, expected=f"at most {MAX_MANIFEST} bytes"
+        )
     return data
 
 
@@ -380,7 +450,11 @@ def check_tree(path: Path, manifest: Manifest) -> None:
             continue
         entry = left.pop(file, None)
         if entry is None:
-            raise IntegrityError("a file is not in the manifest", where=file, hint="Remove it, or fetch the package again.")
+            raise IntegrityError(
+                "a file is not in the manifest",
+                where=file,
+                hint="Remove it, or fetch the package again.",
+            )
         if status.st_size != entry.size:
             raise IntegrityError(
                 "a file's size differs from the manifest",
@@ -390,11 +464,14 @@ def check_tree(path: Path, manifest: Manifest) -> None:
                 hint="Fetch the package again.",
             )
     if left:
-        raise IntegrityError("files of the package are missing", where=min(left), hint="Fetch the package again.")
+        raise IntegrityError(
+            "files of the package are missing", where=min(left), hint="Fetch the package again."
+        )
 
 
 def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
-    """Check that custom operators are trusted, and that the running torch has all operators unchanged.
+    """Check that custom operators are trusted, and that the running torch has all operators
+    unchanged.
 
     Raises:
         UnsafePackageError: a namespace is not in `namespaces`.
@@ -404,14 +481,18 @@ def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
     for namespace, entry in manifest.op_libraries.items():
         if namespace not in namespaces:
             raise UnsafePackageError(
-                f"the package calls operators of another library, {namespace}, from {told_library(entry)}",
+                f"the package calls operators of another library, {namespace}, from"
+                f" {told_library(entry)}",
                 where=MANIFEST,
                 hint=f"If you trust it, {ways_to_allow(namespace, entry)}.",
             )
     wrong = [each for each in compare_operators(manifest) if not each.fits]
     if wrong:
         worst = min(wrong, key=lambda each: (each.verdict is not Verdict.MISSING, each.name))
-        advice = "Use a version of torch closer to the one that the package was made with (see debug/), or freeze the job again."
+        advice = (
+            "Use a version of torch closer to the one that the package was made with (see debug/),"
+            " or freeze the job again."
+        )
         for namespace, entry in manifest.op_libraries.items():
             if worst.name.startswith(f"torch.ops.{namespace}."):
                 missing = worst.verdict is Verdict.MISSING
@@ -421,7 +502,8 @@ def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
                     else f"The package was made with {told_library(entry)}."
                 )
         raise PackageError(
-            f"{len(wrong)} of the package's operators differ in torch {torch.__version__}; the worst is {worst.name}: {worst.told}",
+            f"{len(wrong)} of the package's operators differ in torch {torch.__version__}; the"
+            f" worst is {worst.name}: {worst.told}",
             where=MANIFEST,
             hint=f"`trainload ops PKG --compat` lists them all. {advice}",
         )
@@ -429,17 +511,31 @@ def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
 
 def told_library(entry: OpLibraryEntry) -> str:
     """Return the name of an operator library for an error message, with its digest."""
-    return spelled_library(entry) + (f" (sha256 {entry.digest})" if entry.digest is not None else "")
+    return spelled_library(entry) + (
+        f" (sha256 {entry.digest})" if entry.digest is not None else ""
+    )
 
 
 def ways_to_allow(namespace: str, entry: OpLibraryEntry) -> str:
     """Return a hint that says how a user can let a package call the operators of a namespace."""
     module = entry.modules[0] if entry.modules else "MODULE"
-    pinned = entry.distribution and (f"{entry.distribution}=={entry.version}" if entry.version else entry.distribution)
-    install = f"pip install {pinned}" if pinned else f"install {', '.join(entry.modules) or 'its library'}"
-    named = f"{install}, and allow the namespace {namespace}: trainload --library {namespace}={module} COMMAND"
+    pinned = entry.distribution and (
+        f"{entry.distribution}=={entry.version}" if entry.version else entry.distribution
+    )
+    install = (
+        f"pip install {pinned}"
+        if pinned
+        else f"install {', '.join(entry.modules) or 'its library'}"
+    )
+    named = (
+        f"{install}, and allow the namespace {namespace}: trainload --library {namespace}={module}"
+        " COMMAND"
+    )
     if entry.wheels:
-        return f"load the wheel that is bundled with the package: trainload --trust-extensions COMMAND; or {named}"
+        return (
+            "load the wheel that is bundled with the package: trainload --trust-extensions"
+            f" COMMAND; or {named}"
+        )
     return named
 
 
@@ -452,17 +548,32 @@ def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[st
         PackageError: the graph's inputs, outputs or state are not those of the manifest.
     """
     facts = validate_graph(document, file, namespaces)
-    unlisted = sorted(facts.operators - set(manifest.ops)) + sorted(facts.higher_order - set(manifest.higher_order_ops))
+    unlisted = sorted(facts.operators - set(manifest.ops)) + sorted(
+        facts.higher_order - set(manifest.higher_order_ops)
+    )
     if unlisted:
-        raise UnsafePackageError("the graph calls operators that the manifest does not list", where=file, got=", ".join(unlisted[:5]))
+        raise UnsafePackageError(
+            "the graph calls operators that the manifest does not list",
+            where=file,
+            got=", ".join(unlisted[:5]),
+        )
     prefix = manifest.graph_files()[file]
     for name, entry in manifest.graphs.items():
         if entry.file == file:
-            check_signature(document, manifest, name, file, inputs=[i.name for i in entry.inputs], outputs=len(entry.outputs))
+            check_signature(
+                document,
+                manifest,
+                name,
+                file,
+                inputs=[i.name for i in entry.inputs],
+                outputs=len(entry.outputs),
+            )
     for update in manifest.updates:
         if file in (update.first, update.following):
             takes = 3 if file == update.first else 3 + len(update.state)
-            check_signature(document, manifest, prefix, file, inputs=takes, outputs=1 + len(update.state))
+            check_signature(
+                document, manifest, prefix, file, inputs=takes, outputs=1 + len(update.state)
+            )
 
 
 def check_graphs(manifest: Manifest, documents: Mapping[str, Any]) -> None:

@@ -19,7 +19,14 @@ from trainload.core.errors import IntegrityError, PackageError
 from trainload.core.paths import link_or_copy, write_bytes
 from trainload.packaging.format.assets import ASSETS, media_type_of, write_assets
 from trainload.packaging.format.debug import read_debug, write_debug
-from trainload.packaging.format.entries import buffer_entry, buffer_spec, graph_entry, parameter_entry, parameter_spec, state_entry
+from trainload.packaging.format.entries import (
+    buffer_entry,
+    buffer_spec,
+    graph_entry,
+    parameter_entry,
+    parameter_spec,
+    state_entry,
+)
 from trainload.packaging.format.manifest import (
     BUILT_IN_NAMESPACES,
     CONSTANTS,
@@ -43,7 +50,13 @@ from trainload.packaging.graphs.validate import GraphFacts, parse_graph, validat
 from trainload.packaging.libraries.op_libraries import Libraries, describe_libraries
 from trainload.packaging.package import Package, check_graphs, open_package
 from trainload.packaging.tensors.safetensors_file import write_tensors
-from trainload.packaging.tensors.weight_shards import MAX_SHARD, add_weights, stored_tensors, trained_tensors, write_weights
+from trainload.packaging.tensors.weight_shards import (
+    MAX_SHARD,
+    add_weights,
+    stored_tensors,
+    trained_tensors,
+    write_weights,
+)
 
 Bundle = Callable[[Manifest, Path], Mapping[str, OpLibraryEntry]]
 """Writes wheels into a new folder, from the manifest without its list of files.
@@ -103,11 +116,18 @@ def write_package(
         if constants:
             write_tensors(root / CONSTANTS, constants)
         media_types = write_assets(root, assets)
-        bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, (), parent, libraries)
+        bare = _bare_manifest(
+            program, updates, recipe, constants, graphs.facts, (), parent, libraries
+        )
         if bundle is not None and bare.op_libraries:
             bare = _with_libraries(bare, bundle(bare, root / EXTENSIONS))
         if abstract is not None:
-            bare = bare.model_copy(update={"features": tuple(sorted({*bare.features, "abstract"})), "abstract": abstract})
+            bare = bare.model_copy(
+                update={
+                    "features": tuple(sorted({*bare.features, "abstract"})),
+                    "abstract": abstract,
+                }
+            )
         else:
             state = ((name, program.state[name]) for name in _state_names(bare))
             write_weights(root, stored_tensors(bare), state, max_shard, trained_tensors(bare))
@@ -123,12 +143,20 @@ class _Graphs:
     def __init__(self, program: Program, updates: Sequence[UpdateGraph]) -> None:
         exported = _exported(program, updates)
         self._written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
-        self._bytes = {name: canonical_json(graph.document) for name, graph in self._written.items()}
-        # Parsed from the bytes that are written, so that readers get exactly what is validated here.
+        self._bytes = {
+            name: canonical_json(graph.document) for name, graph in self._written.items()
+        }
+        # Parsed from the bytes that are written, so that readers get exactly what is validated
+        # here.
         self._documents = {name: parse_graph(data, name) for name, data in self._bytes.items()}
-        used = frozenset[str]().union(*(operator_namespaces(graph.graph_module) for graph in exported.values()))
+        used = frozenset[str]().union(
+            *(operator_namespaces(graph.graph_module) for graph in exported.values())
+        )
         self.namespaces = used - BUILT_IN_NAMESPACES
-        self.facts = [validate_graph(document, f"graphs/{name}.json", self.namespaces) for name, document in self._documents.items()]
+        self.facts = [
+            validate_graph(document, f"graphs/{name}.json", self.namespaces)
+            for name, document in self._documents.items()
+        ]
 
     def write(self, root: Path) -> None:
         for name, data in self._bytes.items():
@@ -144,10 +172,17 @@ class _Graphs:
         `known` maps source files to digests that were recorded at capture.
         """
         notes = {name: graph.debug for name, graph in self._written.items()}
-        return {**notes, SOURCE_MAP: make_source_map({name: note["nodes"] for name, note in notes.items()}, known)}
+        return {
+            **notes,
+            SOURCE_MAP: make_source_map(
+                {name: note["nodes"] for name, note in notes.items()}, known
+            ),
+        }
 
 
-def with_graphs(package: Package, path: Path, program: Program, passes: Sequence[PassEntry]) -> Package:
+def with_graphs(
+    package: Package, path: Path, program: Program, passes: Sequence[PassEntry]
+) -> Package:
     """Write a child of `package` with the graphs of a program, and the weights, updates, recipe and
     assets of `package`.
 
@@ -203,12 +238,24 @@ def with_program(
         if constants:
             write_tensors(root / CONSTANTS, constants)
         done = (*package.manifest.passes, *passes)
-        bare = _bare_manifest(program, updates, recipe, constants, graphs.facts, done, package.digest, _NO_LIBRARIES)
+        bare = _bare_manifest(
+            program, updates, recipe, constants, graphs.facts, done, package.digest, _NO_LIBRARIES
+        )
         # A library's description from the time of capture says more than the one of this machine.
-        known = {name: entry for name, entry in package.manifest.op_libraries.items() if entry.digest is not None}
-        bare = _with_libraries(bare, {name: known.get(name, entry) for name, entry in bare.op_libraries.items()})
+        known = {
+            name: entry
+            for name, entry in package.manifest.op_libraries.items()
+            if entry.digest is not None
+        }
+        bare = _with_libraries(
+            bare, {name: known.get(name, entry) for name, entry in bare.op_libraries.items()}
+        )
         new = add_weights(package.path, package.manifest, root, added) if added else []
-        kept = [file for file in package.manifest.files if file.split("/")[0] in ("weights", "assets") and file not in new]
+        kept = [
+            file
+            for file in package.manifest.files
+            if file.split("/")[0] in ("weights", "assets") and file not in new
+        ]
         kept += sorted({wheel for entry in bare.op_libraries.values() for wheel in entry.wheels})
         for file in kept:
             link_or_copy(package.path / file, root / file)
@@ -216,15 +263,25 @@ def with_program(
         written = Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST).files
         for file in kept:
             if written[file] != package.manifest.files[file]:
-                raise IntegrityError("a file does not match its entry in the manifest", where=file, hint="Fetch the package again.")
+                raise IntegrityError(
+                    "a file does not match its entry in the manifest",
+                    where=file,
+                    hint="Fetch the package again.",
+                )
         graphs.check(root)
-        told = {name: document for name in _OF_THE_FREEZE if (document := read_debug(package.path, name)) is not None}
+        told = {
+            name: document
+            for name in _OF_THE_FREEZE
+            if (document := read_debug(package.path, name)) is not None
+        }
         write_debug(root, {**told, **graphs.debug(SourceMap(package.path).files)})
     return open_package(Path(path), namespaces=package.namespaces)
 
 
 def _state_specs(manifest: Manifest) -> tuple[tuple[ParameterSpec, ...], tuple[BufferSpec, ...]]:
-    return tuple(parameter_spec(entry) for entry in manifest.parameters), tuple(buffer_spec(entry) for entry in manifest.buffers)
+    return tuple(parameter_spec(entry) for entry in manifest.parameters), tuple(
+        buffer_spec(entry) for entry in manifest.buffers
+    )
 
 
 def with_weights(
@@ -268,11 +325,19 @@ def with_weights(
 
     with new_folder(Path(path)) as root:
         kept = [file for file in old.files if not file.startswith("weights/")]
-        kept += [file for file, _ in walk(package.path) if file.startswith(("debug/", "derived/")) and not file.startswith("derived/.")]
+        kept += [
+            file
+            for file, _ in walk(package.path)
+            if file.startswith(("debug/", "derived/")) and not file.startswith("derived/.")
+        ]
         for file in kept:
             link_or_copy(package.path / file, root / file)
-        write_weights(root, stored_tensors(old), complete(), max_shard, trained_tensors(old, trained))
-        features = {feature for feature in old.features if feature != "training"} | ({"training"} if training is not None else set())
+        write_weights(
+            root, stored_tensors(old), complete(), max_shard, trained_tensors(old, trained)
+        )
+        features = {feature for feature in old.features if feature != "training"} | (
+            {"training"} if training is not None else set()
+        )
         told = {"parent": package.digest, "training": training, "features": tuple(sorted(features))}
         _finish(root, old.model_copy(update=told), _media_types(old))
     return open_package(Path(path), namespaces=package.namespaces)
@@ -283,12 +348,18 @@ def _exported(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, Exp
     for name, capture in sorted(program.graphs.items()):
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}(-[a-z][a-z0-9_]{0,31}){0,2}", name):
             raise PackageError(
-                "a graph has a name that no job can produce", where=name, expected="lowercase letters, digits and _, with - between parts"
+                "a graph has a name that no job can produce",
+                where=name,
+                expected="lowercase letters, digits and _, with - between parts",
             )
         graphs[name] = capture.exported
     for update in updates:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", update.group):
-            raise PackageError("a parameter group's name is not a plain word", where=update.group, expected="letters, digits, _ and -")
+            raise PackageError(
+                "a parameter group's name is not a plain word",
+                where=update.group,
+                expected="letters, digits, _ and -",
+            )
         graphs[f"update-{update.group}-first"] = update.first
         graphs[f"update-{update.group}-following"] = update.following
     return graphs
@@ -299,11 +370,16 @@ def _constants(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, to
     for update in updates:
         for place, exported in (("first", update.first), ("following", update.following)):
             if exported.state_dict:
-                raise PackageError("an update graph has parameters or buffers of its own", where=f"update-{update.group}-{place}")
+                raise PackageError(
+                    "an update graph has parameters or buffers of its own",
+                    where=f"update-{update.group}-{place}",
+                )
             for name, value in exported.constants.items():
                 if not isinstance(value, torch.Tensor):
                     raise PackageError(
-                        "an update graph has a constant that is not a tensor", where=f"update-{update.group}-{place}", got=name
+                        "an update graph has a constant that is not a tensor",
+                        where=f"update-{update.group}-{place}",
+                        got=name,
                     )
                 found[f"update-{update.group}-{place}/{name}"] = value
     return dict(sorted(found.items()))
@@ -338,7 +414,11 @@ def _bare_manifest(
     if program.variants:
         features.add("variants")
     asked = {
-        "clip-value": any(recipe.graph(name).clip_value is not None for name, graph in program.graphs.items() if graph.training),
+        "clip-value": any(
+            recipe.graph(name).clip_value is not None
+            for name, graph in program.graphs.items()
+            if graph.training
+        ),
         "ema": recipe.keeps_mean,
         "loss-scale": recipe.loss_scale is not None,
     }
@@ -352,12 +432,19 @@ def _bare_manifest(
     try:
         return Manifest(
             features=tuple(sorted(features)),
-            graphs={name: graph_entry(graph, f"graphs/{name}.json") for name, graph in sorted(program.graphs.items())},
+            graphs={
+                name: graph_entry(graph, f"graphs/{name}.json")
+                for name, graph in sorted(program.graphs.items())
+            },
             variants=program.variants,
             parameters=tuple(parameter_entry(spec) for spec in program.parameters),
             buffers=tuple(buffer_entry(spec) for spec in program.buffers),
             constants=tuple(
-                ConstantEntry(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+                ConstantEntry(
+                    name=name,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    shape=tuple(tensor.shape),
+                )
                 for name, tensor in constants.items()
             ),
             recipe=recipe,
@@ -373,19 +460,29 @@ def _bare_manifest(
                 for update in updates
             ),
             ops=schemas,
-            higher_order_ops=tuple(sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))),
+            higher_order_ops=tuple(
+                sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))
+            ),
             op_libraries=describe_libraries(schemas, libraries, named),
             passes=passes,
             parent=parent,
             files={},
         )
     except ValidationError as error:
-        raise PackageError(f"the package cannot be described: {error.errors(include_url=False)[0]['msg']}") from error
+        raise PackageError(
+            f"the package cannot be described: {error.errors(include_url=False)[0]['msg']}"
+        ) from error
 
 
 def _with_libraries(bare: Manifest, libraries: Mapping[str, OpLibraryEntry]) -> Manifest:
-    features = {*bare.features, "extensions"} if any(entry.wheels for entry in libraries.values()) else set(bare.features)
-    return bare.model_copy(update={"op_libraries": dict(libraries), "features": tuple(sorted(features))})
+    features = (
+        {*bare.features, "extensions"}
+        if any(entry.wheels for entry in libraries.values())
+        else set(bare.features)
+    )
+    return bare.model_copy(
+        update={"op_libraries": dict(libraries), "features": tuple(sorted(features))}
+    )
 
 
 def _state_names(manifest: Manifest) -> list[str]:
@@ -394,7 +491,9 @@ def _state_names(manifest: Manifest) -> list[str]:
 
 def _media_types(manifest: Manifest) -> dict[str, str]:
     """Return the media types of the assets, which need not follow from their names."""
-    return {file: entry.media_type for file, entry in manifest.files.items() if file.startswith(ASSETS)}
+    return {
+        file: entry.media_type for file, entry in manifest.files.items() if file.startswith(ASSETS)
+    }
 
 
 def _finish(root: Path, bare: Manifest, media_types: Mapping[str, str]) -> None:
@@ -403,7 +502,11 @@ def _finish(root: Path, bare: Manifest, media_types: Mapping[str, str]) -> None:
     `media_types` maps files to their media types where these do not follow from the names.
     """
     files = {
-        file: FileEntry(media_type=media_types.get(file) or media_type_of(file), sha256=sha256_file(root / file), size=status.st_size)
+        file: FileEntry(
+            media_type=media_types.get(file) or media_type_of(file),
+            sha256=sha256_file(root / file),
+            size=status.st_size,
+        )
         for file, status in walk(root)
         if file.split("/")[0] not in OUTSIDE
     }

@@ -1,4 +1,6 @@
-"""Configure pytest: select tests by markers, import the shared fixtures of fixtures.py, report slow tests."""
+"""Configure pytest: select tests by markers, import the shared fixtures of fixtures.py, report slow
+tests.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,19 @@ from tests.timings import add_limit_option, report_timings
 from trainload.core.processes import in_main_thread
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
-"""An example takes as long as the machine is busy, and the same ones are tried each time; `make fuzz` looks for new ones."""
+"""An example takes as long as the machine is busy, and the same ones are tried each time; `make
+fuzz` looks for new ones.
+"""
 hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A suite that runs in the background of a shell ignores Ctrl-C, and so would all that it starts: its tests press it.
+    """A suite that runs in the background of a shell ignores Ctrl-C, and so would all that it
+    starts: its tests press it.
 
-    Garbage is collected less often: graphs are many objects that live for one test, and looking through them takes a tenth of the time.
-    The process that deals the tests out to others runs none: it needs no fixtures, whose imports take seconds.
+    Garbage is collected less often: graphs are many objects that live for one test, and looking
+    through them takes a tenth of the time. The process that deals the tests out to others runs
+    none: it needs no fixtures, whose imports take seconds.
     """
     deals_out = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
     if not deals_out:
@@ -43,16 +49,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files none of whose tests `-m` can select: importing all of them takes longer than some selections run."""
+    """Leave out files none of whose tests `-m` can select: importing all of them takes longer than
+    some selections run.
+    """
     return None if may_be_selected(collection_path, config.getoption("markexpr")) else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is `slow` and what is `alone`. A matrix whose representatives do not exist is an error where all of it was collected."""
+    """Mark what is `slow` and what is `alone`.
+
+    A matrix whose representatives do not exist is an error where all of it was collected.
+    """
     mark_items(items)
-    if not any("::" in argument for argument in config.args) and (unmatched := unmatched_patterns(items)):
-        raise pytest.UsageError("mark.matrix names cases that do not exist:\n" + "\n".join(unmatched))
+    if not any("::" in argument for argument in config.args) and (
+        unmatched := unmatched_patterns(items)
+    ):
+        raise pytest.UsageError(
+            "mark.matrix names cases that do not exist:\n" + "\n".join(unmatched)
+        )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

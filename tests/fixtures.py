@@ -29,10 +29,14 @@ MANY = 10
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A cache for this run of the suite (what is compiled once serves all tests of all processes) and a key, in place of the user's.
+def cache_dir(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Path]:
+    """A cache for this run of the suite (what is compiled once serves all tests of all processes)
+    and a key, in place of the user's.
 
-    A process that has many tests starts the server that its ranks are forked from beside the first ones.
+    A process that has many tests starts the server that its ranks are forked from beside the first
+    ones.
     """
     folder = run_folder(tmp_path_factory) / "cache"
     with pytest.MonkeyPatch.context() as patch:
@@ -46,11 +50,15 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 
 @pytest.fixture(scope="session")
 def ray_cluster(cache_dir: Path) -> Iterator[None]:
-    """A Ray cluster of two CPUs on this machine, which `trainload.launch` finds by itself. Its workers use the session's cache."""
+    """A Ray cluster of two CPUs on this machine, which `trainload.launch` finds by itself.
+
+    Its workers use the session's cache.
+    """
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")  # 15 by default: beside busy processes a run took more than pytest's ten minutes
+        # 15 by default: beside busy processes a run took more than pytest's ten minutes
+        patch.setenv("RAY_worker_niceness", "0")
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
@@ -58,14 +66,23 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
         patch.setenv("RAY_metrics_report_interval_ms", "1000")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's own
-            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address="local",
+                num_cpus=2,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         yield
         ray.shutdown()
 
 
 @pytest.fixture(scope="session")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The laws' GPT, frozen, with the step graphs of training and evaluation kept in it. No test changes it."""
+    """The laws' GPT, frozen, with the step graphs of training and evaluation kept in it.
+
+    No test changes it.
+    """
     return frozen_once(tmp_path_factory, "gpt", gpt_job)
 
 
@@ -89,7 +106,10 @@ def gpt_held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A model of three layers, frozen, for what has nothing to do with the model. No test changes it."""
+    """A model of three layers, frozen, for what has nothing to do with the model.
+
+    No test changes it.
+    """
     return frozen_once(tmp_path_factory, "tiny", tiny_job)
 
 
@@ -110,12 +130,22 @@ def packaged(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Package:
     """Its package, with every kind of file. No test changes it."""
     folder = tmp_path_factory.mktemp("packages")
     (folder / "LICENSE").write_text("do as you like\n")
-    return write_package(folder / "job.tl", job.program, job.updates, job.recipe, assets={"LICENSE": folder / "LICENSE"}, max_shard=600)
+    return write_package(
+        folder / "job.tl",
+        job.program,
+        job.updates,
+        job.recipe,
+        assets={"LICENSE": folder / "LICENSE"},
+        max_shard=600,
+    )
 
 
 @pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same job's package with a derived graph, for what lies about packages. No test changes it."""
+    """The same job's package with a derived graph, for what lies about packages.
+
+    No test changes it.
+    """
     return made_once(tmp_path_factory, "attacked", make_base) / "base.tl"
 
 

@@ -1,8 +1,10 @@
-"""Breaks the code in small ways, one at a time, in a copy of the repository, and demands that the laws' tests notice.
+"""Breaks the code in small ways, one at a time, in a copy of the repository, and demands that the
+laws' tests notice.
 
     python -m tests.mutate [--law N] [--name TEXT] [--why]
 
-Each named test is run once without a break, and must pass; then with each break, and must fail. Ends with 1 if a break survives.
+Each named test is run once without a break, and must pass; then with each break, and must fail.
+Ends with 1 if a break survives.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from tests.breaks.mutation import Mutation
 from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "demo", "runs")
+LEFT_OUT = shutil.ignore_patterns(
+    ".*", "__pycache__", "*.egg-info", "build", "dist", "demo", "runs"
+)
 PASSED, FAILED = 0, 1
 """pytest's exit statuses. Any other means that the tests could not be run."""
 HASH_SEED = "1"
 """The hash seed of a mutant's tests.
 
-It differs from that of law 5's second process: with a random one, sets had the same order in both processes in one run of six.
+It differs from that of law 5's second process: with a random one, sets had the same order in both
+processes in one run of six.
 """
 TIMED_OUT = "from pytest-timeout"
 """What pytest prints of a test that took too long; its exit status is FAILED then."""
@@ -36,7 +41,9 @@ TIMED_OUT = "from pytest-timeout"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a test: `noticed`, `survived`, `passed`, or what else pytest ended with; `tail`: its last lines."""
+    """What became of a test: `noticed`, `survived`, `passed`, or what else pytest ended with;
+    `tail`: its last lines.
+    """
 
     result: str
     seconds: float
@@ -48,21 +55,39 @@ class Outcome:
 
 
 class Copy:
-    """A copy of the repository, with an environment in which `trainload` and the tests are imported from it."""
+    """A copy of the repository, with an environment in which `trainload` and the tests are imported
+    from it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "repository"
         shutil.copytree(ROOT, self.root, symlinks=True, ignore=LEFT_OUT)
         paths = [str(self.root / "src"), str(self.root)]
-        given = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder), "PYTHONHASHSEED": HASH_SEED}
+        given = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TMPDIR": str(folder),
+            "PYTHONHASHSEED": HASH_SEED,
+        }
         self._environment = {**os.environ, **given}
         self._scratch = folder / "scratch"
         found = self._python("-c", "import trainload; print(trainload.__file__)").stdout.strip()
         assert Path(found).is_relative_to(self.root), f"{found} would be tested, and not the copy"
 
     def test(self, node: str) -> tuple[int, str]:
-        """Runs one test. Returns: pytest's exit status, or -1 where it took too long, and the end of what it printed."""
-        options = ("-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--show-capture=no", f"--basetemp={self._scratch}")
+        """Runs one test.
+
+        Returns: pytest's exit status, or -1 where it took too long, and the end of what it printed.
+        """
+        options = (
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--tb=line",
+            "--show-capture=no",
+            f"--basetemp={self._scratch}",
+        )
         done = self._python("-m", "pytest", *options, f"tests/laws/{node}")
         shutil.rmtree(self._scratch, ignore_errors=True)
         status = -1 if TIMED_OUT in done.stdout else done.returncode
@@ -72,7 +97,9 @@ class Copy:
         """Breaks the code. Returns: the file's text as it was."""
         file = self.root / mutation.file
         text = file.read_text()
-        assert text.count(mutation.old) == 1, f"{mutation.name}: its text does not occur once in {mutation.file}"
+        assert text.count(mutation.old) == 1, (
+            f"{mutation.name}: its text does not occur once in {mutation.file}"
+        )
         file.write_text(text.replace(mutation.old, mutation.new))
         return text
 
@@ -82,7 +109,13 @@ class Copy:
     def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *arguments]
         return subprocess.run(
-            command, cwd=self.root, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            command,
+            cwd=self.root,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
         )
 
 
@@ -90,7 +123,11 @@ def unbroken(copy: Copy, node: str) -> Outcome:
     """Runs a test on the code as it is."""
     began = time.monotonic()
     status, tail = copy.test(node)
-    return Outcome("passed" if status == PASSED else f"FAILED WITHOUT A BREAK ({status})", time.monotonic() - began, tail)
+    return Outcome(
+        "passed" if status == PASSED else f"FAILED WITHOUT A BREAK ({status})",
+        time.monotonic() - began,
+        tail,
+    )
 
 
 def broken(copy: Copy, mutation: Mutation) -> Outcome:
@@ -106,8 +143,14 @@ def broken(copy: Copy, mutation: Mutation) -> Outcome:
 
 
 def show(law: int, name: str, test: str, outcome: Outcome, why: bool) -> None:
-    """Prints a line of the table, and the end of pytest's output where something is wrong or `why` is asked for."""
-    print(f"{law}  {name:<66.66}  {test.removeprefix('test_law_'):<72.72}  {outcome.result}  {outcome.seconds:.0f} s", flush=True)
+    """Prints a line of the table, and the end of pytest's output where something is wrong or `why`
+    is asked for.
+    """
+    print(
+        f"{law}  {name:<66.66}  {test.removeprefix('test_law_'):<72.72}  {outcome.result} "
+        f" {outcome.seconds:.0f} s",
+        flush=True,
+    )
     if why or not outcome.good:
         print("\n".join(f"       {line}" for line in outcome.tail.splitlines()), flush=True)
 
@@ -118,7 +161,9 @@ def chosen(options: argparse.Namespace) -> list[Mutation]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: 0 where every break was noticed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--law", type=int, help="only the breaks of this law")
     parser.add_argument("--name", default="", help="only breaks whose names hold this text")
     parser.add_argument("--why", action="store_true", help="show how each test failed")

@@ -1,4 +1,7 @@
-"""Small breaks of the code, at least two for each law, and the test that must notice each. `python -m tests.mutate` tries them."""
+"""Small breaks of the code, at least two for each law, and the test that must notice each.
+
+`python -m tests.mutate` tries them.
+"""
 
 from __future__ import annotations
 

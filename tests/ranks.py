@@ -1,6 +1,7 @@
 """Processes of one gloo group, for tests of what ranks do together.
 
-They are forked from a server that has torch and trainload imported: a rank begins in milliseconds where an interpreter takes seconds.
+They are forked from a server that has torch and trainload imported: a rank begins in milliseconds
+where an interpreter takes seconds.
 """
 
 from __future__ import annotations
@@ -43,13 +44,22 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def on_ranks(world: int, act: Callable[[int, int, Path], None], folder: Path, prepare: Callable[[Path], object] | None = None) -> None:
-    """Call `act(rank, world, folder)`, a function of a module, in a process for each rank. Demand that all of them end well.
+def on_ranks(
+    world: int,
+    act: Callable[[int, int, Path], None],
+    folder: Path,
+    prepare: Callable[[Path], object] | None = None,
+) -> None:
+    """Call `act(rank, world, folder)`, a function of a module, in a process for each rank. Demand
+    that all of them end well.
 
-    prepare: is called with the folder in the process that the ranks are then forked from: they have what it has cached. They cannot
-        differentiate where it has: torch's autograd does not survive a fork.
+    prepare: is called with the folder in the process that the ranks are then forked from: they have
+        what it has cached. They cannot differentiate where it has: torch's autograd does not
+        survive a fork.
     """
-    parent = fork_server().Process(target=_fork_ranks, args=(act, world, folder, prepare), daemon=True)
+    parent = fork_server().Process(
+        target=_fork_ranks, args=(act, world, folder, prepare), daemon=True
+    )
     parent.start()
     parent.join(SECONDS)
     code = parent.exitcode
@@ -57,17 +67,28 @@ def on_ranks(world: int, act: Callable[[int, int, Path], None], folder: Path, pr
     assert code == 0, f"a rank ended with {code}"
 
 
-def start(act: Callable[..., None], *arguments: Any, cwd: Path, log: Path, variables: Mapping[str, str]) -> ForkServerProcess:
-    """Start `act(*arguments)`, a function of a module, in a process with this environment, whose output goes to `log`."""
-    process = fork_server().Process(target=_as_command, args=(act, arguments, cwd, log, dict(variables)))
+def start(
+    act: Callable[..., None], *arguments: Any, cwd: Path, log: Path, variables: Mapping[str, str]
+) -> ForkServerProcess:
+    """Start `act(*arguments)`, a function of a module, in a process with this environment, whose
+    output goes to `log`.
+    """
+    process = fork_server().Process(
+        target=_as_command, args=(act, arguments, cwd, log, dict(variables))
+    )
     process.start()
     return process
 
 
 def ran(
-    act: Callable[..., None], *arguments: Any, cwd: Path, seconds: float = SECONDS, variables: Mapping[str, str] = MappingProxyType({})
+    act: Callable[..., None],
+    *arguments: Any,
+    cwd: Path,
+    seconds: float = SECONDS,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int | None, str]:
-    """Call `act(*arguments)`, a function of a module, in a process of its own, which is killed if it takes longer than `seconds`.
+    """Call `act(*arguments)`, a function of a module, in a process of its own, which is killed if
+    it takes longer than `seconds`.
 
     variables: of the environment, beside those of this process.
 
@@ -89,7 +110,13 @@ def end(processes: Sequence[ForkServerProcess]) -> None:
         process.join()
 
 
-def _as_command(act: Callable[..., None], arguments: Sequence[Any], cwd: Path, log: Path, variables: Mapping[str, str]) -> None:
+def _as_command(
+    act: Callable[..., None],
+    arguments: Sequence[Any],
+    cwd: Path,
+    log: Path,
+    variables: Mapping[str, str],
+) -> None:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)
@@ -99,7 +126,12 @@ def _as_command(act: Callable[..., None], arguments: Sequence[Any], cwd: Path, l
     act(*arguments)
 
 
-def _fork_ranks(act: Callable[[int, int, Path], None], world: int, folder: Path, prepare: Callable[[Path], object] | None) -> None:
+def _fork_ranks(
+    act: Callable[[int, int, Path], None],
+    world: int,
+    folder: Path,
+    prepare: Callable[[Path], object] | None,
+) -> None:
     torch.set_num_threads(1)
     if prepare is not None:
         prepare(folder)
@@ -108,7 +140,9 @@ def _fork_ranks(act: Callable[[int, int, Path], None], world: int, folder: Path,
     sys.exit(max(codes, key=abs))
 
 
-def _run_rank(act: Callable[[int, int, Path], None], rank: int, world: int, folder: Path) -> NoReturn:
+def _run_rank(
+    act: Callable[[int, int, Path], None], rank: int, world: int, folder: Path
+) -> NoReturn:
     code = 1
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

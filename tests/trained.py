@@ -1,4 +1,6 @@
-"""Trains a job as a package and in a plain loop of eager PyTorch, on the same rows, to compare the two."""
+"""Trains a job as a package and in a plain loop of eager PyTorch, on the same rows, to compare the
+two.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,46 @@ def of_torch(job: Job, step: int, rows: int) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The loss of each of `UPDATES` updates, and the model's parameters and buffers after the last, by name."""
+    """The loss of each of `UPDATES` updates, and the model's parameters and buffers after the last,
+    by name.
+    """
 
     losses: list[float]
     state: dict[str, Tensor]
 
 
 def assert_trains_as_eager(
-    job: Job, data: Mapping[str, Any], folder: Path, tolerance: float = 1e-5, draws: Draws = of_torch, **options: Any
+    job: Job,
+    data: Mapping[str, Any],
+    folder: Path,
+    tolerance: float = 1e-5,
+    draws: Draws = of_torch,
+    **options: Any,
 ) -> None:
-    """Assert that a job's package trains to the losses and the state of eager PyTorch. Arguments as for `train_both`."""
+    """Assert that a job's package trains to the losses and the state of eager PyTorch.
+
+    Arguments as for `train_both`.
+    """
     expected, got = train_both(job, data, folder, draws, **options)
-    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=tolerance, atol=1e-7)
+    torch.testing.assert_close(
+        torch.tensor(got.losses), torch.tensor(expected.losses), rtol=tolerance, atol=1e-7
+    )
     for name, value in expected.state.items():
-        torch.testing.assert_close(got.state[name], value, rtol=tolerance * 10, atol=1e-6, msg=f"{name} differs")
+        torch.testing.assert_close(
+            got.state[name], value, rtol=tolerance * 10, atol=1e-6, msg=f"{name} differs"
+        )
 
 
-def train_both(job: Job, data: Mapping[str, Any], folder: Path, draws: Draws = of_torch, **options: Any) -> tuple[Trained, Trained]:
+def train_both(
+    job: Job, data: Mapping[str, Any], folder: Path, draws: Draws = of_torch, **options: Any
+) -> tuple[Trained, Trained]:
     """Train a job for `UPDATES` updates in eager PyTorch and as a package.
 
     Args:
-        job: of one graph, without schedule and clipping. Its optimizer factory is called twice, on two copies of the model.
-        data: as `Job.batch`, of a multiple of the global batch's rows, which come first; without what all rows share.
+        job: of one graph, without schedule and clipping. Its optimizer factory is called twice, on
+            two copies of the model.
+        data: as `Job.batch`, of a multiple of the global batch's rows, which come first; without
+            what all rows share.
         folder: an empty one.
         draws: where eager PyTorch's random numbers come from.
         options: of `launch`.
@@ -66,13 +86,24 @@ def train_both(job: Job, data: Mapping[str, Any], folder: Path, draws: Draws = o
     np.savez(folder / "rows.npz", **columns)
     plan = options.pop("plan", None) or trainload.plan(package, trainload.Cluster(), "single")
     given: dict[str, Any] = {"backend": "local", "compile": False, "steps": UPDATES, **options}
-    result = trainload.launch(package, plan, folder / "rows.npz", run_dir=folder / "run", output=folder / "trained.tl", **given)
+    result = trainload.launch(
+        package,
+        plan,
+        folder / "rows.npz",
+        run_dir=folder / "run",
+        output=folder / "trained.tl",
+        **given,
+    )
     weights = trainload.open(folder / "trained.tl").weights
-    return expected, Trained(curve(result.run_dir), {name: weights.tensor(name) for name in weights.names()})
+    return expected, Trained(
+        curve(result.run_dir), {name: weights.tensor(name) for name in weights.names()}
+    )
 
 
 def train_eagerly(job: Job, data: Mapping[str, Any], draws: Draws = of_torch) -> Trained:
-    """Train a job's own model in a plain loop, on the rows that a run would take, in the mode that it was handed over in."""
+    """Train a job's own model in a plain loop, on the rows that a run would take, in the mode that
+    it was handed over in.
+    """
     job = arranged(job)
     model = job.model if job.model.training else job.model.train()
     assert job.optimizer is not None
@@ -92,5 +123,7 @@ def train_eagerly(job: Job, data: Mapping[str, Any], draws: Draws = of_torch) ->
             loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    state = {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    state = {
+        name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
     return Trained(losses, state)

@@ -1,11 +1,13 @@
 """Derive step graphs and compile them.
 
-This is the only module of this stage that uses private names of torch. It runs on torch 2.13.0. Private names used:
-`torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
-`torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`, `torch._subclasses.fake_tensor`,
-`torch._inductor.standalone_compile`, `torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
-`torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`, `torch.fx._lazy_graph_module`,
-`ExportedProgram._guards_code`, `torch.utils._pytree`, `Graph._codegen`.
+This is the only module of this stage that uses private names of torch. It runs on torch 2.13.0.
+Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
+`torch._functorch.config`, `torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`,
+`torch._subclasses.fake_tensor`, `torch._inductor.standalone_compile`,
+`torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
+`torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`,
+`torch.fx._lazy_graph_module`, `ExportedProgram._guards_code`, `torch.utils._pytree`,
+`Graph._codegen`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,12 @@ from torch.utils._pytree import tree_structure
 
 from trainload.autograd_trace.derivation.indices import forbid_negative_indices
 from trainload.autograd_trace.derivation.operands import keep_operands_apart
-from trainload.autograd_trace.derivation.step_module import StepModule, is_functional, placeholders, trainable_parameters
+from trainload.autograd_trace.derivation.step_module import (
+    StepModule,
+    is_functional,
+    placeholders,
+    trainable_parameters,
+)
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.autograd_trace.randomness.draws import is_random
 from trainload.autograd_trace.recompute.hold import hold_back
@@ -68,7 +75,8 @@ from trainload.capture.program import GraphCapture, Program
 from trainload.capture.watching.higher_order import differentiates, has_checkpoints
 from trainload.core.errors import CaptureError, raised
 
-_C10D: Any = torch._C._distributed_c10d  # its stubs type names as a NewType that not every supported torch has
+# its stubs type names as a NewType that not every supported torch has
+_C10D: Any = torch._C._distributed_c10d
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 
 
@@ -103,7 +111,9 @@ def add_size_conditions(exported: ExportedProgram, conditions: Sequence[str]) ->
 
 @one_at_a_time
 @neutrally
-def derive(program: Program, graph: str, device: torch.device, *, sources: bool = False) -> StepGraph:
+def derive(
+    program: Program, graph: str, device: torch.device, *, sources: bool = False
+) -> StepGraph:
     """Derive the flat step graph of one captured graph for a device.
 
     The backward part recomputes the values inside the model's checkpoints. The caller's context
@@ -128,7 +138,9 @@ def derive(program: Program, graph: str, device: torch.device, *, sources: bool 
     with mode:
         state: dict[str, Tensor] = {}
         inputs: list[Tensor] = []
-        for node, spec in zip(placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
+        for node, spec in zip(
+            placeholders(capture), capture.exported.graph_signature.input_specs, strict=True
+        ):
             value = node.meta["val"]
             # Contiguous, whatever the example's strides were, because the real tensors come from
             # files and buckets.
@@ -140,14 +152,29 @@ def derive(program: Program, graph: str, device: torch.device, *, sources: bool 
                 state.setdefault(prefix + owners.get(spec.target, spec.target), fake)
         module = StepModule(capture, state, trainable, owners, device)
         for port in module.input_ports()[len(inputs) :]:
-            inputs.append(torch.empty((), dtype=torch.float32 if port.role is Role.SCALE else torch.int64, device=device))
+            inputs.append(
+                torch.empty(
+                    (),
+                    dtype=torch.float32 if port.role is Role.SCALE else torch.int64,
+                    device=device,
+                )
+            )
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.nullcontext() if capture.training else torch.no_grad())
         with preserve_node_meta(sources):
-            traced = _trace_functional(module, mode, inputs) if is_functional(capture.exported.graph_module) else None
+            traced = (
+                _trace_functional(module, mode, inputs)
+                if is_functional(capture.exported.graph_module)
+                else None
+            )
         if traced is None:
-            with preserve_node_meta(sources or has_checkpoints(capture.exported.graph_module)), _whole_triton_operators():
-                traced = aot_export_joint_with_descriptors(stack, module, tuple(inputs)).graph_module
+            with (
+                preserve_node_meta(sources or has_checkpoints(capture.exported.graph_module)),
+                _whole_triton_operators(),
+            ):
+                traced = aot_export_joint_with_descriptors(
+                    stack, module, tuple(inputs)
+                ).graph_module
     return _flatten(traced, module, graph)
 
 
@@ -156,11 +183,15 @@ def _whole_triton_operators() -> contextlib.AbstractContextManager[None]:
 
     Otherwise AOT autograd decomposes them into their Triton kernels, which cannot run on a CPU.
     """
-    whole: contextlib.AbstractContextManager[None] = torch._functorch.config.patch(decompose_custom_triton_ops=False)
+    whole: contextlib.AbstractContextManager[None] = torch._functorch.config.patch(
+        decompose_custom_triton_ops=False
+    )
     return whole
 
 
-def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor]) -> GraphModule | None:
+def _trace_functional(
+    module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
+) -> GraphModule | None:
     """Trace the joint graph of a functional graph, as AOT autograd would, in about half the time.
 
     AOT autograd first runs the graph to see what it writes to, then functionalizes it with a tensor
@@ -194,21 +225,35 @@ def _trace_functional(module: StepModule, mode: FakeTensorMode, inputs: Sequence
                     outputs.append(GradAOTOutput(grad_of=ParamAOTInput(target=name)))
         return results
 
-    lazily = _use_lazy_graph_module(True)  # the traced graph is only read, never run, so no source is generated for it
+    # the traced graph is only read, never run, so no source is generated for it
+    lazily = _use_lazy_graph_module(True)
     with mode, enable_python_dispatcher(), torch.autograd.set_multithreading_enabled(False), lazily:
         tangent = torch.empty((), dtype=module.loss_dtype(), device=inputs[0].device)
         traced: GraphModule = make_fx(step, tracing_mode="real")(*state.values(), *inputs, tangent)
-    overloads = [node for node in traced.graph.nodes if node.op == "call_function" and is_overload(node.target)]
+    overloads = [
+        node
+        for node in traced.graph.nodes
+        if node.op == "call_function" and is_overload(node.target)
+    ]
     # Attention without dropout counts as seeded, and therefore as impure.
-    if any(node.target._schema.is_mutable or (node.is_impure() and not is_seeded(node.target)) for node in overloads):
+    if any(
+        node.target._schema.is_mutable or (node.is_impure() and not is_seeded(node.target))
+        for node in overloads
+    ):
         return None
     _multiply_sizes(traced.graph)
-    places: list[Any] = [ParamAOTInput(target=name) for name in parameters] + [BufferAOTInput(target=name) for name in buffers]
+    places: list[Any] = [ParamAOTInput(target=name) for name in parameters] + [
+        BufferAOTInput(target=name) for name in buffers
+    ]
     places += [PlainAOTInput(idx=index) for index in range(len(inputs))]
     places.append(TangentAOTInput(output=PlainAOTOutput(idx=len(module.output_ports()))))
-    for node, description in zip((n for n in traced.graph.nodes if n.op == "placeholder"), places, strict=True):
+    for node, description in zip(
+        (n for n in traced.graph.nodes if n.op == "placeholder"), places, strict=True
+    ):
         node.meta["desc"] = description
-    next(node for node in reversed(traced.graph.nodes) if node.op == "output").meta["desc"] = outputs
+    next(node for node in reversed(traced.graph.nodes) if node.op == "output").meta["desc"] = (
+        outputs
+    )
     return traced
 
 
@@ -232,9 +277,15 @@ def _multiply_sizes(graph: Graph) -> None:
                 if isinstance(size, int):
                     continue
                 if str(size) not in sizes:
-                    sizes[str(size)] = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+                    sizes[str(size)] = graph.call_function(
+                        torch.ops.aten.sym_size.int, (source, dim)
+                    )
                     sizes[str(size)].meta["val"] = size
-                product = sizes[str(size)] if product is None else _product(graph, product, sizes[str(size)])
+                product = (
+                    sizes[str(size)]
+                    if product is None
+                    else _product(graph, product, sizes[str(size)])
+                )
             fixed = math.prod(size for size in source.meta["val"].shape if isinstance(size, int))
             assert product is not None, "the count of a tensor of fixed sizes is a number"
             node.replace_all_uses_with(product if fixed == 1 else _product(graph, product, fixed))
@@ -243,7 +294,9 @@ def _multiply_sizes(graph: Graph) -> None:
 
 def _product(graph: Graph, size: Node, factor: Node | int) -> Node:
     made = graph.call_function(operator.mul, (size, factor))
-    made.meta["val"] = size.meta["val"] * (factor.meta["val"] if isinstance(factor, Node) else factor)
+    made.meta["val"] = size.meta["val"] * (
+        factor.meta["val"] if isinstance(factor, Node) else factor
+    )
     return made
 
 
@@ -259,7 +312,9 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             description = node.meta["desc"]
-            if isinstance(description, TangentAOTInput | ForwardTokenAOTInput | BackwardTokenAOTInput):
+            if isinstance(
+                description, TangentAOTInput | ForwardTokenAOTInput | BackwardTokenAOTInput
+            ):
                 continue
             match description:
                 case ParamAOTInput(target=target) | BufferAOTInput(target=target):
@@ -270,18 +325,27 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
                     raise AssertionError(f"unforeseen input of a joint graph: {description}")
             # fx makes the name unique and a valid identifier. The target, which is an argument name
             # in generated code, must be both by itself.
-            placeholder = graph.create_node("placeholder", f"input_{len(inputs)}", name=f"{port.role}_{port.name}")
+            placeholder = graph.create_node(
+                "placeholder", f"input_{len(inputs)}", name=f"{port.role}_{port.name}"
+            )
             placeholder.meta["val"] = node.meta["val"]
             mapping[node] = placeholder
             inputs.append(port)
             if port.role in _VARYING:
                 varying.append(placeholder)
-    tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and isinstance(n.meta["desc"], TangentAOTInput)]
+    tangents = [
+        n
+        for n in joint.graph.nodes
+        if n.op == "placeholder" and isinstance(n.meta["desc"], TangentAOTInput)
+    ]
     if len(tangents) > 1:
         raise CaptureError(
             "a gradient flows into a buffer or parameter that forward writes to",
             where=f"graph {name}",
-            hint="Write buffers under torch.no_grad(), with detached values; do not write to parameters.",
+            hint=(
+                "Write buffers under torch.no_grad(), with detached values; do not write to"
+                " parameters."
+            ),
         )
     tangent = tangents[0] if tangents else None
     for node in joint.graph.nodes:
@@ -290,14 +354,24 @@ def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
         if node.target is torch.ops.higher_order.with_effects:
             _forget_check(node, name)
             continue
-        if node.target is operator.getitem and node.args[0].target is torch.ops.higher_order.with_effects:
+        if (
+            node.target is operator.getitem
+            and node.args[0].target is torch.ops.higher_order.with_effects
+        ):
             continue  # an effect token
         if is_random(node):
-            raise CaptureError(f"the derived graph draws from a generator with {node.target}", where=f"graph {name}")
+            raise CaptureError(
+                f"the derived graph draws from a generator with {node.target}",
+                where=f"graph {name}",
+            )
         if tangent is not None and tangent in node.all_input_nodes and tangent not in mapping:
             value = tangent.meta["val"]
             ones = graph.create_node(
-                "call_function", torch.ops.aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device}, name=TANGENT
+                "call_function",
+                torch.ops.aten.full.default,
+                ([], 1.0),
+                {"dtype": value.dtype, "device": value.device},
+                name=TANGENT,
             )
             ones.meta["val"] = value
             mapping[tangent] = ones
@@ -335,7 +409,9 @@ def _forget_check(node: Node, graph: str) -> None:
         )
 
 
-def _outputs(node: Node, module: StepModule, ports: Sequence[Port]) -> tuple[tuple[Port, ...], list[Node]]:
+def _outputs(
+    node: Node, module: StepModule, ports: Sequence[Port]
+) -> tuple[tuple[Port, ...], list[Node]]:
     found: list[Port] = []
     results: list[Node] = []
     values: Any = node.args[0]
@@ -351,11 +427,15 @@ def _outputs(node: Node, module: StepModule, ports: Sequence[Port]) -> tuple[tup
                 port = ports[index]
             case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
                 port = Port(Role.GRADIENT, module.port_of(target).name)
-            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if target[0] == "b":
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if (
+                target[0] == "b"
+            ):
                 port = module.port_of(target)
             case InputMutationAOTOutput(mutated_input=written):
                 raise CaptureError(
-                    "forward writes to a tensor that is not a buffer", where=f"{written}", hint="Keep changing values in a buffer."
+                    "forward writes to a tensor that is not a buffer",
+                    where=f"{written}",
+                    hint="Keep changing values in a buffer.",
                 )
             case _:
                 raise AssertionError(f"unforeseen output of a joint graph: {description}")
@@ -370,7 +450,9 @@ def fake_mode() -> FakeTensorMode:
 
 
 def trace_flat(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> GraphModule:
-    """Trace a function of fake tensors (made under `fake_mode`) to a flat graph of ATen operators."""
+    """Trace a function of fake tensors (made under `fake_mode`) to a flat graph of ATen
+    operators.
+    """
     mode = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
     with mode:
         traced: GraphModule = make_fx(function, tracing_mode="real")(*inputs)
@@ -406,10 +488,21 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
         node.meta["example_value"] = node.meta["val"]
     module = GraphModule(module, module.graph)  # torch's own class, which Inductor's cache accepts
     marked = dict.fromkeys(_CACHEABLE, True)
-    whole = _whole_triton_operators() if all(value.device.type == "cpu" for value in inputs) else contextlib.nullcontext()
+    whole = (
+        _whole_triton_operators()
+        if all(value.device.type == "cpu" for value in inputs)
+        else contextlib.nullcontext()
+    )
     try:
-        with torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked), _stand_ins(groups), _in_order(), whole:
-            artifact = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_graph", options={}, aot=True)
+        with (
+            torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked),
+            _stand_ins(groups),
+            _in_order(),
+            whole,
+        ):
+            artifact = torch._inductor.standalone_compile(
+                module, inputs, dynamic_shapes="from_graph", options={}, aot=True
+            )
             artifact.save(path=str(path), format="binary")
     except OSError:
         raise
@@ -484,7 +577,9 @@ def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, 
         "aot_inductor.metadata": dict(metadata),
         # Inductor's constant folding treats a one-element tensor as a constant, even a buffer that
         # the graph writes to, which would then never change.
-        "joint_graph_constant_folding": not any(buffer.numel() == 1 for buffer in _buffers(exported)),
+        "joint_graph_constant_folding": not any(
+            buffer.numel() == 1 for buffer in _buffers(exported)
+        ),
     }
     with torch.no_grad():
         files: Any = torch._inductor.aot_compile(module, (), batch, options=options)
@@ -507,15 +602,17 @@ def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
 
 def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
     """Load an artifact that `compile_graph` saved, with the same torch build and Inductor cache."""
-    artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(path=str(path), format="binary")
+    artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(
+        path=str(path), format="binary"
+    )
     return artifact
 
 
 def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
     """Make process groups under the logical names that rewritten graphs use.
 
-    With gloo all of them carry out one collective after another: on gloo's usual two threads functional all-gathers beside other
-    collectives in flight corrupt the heap.
+    With gloo all of them carry out one collective after another: on gloo's usual two threads
+    functional all-gathers beside other collectives in flight corrupt the heap.
 
     Args:
         groups: name -> the ranks of its groups. A rank is in at most one group of each name.
@@ -562,8 +659,11 @@ def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:
     for name in names:
         with contextlib.suppress(RuntimeError):  # this rank is in no group of that name
             group: Any = _C10D._resolve_process_group(name)
-            backends[name] = group._get_backend(group._device_types[0])  # a group with our own gloo does not count, its backend does
-    return lambda: {name: int(backend._get_sequence_number_for_group()) for name, backend in backends.items()}
+            # a group with our own gloo does not count, its backend does
+            backends[name] = group._get_backend(group._device_types[0])
+    return lambda: {
+        name: int(backend._get_sequence_number_for_group()) for name, backend in backends.items()
+    }
 
 
 def group_named(name: str) -> ProcessGroup:
@@ -580,14 +680,23 @@ def _serial_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) 
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    options._devices = [gloo.create_device(interface=name) for name in names] or [
+        gloo.create_default_device()
+    ]
     options._threads = 1
     options._timeout = timeout
     made: dist.Backend = gloo(store, rank, size, options)
     return made
 
 
-_CONTROL_FLOW = ("cond", "scan", "while_loop", "while_loop_stack_output", "map_impl", "associative_scan")
+_CONTROL_FLOW = (
+    "cond",
+    "scan",
+    "while_loop",
+    "while_loop_stack_output",
+    "map_impl",
+    "associative_scan",
+)
 _CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in _CONTROL_FLOW)
 
 

@@ -25,7 +25,9 @@ rows.
 """
 
 
-def are_rows_coupled(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]) -> bool:
+def are_rows_coupled(
+    program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]
+) -> bool:
     """Return True if two calls, each on a half of a batch, yield another loss or gradient than one
     call on all of it.
 
@@ -60,7 +62,9 @@ def _beside(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 def _shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
     size = float(tensor.float().std()) if tensor.numel() > 1 else 0.0
-    return tensor + torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * (size if 0 < size < torch.inf else 1.0)
+    return tensor + torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * (
+        size if 0 < size < torch.inf else 1.0
+    )
 
 
 def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -72,11 +76,19 @@ def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
     flat = tensor.flatten()
     if bool((flat != flat[0]).any()):
         return flat[torch.randint(len(flat), (len(flat),), generator=generator)].view(tensor.shape)
-    beside = flat[0].logical_not() if tensor.dtype == torch.bool else flat[0] - 1 if flat[0] > 0 else flat[0] + 1
+    beside = (
+        flat[0].logical_not()
+        if tensor.dtype == torch.bool
+        else flat[0] - 1
+        if flat[0] > 0
+        else flat[0] + 1
+    )
     return torch.where(torch.rand(tensor.shape, generator=generator) < 0.3, beside, tensor)
 
 
-def _differs(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]) -> bool:
+def _differs(
+    program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]
+) -> bool:
     """Return True if two calls yield another result than one.
 
     The result is False if a batch or its halves cannot be computed or do not yield finite numbers.
@@ -86,23 +98,30 @@ def _differs(program: Program, capture: GraphCapture, step: StepGraph, batch: Ma
     try:
         first = _of_part(program, step, batch, 0, middle)
         written = {port.name: value for port, value in first.items() if port.role is Role.BUFFER}
-        second = _of_part(replace(program, state={**program.state, **written}), step, batch, middle, rows)
+        second = _of_part(
+            replace(program, state={**program.state, **written}), step, batch, middle, rows
+        )
         weights = [float(half[Port(Role.WEIGHT, "weight")]) for half in (first, second)]
         if not all(weights):
             return False
         together = _together(first, second, weights)
         del first, second
         whole = _of_part(program, step, batch, 0, rows)
-    except (RuntimeError, IndexError):  # the graph does not accept a half's size, or one of its values
+    except (RuntimeError, IndexError):
+        # the graph does not accept a half's size, or one of its values
         return False
     if not all(bool(value.isfinite().all()) for port, value in whole.items() if port in together):
         return False
     gradients = [value for port, value in whole.items() if port.role is Role.GRADIENT]
     floor, allowed = noise_floor(gradients), _MARGIN * tolerance_of(capture)
-    return any(relative_distance(whole[port], value, floor) > allowed for port, value in together.items())
+    return any(
+        relative_distance(whole[port], value, floor) > allowed for port, value in together.items()
+    )
 
 
-def _of_part(program: Program, step: StepGraph, batch: Mapping[str, Tensor], start: int, stop: int) -> dict[Port, Tensor]:
+def _of_part(
+    program: Program, step: StepGraph, batch: Mapping[str, Tensor], start: int, stop: int
+) -> dict[Port, Tensor]:
     rows = next(iter(batch.values())).shape[0]
     part = {name: tensor[start:stop] for name, tensor in batch.items()}
     with torch.no_grad():
@@ -110,14 +129,20 @@ def _of_part(program: Program, step: StepGraph, batch: Mapping[str, Tensor], sta
     return dict(zip(step.outputs, results, strict=True))
 
 
-def _together(first: dict[Port, Tensor], second: dict[Port, Tensor], weights: list[float]) -> dict[Port, Tensor]:
+def _together(
+    first: dict[Port, Tensor], second: dict[Port, Tensor], weights: list[float]
+) -> dict[Port, Tensor]:
     """Return loss and gradients of two calls, combined as a run combines them. The first call's
     gradients are written to.
     """
     found: dict[Port, Tensor] = {}
     for port, value in first.items():
         if port.role is Role.GRADIENT:
-            found[port] = value.add_(second[port]) if value.is_contiguous() else value + second[port]
+            found[port] = (
+                value.add_(second[port]) if value.is_contiguous() else value + second[port]
+            )
         elif port.role is Role.LOSS:
-            found[port] = ((value * weights[0] + second[port] * weights[1]) / sum(weights)).to(value.dtype)
+            found[port] = ((value * weights[0] + second[port] * weights[1]) / sum(weights)).to(
+                value.dtype
+            )
     return found

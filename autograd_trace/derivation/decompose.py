@@ -23,14 +23,17 @@ from trainload.autograd_trace.randomness.draws import is_random
 from trainload.capture.operators import graphs_in, is_overload
 from trainload.core.errors import CaptureError
 
-_DEVICE = re.compile(r"(^|_)(cpu|cuda|cudnn|miopen|mkldnn|onednn|mps|xpu|xnnpack|flash|efficient)(_|$)")
+_DEVICE = re.compile(
+    r"(^|_)(cpu|cuda|cudnn|miopen|mkldnn|onednn|mps|xpu|xnnpack|flash|efficient)(_|$)"
+)
 _ROUNDS = 16
 """Maximum depth of nested decompositions; torch's tables go three deep."""
 
 
 @cache
 def _table() -> Mapping[Any, Callable[..., Any]]:
-    table: Any = torch.export.default_decompositions()  # an untyped dict subclass whose get() does not see the entries of items()
+    # an untyped dict subclass whose get() does not see the entries of items()
+    table: Any = torch.export.default_decompositions()
     return dict(table.items())
 
 
@@ -61,7 +64,9 @@ def is_device_specific(target: object) -> bool:
 
 
 def spelled(target: Any) -> str:
-    """Return an operator's name, such as `aten.linear.default`, `higher_order.cond` or `getitem`."""
+    """Return an operator's name, such as `aten.linear.default`, `higher_order.cond` or
+    `getitem`.
+    """
     return str(target) if is_overload(target) else str(getattr(target, "__name__", target))
 
 
@@ -70,7 +75,11 @@ def becomes(node: Node) -> tuple[str, ...]:
     is.
     """
     traced = _trace(node)
-    return () if traced is None else tuple(sorted({spelled(n.target) for n in traced.graph.nodes if is_overload(n.target)}))
+    return (
+        ()
+        if traced is None
+        else tuple(sorted({spelled(n.target) for n in traced.graph.nodes if is_overload(n.target)}))
+    )
 
 
 def decompose(module: GraphModule, chosen: Callable[[Any], bool]) -> GraphModule:
@@ -88,7 +97,11 @@ def decompose(module: GraphModule, chosen: Callable[[Any], bool]) -> GraphModule
     for part in graphs_in(made):
         kept: set[Node] = set()
         for _ in range(_ROUNDS):
-            calls = [node for node in part.graph.nodes if node.op == "call_function" and is_overload(node.target)]
+            calls = [
+                node
+                for node in part.graph.nodes
+                if node.op == "call_function" and is_overload(node.target)
+            ]
             left = [node for node in calls if node not in kept and chosen(node.target)]
             for node in left:
                 traced = _trace(node)
@@ -99,7 +112,10 @@ def decompose(module: GraphModule, chosen: Callable[[Any], bool]) -> GraphModule
             if not left:
                 break
         else:
-            raise CaptureError("decompositions do not terminate", got=", ".join(sorted({spelled(n.target) for n in left})))
+            raise CaptureError(
+                "decompositions do not terminate",
+                got=", ".join(sorted({spelled(n.target) for n in left})),
+            )
         part.graph.lint()
         part.recompile()
     return made
@@ -110,11 +126,22 @@ def _trace(node: Node) -> GraphModule | None:
     None if the call must stay as it is.
     """
     inputs = node.all_input_nodes
-    if not is_overload(node.target) or is_random(node) or any(source.op == "get_attr" for source in inputs):
+    if (
+        not is_overload(node.target)
+        or is_random(node)
+        or any(source.op == "get_attr" for source in inputs)
+    ):
         return None
     table: dict[Any, Callable[..., Any]] = {node.target: _decomposition(node.target)}
     values = [source.meta["val"] for source in inputs]
-    mode = next((value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None)
+    mode = next(
+        (
+            value.fake_mode
+            for value in values
+            if isinstance(value, Tensor) and hasattr(value, "fake_mode")
+        ),
+        None,
+    )
     if mode is None:
         return None
 
@@ -126,7 +153,9 @@ def _trace(node: Node) -> GraphModule | None:
 
     try:
         with mode, torch.enable_grad():
-            traced: GraphModule = make_fx(call, decomposition_table=table, tracing_mode="real", pre_dispatch=True)(*values)
+            traced: GraphModule = make_fx(
+                call, decomposition_table=table, tracing_mode="real", pre_dispatch=True
+            )(*values)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
         return None  # the decomposition does not accept these arguments, or needs a concrete size
     calls = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
@@ -136,8 +165,18 @@ def _trace(node: Node) -> GraphModule | None:
 
 
 def _replace(part: GraphModule, node: Node, traced: GraphModule) -> None:
-    mapping: dict[Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), node.all_input_nodes, strict=True))
-    told = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", "torch_fn") if key in node.meta}
+    mapping: dict[Node, Any] = dict(
+        zip(
+            (n for n in traced.graph.nodes if n.op == "placeholder"),
+            node.all_input_nodes,
+            strict=True,
+        )
+    )
+    told = {
+        key: node.meta[key]
+        for key in ("stack_trace", "nn_module_stack", "torch_fn")
+        if key in node.meta
+    }
     result: Any = None
     with part.graph.inserting_before(node):
         for inner in traced.graph.nodes:

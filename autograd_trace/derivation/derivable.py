@@ -57,8 +57,12 @@ def _checked(operator: Any, name: str, what: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         device = args[0].device.type
-        if device == "cpu" and torch.is_autocast_enabled(device):  # autocast computes the original operator in float32
-            args = tuple(value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value for value in args)
+        # autocast computes the original operator in float32
+        if device == "cpu" and torch.is_autocast_enabled(device):
+            args = tuple(
+                value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+                for value in args
+            )
         result, info = operator(*args, **kwargs)
         aten._assert_async.msg((info == 0).all(), f"{name}: a matrix is {what}")
         return result
@@ -69,7 +73,9 @@ def _checked(operator: Any, name: str, what: str) -> Callable[..., Any]:
 DERIVABLE: dict[Any, Callable[..., Any]] = {
     aten.masked_select.default: _masked_select,
     aten.affine_grid_generator.default: _affine_grid,
-    aten.linalg_cholesky.default: _checked(torch.linalg.cholesky_ex, "linalg.cholesky", "not positive-definite"),
+    aten.linalg_cholesky.default: _checked(
+        torch.linalg.cholesky_ex, "linalg.cholesky", "not positive-definite"
+    ),
     aten.linalg_inv.default: _checked(torch.linalg.inv_ex, "linalg.inv", "singular"),
     aten.inverse.default: _checked(torch.linalg.inv_ex, "inverse", "singular"),
     aten.linalg_solve.default: _checked(torch.linalg.solve_ex, "linalg.solve", "singular"),

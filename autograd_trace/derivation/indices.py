@@ -40,5 +40,8 @@ def forbid_negative_indices(module: GraphModule) -> None:
         with graph.inserting_before(node):
             below = graph.call_function(aten.lt.Scalar, (index, 0))
             allowed = graph.call_function(aten.where.ScalarSelf, (below, _BEYOND, index))
-        below.meta["val"], allowed.meta["val"] = value.new_empty(value.shape, dtype=torch.bool), value
+        below.meta["val"], allowed.meta["val"] = (
+            value.new_empty(value.shape, dtype=torch.bool),
+            value,
+        )
         node.update_arg(_INDEX, allowed)

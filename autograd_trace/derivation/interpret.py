@@ -21,7 +21,14 @@ from trainload.autograd_trace.randomness.draws import RANDOM, is_random
 from trainload.autograd_trace.randomness.keyed import KEYED
 from trainload.autograd_trace.randomness.random_key import RandomKey
 from trainload.autograd_trace.recompute.rematerialisation import Region, Regions, marking
-from trainload.capture.operators import draws_nothing, graphs_in, is_higher_order, is_overload, is_seeded, nodes_in
+from trainload.capture.operators import (
+    draws_nothing,
+    graphs_in,
+    is_higher_order,
+    is_overload,
+    is_seeded,
+    nodes_in,
+)
 from trainload.capture.source.source_place import place_of_node
 from trainload.capture.watching.higher_order import CHECKPOINT, SELECTIVE, Call, evaluate, is_ours
 from trainload.core.errors import CaptureError
@@ -91,7 +98,9 @@ class GraphInterpreter(Interpreter):
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _HOP.wrap_with_autocast:
             _, dtype, enabled, cache, body, *operands = args
-            with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=bool(cache)):
+            with torch.autocast(
+                self._device.type, dtype=dtype, enabled=enabled, cache_enabled=bool(cache)
+            ):
                 return self._nested(body, operands)
         if target is _HOP.wrap_with_set_grad_enabled:
             enabled, body, *operands = args
@@ -99,7 +108,13 @@ class GraphInterpreter(Interpreter):
                 return self._nested(body, operands)
         if target in (CHECKPOINT, SELECTIVE):
             self._counts.checkpoints += 1
-            return evaluate(target, args, self._inside(Region(self._counts.checkpoints, args[1] if target is SELECTIVE else "")))
+            return evaluate(
+                target,
+                args,
+                self._inside(
+                    Region(self._counts.checkpoints, args[1] if target is SELECTIVE else "")
+                ),
+            )
         if is_ours(target):
             return evaluate(target, args, self._nested)
         if target is aten._assert_tensor_metadata.default:
@@ -110,13 +125,21 @@ class GraphInterpreter(Interpreter):
         if rule is not None:
             return rule(self, *args, **kwargs)
         if is_higher_order(target):
-            if any(is_random(node) for body in args if isinstance(body, GraphModule) for node in nodes_in(body)):
+            if any(
+                is_random(node)
+                for body in args
+                if isinstance(body, GraphModule)
+                for node in nodes_in(body)
+            ):
                 return self._drawn_in(target, args)
-            args = tuple(self._retargeted_body(a) if isinstance(a, GraphModule) else a for a in args)
+            args = tuple(
+                self._retargeted_body(a) if isinstance(a, GraphModule) else a for a in args
+            )
         elif is_overload(target):
             if is_seeded(target) and not draws_nothing(target, args, kwargs):
                 raise CaptureError(
-                    f"the random operator {target} has no stateless form, so its values could not be repeated after a restart",
+                    f"the random operator {target} has no stateless form, so its values could not"
+                    " be repeated after a restart",
                     where=self.where(),
                     hint="Draw with dropout, torch.rand, torch.randn or torch.bernoulli instead.",
                 )
@@ -129,13 +152,17 @@ class GraphInterpreter(Interpreter):
         return self._of_body(body, self._regions).run(*operands)
 
     def _of_body(self, body: GraphModule, regions: Regions) -> GraphInterpreter:
-        return type(self)(body, self._key, self._device, self._batch, self._counts, regions, self._layout)
+        return type(self)(
+            body, self._key, self._device, self._batch, self._counts, regions, self._layout
+        )
 
     def _inside(self, checkpoint: Region) -> Call:
         """Return a function that runs a graph inside one more checkpoint."""
 
         def call(body: GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
-            results: tuple[Any, ...] = self._of_body(body, (*self._regions, checkpoint)).run(*operands)
+            results: tuple[Any, ...] = self._of_body(body, (*self._regions, checkpoint)).run(
+                *operands
+            )
             return results
 
         return call
@@ -157,17 +184,26 @@ class GraphInterpreter(Interpreter):
 
         Attention kernels return other strides there, so a copy may be needed.
         """
-        if target is not aten.view.default or node is None or not isinstance(value := node.meta.get("val"), Tensor):
+        if (
+            target is not aten.view.default
+            or node is None
+            or not isinstance(value := node.meta.get("val"), Tensor)
+        ):
             return target
         return target if value.device.type == self._device.type else aten.reshape.default
 
     def _retargeted_body(self, body: GraphModule) -> GraphModule:
-        """Return the body itself, or, if it names another device, a copy for this interpreter's device."""
+        """Return the body itself, or, if it names another device, a copy for this interpreter's
+        device.
+        """
         retargeted = copy.deepcopy(body)
         changed = False
         for module in graphs_in(retargeted):
             for node in module.graph.nodes:
-                arguments = (tuple(self._retarget(a) for a in node.args), {k: self._retarget(v) for k, v in node.kwargs.items()})
+                arguments = (
+                    tuple(self._retarget(a) for a in node.args),
+                    {k: self._retarget(v) for k, v in node.kwargs.items()},
+                )
                 if node.target is _HOP.wrap_with_autocast:
                     arguments = ((self._device.type, *node.args[1:]), node.kwargs)
                 target = self._retargeted_view(node.target, node)
@@ -196,7 +232,9 @@ class GraphInterpreter(Interpreter):
         return self._key_over(None)
 
     def key_of_entries(self, entries: Node) -> tuple[RandomKey, int | None]:
-        """Return the key for values that are drawn once per entry of dim 0, and 0 if the entries are rows, else None."""
+        """Return the key for values that are drawn once per entry of dim 0, and 0 if the entries
+        are rows, else None.
+        """
         rows = self._layout.rows(entries, self.where())
         if rows is None or rows.dim != 0:
             return self.key_of_call(), None
@@ -208,11 +246,15 @@ class GraphInterpreter(Interpreter):
 
     def drawing(self, body: GraphModule, key: RandomKey) -> Callable[..., Any]:
         """Return a function that runs a body with the given key."""
-        run: Callable[..., Any] = type(self)(body, key, self._device, self._batch, _Counts(), self._regions, self._layout).run
+        run: Callable[..., Any] = type(self)(
+            body, key, self._device, self._batch, _Counts(), self._regions, self._layout
+        ).run
         return run
 
     def batch_dim(self) -> int | None:
-        """Return the dim of the current node's value that runs over the rows of the batch, or None."""
+        """Return the dim of the current node's value that runs over the rows of the batch, or
+        None.
+        """
         rows = self._rows()
         return None if rows is None else rows.dim
 

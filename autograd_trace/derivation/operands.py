@@ -13,7 +13,8 @@ from trainload.capture.operators import base_of, bodies_of, graphs_in
 
 
 def keep_operands_apart(module: GraphModule) -> None:
-    """Copy an operand of an operator with bodies if it is a view of the same tensor as an earlier operand. In place; no value changes.
+    """Copy an operand of an operator with bodies if it is a view of the same tensor as an earlier
+    operand. In place; no value changes.
 
     Args:
         module: a flat graph. Every node has `meta["val"]`.
@@ -22,7 +23,9 @@ def keep_operands_apart(module: GraphModule) -> None:
         for node in [n for n in part.graph.nodes if n.op == "call_function" and bodies_of(part, n)]:
             known: set[Node] = set()
 
-            def apart(source: Node, node: Node = node, part: GraphModule = part, known: set[Node] = known) -> Node:
+            def apart(
+                source: Node, node: Node = node, part: GraphModule = part, known: set[Node] = known
+            ) -> Node:
                 base = base_of(source)
                 if not isinstance(source.meta.get("val"), Tensor) or base not in known:
                     known.add(base)

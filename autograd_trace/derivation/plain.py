@@ -20,7 +20,7 @@ from trainload.autograd_trace.derivation.step_module import batch_symbol, placeh
 from trainload.autograd_trace.randomness.draws import RANDOM
 from trainload.capture.operators import calls_in, graphs_in, is_overload, is_seeded, nodes_in
 from trainload.capture.program import GraphCapture
-from trainload.capture.substitutes import gamma  # noqa: F401 - its operators must be registered before they are named
+from trainload.capture.substitutes import gamma  # noqa: F401 - registers operators named below
 from trainload.capture.watching.higher_order import differentiates, is_ours
 from trainload.core.errors import PackageError, first_line
 
@@ -31,26 +31,45 @@ _OURS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.trainload.dirichlet_at.default: lambda _, x: x.clone(),
     torch.ops.trainload.gamma_at.default: lambda _, x: x.clone(),
 }
-"""Operators that this project registers -> an equivalent for graphs that take no gradient of them."""
+"""Operators that this project registers -> an equivalent for graphs that take no gradient of
+them.
+"""
 _CAUSE = "it calls operators that plain torch does not have"
 
 
 def own_operators(module: GraphModule) -> tuple[str, ...]:
     """Return the operators that a graph calls and that torch lacks without this project, sorted."""
     targets = (node.target for node in nodes_in(module) if node.op == "call_function")
-    return tuple(sorted({spelled(t) for t in targets if is_ours(t) or (is_overload(t) and t.namespace == _NAMESPACE)}))
+    return tuple(
+        sorted(
+            {
+                spelled(t)
+                for t in targets
+                if is_ours(t) or (is_overload(t) and t.namespace == _NAMESPACE)
+            }
+        )
+    )
 
 
 def other_devices(module: GraphModule, device: torch.device) -> bool:
     """Return True if a graph names, or was captured on, a device other than this one (and the meta
     device).
     """
-    return any(found != device.type for node in nodes_in(module) for found in _devices_of(node) if found != "meta")
+    return any(
+        found != device.type
+        for node in nodes_in(module)
+        for found in _devices_of(node)
+        if found != "meta"
+    )
 
 
 def _devices_of(node: Node) -> set[str]:
     value = node.meta.get("val")
-    found = {v.device.type for v in (value if isinstance(value, list | tuple) else (value,)) if isinstance(v, Tensor)}
+    found = {
+        v.device.type
+        for v in (value if isinstance(value, list | tuple) else (value,))
+        if isinstance(v, Tensor)
+    }
     found |= {a.type for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.device)}
     if node.target is _HOP.wrap_with_autocast:
         found.add(str(node.args[0]))
@@ -78,10 +97,16 @@ def plain_graph(capture: GraphCapture, device: torch.device) -> GraphModule:
         traced = _traced(capture, device)
     except Exception as error:  # torch's tracer may raise anything
         cause = _CAUSE if own else "it is for another device, or has regions that torch cannot save"
-        raise PackageError(f"{cause}, and cannot be traced again: {first_line(error)}", where=where, got=", ".join(own)) from error
+        raise PackageError(
+            f"{cause}, and cannot be traced again: {first_line(error)}",
+            where=where,
+            got=", ".join(own),
+        ) from error
     left = own_operators(traced)
     if left:
-        raise PackageError(_CAUSE, where=where, got=", ".join(left), hint="Export a graph without them: --graph.")
+        raise PackageError(
+            _CAUSE, where=where, got=", ".join(left), hint="Export a graph without them: --graph."
+        )
     return traced
 
 
@@ -90,7 +115,9 @@ def _writes_in_autocast(module: GraphModule) -> bool:
 
     torch.export saves such a region but cannot load it.
     """
-    values = [node.meta.get("val") for node in calls_in(module) if node.target is _HOP.wrap_with_autocast]
+    values = [
+        node.meta.get("val") for node in calls_in(module) if node.target is _HOP.wrap_with_autocast
+    ]
     return any(value is None or (isinstance(value, list | tuple) and not value) for value in values)
 
 
@@ -101,7 +128,9 @@ def _without_grad_modes(module: GraphModule) -> GraphModule:
     """
     made = copy.deepcopy(module)
     for part in list(graphs_in(made)):
-        while calls := [node for node in part.graph.nodes if node.target is _HOP.wrap_with_set_grad_enabled]:
+        while calls := [
+            node for node in part.graph.nodes if node.target is _HOP.wrap_with_set_grad_enabled
+        ]:
             for node in calls:
                 _inline(part, node)
         part.graph.lint()
@@ -115,7 +144,9 @@ def _inline(part: GraphModule, node: Node) -> None:
     assert isinstance(attribute, Node)
     body = part.get_submodule(str(attribute.target))
     assert isinstance(body, GraphModule)
-    mapping: dict[Node, Any] = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), operands, strict=True))
+    mapping: dict[Node, Any] = dict(
+        zip((n for n in body.graph.nodes if n.op == "placeholder"), operands, strict=True)
+    )
     results: Any = ()
     with part.graph.inserting_before(node):
         for inner in body.graph.nodes:
@@ -146,17 +177,25 @@ def _free_name(part: GraphModule, name: str) -> str:
 def _traced(capture: GraphCapture, device: torch.device) -> GraphModule:
     nodes = placeholders(capture)
     mode = next(n.meta["val"].fake_mode for n in nodes if isinstance(n.meta.get("val"), Tensor))
-    interpreter = _PlainInterpreter(capture.exported.graph_module, None, device, batch_symbol(capture))
+    interpreter = _PlainInterpreter(
+        capture.exported.graph_module, None, device, batch_symbol(capture)
+    )
 
     def run(*values: Tensor) -> Any:
         return interpreter.run(*values)
 
-    gradients = torch.enable_grad() if differentiates(capture.exported.graph_module) else torch.no_grad()
+    gradients = (
+        torch.enable_grad() if differentiates(capture.exported.graph_module) else torch.no_grad()
+    )
     trained = {name for name, value in capture.exported.state_dict.items() if value.requires_grad}
     with mode, gradients:
-        given = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device=device) for n in nodes]
+        given = [
+            torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device=device)
+            for n in nodes
+        ]
         for value, spec in zip(given, capture.exported.graph_signature.input_specs, strict=True):
-            value.requires_grad_(spec.target in trained)  # a graph that computes gradients may do so through parameters
+            # a graph that computes gradients may do so through parameters
+            value.requires_grad_(spec.target in trained)
         traced: GraphModule = make_fx(run, tracing_mode="real")(*given)
     return _with_names(traced, nodes)
 
@@ -192,12 +231,17 @@ class _PlainInterpreter(GraphInterpreter):
         if target in _OURS:
             return _OURS[target](*args, **kwargs)
         if target in RANDOM or is_seeded(target):
-            moved = tuple(self._retarget(a) for a in args), {k: self._retarget(v) for k, v in kwargs.items()}
+            moved = (
+                tuple(self._retarget(a) for a in args),
+                {k: self._retarget(v) for k, v in kwargs.items()},
+            )
             return Interpreter.call_function(self, target, *moved)
         return super()._call(target, args, kwargs)
 
 
-def custom_libraries(module: GraphModule, libraries: Mapping[str, str | None]) -> dict[str, str | None]:
+def custom_libraries(
+    module: GraphModule, libraries: Mapping[str, str | None]
+) -> dict[str, str | None]:
     """Return the namespaces of other libraries' operators that a graph calls -> the distribution
     that provides them.
 
@@ -205,5 +249,10 @@ def custom_libraries(module: GraphModule, libraries: Mapping[str, str | None]) -
         module: the graph.
         libraries: namespace -> the distribution that provides it, or None if unknown.
     """
-    used = {node.target.namespace for part in graphs_in(module) for node in part.graph.nodes if is_overload(node.target)}
+    used = {
+        node.target.namespace
+        for part in graphs_in(module)
+        for node in part.graph.nodes
+        if is_overload(node.target)
+    }
     return {name: libraries[name] for name in sorted(used & set(libraries))}

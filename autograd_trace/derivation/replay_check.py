@@ -28,9 +28,13 @@ def check_replays(job: Job, program: Program) -> None:
         JobError: no variant accepts one of the batches.
         CaptureError: a graph differs from eager mode.
     """
-    eager_gradients = any(differentiates(graph.exported.graph_module) for graph in program.graphs.values())
+    eager_gradients = any(
+        differentiates(graph.exported.graph_module) for graph in program.graphs.values()
+    )
     model = job.model
-    first_variant = next(name for n in itertools.count() if (name := f"first_{n}") not in job.variants)
+    first_variant = next(
+        name for n in itertools.count() if (name := f"first_{n}") not in job.variants
+    )
     for number, batch in enumerate(job.replays):
         twin = replace(
             job, batch=batch, variants={**job.variants, first_variant: job.batch}, replays=()
@@ -39,11 +43,20 @@ def check_replays(job: Job, program: Program) -> None:
             for target in [target for target in targets_of(twin) if not target.variant]:
                 first = graph_name(target.graph, target.mode)
                 try:
-                    variant = dispatcher_of(program.graphs, program.variants, first).pick(target.batch)
+                    variant = dispatcher_of(program.graphs, program.variants, first).pick(
+                        target.batch
+                    )
                 except DataError as error:
-                    raise JobError(error.problem, where=f"Job.replays[{number}], graph {first}", hint="Add it to Job.variants.") from error
+                    raise JobError(
+                        error.problem,
+                        where=f"Job.replays[{number}], graph {first}",
+                        hint="Add it to Job.variants.",
+                    ) from error
                 captured = program.graphs[graph_name(target.graph, target.mode, variant)]
-                leaves = {name: leaf.detach().contiguous() for name, leaf in leaves_of(target.batch).items()}
+                leaves = {
+                    name: leaf.detach().contiguous()
+                    for name, leaf in leaves_of(target.batch).items()
+                }
                 target.function.differentiates = eager_gradients
                 set_training(target.mode is Mode.TRAIN)
                 with state_kept(model):

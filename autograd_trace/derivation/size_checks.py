@@ -31,7 +31,10 @@ def size_checks(guard: Guard) -> list[str]:
     for source, size in sorted(places, key=lambda place: parse(place[1]).affine() != (1, 0)):
         line = parse(size).affine()
         if line is not None:
-            sources.setdefault(parse(size).symbols[0], source if line == (1, 0) else f"(({source} - {line[1]}) // {line[0]})")
+            sources.setdefault(
+                parse(size).symbols[0],
+                source if line == (1, 0) else f"(({source} - {line[1]}) // {line[0]})",
+            )
 
     def said(text: str) -> str:
         return _NAME.sub(lambda name: name[0] if name[0] in _WORDS else sources[name[0]], text)

@@ -9,9 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainload.autograd_trace.derivation.step_module import StepModule, output_ports, trainable_parameters
+from trainload.autograd_trace.derivation.step_module import (
+    StepModule,
+    output_ports,
+    trainable_parameters,
+)
 from trainload.autograd_trace.graphs import Role, StepGraph
-from trainload.capture.parity.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
+from trainload.capture.parity.distance import (
+    digits_floor,
+    noise_floor,
+    norm_of,
+    nudged,
+    relative_distance,
+    tolerance_for,
+)
 from trainload.capture.parity.float64 import Key, Reference, doubled, reference_of
 from trainload.capture.parity.parity import tolerance_of
 from trainload.capture.parity.replays import Check, Replayed, replay_batches
@@ -32,7 +43,13 @@ class _Reference:
     factor: Tensor
 
 
-def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str, Tensor], known: Sequence[Replayed] = ()) -> None:
+def check_step(
+    program: Program,
+    name: str,
+    step: StepGraph,
+    batch: Mapping[str, Tensor],
+    known: Sequence[Replayed] = (),
+) -> None:
     """Run a batch through the step graph and through eager autograd with the same stateless random
     numbers, and compare the results.
 
@@ -51,11 +68,21 @@ def check_step(program: Program, name: str, step: StepGraph, batch: Mapping[str,
         CaptureError: something differs.
     """
     capture = program.graphs[name]
-    for each in replay_batches(capture, {i.name: batch[i.name] for i in capture.inputs}, Check.USUAL):
-        _check_batch(program, capture, step, each, next((replayed for replayed in known if replayed.is_of(each)), None))
+    for each in replay_batches(
+        capture, {i.name: batch[i.name] for i in capture.inputs}, Check.USUAL
+    ):
+        _check_batch(
+            program,
+            capture,
+            step,
+            each,
+            next((replayed for replayed in known if replayed.is_of(each)), None),
+        )
 
 
-def arguments_of(program: Program, step: StepGraph, batch: Mapping[str, Tensor], row: int, rows: int) -> list[Tensor]:
+def arguments_of(
+    program: Program, step: StepGraph, batch: Mapping[str, Tensor], row: int, rows: int
+) -> list[Tensor]:
     """Return the arguments with which a step graph is called for a comparison.
 
     Args:
@@ -83,11 +110,20 @@ def arguments_of(program: Program, step: StepGraph, batch: Mapping[str, Tensor],
 
 def _scalars(row: int, rows: int) -> dict[Role, Tensor]:
     return {
-        Role.SEED: torch.tensor(7), Role.STEP: torch.tensor(_STEP), Role.ROW: torch.tensor(row), Role.SCALE: torch.tensor(1.0 / rows),
-    }  # fmt: skip
+        Role.SEED: torch.tensor(7),
+        Role.STEP: torch.tensor(_STEP),
+        Role.ROW: torch.tensor(row),
+        Role.SCALE: torch.tensor(1.0 / rows),
+    }
 
 
-def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor], known: Replayed | None) -> None:
+def _check_batch(
+    program: Program,
+    capture: GraphCapture,
+    step: StepGraph,
+    batch: Mapping[str, Tensor],
+    known: Replayed | None,
+) -> None:
     rows = next(iter(batch.values())).shape[0]
     scalars = _scalars(rows, rows)
     arguments = arguments_of(program, step, batch, rows, rows)
@@ -98,8 +134,11 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
             raise CaptureError(
                 f"the joint graph fails on {rows} rows: {first_line(error)}",
                 where=f"graph {capture.name}",
-                hint="The derivative of an operator of the model depends on the example's number of rows: use other "
-                "operators (x * mask instead of masked_select), or fix the size with dynamic={name: {0: Dim.STATIC}}.",
+                hint=(
+                    "The derivative of an operator of the model depends on the example's number of"
+                    " rows: use other operators (x * mask instead of masked_select), or fix the"
+                    " size with dynamic={name: {0: Dim.STATIC}}."
+                ),
             ) from error
     found = {(p.role, p.name): v for p, v in zip(step.outputs, results, strict=True)}
     state = {name: program.state[name] for name in program.state} | dict(program.constants)
@@ -108,7 +147,10 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
     else:
         wanted = _from_replay(program, capture, known, scalars[Role.SCALE])
     factor = float(wanted.factor.abs())
-    floor, total = noise_floor(wanted.gradients.values()) * factor, norm_of(wanted.gradients.values()) * factor
+    floor, total = (
+        noise_floor(wanted.gradients.values()) * factor,
+        norm_of(wanted.gradients.values()) * factor,
+    )
     tolerance = tolerance_of(capture)
     moved: _Reference | None = None
 
@@ -116,10 +158,17 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
     def exact() -> Reference | None:
         def call(twin: GraphCapture) -> dict[Key, Tensor | None]:
             precise = _by_autograd(program, twin, doubled(batch), scalars, doubled(state))
-            values: dict[Key, Tensor | None] = {key: value.detach() for key, value in precise.values.items()}
-            return values | {(Role.GRADIENT, name): gradient for name, gradient in precise.gradients.items()}
+            values: dict[Key, Tensor | None] = {
+                key: value.detach() for key, value in precise.values.items()
+            }
+            return values | {
+                (Role.GRADIENT, name): gradient for name, gradient in precise.gradients.items()
+            }
 
-        gradients: dict[Key, Tensor | None] = {(Role.GRADIENT, name): g * wanted.factor.to(g.dtype) for name, g in wanted.gradients.items()}
+        gradients: dict[Key, Tensor | None] = {
+            (Role.GRADIENT, name): g * wanted.factor.to(g.dtype)
+            for name, g in wanted.gradients.items()
+        }
         return reference_of(capture, call, gradients)
 
     for key in (*wanted.values, *((Role.GRADIENT, name) for name in wanted.gradients)):
@@ -138,34 +187,53 @@ def _check_batch(program: Program, capture: GraphCapture, step: StepGraph, batch
         if not distance <= allowed and key[0] is Role.GRADIENT and key in found:
             moved = moved or _by_autograd(program, capture, batch, scalars, nudged(state))
             other = moved.gradients[key[1]] * wanted.factor.to(reference.dtype)
-            distance = relative_distance(reference, found[key], digits_floor(reference, other, tolerance, total))
-        if not distance <= allowed and not ((precise := exact()) is not None and precise.allows(key, reference, found.get(key), floor)):
+            distance = relative_distance(
+                reference, found[key], digits_floor(reference, other, tolerance, total)
+            )
+        if not distance <= allowed and not (
+            (precise := exact()) is not None
+            and precise.allows(key, reference, found.get(key), floor)
+        ):
             raise CaptureError(
-                f"the joint graph differs from autograd in the {key[0].value} {key[1]!r} on {rows} rows",
+                f"the joint graph differs from autograd in the {key[0].value} {key[1]!r} on {rows}"
+                " rows",
                 where=f"graph {capture.name}",
                 expected=f"a relative difference of at most {allowed:g}",
                 got=f"{distance:.2g}" if key in found else "no gradient",
-                hint="This is a bug in trainload or in torch's AOT autograd for an operator of the model, not in the model.",
+                hint=(
+                    "This is a bug in trainload or in torch's AOT autograd for an operator of the"
+                    " model, not in the model."
+                ),
             )
 
 
 def _by_autograd(
-    program: Program, capture: GraphCapture, batch: Mapping[str, Tensor], scalars: Mapping[Role, Tensor], state: Mapping[str, Tensor]
+    program: Program,
+    capture: GraphCapture,
+    batch: Mapping[str, Tensor],
+    scalars: Mapping[Role, Tensor],
+    state: Mapping[str, Tensor],
 ) -> _Reference:
     """Return the results of the captured graph, interpreted with stateless random numbers, and its
     gradients by backward().
     """
     own = {**state, **{buffer.name: state[buffer.name].clone() for buffer in program.buffers}}
-    module = StepModule(capture, own, trainable_parameters(program, capture), program.aliases, torch.device("cpu"))
+    module = StepModule(
+        capture, own, trainable_parameters(program, capture), program.aliases, torch.device("cpu")
+    )
     *expected, objective = module(*(batch[i.name] for i in capture.inputs), *scalars.values())
     objective.backward()
     values = {(p.role, p.name): v for p, v in zip(module.output_ports(), expected, strict=True)}
     values |= {(Role.BUFFER, name): value for name, value in module.buffers_by_name().items()}
-    gradients = {name: p.grad for name, p in module.parameters_by_name().items() if p.grad is not None}
+    gradients = {
+        name: p.grad for name, p in module.parameters_by_name().items() if p.grad is not None
+    }
     return _Reference(values, gradients, torch.tensor(1.0))
 
 
-def _from_replay(program: Program, capture: GraphCapture, known: Replayed, scale: Tensor) -> _Reference:
+def _from_replay(
+    program: Program, capture: GraphCapture, known: Replayed, scale: Tensor
+) -> _Reference:
     """Return the same from results that autograd computed before.
 
     They drew no random numbers and wrote no buffers; their gradients are those of the plain loss.
@@ -175,7 +243,13 @@ def _from_replay(program: Program, capture: GraphCapture, known: Replayed, scale
         outputs.append(torch.tensor(float(next(iter(known.batch.values())).shape[0])))
     values = {(port.role, port.name): value for port, value in zip(ports, outputs, strict=True)}
     weight = values[Role.WEIGHT, "weight"].to(torch.float32)
-    values |= {(Role.WEIGHT, "weight"): weight} | {(Role.BUFFER, buffer.name): program.state[buffer.name] for buffer in program.buffers}
+    values |= {(Role.WEIGHT, "weight"): weight} | {
+        (Role.BUFFER, buffer.name): program.state[buffer.name] for buffer in program.buffers
+    }
     trainable = trainable_parameters(program, capture)
-    gradients = {name: gradient for name, gradient in known.gradients.items() if gradient is not None and name in trainable}
+    gradients = {
+        name: gradient
+        for name, gradient in known.gradients.items()
+        if gradient is not None and name in trainable
+    }
     return _Reference(values, gradients, weight * scale)

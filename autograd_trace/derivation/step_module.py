@@ -50,7 +50,12 @@ class StepModule(nn.Module):
     """
 
     def __init__(
-        self, capture: GraphCapture, state: Mapping[str, Tensor], trainable: set[str], aliases: Mapping[str, str], device: torch.device
+        self,
+        capture: GraphCapture,
+        state: Mapping[str, Tensor],
+        trainable: set[str],
+        aliases: Mapping[str, str],
+        device: torch.device,
     ) -> None:
         super().__init__()
         self._capture = capture
@@ -65,14 +70,22 @@ class StepModule(nn.Module):
                 continue
             assert spec.target is not None
             name = aliases.get(spec.target, spec.target)
-            role = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TENSOR: "c"}[spec.kind]
-            attribute = next((a for a, n in self._names.items() if n == name and a[0] == role), None)
+            role = {
+                InputKind.PARAMETER: "p",
+                InputKind.BUFFER: "b",
+                InputKind.CONSTANT_TENSOR: "c",
+            }[spec.kind]
+            attribute = next(
+                (a for a, n in self._names.items() if n == name and a[0] == role), None
+            )
             if attribute is None:
                 attribute = f"{role}{len(self._names)}"
                 self._names[attribute] = name
                 tensor = state[f"{capture.name}/{name}"] if role == "c" else state[name]
                 if role == "p":
-                    self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=name in trainable))
+                    self.register_parameter(
+                        attribute, nn.Parameter(tensor, requires_grad=name in trainable)
+                    )
                 else:
                     self.register_buffer(attribute, tensor)
             self._slots.append(("attribute", attribute))
@@ -94,9 +107,14 @@ class StepModule(nn.Module):
         """Return the dtype of the loss, and so of the objective; float32 for a graph without a
         loss.
         """
-        output = next(node for node in reversed(self._capture.exported.graph.nodes) if node.op == "output")
+        output = next(
+            node for node in reversed(self._capture.exported.graph.nodes) if node.op == "output"
+        )
         values = zip(self._capture.outputs, output.args[0], strict=True)
-        return next((value.meta["val"].dtype for spec, value in values if spec.role is OutputRole.LOSS), torch.float32)
+        return next(
+            (value.meta["val"].dtype for spec, value in values if spec.role is OutputRole.LOSS),
+            torch.float32,
+        )
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Return the parameters by their owners' names."""
@@ -114,9 +132,13 @@ class StepModule(nn.Module):
         key = RandomKey.of(scalars[0], scalars[1], scalars[2], rows) if scalars else None
         if key is not None and isinstance(symbol, int):
             key = key.of_call()
-        interpreter = GraphInterpreter(self._capture.exported.graph_module, key, self._target, symbol)
+        interpreter = GraphInterpreter(
+            self._capture.exported.graph_module, key, self._target, symbol
+        )
         entries = iter(batch)
-        values = interpreter.run(*(getattr(self, a) if kind == "attribute" else next(entries) for kind, a in self._slots))
+        values = interpreter.run(
+            *(getattr(self, a) if kind == "attribute" else next(entries) for kind, a in self._slots)
+        )
         roles = [o.role for o in self._capture.outputs]
         if OutputRole.LOSS not in roles:
             return tuple(v.detach() for v in values)
@@ -151,8 +173,14 @@ def draws(capture: GraphCapture) -> bool:
 
 def batch_symbol(capture: GraphCapture) -> int | torch.SymInt:
     """Return the number of rows of a captured graph's batch, as its placeholders spell it."""
-    for node, spec in zip(placeholders(capture), capture.exported.graph_signature.input_specs, strict=True):
-        if spec.kind is InputKind.USER_INPUT and isinstance(node.meta.get("val"), Tensor) and node.meta["val"].ndim:
+    for node, spec in zip(
+        placeholders(capture), capture.exported.graph_signature.input_specs, strict=True
+    ):
+        if (
+            spec.kind is InputKind.USER_INPUT
+            and isinstance(node.meta.get("val"), Tensor)
+            and node.meta["val"].ndim
+        ):
             size: int | torch.SymInt = node.meta["val"].shape[0]
             return size
     return 0
@@ -177,7 +205,11 @@ def is_functional(module: GraphModule) -> bool:
     """
     return all(
         node.target in (_HOP.wrap_with_set_grad_enabled, _HOP.wrap_with_autocast)
-        or (not node.target._schema.is_mutable if is_overload(node.target) else not is_higher_order(node.target))
+        or (
+            not node.target._schema.is_mutable
+            if is_overload(node.target)
+            else not is_higher_order(node.target)
+        )
         for node in calls_in(module)
     )
 
@@ -186,4 +218,6 @@ def is_plain(capture: GraphCapture) -> bool:
     """Return True if a graph without gradients certainly has a step graph: it writes nothing, draws
     nothing and has no branches.
     """
-    return not capture.training and is_functional(capture.exported.graph_module) and not draws(capture)
+    return (
+        not capture.training and is_functional(capture.exported.graph_module) and not draws(capture)
+    )

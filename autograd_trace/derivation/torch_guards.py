@@ -34,7 +34,9 @@ _RANGE = re.compile(r"(?P<symbol>[A-Za-z_][\w.]*) (?P<sign><=|<|>=|>) (?P<limit>
 _SAME = re.compile(r"\(?(?P<left>[^<=>()]+)\)? [=<>]= \(?(?P<right>[^<=>()]+)\)?")
 
 
-def with_guards(program: Program, targets: Iterable[Target], examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
+def with_guards(
+    program: Program, targets: Iterable[Target], examples: Mapping[str, Mapping[str, Tensor]]
+) -> Program:
     """Return the program with a guard for each graph.
 
     Args:
@@ -56,12 +58,16 @@ def with_guards(program: Program, targets: Iterable[Target], examples: Mapping[s
         constants = {name: fixed_value(value) for name, value in constants_of(target.batch).items()}
         absent = present[target.graph, target.mode] - set(example) - set(constants)
         size = size_guard(captured.exported, captured, example)
-        graphs[target.name] = replace(captured, guard=replace(size, constants=constants, absent=tuple(sorted(absent))))
+        graphs[target.name] = replace(
+            captured, guard=replace(size, constants=constants, absent=tuple(sorted(absent)))
+        )
     _check_order(graphs, targets)
     return replace(program, graphs=graphs)
 
 
-def dispatcher_of(graphs: Mapping[str, GraphCapture], variants: Sequence[str], name: str) -> Dispatcher:
+def dispatcher_of(
+    graphs: Mapping[str, GraphCapture], variants: Sequence[str], name: str
+) -> Dispatcher:
     """Return the dispatcher that picks the variant of one of the job's graphs in one mode.
 
     Args:
@@ -75,7 +81,9 @@ def dispatcher_of(graphs: Mapping[str, GraphCapture], variants: Sequence[str], n
         assert guard is not None, "every graph was given one"
         found[variant] = (guard,)
     guards = [graph.guard for graph in graphs.values() if graph.guard is not None]
-    known = {entry for guard in guards for entry in (*(i.name for i in guard.inputs), *guard.constants)}
+    known = {
+        entry for guard in guards for entry in (*(i.name for i in guard.inputs), *guard.constants)
+    }
     return Dispatcher(name, found, ignored=known)
 
 
@@ -90,15 +98,22 @@ def _check_order(graphs: Mapping[str, GraphCapture], targets: Sequence[Target]) 
         if variant and variant not in takers:
             other = min(takers)
             raise JobError(
-                "the variant would never be selected for its own example, because an earlier one accepts that batch",
+                "the variant would never be selected for its own example, because an earlier one"
+                " accepts that batch",
                 where=f"Job.variants[{variant!r}]",
                 expected="an input, constant or shape that differs from the earlier variants",
-                got=f"a batch that {f'the variant {other!r}' if other else 'the first variant, of Job.batch,'} accepts",
+                got=(
+                    "a batch that"
+                    f" {f'the variant {other!r}' if other else 'the first variant, of Job.batch,'}"
+                    " accepts"
+                ),
                 hint="Omit it, or put it first (Job.batch) if its graph is the one to run.",
             )
 
 
-def size_guard(exported: ExportedProgram, captured: GraphCapture, example: Mapping[str, Tensor]) -> Guard:
+def size_guard(
+    exported: ExportedProgram, captured: GraphCapture, example: Mapping[str, Tensor]
+) -> Guard:
     """Return the guard on a graph's sizes, without constants and absent inputs.
 
     Args:
@@ -114,7 +129,9 @@ class _Reader:
     guard.
     """
 
-    def __init__(self, exported: ExportedProgram, captured: GraphCapture, example: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, exported: ExportedProgram, captured: GraphCapture, example: Mapping[str, Tensor]
+    ) -> None:
         self._exported, self._example = exported, example
         placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
         values = [
@@ -131,7 +148,9 @@ class _Reader:
                 if not isinstance(expression, int) and expression.is_Symbol:
                     self._names[str(expression)] = str(spec.shape[dim])
         for (name, dim), expression in self._sizes.items():
-            for symbol in [] if isinstance(expression, int) else sorted(map(str, expression.free_symbols)):
+            for symbol in (
+                [] if isinstance(expression, int) else sorted(map(str, expression.free_symbols))
+            ):
                 self._names.setdefault(symbol, f"{name}_{dim}_unit")
         self._captured = captured
         self._pinned: set[str] = set()
@@ -140,12 +159,20 @@ class _Reader:
         texts = {place: self._text(place) for place in self._sizes}
         self._pin_what_no_size_tells(texts)
         ranges = {name: self._range(symbol) for symbol, name in self._names.items()}
-        codes = [_FLAT.sub(lambda m: f"L['batch']['{self._captured.inputs[int(m[1])].name}']", c) for c in size_conditions(self._exported)]
-        conditions = [found for code in codes if (found := self._condition(code, texts, ranges)) is not None]
+        codes = [
+            _FLAT.sub(lambda m: f"L['batch']['{self._captured.inputs[int(m[1])].name}']", c)
+            for c in size_conditions(self._exported)
+        ]
+        conditions = [
+            found for code in codes if (found := self._condition(code, texts, ranges)) is not None
+        ]
         values = self._values(texts)
         for name in self._pinned:
             ranges[name] = (values[name], values[name])
-        inputs = [InputGuard(i.name, i.dtype, tuple(texts[i.name, dim] for dim in range(len(i.shape)))) for i in self._captured.inputs]
+        inputs = [
+            InputGuard(i.name, i.dtype, tuple(texts[i.name, dim] for dim in range(len(i.shape))))
+            for i in self._captured.inputs
+        ]
         return Guard(tuple(inputs), dict(sorted(ranges.items())), tuple(dict.fromkeys(conditions)))
 
     def _text(self, place: tuple[str, int]) -> SizeLike:
@@ -158,10 +185,16 @@ class _Reader:
         if expression.is_Symbol:
             return self._names[str(expression)]
         symbols = sorted(expression.free_symbols, key=str)
-        if len(symbols) == 1 and expression.is_polynomial(*symbols) and expression.as_poly(*symbols).degree() == 1:
+        if (
+            len(symbols) == 1
+            and expression.is_polynomial(*symbols)
+            and expression.as_poly(*symbols).degree() == 1
+        ):
             factor, offset = (int(number) for number in expression.as_poly(*symbols).all_coeffs())
             whole = f"{factor}*" if factor != 1 else ""
-            return f"{whole}{self._names[str(symbols[0])]}" + (f" {'+' if offset > 0 else '-'} {abs(offset)}" if offset else "")
+            return f"{whole}{self._names[str(symbols[0])]}" + (
+                f" {'+' if offset > 0 else '-'} {abs(offset)}" if offset else ""
+            )
         text = re.sub(r"[a-z]+\d+", lambda m: self._names.get(m[0], m[0]), str(expression))
         try:
             parse(text)
@@ -172,7 +205,11 @@ class _Reader:
 
     def _pin_what_no_size_tells(self, texts: dict[tuple[str, int], SizeLike]) -> None:
         """Pin sizes to the example's where they use symbols that no size determines."""
-        told = {s.symbols[0] for t in texts.values() if isinstance(t, str) and (s := parse(t)).affine() is not None}
+        told = {
+            s.symbols[0]
+            for t in texts.values()
+            if isinstance(t, str) and (s := parse(t)).affine() is not None
+        }
         for place, text in texts.items():
             if isinstance(text, str) and set(parse(text).symbols) - told:
                 texts[place] = self._example[place[0]].shape[place[1]]
@@ -181,7 +218,9 @@ class _Reader:
 
     def _range(self, symbol: str) -> tuple[int, int | None]:
         spans = {str(known): span for known, span in self._exported.range_constraints.items()}
-        least, most = (str(spans[symbol].lower), str(spans[symbol].upper)) if symbol in spans else ("0", "")
+        least, most = (
+            (str(spans[symbol].lower), str(spans[symbol].upper)) if symbol in spans else ("0", "")
+        )
         return (int(least) if least.isdigit() else 0), (int(most) if most.isdigit() else None)
 
     def _values(self, texts: Mapping[tuple[str, int], SizeLike]) -> dict[str, int]:
@@ -189,10 +228,17 @@ class _Reader:
         found: dict[str, int] = {}
         for (name, dim), text in texts.items():
             if isinstance(text, str) and (line := parse(text).affine()) is not None:
-                found[parse(text).symbols[0]] = (self._example[name].shape[dim] - line[1]) // line[0]
+                found[parse(text).symbols[0]] = (self._example[name].shape[dim] - line[1]) // line[
+                    0
+                ]
         return found
 
-    def _condition(self, code: str, texts: Mapping[tuple[str, int], SizeLike], ranges: Mapping[str, tuple[int, int | None]]) -> str | None:
+    def _condition(
+        self,
+        code: str,
+        texts: Mapping[tuple[str, int], SizeLike],
+        ranges: Mapping[str, tuple[int, int | None]],
+    ) -> str | None:
         """Return one of torch's conditions in the guard's grammar, or None if the sizes and ranges
         imply it.
         """
@@ -208,7 +254,12 @@ class _Reader:
         except GrammarError:
             # A condition that the grammar cannot express pins its sizes to the example's. The batch
             # dim is declared dynamic, so torch would have rejected a condition on it alone.
-            dynamic = {symbol for place in places if isinstance(found := texts[place], str) for symbol in parse(found).symbols}
+            dynamic = {
+                symbol
+                for place in places
+                if isinstance(found := texts[place], str)
+                for symbol in parse(found).symbols
+            }
             self._pinned |= dynamic - {"batch"}
             return None
         if not parsed.symbols or _says_nothing(text) or _within(text, ranges):

@@ -19,7 +19,10 @@ _LEAST_RATE = 1e-30
 
 
 def bound(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[Tensor], lr: Tensor | float
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    params: Sequence[Tensor],
+    lr: Tensor | float,
 ) -> torch.optim.Optimizer:
     """Return the same optimizer over other tensors, before its first step, on its plain path (no
     foreach or fused kernels).
@@ -40,7 +43,8 @@ def bound(
         if name in options:
             options[name] = False
     if "capturable" in options and isinstance(lr, Tensor) and is_torchs(optimizer):
-        options["capturable"] = True  # a third-party class may demand a device with it; its numbers stay tensors anyway
+        # a third-party class may demand a device with it; its numbers stay tensors anyway
+        options["capturable"] = True
         # torch's capturable path divides by the learning rate: at 0 (the first step of a warmup), a
         # gradient of 0 would yield NaN.
         options["lr"] = torch.where(lr == 0, _LEAST_RATE, lr)
@@ -53,12 +57,14 @@ def bound(
         defaults = {
             n: v
             for n, v in optimizer.defaults.items()
-            if n in taken and (not isinstance(v, Tensor) or taken[n].default is inspect.Parameter.empty)
+            if n in taken
+            and (not isinstance(v, Tensor) or taken[n].default is inspect.Parameter.empty)
         }
         made = type(optimizer)([options], **defaults)  # its state is made in __init__
     except TypeError as error:
         raise CaptureError(
-            f"the optimizer creates state in __init__ and cannot be re-created for other tensors: {error}",
+            "the optimizer creates state in __init__ and cannot be re-created for other tensors:"
+            f" {error}",
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="a constructor that takes (params, **options)",
             hint="Create the state in the first step.",
@@ -85,7 +91,11 @@ def wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer
     They must be copied together with their wrapper: left with the model's own parameters, a wrapped
     optimizer would step nothing, and a comparison of two such wrappers would not notice.
     """
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, torch.optim.Optimizer)
+    }
 
 
 def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.optim.Optimizer:
@@ -103,7 +113,8 @@ def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.
     for name, inner in wrapped(optimizer).items():
         if inner.param_groups is not optimizer.param_groups or inner.state:
             raise CaptureError(
-                "the optimizer wraps another one that already has its own parameter groups or state",
+                "the optimizer wraps another one that already has its own parameter groups or"
+                " state",
                 where=f"Job.optimizer: {type(optimizer).__name__}.{name}",
                 expected="the same groups, and no state before the first step",
                 hint="Write both updates in the step() of one class.",
@@ -114,7 +125,9 @@ def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.
         if isinstance(value, MethodType) and value.__self__ is optimizer:
             made.__dict__[name] = MethodType(value.__func__, made)
             continue
-        made.__dict__[name] = made_of.get(id(value), rebuilt(value, {}) if type(value) in (list, dict) else value)
+        made.__dict__[name] = made_of.get(
+            id(value), rebuilt(value, {}) if type(value) in (list, dict) else value
+        )
     return made
 
 
@@ -122,9 +135,11 @@ def step(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> None:
     """Take one step of an optimizer on parameters of a shape. Raise CaptureError if that fails."""
     try:
         optimizer.step()
-    except Exception as error:  # an optimizer's own code may raise anything; all of it becomes one line
+    except Exception as error:
+        # an optimizer's own code may raise anything; all of it becomes one line
         raise CaptureError(
-            f"the optimizer cannot update a parameter of shape {shape}: {type(error).__name__}: {error}",
+            f"the optimizer cannot update a parameter of shape {shape}: {type(error).__name__}:"
+            f" {error}",
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
             hint="Use another optimizer, such as AdamW or SGD, for these parameters.",

@@ -25,7 +25,11 @@ from trainload.autograd_trace.optimizer.lr_schedule import learning_rates
 from trainload.autograd_trace.optimizer.optimizer_groups import group_parameters
 from trainload.autograd_trace.optimizer.recipe import make_recipe
 from trainload.autograd_trace.optimizer.trainers import Optimizers, make_loop, trainers_of
-from trainload.autograd_trace.optimizer.update_check import check_alike, check_separate, check_update
+from trainload.autograd_trace.optimizer.update_check import (
+    check_alike,
+    check_separate,
+    check_update,
+)
 from trainload.autograd_trace.optimizer.update_graph import EXAMPLE, capture_update, checked_shape
 from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
@@ -39,7 +43,9 @@ depend on a parameter's size (newer Adafactors factor from 16 rows on).
 """
 
 
-def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
+def capture_optimizer(
+    job: Job, program: Program, optimizers: Optimizers
+) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
     """Capture the job's optimizers and schedules.
 
     Args:
@@ -63,8 +69,14 @@ def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tup
             _check_kind(optimizer, trainer.where)
         of_group = [optimizer for optimizer in trainer.optimizers for _ in optimizer.param_groups]
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        rates = [found for optimizer in trainer.optimizers for found in learning_rates(trainer.schedule, trainer.updates, optimizer)]
-        for number, names in enumerate(group_parameters(job.model, trainer.reached(), groups, trainer.where)):
+        rates = [
+            found
+            for optimizer in trainer.optimizers
+            for found in learning_rates(trainer.schedule, trainer.updates, optimizer)
+        ]
+        for number, names in enumerate(
+            group_parameters(job.model, trainer.reached(), groups, trainer.where)
+        ):
             if not names:
                 continue
             kinds = {specs[n].dtype for n in names}
@@ -80,7 +92,13 @@ def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tup
             table = rates[number].factors
             if table is not None:
                 schedules.setdefault(table)
-            found = _capture_group(f"{trainer.prefix}group{number}", of_group[number], groups[number], getattr(torch, kinds.pop()), shapes)
+            found = _capture_group(
+                f"{trainer.prefix}group{number}",
+                of_group[number],
+                groups[number],
+                getattr(torch, kinds.pop()),
+                shapes,
+            )
             for update in found:
                 fitting = [n for n in names if update.shape is None or shapes[n] == update.shape]
                 for name, members, graphs in trainer.parts(update.group, fitting):
@@ -101,7 +119,9 @@ def capture_optimizer(job: Job, program: Program, optimizers: Optimizers) -> tup
         followed = {id(p): name for name, p in job.model.named_parameters() if name in reached}
         for optimizer in trainer.optimizers:
             check_alike(optimizer, followed)
-    return make_recipe(job, program, trainers, recipes, tuple(schedules), groups_of, loop), tuple(updates)
+    return make_recipe(job, program, trainers, recipes, tuple(schedules), groups_of, loop), tuple(
+        updates
+    )
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
@@ -109,17 +129,22 @@ def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CaptureError(
-            "the optimizer requires a closure and evaluates it any number of times, so it has no fixed update",
+            "the optimizer requires a closure and evaluates it any number of times, so it has no"
+            " fixed update",
             where=f"{where}: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
             hint="Use AdamW or SGD.",
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise CaptureError(
-            "the optimizer evaluates the model with weights that differ from the trained ones (its train() and eval())",
+            "the optimizer evaluates the model with weights that differ from the trained ones (its"
+            " train() and eval())",
             where=f"{where}: {type(optimizer).__name__}",
             expected="the weights that the updates produce",
-            hint="Use AdamW or SGD with Job.ema: its averaged weights are used in evaluations and stored in the trained package.",
+            hint=(
+                "Use AdamW or SGD with Job.ema: its averaged weights are used in evaluations and"
+                " stored in the trained package."
+            ),
         )
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise CaptureError(
@@ -132,47 +157,81 @@ def _check_kind(optimizer: torch.optim.Optimizer, where: str) -> None:
         raise CaptureError(
             "the optimizer requires sparse gradients, but the gradients of a step graph are dense",
             where=f"{where}: SparseAdam",
-            hint="Use Adam, which also updates the rows of an embedding that were not looked up, because of their moments.",
+            hint=(
+                "Use Adam, which also updates the rows of an embedding that were not looked up,"
+                " because of their moments."
+            ),
         )
 
 
 def _capture_group(
-    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> list[UpdateGraph]:
     """Return one update over flat tensors, or one for each shape if the update needs whole
     parameters.
     """
     try:
         update, steps = capture_update(name, optimizer, group, dtype, None)
-        elementwise = is_elementwise(update) and all(is_elementwise(u) for u in _with_dims(name, optimizer, group, dtype))
+        elementwise = is_elementwise(update) and all(
+            is_elementwise(u) for u in _with_dims(name, optimizer, group, dtype)
+        )
         if elementwise:
-            own = () if is_torchs(optimizer) else sorted({checked_shape(shape) for shape in shapes.values()})
+            own = (
+                ()
+                if is_torchs(optimizer)
+                else sorted({checked_shape(shape) for shape in shapes.values()})
+            )
             for shape in (*_FLAT_SHAPES, *own):
                 check_update(update, optimizer, group, dtype, shape, steps)
             check_separate(optimizer, group, dtype, (5, 13))
     except CaptureError:  # it may work on whole parameters; if not, that attempt reports why
         elementwise = False
-    return [update] if elementwise else [_capture_whole(name, optimizer, group, dtype, s) for s in sorted(set(shapes.values()))]
+    return (
+        [update]
+        if elementwise
+        else [
+            _capture_whole(name, optimizer, group, dtype, s) for s in sorted(set(shapes.values()))
+        ]
+    )
 
 
 def _capture_whole(
-    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
 ) -> UpdateGraph:
     smaller = checked_shape(shape)
     try:
-        update, steps = capture_update(f"{name}-{'x'.join(map(str, shape)) or 'scalar'}", optimizer, group, dtype, shape)
+        update, steps = capture_update(
+            f"{name}-{'x'.join(map(str, shape)) or 'scalar'}", optimizer, group, dtype, shape
+        )
     except CaptureError:
-        check_separate(optimizer, group, dtype, smaller)  # a dependence on other parameters is reported as such
+        # a dependence on other parameters is reported as such
+        check_separate(optimizer, group, dtype, smaller)
         raise
-    checked = update if smaller == shape else capture_update(name, optimizer, group, dtype, smaller)[0]
+    checked = (
+        update if smaller == shape else capture_update(name, optimizer, group, dtype, smaller)[0]
+    )
     check_update(checked, optimizer, group, dtype, smaller, steps)
     check_separate(optimizer, group, dtype, smaller)
     return update
 
 
-def _with_dims(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Iterator[UpdateGraph]:
+def _with_dims(
+    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype
+) -> Iterator[UpdateGraph]:
     """Yield the updates of parameters with several dims, which a third-party class may treat
     differently from a vector.
     """
     if not is_torchs(optimizer):
-        yield from (capture_update(name, optimizer, group, dtype, shape)[0] for shape in _FLAT_SHAPES if len(shape) > 1)
+        yield from (
+            capture_update(name, optimizer, group, dtype, shape)[0]
+            for shape in _FLAT_SHAPES
+            if len(shape) > 1
+        )

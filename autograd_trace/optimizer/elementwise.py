@@ -43,7 +43,12 @@ _COPIES: set[Any] = {
     _ATEN._assert_tensor_metadata.default,
 }
 """Operators that do not mix elements and that torch does not tag as pointwise."""
-_OF_0_DIM: set[Any] = {_ATEN.reshape.default, _ATEN.view.default, _ATEN.expand.default, _ATEN.squeeze.default}
+_OF_0_DIM: set[Any] = {
+    _ATEN.reshape.default,
+    _ATEN.view.default,
+    _ATEN.expand.default,
+    _ATEN.squeeze.default,
+}
 """Operators that do not mix elements if their input is a 0-dim tensor."""
 
 
@@ -65,7 +70,11 @@ def _works_by_element(exported: ExportedProgram) -> bool:
         if node.target in _OF_0_DIM and node.all_input_nodes[0].meta["val"].ndim == 0:
             continue
         base = _functional_form(node.target)
-        if torch.Tag.pointwise not in node.target.tags and torch.Tag.pointwise not in base.tags and node.target not in _COPIES:
+        if (
+            torch.Tag.pointwise not in node.target.tags
+            and torch.Tag.pointwise not in base.tags
+            and node.target not in _COPIES
+        ):
             return False
     return True
 

@@ -32,7 +32,9 @@ class GroupRates:
     factors: tuple[float, ...] | None = None
 
 
-def learning_rates(schedule: Schedule | None, updates: int, optimizer: torch.optim.Optimizer) -> list[GroupRates]:
+def learning_rates(
+    schedule: Schedule | None, updates: int, optimizer: torch.optim.Optimizer
+) -> list[GroupRates]:
     """Return the learning rates of every group of the optimizer.
 
     Args:
@@ -54,17 +56,28 @@ def learning_rates(schedule: Schedule | None, updates: int, optimizer: torch.opt
     # A stand-in with the same options, so that a scheduler that changes momentum or betas finds
     # them and is detected.
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    shadow = torch.optim.SGD([{**o, "params": [nn.Parameter(torch.zeros(1))]} for o in options], lr=0.1)
+    shadow = torch.optim.SGD(
+        [{**o, "params": [nn.Parameter(torch.zeros(1))]} for o in options], lr=0.1
+    )
     shadow.defaults = dict(optimizer.defaults)
     try:
-        return [GroupRates(1.0, tuple(table)) for table in _tabulate(schedule, updates, shadow, options)]
+        return [
+            GroupRates(1.0, tuple(table)) for table in _tabulate(schedule, updates, shadow, options)
+        ]
     except JobError:
         raise
     except Exception as error:  # a user's scheduler may raise anything; all of it becomes one line
-        raise JobError(f"the schedule fails: {type(error).__name__}: {error}", where="Job.schedule") from error
+        raise JobError(
+            f"the schedule fails: {type(error).__name__}: {error}", where="Job.schedule"
+        ) from error
 
 
-def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+def _tabulate(
+    schedule: Schedule,
+    updates: int,
+    shadow: torch.optim.Optimizer,
+    options: Sequence[Mapping[str, Any]],
+) -> list[list[float]]:
     scheduler = schedule(shadow)  # type: ignore[arg-type]  # called with an optimizer after `_wants_optimizer`
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise JobError(
@@ -79,7 +92,10 @@ def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, o
             where="Job.schedule",
             expected="learning rates that depend only on the step",
             got="ReduceLROnPlateau",
-            hint="Use a schedule that depends on the step. To change it later, evaluate, and resume with another package.",
+            hint=(
+                "Use a schedule that depends on the step. To change it later, evaluate, and resume"
+                " with another package."
+            ),
         )
     rates: list[list[float]] = [[] for _ in options]
     for step in range(updates):
@@ -88,10 +104,13 @@ def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, o
             scheduler.step()
         for table, group, before in zip(rates, shadow.param_groups, options, strict=True):
             table.append(_finite(float(group["lr"]), step))
-            driven = sorted(k for k, v in before.items() if k not in ("lr", "initial_lr") and group.get(k) != v)
+            driven = sorted(
+                k for k, v in before.items() if k not in ("lr", "initial_lr") and group.get(k) != v
+            )
             if driven:
                 raise JobError(
-                    f"the scheduler changes {', '.join(driven)}, but only learning rates can be scheduled",
+                    f"the scheduler changes {', '.join(driven)}, but only learning rates can be"
+                    " scheduled",
                     where=f"Job.schedule at step {step}",
                     expected="changes to learning rates only",
                     got=f"{driven[0]} = {group[driven[0]]}, was {before[driven[0]]}",
@@ -103,7 +122,10 @@ def _tabulate(schedule: Schedule, updates: int, shadow: torch.optim.Optimizer, o
 def _finite(rate: float, step: int) -> float:
     if not math.isfinite(rate):
         raise JobError(
-            "the learning rate is not finite", where=f"Job.schedule at step {step}", expected="a finite learning rate", got=str(rate)
+            "the learning rate is not finite",
+            where=f"Job.schedule at step {step}",
+            expected="a finite learning rate",
+            got=str(rate),
         )
     return rate
 
@@ -120,9 +142,16 @@ def _call_schedule(schedule: Schedule, step: int) -> float:
     try:
         value = schedule(step)  # type: ignore[arg-type]  # called with a step after `_wants_optimizer`
     except Exception as error:  # a user's schedule may raise anything; all of it becomes one line
-        raise JobError(f"fails: {type(error).__name__}: {error}", where=f"Job.schedule at step {step}") from error
+        raise JobError(
+            f"fails: {type(error).__name__}: {error}", where=f"Job.schedule at step {step}"
+        ) from error
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
         value = value.item()
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise JobError("does not return a number", where=f"Job.schedule at step {step}", expected="a factor", got=repr(value))
+        raise JobError(
+            "does not return a number",
+            where=f"Job.schedule at step {step}",
+            expected="a factor",
+            got=repr(value),
+        )
     return float(value)

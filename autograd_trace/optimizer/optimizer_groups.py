@@ -14,7 +14,9 @@ from trainload.capture.program import Program
 from trainload.core.errors import JobError
 
 
-def group_parameters(model: nn.Module, trainable: Set[str], param_groups: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:
+def group_parameters(
+    model: nn.Module, trainable: Set[str], param_groups: Sequence[Mapping[str, Any]], where: str
+) -> list[list[str]]:
     """Return the names of each group's trained parameters, sorted; a shared parameter has its
     owner's name.
 
@@ -43,13 +45,19 @@ def group_parameters(model: nn.Module, trainable: Set[str], param_groups: Sequen
                     hint="Build the optimizer from the model that is passed to the function.",
                 )
             if name in seen:
-                raise JobError("a parameter is in two parameter groups", where=f"{where}: group {number}", got=name)
+                raise JobError(
+                    "a parameter is in two parameter groups",
+                    where=f"{where}: group {number}",
+                    got=name,
+                )
             if name in trainable and name not in found:
                 found.append(name)
         seen.update(found)
         groups.append(sorted(found))
     if not seen:
-        raise JobError("the optimizer trains no parameter", where=where, hint="Pass it model.parameters().")
+        raise JobError(
+            "the optimizer trains no parameter", where=where, hint="Pass it model.parameters()."
+        )
     return groups
 
 
@@ -60,16 +68,26 @@ def with_trained(program: Program, groups: Sequence[GroupRecipe]) -> Program:
     parameters that would have had a gradient.
     """
     trained = {name for group in groups for name in group.parameters}
-    left_out = sorted({p.name for p in program.parameters if p.trainable and p.alias_of is None} - trained)
+    left_out = sorted(
+        {p.name for p in program.parameters if p.trainable and p.alias_of is None} - trained
+    )
     if not left_out:
         return program
     warnings.warn(
-        f"{len(left_out)} parameters require a gradient but are in no optimizer, so they are not trained: {', '.join(left_out)}",
+        f"{len(left_out)} parameters require a gradient but are in no optimizer, so they are not"
+        f" trained: {', '.join(left_out)}",
         stacklevel=4,
     )
-    parameters = tuple(replace(p, trainable=p.trainable and (p.alias_of or p.name) in trained) for p in program.parameters)
+    parameters = tuple(
+        replace(p, trainable=p.trainable and (p.alias_of or p.name) in trained)
+        for p in program.parameters
+    )
     graphs = {
-        name: graph if graph.reached is None else replace(graph, reached=tuple(n for n in graph.reached if n in trained))
+        name: (
+            graph
+            if graph.reached is None
+            else replace(graph, reached=tuple(n for n in graph.reached if n in trained))
+        )
         for name, graph in program.graphs.items()
     }
     return replace(program, parameters=parameters, graphs=graphs)

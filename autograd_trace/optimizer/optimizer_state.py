@@ -54,14 +54,28 @@ class StateNames:
     def give(self, optimizer: torch.optim.Optimizer, param: Tensor, values: Sequence[Any]) -> None:
         """Set the values of `entries` in the optimizer."""
         count = len(self.changing)
-        _put(optimizer, param, rebuilt(self.like, dict(zip(self.changing, values[:count], strict=True))))
-        for name, value in {**self.fixed, **dict(zip(self.shared, values[count:], strict=True))}.items():
+        _put(
+            optimizer,
+            param,
+            rebuilt(self.like, dict(zip(self.changing, values[:count], strict=True))),
+        )
+        for name, value in {
+            **self.fixed,
+            **dict(zip(self.shared, values[count:], strict=True)),
+        }.items():
             owner, _, key = name.partition("-")
-            held: dict[Any, Any] = optimizer.param_groups[0] if owner == "group" else optimizer.state
+            held: dict[Any, Any] = (
+                optimizer.param_groups[0] if owner == "group" else optimizer.state
+            )
             held[key] = value
 
 
-def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> StateNames:
+def state_names(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> StateNames:
     """Step the optimizer on a parameter of a shape and inspect its state.
 
     Raises:
@@ -96,15 +110,25 @@ def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtyp
             got=", ".join(sorted(states[0])) or "none",
             hint="Create all of the state in the first step, and add nothing later.",
         )
-    changing = {n: _changes(f"{kind}: state {n!r}", [s[n] for s in states]) for n in sorted(states[-1])}
-    moved = [n for n in sorted(shared[-1]) if any(not _same(before.get(n), each.get(n)) for each in shared)]
-    changing_shared = {n: _changes(f"{kind}: option {n!r}", [each.get(n) for each in shared]) for n in moved}
+    changing = {
+        n: _changes(f"{kind}: state {n!r}", [s[n] for s in states]) for n in sorted(states[-1])
+    }
+    moved = [
+        n
+        for n in sorted(shared[-1])
+        if any(not _same(before.get(n), each.get(n)) for each in shared)
+    ]
+    changing_shared = {
+        n: _changes(f"{kind}: option {n!r}", [each.get(n) for each in shared]) for n in moved
+    }
     return StateNames(
         changing=tuple(n for n, changes in changing.items() if changes),
         like=rebuilt(_state(stepped, param), {}),
         shared=tuple(n for n, changes in changing_shared.items() if changes),
         fixed={n: shared[-1][n] for n, changes in changing_shared.items() if not changes},
-        numbers=frozenset(n for each in (*states, *shared) for n, value in each.items() if _is_number(value)),
+        numbers=frozenset(
+            n for each in (*states, *shared) for n, value in each.items() if _is_number(value)
+        ),
     )
 
 
@@ -121,12 +145,18 @@ def _state(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
     """Return the state of a parameter, with the separate states of wrapped optimizers under their
     attribute names.
     """
-    inner = {name: _state(each, param) for name, each in wrapped(optimizer).items() if each.state is not optimizer.state}
+    inner = {
+        name: _state(each, param)
+        for name, each in wrapped(optimizer).items()
+        if each.state is not optimizer.state
+    }
     return {**optimizer.state[param], **inner}
 
 
 def _put(optimizer: torch.optim.Optimizer, param: Tensor, state: dict[str, Any]) -> None:
-    inner = {name: each for name, each in wrapped(optimizer).items() if each.state is not optimizer.state}
+    inner = {
+        name: each for name, each in wrapped(optimizer).items() if each.state is not optimizer.state
+    }
     for name, each in inner.items():
         _put(each, param, state[name])
     optimizer.state[param] = {name: value for name, value in state.items() if name not in inner}
@@ -161,9 +191,12 @@ def _changes(where: str, values: Sequence[Any]) -> bool:
     """
     if all(isinstance(v, Tensor) for v in values):
         return True
-    if all(v is None or isinstance(v, bool | int | float | str) for v in values) and all(v == values[0] for v in values):
+    if all(v is None or isinstance(v, bool | int | float | str) for v in values) and all(
+        v == values[0] for v in values
+    ):
         return False
-    if all(v.ndim == 0 if isinstance(v, Tensor) else _is_number(v) for v in values):  # a number in some steps, a 0-dim tensor in others
+    # a number in some steps, a 0-dim tensor in others
+    if all(v.ndim == 0 if isinstance(v, Tensor) else _is_number(v) for v in values):
         return True
     raise CaptureError(
         "the optimizer keeps a value that is neither a tensor in its state nor a number",

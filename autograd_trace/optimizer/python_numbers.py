@@ -35,7 +35,11 @@ _MATH: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-_TAKEN: Mapping[Any, str] = {Tensor.__int__: "int", Tensor.__float__: "float", Tensor.__index__: "index"}
+_TAKEN: Mapping[Any, str] = {
+    Tensor.__int__: "int",
+    Tensor.__float__: "float",
+    Tensor.__index__: "index",
+}
 """Functions that convert a tensor to a Python number. They work on real tensors, such as an option
 of the group.
 """
@@ -72,7 +76,10 @@ def numbers_stay_tensors(decide: Callable[[Tensor], bool]) -> Iterator[None]:
         mock.patch.object(builtins, "min", _extreme(builtins.min, torch.minimum)),
         mock.patch.object(builtins, "max", _extreme(builtins.max, torch.maximum)),
         mock.patch.object(math, "pow", _power),
-        *(mock.patch.object(math, name, _of_tensors(getattr(math, name), function)) for name, function in _MATH.items()),
+        *(
+            mock.patch.object(math, name, _of_tensors(getattr(math, name), function))
+            for name, function in _MATH.items()
+        ),
     ]
     with _NumbersStayTensors(decide):
         for patch in patches:
@@ -110,12 +117,21 @@ class _NumbersStayTensors(TorchFunctionMode):
         self._decide = decide
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         apart = _IN_PLACE.get(func) if args and _is_number(args[0]) else None
         result = self._call(func, args, dict(kwargs or {})) if apart is None else apart(*args)
         tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)]
-        if isinstance(result, Tensor) and result.ndim == 0 and tensors and all(_is_number(t) for t in tensors):
+        if (
+            isinstance(result, Tensor)
+            and result.ndim == 0
+            and tensors
+            and all(_is_number(t) for t in tensors)
+        ):
             standing_for_number(result)
         return result
 
@@ -128,7 +144,10 @@ class _NumbersStayTensors(TorchFunctionMode):
             try:
                 return func(*args)
             except Exception as error:
-                raise ValueError(f"{_TAKEN[func]}() reads a number from a tensor, which the graph would keep as a constant") from error
+                raise ValueError(
+                    f"{_TAKEN[func]}() reads a number from a tensor, which the graph would keep as"
+                    " a constant"
+                ) from error
         if func == _DATA.__get__:
             return args[0].detach()
         if func == _DATA.__set__:
@@ -142,7 +161,11 @@ class _NumbersStayTensors(TorchFunctionMode):
             args = (args[0], _widened(args[1], args[0]) * factor, *args[2:])
         if func is torch.full_like:
             filled, rest = _filled(*args, **given)
-            return torch.ones_like(args[0], **rest) * filled if isinstance(filled, Tensor) else func(*args, **given)
+            return (
+                torch.ones_like(args[0], **rest) * filled
+                if isinstance(filled, Tensor)
+                else func(*args, **given)
+            )
         if func is Tensor.__deepcopy__:
             return args[0].clone()
         if func in _COMPARISONS:
@@ -157,21 +180,32 @@ def _filled(like: Tensor, fill_value: Any, **rest: Any) -> tuple[Any, dict[str, 
 
 def _widened(value: Any, beside: Tensor) -> Any:
     """Return `value` in the dtype of its sum with another tensor."""
-    if not isinstance(value, Tensor) or value.ndim == 0 or beside.ndim == 0 or value.dtype == beside.dtype:
+    if (
+        not isinstance(value, Tensor)
+        or value.ndim == 0
+        or beside.ndim == 0
+        or value.dtype == beside.dtype
+    ):
         return value
     return value.to(torch.promote_types(value.dtype, beside.dtype))
 
 
-def _extreme(python: Callable[..., Any], function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+def _extreme(
+    python: Callable[..., Any], function: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., Any]:
     def extreme(*args: Any, **kwargs: Any) -> Any:
         if len(args) < 2 or kwargs or not any(isinstance(a, Tensor) for a in args):
             return python(*args, **kwargs)
-        return functools.reduce(function, (a if isinstance(a, Tensor) else as_number(a) for a in args))
+        return functools.reduce(
+            function, (a if isinstance(a, Tensor) else as_number(a) for a in args)
+        )
 
     return extreme
 
 
-def _of_tensors(python: Callable[[Any], Any], function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+def _of_tensors(
+    python: Callable[[Any], Any], function: Callable[[Tensor], Tensor]
+) -> Callable[[Any], Any]:
     return lambda value: function(_read(value)) if isinstance(value, Tensor) else python(value)
 
 
@@ -179,5 +213,11 @@ _python_power = math.pow
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    numbers = tuple(_read(value) if isinstance(value, Tensor) else value for value in (base, exponent))
-    return numbers[0] ** numbers[1] if any(isinstance(value, Tensor) for value in numbers) else _python_power(base, exponent)
+    numbers = tuple(
+        _read(value) if isinstance(value, Tensor) else value for value in (base, exponent)
+    )
+    return (
+        numbers[0] ** numbers[1]
+        if any(isinstance(value, Tensor) for value in numbers)
+        else _python_power(base, exponent)
+    )

@@ -15,7 +15,12 @@ from trainload.capture.program import Mode, Program
 from trainload.core.arguments import out_of_range
 from trainload.core.errors import JobError
 
-_FIELDS = {"clip_norm": "clip_norm", "clip_value": "clip_value", "ema_decay": "ema", "loss_scale": "loss_scaling"}
+_FIELDS = {
+    "clip_norm": "clip_norm",
+    "clip_value": "clip_value",
+    "ema_decay": "ema",
+    "loss_scale": "loss_scaling",
+}
 """Field of a recipe -> field of a job, for the fields whose name differs or whose value may be
 invalid.
 """
@@ -63,7 +68,11 @@ def make_recipe(
             seed=job.seed,
             main=main_of(job),
             loop=loop,
-            graphs={n: _graph(job, g.graph, groups_of.get(n, ())) for n, g in program.graphs.items() if g.mode is Mode.TRAIN}
+            graphs={
+                n: _graph(job, g.graph, groups_of.get(n, ()))
+                for n, g in program.graphs.items()
+                if g.mode is Mode.TRAIN
+            }
             if several
             else {},
             feeds=feeds,

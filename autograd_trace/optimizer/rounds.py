@@ -37,7 +37,9 @@ def taken(turn: TurnRecipe, round_number: int) -> bool:
 
 def turns_before(turns: Sequence[TurnRecipe], graph: str, round_number: int) -> int:
     """Return the number of calls of a graph before a round."""
-    return sum(turn.times * runs_before(turn, round_number) for turn in turns if turn.graph == graph)
+    return sum(
+        turn.times * runs_before(turn, round_number) for turn in turns if turn.graph == graph
+    )
 
 
 def draws_before(recipe: Recipe, round_number: int) -> int:
@@ -56,7 +58,9 @@ def calls_of(recipe: Recipe, round_number: int) -> Iterator[TurnCall]:
 
     The round's own batch, if any turn shares it, is its first; fresh ones follow in order.
     """
-    counts = {turn.graph: turns_before(recipe.turns, turn.graph, round_number) for turn in recipe.turns}
+    counts = {
+        turn.graph: turns_before(recipe.turns, turn.graph, round_number) for turn in recipe.turns
+    }
     draw = 1 if _shares(recipe) else 0
     for turn in recipe.turns:
         if not taken(turn, round_number):

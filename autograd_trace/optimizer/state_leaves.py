@@ -28,7 +28,10 @@ def rebuilt(value: Any, given: Mapping[str, Any], name: str = "") -> Any:
     """
     if not _is_nested(value):
         return given.get(name, value)
-    made = {key: rebuilt(inner, given, f"{name}-{key}" if name else str(key)) for key, inner in _entries(value).items()}
+    made = {
+        key: rebuilt(inner, given, f"{name}-{key}" if name else str(key))
+        for key, inner in _entries(value).items()
+    }
     if isinstance(value, dict):
         return made
     if isinstance(value, list | tuple):
@@ -39,7 +42,9 @@ def rebuilt(value: Any, given: Mapping[str, Any], name: str = "") -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return a snapshot of a value: a clone of a tensor, or a new structure with the same leaves."""
+    """Return a snapshot of a value: a clone of a tensor, or a new structure with the same
+    leaves.
+    """
     return value.clone() if isinstance(value, Tensor) else rebuilt(value, {})
 
 
@@ -49,7 +54,11 @@ def _is_nested(value: Any) -> bool:
     """
     if type(value) in (dict, list, tuple):
         return True
-    return hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type) and not callable(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, Tensor | nn.Module | type)
+        and not callable(value)
+    )
 
 
 def _entries(value: Any) -> dict[Any, Any]:

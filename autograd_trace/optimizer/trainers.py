@@ -1,4 +1,6 @@
-"""A job's optimizers, the graphs whose gradients each of them follows, and the loop that runs them."""
+"""A job's optimizers, the graphs whose gradients each of them follows, and the loop that runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Trainer:
         """Return the parameters that get a gradient from at least one of the graphs."""
         return frozenset[str]().union(*self.gradients.values())
 
-    def parts(self, group: str, names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def parts(
+        self, group: str, names: Sequence[str]
+    ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
         """Yield the parts of a group whose parameters get gradients from the same graphs: (name,
         parameters, training graphs).
 
@@ -55,7 +59,9 @@ class Trainer:
         """
         found: dict[tuple[str, ...], list[str]] = {}
         for name in names:
-            found.setdefault(tuple(g for g, reached in self.gradients.items() if name in reached), []).append(name)
+            found.setdefault(
+                tuple(g for g, reached in self.gradients.items() if name in reached), []
+            ).append(name)
         for number, (graphs, members) in enumerate(found.items()):
             yield (group if number == 0 else f"{group}-{number}"), tuple(members), graphs
 
@@ -75,17 +81,31 @@ def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
         turn = Turn(entry) if isinstance(entry, str) else entry
         if turn.graph not in graphs:
             raise JobError(
-                "the turn does not name one of the graphs", where=where, expected=f"a Turn, or one of {sorted(graphs)}", got=repr(entry)
+                "the turn does not name one of the graphs",
+                where=where,
+                expected=f"a Turn, or one of {sorted(graphs)}",
+                got=repr(entry),
             )
         try:
-            turns.append(TurnRecipe(graph=turn.graph, times=turn.times, every=turn.every, start=turn.start, fresh=turn.fresh))
+            turns.append(
+                TurnRecipe(
+                    graph=turn.graph,
+                    times=turn.times,
+                    every=turn.every,
+                    start=turn.start,
+                    fresh=turn.fresh,
+                )
+            )
         except ValidationError as error:
             raise out_of_range(error, JobError, where) from error
         _check_turn(job, turns, where)
     idle = sorted(set(graphs) - {turn.graph for turn in turns})
     if idle:
         raise JobError(
-            "a graph never runs", where="Job.loop", expected="a turn of every graph of the job", got=f"no turn of {', '.join(idle)}"
+            "a graph never runs",
+            where="Job.loop",
+            expected="a turn of every graph of the job",
+            got=f"no turn of {', '.join(idle)}",
         )
     main = main_of(job)
     if not any(turn.graph == main and turn.every == 1 and turn.start == 0 for turn in turns):
@@ -93,7 +113,10 @@ def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
             "the first graph that trains must run in every round, because its loss is the run's",
             where="Job.loop",
             expected=f"a turn of {main!r} in every round",
-            hint="Put another graph first in Job.graphs, or let the other graphs run several times per round (Turn.times).",
+            hint=(
+                "Put another graph first in Job.graphs, or let the other graphs run several times"
+                " per round (Turn.times)."
+            ),
         )
     return tuple(turns)
 
@@ -106,12 +129,20 @@ def _check_turn(job: Job, turns: Sequence[TurnRecipe], where: str) -> None:
     for entry, source in job.graphs[turn.graph].feeds.items():
         other = source.partition(".")[0]
         before = [t for t in turns[:-1] if t.graph == other and not t.fresh]
-        always = any(turn.every % t.every == 0 and t.start <= turn.start and (turn.start - t.start) % t.every == 0 for t in before)
+        always = any(
+            turn.every % t.every == 0
+            and t.start <= turn.start
+            and (turn.start - t.start) % t.every == 0
+            for t in before
+        )
         if turn.fresh or not always:
             raise JobError(
                 f"it is fed by {source!r}, which is not always available when it runs",
                 where=f"{where}: {entry}",
-                expected=f"a turn of {other!r} before it, in each of its rounds, and both on the round's own batch (not fresh)",
+                expected=(
+                    f"a turn of {other!r} before it, in each of its rounds, and both on the round's"
+                    " own batch (not fresh)"
+                ),
                 got=", ".join(t.graph for t in turns),
             )
     if job.graphs[turn.graph].compute is not None and (turn.times > 1 or turn.fresh):
@@ -153,7 +184,9 @@ def make_optimizers(job: Job) -> Optimizers:
     return made
 
 
-def trainers_of(job: Job, program: Program, loop: Sequence[TurnRecipe], optimizers: Optimizers) -> tuple[Trainer, ...]:
+def trainers_of(
+    job: Job, program: Program, loop: Sequence[TurnRecipe], optimizers: Optimizers
+) -> tuple[Trainer, ...]:
     """Return the job's optimizers with the graphs that they follow."""
     everything = frozenset(p.name for p in program.parameters if p.trainable and p.alias_of is None)
     graphs, shared = _training(job)
@@ -163,16 +196,23 @@ def trainers_of(job: Job, program: Program, loop: Sequence[TurnRecipe], optimize
         own = graph.optimizer is not None
         followed = [name] if own else shared
         clock = tuple(followed) if loop else ()
-        captured = [g for g in program.graphs.values() if g.mode is Mode.TRAIN and g.graph in followed]
+        captured = [
+            g for g in program.graphs.values() if g.mode is Mode.TRAIN and g.graph in followed
+        ]
         found.append(
             Trainer(
                 optimizers=made,
                 where=_place(name, graph),
                 prefix=f"{name}-" if own else "",
                 schedule=graph.schedule or job.schedule,
-                updates=sum(turns_before(loop, g, job.steps) for g in followed) if loop else job.steps,
+                updates=(
+                    sum(turns_before(loop, g, job.steps) for g in followed) if loop else job.steps
+                ),
                 clock=clock,
-                gradients={g.name: everything if g.reached is None else frozenset(g.reached) for g in captured},
+                gradients={
+                    g.name: everything if g.reached is None else frozenset(g.reached)
+                    for g in captured
+                },
             )
         )
     return tuple(found)
@@ -202,7 +242,11 @@ def _made(job: Job, factory: OptimizerFactory, where: str) -> tuple[torch.optim.
         raise
     except Exception as error:  # the user's own code may raise anything
         place = place_of_error(error)
-        raise JobError(f"{where} fails: {raised(error)}", where="" if place is None else str(place), hint=_cure(job.model)) from error
+        raise JobError(
+            f"{where} fails: {raised(error)}",
+            where="" if place is None else str(place),
+            hint=_cure(job.model),
+        ) from error
     optimizers = tuple(given) if isinstance(given, Sequence) else (given,)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -231,7 +275,10 @@ def _check_own_methods(optimizer: torch.optim.Optimizer, where: str) -> None:
                 "creates a learning rate scheduler, which would never be stepped",
                 where=where,
                 expected="only an optimizer",
-                hint="Pass it as Job.schedule: schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000).",
+                hint=(
+                    "Pass it as Job.schedule: schedule=lambda optimizer:"
+                    " torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)."
+                ),
             )
         raise JobError(
             f"returns an optimizer whose method {name} was replaced",

@@ -31,7 +31,12 @@ moves nothing for three steps. For the same reason state is compared too, on its
 
 
 def check_update(
-    update: UpdateGraph, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...], steps: int
+    update: UpdateGraph,
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    steps: int,
 ) -> None:
     """Replay `steps` steps of a parameter of `shape` through the real optimizer and through the
     graphs, and compare.
@@ -51,29 +56,53 @@ def check_update(
     graphs = update.first.module(), update.following.module()
     captured, state = _run(graphs, flat, given)
     tolerance = _tolerance(dtype) * steps / len(_RATES)
-    tolerance = max(tolerance, _rounding_within(update, dtype) * float((real - start).abs().max()) if start.numel() else 0.0)
+    tolerance = max(
+        tolerance,
+        (
+            _rounding_within(update, dtype) * float((real - start).abs().max())
+            if start.numel()
+            else 0.0
+        ),
+    )
     if not torch.allclose(captured.view(shape), real, rtol=tolerance, atol=tolerance):
         raise CaptureError(
             f"the captured update differs from the optimizer's own on a parameter of shape {shape}",
             where=f"{type(optimizer).__name__}, {update.group}",
             expected=f"at most {tolerance:g}",
             got=f"{float((captured.view(shape) - real).abs().max()):.2g} after {steps} steps",
-            hint="The optimizer keeps something outside self.state[param], such as an attribute that step() changes.",
+            hint=(
+                "The optimizer keeps something outside self.state[param], such as an attribute that"
+                " step() changes."
+            ),
         )
     own = kept(after, real)
     different = next(
-        (spec.name for spec, value in zip(update.state, state, strict=True) if not _alike(own[spec.name], value, tolerance)), None
+        (
+            spec.name
+            for spec, value in zip(update.state, state, strict=True)
+            if not _alike(own[spec.name], value, tolerance)
+        ),
+        None,
     )
     if different is not None:
         raise CaptureError(
-            f"the captured update's {different!r} differs from the optimizer's own on a parameter of shape {shape}",
+            f"the captured update's {different!r} differs from the optimizer's own on a parameter"
+            f" of shape {shape}",
             where=f"{type(optimizer).__name__}, {update.group}",
             expected=f"a relative difference of at most {tolerance:g}",
-            hint="The optimizer keeps something outside self.state[param], such as an attribute that step() changes.",
+            hint=(
+                "The optimizer keeps something outside self.state[param], such as an attribute that"
+                " step() changes."
+            ),
         )
     if update.elementwise and flat.numel() > 1:
         cut = flat.numel() // 3
-        parts = torch.cat([_run(graphs, flat[s], [g[s] for g in given])[0] for s in (slice(0, cut), slice(cut, None))])
+        parts = torch.cat(
+            [
+                _run(graphs, flat[s], [g[s] for g in given])[0]
+                for s in (slice(0, cut), slice(cut, None))
+            ]
+        )
         if not torch.allclose(parts, captured, rtol=tolerance, atol=tolerance):
             raise CaptureError(
                 "the update of a slice differs from the same part of the whole parameter's update",
@@ -82,7 +111,12 @@ def check_update(
             )
 
 
-def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def check_separate(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> None:
     """Check that the update of a parameter depends on no other parameter.
 
     Raises:
@@ -90,7 +124,10 @@ def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], d
     """
     generator = torch.Generator().manual_seed(2)
     params = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
-    gradients = [[torch.randn(shape, generator=generator).to(dtype) * (1 + 9 * i) for i in range(2)] for _ in range(_STEPS_TOGETHER)]
+    gradients = [
+        [torch.randn(shape, generator=generator).to(dtype) * (1 + 9 * i) for i in range(2)]
+        for _ in range(_STEPS_TOGETHER)
+    ]
     together, both = _stepped(optimizer, group, params, gradients)
     tolerance = _tolerance(dtype) * _STEPS_TOGETHER / len(_RATES)
     for i in range(2):
@@ -103,10 +140,15 @@ def check_separate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], d
             "the update of a parameter depends on other parameters of its group",
             where=f"Job.optimizer: {type(optimizer).__name__}",
             expected="an update of (parameter, gradient, state)",
-            got=f"a different {differs[0]!r} when updated together with another parameter"
-            if differs
-            else "a different result when updated together with another parameter",
-            hint="Update each parameter independently. To clip the norm over all gradients, use Job.clip_norm.",
+            got=(
+                f"a different {differs[0]!r} when updated together with another parameter"
+                if differs
+                else "a different result when updated together with another parameter"
+            ),
+            hint=(
+                "Update each parameter independently. To clip the norm over all gradients, use"
+                " Job.clip_norm."
+            ),
         )
 
 
@@ -133,7 +175,10 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
             key = number, tuple(param.shape)
             if key not in alone:
                 shape = key[1] if optimizer.state else checked_shape(key[1])
-                start, *gradients = (torch.randn(shape, generator=generator).to(param.device, param.dtype) for _ in range(1 + len(_RATES)))
+                start, *gradients = (
+                    torch.randn(shape, generator=generator).to(param.device, param.dtype)
+                    for _ in range(1 + len(_RATES))
+                )
                 (moved,), _ = _stepped(optimizer, group, [start], [[g] for g in gradients])
                 alone[key] = start, gradients, moved
             trained.append(param)
@@ -141,14 +186,20 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
     if not trained:
         return
     before = [(p, p.data, p.grad, p.requires_grad) for p in real]
-    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    options = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
     try:
         for param in real:
             param.grad = None
-            param.requires_grad = False  # an optimizer with differentiable=True would write to a leaf that requires a gradient
+            # an optimizer with differentiable=True would write to a leaf that requires a gradient
+            param.requires_grad = False
         for param, (start, _, _) in zip(trained, expected, strict=True):
             param.data = start.clone()
-        _take_steps(optimizer, trained, list(zip(*(gradients for _, gradients, _ in expected), strict=True)))
+        _take_steps(
+            optimizer, trained, list(zip(*(gradients for _, gradients, _ in expected), strict=True))
+        )
         apart = [
             names[id(p)]
             for p, (_, _, moved) in zip(trained, expected, strict=True)
@@ -161,10 +212,14 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
             group |= given
     if apart:
         raise CaptureError(
-            "the optimizer updates a parameter differently from another tensor of the same shape and group",
+            "the optimizer updates a parameter differently from another tensor of the same shape"
+            " and group",
             where=f"Job.optimizer: {type(optimizer).__name__}, {apart[0]}",
             expected="an update of (parameter, gradient, state, options of the group)",
-            hint="Put it into a separate group, and distinguish groups by their options, not parameters by their names or attributes.",
+            hint=(
+                "Put it into a separate group, and distinguish groups by their options, not"
+                " parameters by their names or attributes."
+            ),
         )
 
 
@@ -173,8 +228,12 @@ def _rounding_within(update: UpdateGraph, dtype: torch.dtype) -> float:
     than the parameter's: Muon's bfloat16.
     """
     values = (node.meta.get("val") for node in calls_in(update.following.graph_module))
-    kinds = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
-    return max((torch.finfo(kind).eps for kind in kinds if kind.itemsize < dtype.itemsize), default=0.0)
+    kinds = {
+        value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    return max(
+        (torch.finfo(kind).eps for kind in kinds if kind.itemsize < dtype.itemsize), default=0.0
+    )
 
 
 def _alike(first: Any, second: Any, tolerance: float) -> bool:
@@ -185,12 +244,19 @@ def _alike(first: Any, second: Any, tolerance: float) -> bool:
         return True  # not a value that an update computes with
     if not isinstance(second, Tensor | int | float):
         return False
-    one, other = (torch.as_tensor(value, dtype=torch.float64).flatten() for value in (first, second))
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().max()) if one.numel() else 0.0)
+    one, other = (
+        torch.as_tensor(value, dtype=torch.float64).flatten() for value in (first, second)
+    )
+    return torch.allclose(
+        one, other, rtol=tolerance, atol=tolerance * float(one.abs().max()) if one.numel() else 0.0
+    )
 
 
 def _stepped(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    params: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
 ) -> tuple[list[Tensor], torch.optim.Optimizer]:
     """Return the parameters after the real optimizer's steps, at `_RATES`, and that optimizer."""
     params = [p.clone() for p in params]
@@ -199,7 +265,11 @@ def _stepped(
     return params, stepped
 
 
-def _take_steps(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> None:
+def _take_steps(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> None:
     """Make an optimizer take a step for each entry of `gradients`, at `_RATES` in turn. Gradients
     are in the order of `params`.
     """
@@ -215,7 +285,9 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 8 * torch.finfo(dtype).eps if dtype.itemsize < 4 else 5e-6
 
 
-def _run(graphs: tuple[nn.Module, nn.Module], start: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _run(
+    graphs: tuple[nn.Module, nn.Module], start: Tensor, gradients: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Return the parameter and the state after the captured steps. `graphs`: of the first step, and
     of those that follow.
     """

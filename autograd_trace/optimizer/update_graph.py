@@ -17,7 +17,11 @@ from torch.export import Dim, ExportedProgram
 from trainload.autograd_trace.graphs import StateSpec, UpdateGraph
 from trainload.autograd_trace.optimizer.bound_optimizer import bound
 from trainload.autograd_trace.optimizer.optimizer_state import StateNames, state_names
-from trainload.autograd_trace.optimizer.python_numbers import as_number, numbers_stay_tensors, standing_for_number
+from trainload.autograd_trace.optimizer.python_numbers import (
+    as_number,
+    numbers_stay_tensors,
+    standing_for_number,
+)
 from trainload.autograd_trace.optimizer.value_branches import Decide, Results, Ways
 from trainload.capture.source.quiet import quiet_torch
 from trainload.core.errors import CaptureError, first_line
@@ -32,7 +36,11 @@ _STEPS, _STEPS_OF_BRANCHES = 3, 12
 
 
 def capture_update(
-    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...] | None
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | None,
 ) -> tuple[UpdateGraph, int]:
     """Capture an update over flat tensors of any length (`shape` is None) or over whole parameters
     of one shape.
@@ -45,19 +53,33 @@ def capture_update(
         CaptureError: the step is not a function of (parameter, gradient, state, learning rate) that
             can be captured.
     """
-    names = state_names(optimizer, group, dtype, (EXAMPLE,) if shape is None else checked_shape(shape))
-    param, grad = (torch.zeros((EXAMPLE,) if shape is None else shape, dtype=dtype) for _ in range(2))
+    names = state_names(
+        optimizer, group, dtype, (EXAMPLE,) if shape is None else checked_shape(shape)
+    )
+    param, grad = (
+        torch.zeros((EXAMPLE,) if shape is None else shape, dtype=dtype) for _ in range(2)
+    )
     rate = torch.tensor(float(group["lr"]))
-    first = _export(name, _Update(optimizer, group, names, first=True), (param, grad, rate, ()), flat=shape is None)
+    first = _export(
+        name,
+        _Update(optimizer, group, names, first=True),
+        (param, grad, rate, ()),
+        flat=shape is None,
+    )
     output = next(n for n in first.graph.nodes if n.op == "output")
     new, *made = (n.meta["val"] for n in output.args[0])
     specs = _state_specs(names, new, made, type(optimizer).__name__, flat=shape is None)
-    state = tuple(torch.zeros(param.shape if s.like_parameter else s.shape, dtype=getattr(torch, s.dtype)) for s in specs)
+    state = tuple(
+        torch.zeros(param.shape if s.like_parameter else s.shape, dtype=getattr(torch, s.dtype))
+        for s in specs
+    )
     later = _Update(optimizer, group, names, first=False)
     following = _export(name, later, (param, grad, rate, state), flat=shape is None)
     for graph in (first, following):
         _check_constants(graph, optimizer, name)
-    return UpdateGraph(name, first, following, specs, shape), _STEPS if later.ways.count == 1 else _STEPS_OF_BRANCHES
+    return UpdateGraph(name, first, following, specs, shape), (
+        _STEPS if later.ways.count == 1 else _STEPS_OF_BRANCHES
+    )
 
 
 def checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,38 +87,68 @@ def checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     proportions, but not too large.
     """
     elements = torch.Size(shape).numel()
-    factor = (elements / _CHECKED_ELEMENTS) ** (1 / len(shape)) if elements > _CHECKED_ELEMENTS else 1
+    factor = (
+        (elements / _CHECKED_ELEMENTS) ** (1 / len(shape)) if elements > _CHECKED_ELEMENTS else 1
+    )
     return shape if factor == 1 else tuple(max(1, int(size / factor)) for size in shape)
 
 
 class _Update(nn.Module):
     """One call of an optimizer's step on one tensor. `names`: the names of its state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], names: StateNames, *, first: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        names: StateNames,
+        *,
+        first: bool,
+    ) -> None:
         super().__init__()
         self._parts = (optimizer, group)
         self._names = names
         self._first = first
         self.ways = Ways()
 
-    def forward(self, param: Tensor, grad: Tensor, lr: Tensor, state: tuple[Tensor, ...]) -> Results:
+    def forward(
+        self, param: Tensor, grad: Tensor, lr: Tensor, state: tuple[Tensor, ...]
+    ) -> Results:
         return self.ways.results(lambda decide: self._step(decide, param, grad, lr, state))
 
-    def _step(self, decide: Decide, param: Tensor, grad: Tensor, lr: Tensor, state: tuple[Tensor, ...]) -> Results:
+    def _step(
+        self, decide: Decide, param: Tensor, grad: Tensor, lr: Tensor, state: tuple[Tensor, ...]
+    ) -> Results:
         param = param.clone()
         optimizer = bound(*self._parts, [param], lr)
         if not isinstance(self._parts[1]["lr"], Tensor):
             standing_for_number(optimizer.param_groups[0]["lr"])
         if not self._first:
-            given = {name: value.clone() for name, value in zip(self._names.entries, state, strict=True)}
-            self._names.give(optimizer, param, [standing_for_number(v) if n in self._names.numbers else v for n, v in given.items()])
+            given = {
+                name: value.clone() for name, value in zip(self._names.entries, state, strict=True)
+            }
+            self._names.give(
+                optimizer,
+                param,
+                [
+                    standing_for_number(v) if n in self._names.numbers else v
+                    for n, v in given.items()
+                ],
+            )
         param.grad = grad.clone()
         with numbers_stay_tensors(decide):
             optimizer.step()
-        return (param, *(v if isinstance(v, Tensor) else as_number(v) for v in self._names.of(optimizer, param)))
+        return (
+            param,
+            *(
+                v if isinstance(v, Tensor) else as_number(v)
+                for v in self._names.of(optimizer, param)
+            ),
+        )
 
 
-def _state_specs(names: StateNames, param: Tensor, state: Sequence[Tensor], kind: str, *, flat: bool) -> tuple[StateSpec, ...]:
+def _state_specs(
+    names: StateNames, param: Tensor, state: Sequence[Tensor], kind: str, *, flat: bool
+) -> tuple[StateSpec, ...]:
     """Return the spec of each state entry after the update. `param` and `state` are traced values,
     so sizes are compared as text.
     """
@@ -108,7 +160,8 @@ def _state_specs(names: StateNames, param: Tensor, state: Sequence[Tensor], kind
         where = f"{kind} state {entry!r}"
         if flat and value.ndim > 0 and not like_parameter:
             raise CaptureError(
-                "an optimizer state has a different shape from its parameter, so the update cannot run on slices",
+                "an optimizer state has a different shape from its parameter, so the update cannot"
+                " run on slices",
                 where=where,
                 expected="the parameter's shape or 0 dims",
                 got=str(tuple(value.shape)),
@@ -122,30 +175,46 @@ def _state_specs(names: StateNames, param: Tensor, state: Sequence[Tensor], kind
                 hint="Keep a mask of the parameter's shape instead of indices.",
             )
         others = () if like_parameter else tuple(value.shape)
-        specs.append(StateSpec(entry, str(value.dtype).removeprefix("torch."), like_parameter, others))
+        specs.append(
+            StateSpec(entry, str(value.dtype).removeprefix("torch."), like_parameter, others)
+        )
     return tuple(specs)
 
 
 def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) -> ExportedProgram:
     length = Dim("length", min=1)
-    shapes = ({0: length}, {0: length}, None, tuple({0: length} if s.ndim else None for s in args[3])) if flat else None
+    shapes = (
+        ({0: length}, {0: length}, None, tuple({0: length} if s.ndim else None for s in args[3]))
+        if flat
+        else None
+    )
     try:
         with quiet_torch(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             return torch.export.export(update, args, dynamic_shapes=shapes, strict=False)
-    except Exception as error:  # an optimizer's own code may raise anything; all of it becomes one line
+    except Exception as error:
+        # an optimizer's own code may raise anything; all of it becomes one line
         raise CaptureError(
-            f"the update of {type(update._parts[0]).__name__} cannot be captured: {first_line(error)}",
+            f"the update of {type(update._parts[0]).__name__} cannot be captured:"
+            f" {first_line(error)}",
             where=_line(error, update._parts[0]) or f"Job.optimizer: {name}",
             hint=_cure_of(update._parts[0]),
         ) from error
 
 
 def _cure_of(optimizer: torch.optim.Optimizer) -> str:
-    options = [name for name, value in optimizer.param_groups[0].items() if isinstance(value, Tensor)]
+    options = [
+        name for name, value in optimizer.param_groups[0].items() if isinstance(value, Tensor)
+    ]
     if options:
-        return f"Pass {', '.join(options)} as a number: {type(optimizer).__name__} converts a tensor to a number in its step()."
-    return "Its step() must use tensor operators on the parameter, the gradient and the state; arithmetic with their .item() is allowed."
+        return (
+            f"Pass {', '.join(options)} as a number: {type(optimizer).__name__} converts a tensor"
+            " to a number in its step()."
+        )
+    return (
+        "Its step() must use tensor operators on the parameter, the gradient and the state;"
+        " arithmetic with their .item() is allowed."
+    )
 
 
 def _line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
@@ -154,14 +223,20 @@ def _line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
     """
     file = inspect.getfile(type(optimizer))
     while error is not None:
-        lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        lines = [
+            number
+            for frame, number in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == file
+        ]
         if lines:
             return f"{file}:{lines[-1]}"
         error = error.__cause__ or error.__context__
     return ""
 
 
-def _check_constants(exported: ExportedProgram, optimizer: torch.optim.Optimizer, name: str) -> None:
+def _check_constants(
+    exported: ExportedProgram, optimizer: torch.optim.Optimizer, name: str
+) -> None:
     for value in exported.constants.values():
         if not isinstance(value, Tensor) or value.numel() > 1:
             raise CaptureError(

@@ -69,8 +69,13 @@ class Ways:
 
 def _chosen(condition: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Results:
     if [_kind(t) for t in first] != [_kind(t) for t in second]:
-        raise ValueError("the paths through its Python branches produce state of different shapes or dtypes")
-    return tuple(a if a is b else torch.where(condition.reshape(()) != 0, a, b) for a, b in zip(first, second, strict=True))
+        raise ValueError(
+            "the paths through its Python branches produce state of different shapes or dtypes"
+        )
+    return tuple(
+        a if a is b else torch.where(condition.reshape(()) != 0, a, b)
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def _kind(result: Tensor) -> object:

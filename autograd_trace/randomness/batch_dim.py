@@ -26,8 +26,16 @@ from trainload.capture.watching.higher_order import CHECKPOINT, SELECTIVE
 from trainload.core.errors import CaptureError
 
 _HOP = torch.ops.higher_order
-_WITH_BODIES = (_HOP.wrap_with_autocast, _HOP.wrap_with_set_grad_enabled, CHECKPOINT, SELECTIVE, *KEYED)
-"""Operators whose bodies receive the operator's last arguments, or one entry of them per iteration."""
+_WITH_BODIES = (
+    _HOP.wrap_with_autocast,
+    _HOP.wrap_with_set_grad_enabled,
+    CHECKPOINT,
+    SELECTIVE,
+    *KEYED,
+)
+"""Operators whose bodies receive the operator's last arguments, or one entry of them per
+iteration.
+"""
 _RESHAPES = frozenset({"view", "reshape", "flatten", "_unsafe_view", "unflatten", "view_copy"})
 _STACKS = frozenset({"cat", "concat", "concatenate", "vstack", "row_stack"})
 _REPEATS = frozenset({"repeat", "tile"})
@@ -58,7 +66,8 @@ def find_batch_dim(shape: Sequence[Size], batch: torch.SymInt, where: str) -> in
         if not isinstance(size, int) and size.node.expr.has(symbol):
             if (size.node.expr / symbol).has(symbol):
                 raise CaptureError(
-                    f"dim {dim} of a random tensor has {size} entries, which is not a multiple of the {batch} rows",
+                    f"dim {dim} of a random tensor has {size} entries, which is not a multiple of"
+                    f" the {batch} rows",
                     where=where,
                     hint="Draw the random tensor with the batch as a separate dim.",
                 )
@@ -99,10 +108,13 @@ class Layout:
         stacks = self._stacks(node, str(shape[dim]))
         if stacks is None:
             raise CaptureError(
-                f"dim {dim} of a random tensor has the batch as an inner part of its {shape[dim]} entries, so its values would depend "
-                "on how the batch is split over workers",
+                f"dim {dim} of a random tensor has the batch as an inner part of its {shape[dim]}"
+                " entries, so its values would depend on how the batch is split over workers",
                 where=where,
-                hint="Merge dims with the batch first (x.transpose(0, 1).flatten(0, 1)), or apply the dropout before they are merged.",
+                hint=(
+                    "Merge dims with the batch first (x.transpose(0, 1).flatten(0, 1)), or apply"
+                    " the dropout before they are merged."
+                ),
             )
         return Rows(dim, stacks)
 
@@ -128,7 +140,11 @@ class Layout:
             for node in part.graph.nodes:
                 if node.target not in _WITH_BODIES:
                     continue
-                arguments = [a for value in node.args for a in (value if isinstance(value, list | tuple) else [value])]
+                arguments = [
+                    a
+                    for value in node.args
+                    for a in (value if isinstance(value, list | tuple) else [value])
+                ]
                 for body in bodies_of(part, node).values():
                     inputs = body.graph.find_nodes(op="placeholder")
                     given = arguments[len(arguments) - len(inputs) :]
@@ -137,7 +153,9 @@ class Layout:
                             found.setdefault(inner, []).append(outer)
                     returned: Any = body.graph.output_node().args[0]
                     for user in node.users:
-                        if user.target is operator.getitem and isinstance(returned[user.args[1]], Node):
+                        if user.target is operator.getitem and isinstance(
+                            returned[user.args[1]], Node
+                        ):
                             found.setdefault(user, []).append(returned[user.args[1]])
         return found
 
@@ -145,11 +163,21 @@ class Layout:
         key = (node, merged)
         if key not in self._known:
             self._known[key] = set()
-            sources = [n for n in self._through_bodies.get(node, node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)]
-            carriers = [n for n in sources if any(str(size) == merged for size in n.meta["val"].shape)]
+            sources = [
+                n
+                for n in self._through_bodies.get(node, node.all_input_nodes)
+                if isinstance(n.meta.get("val"), Tensor)
+            ]
+            carriers = [
+                n for n in sources if any(str(size) == merged for size in n.meta["val"].shape)
+            ]
             for source in carriers:
                 self._known[key] |= self._found(source, merged)
-            if not carriers and isinstance(node.meta.get("val"), Tensor) and is_overload(node.target):
+            if (
+                not carriers
+                and isinstance(node.meta.get("val"), Tensor)
+                and is_overload(node.target)
+            ):
                 self._known[key] |= self._made(node, merged)
         return self._known[key]
 
@@ -168,7 +196,10 @@ class Layout:
         if name in _REPEATS:
             source: Any = node.args[0]
             place, times = made.index(merged) - len(made), list(node.args[1])  # type: ignore[arg-type]  # a list
-            size, count = source.meta["val"].shape[place], times[place] if -place <= len(times) else 1
+            size, count = (
+                source.meta["val"].shape[place],
+                times[place] if -place <= len(times) else 1,
+            )
             return {self._times(count, self._stacks(source, str(size)))}
         return {self._merged(node, merged)} if name in _RESHAPES else set()
 
@@ -182,10 +213,14 @@ class Layout:
         place = next((i for i, size in enumerate(before) if self._depends(size)), None)
         if place is None:
             return 1
-        outside = str(math.prod(made[: next(i for i, size in enumerate(made) if str(size) == merged)]))
+        outside = str(
+            math.prod(made[: next(i for i, size in enumerate(made) if str(size) == merged)])
+        )
         for first in range(place + 1):
             if str(math.prod(before[:first])) == outside:
-                return self._times(math.prod(before[first:place]), self._stacks(source, str(before[place])))
+                return self._times(
+                    math.prod(before[first:place]), self._stacks(source, str(before[place]))
+                )
         return None
 
     def _times(self, count: Size, stacks: int | None) -> int | None:

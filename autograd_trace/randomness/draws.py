@@ -49,11 +49,17 @@ def _dropout(run: Run, x: Tensor, p: float, train: bool | None = True) -> Tensor
     return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def _native_dropout(run: Run, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+def _native_dropout(
+    run: Run, x: Tensor, p: float, train: bool | None = True
+) -> tuple[Tensor, Tensor]:
     if train is False or p == 0:
         return x, torch.ones_like(x, dtype=torch.bool)
     keep = run.key().keep(run.site(), x.shape, run.batch_dim(), p)
-    return torch.where(keep, x * (0.0 if p == 1 else 1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device)), keep
+    return torch.where(
+        keep,
+        x * (0.0 if p == 1 else 1.0 / (1.0 - p)),
+        torch.zeros((), dtype=x.dtype, device=x.device),
+    ), keep
 
 
 def _feature_dropout(run: Run, x: Tensor, p: float, train: bool) -> Tensor:
@@ -97,10 +103,19 @@ def _alpha(run: Run, x: Tensor, shape: Sequence[Any], p: float, train: bool) -> 
     return x * (keep * factor) + ((keep - 1.0) * (ALPHA * factor) + ALPHA * factor * p)
 
 
-def _rrelu(run: Run, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: None = None) -> Tensor:
+def _rrelu(
+    run: Run,
+    x: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: None = None,
+) -> Tensor:
     if not training:
         return torch.where(x > 0, x, x * ((lower + upper) / 2))
-    slope = run.key().uniform(run.site(), x.shape, run.batch_dim(), x.dtype) * (upper - lower) + lower
+    slope = (
+        run.key().uniform(run.site(), x.shape, run.batch_dim(), x.dtype) * (upper - lower) + lower
+    )
     return torch.where(x > 0, x, x * slope)
 
 
@@ -109,7 +124,9 @@ def _rand(run: Run, size: Sequence[int], *, dtype: torch.dtype | None = None, **
 
 
 def _randn(run: Run, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return run.key().normal(run.site(_NORMAL_SITES), size, run.batch_dim(), dtype or torch.get_default_dtype())
+    return run.key().normal(
+        run.site(_NORMAL_SITES), size, run.batch_dim(), dtype or torch.get_default_dtype()
+    )
 
 
 def _rand_like(run: Run, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -151,7 +168,8 @@ def _attention(
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     with torch.autocast(query.device.type, enabled=False):
-        if query.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):  # as torch's CPU kernel computes
+        # as torch's CPU kernel computes
+        if query.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
             query, key, value = query.float(), key.float(), value.float()
         factor = query.size(-1) ** -0.5 if scale is None else scale
         scores = (query @ key.transpose(-2, -1)) * factor
@@ -159,12 +177,27 @@ def _attention(
             causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~causal, float("-inf"))
         if attn_mask is not None:
-            scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-        probabilities = torch.softmax(scores, -1, dtype=torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else None)
+            scores = (
+                scores.masked_fill(~attn_mask, float("-inf"))
+                if attn_mask.dtype == torch.bool
+                else scores + attn_mask
+            )
+        probabilities = torch.softmax(
+            scores,
+            -1,
+            dtype=torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else None,
+        )
         # As in torch's kernels, a position that may attend to nothing yields zeros, not NaN.
-        probabilities = probabilities.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
+        probabilities = probabilities.masked_fill(
+            (scores == float("-inf")).all(-1, keepdim=True), 0.0
+        )
         keep = run.key().keep(run.site(), probabilities.shape, run.batch_dim(), dropout_p)
-        found = torch.where(keep, probabilities / (1.0 - dropout_p), torch.zeros_like(probabilities)).to(value.dtype) @ value
+        found = (
+            torch.where(
+                keep, probabilities / (1.0 - dropout_p), torch.zeros_like(probabilities)
+            ).to(value.dtype)
+            @ value
+        )
     return found.to(dtype)
 
 
@@ -202,7 +235,9 @@ def _recurrent(operator: Any) -> Callable[..., Any]:
     ) -> tuple[Tensor, ...]:
         with _without_mkldnn():
             if not train or dropout == 0 or num_layers == 1:
-                whole: tuple[Tensor, ...] = operator(x, state, params, has_biases, num_layers, 0.0, train, bidirectional, batch_first)
+                whole: tuple[Tensor, ...] = operator(
+                    x, state, params, has_biases, num_layers, 0.0, train, bidirectional, batch_first
+                )
                 return whole
             states = list(state) if isinstance(state, list | tuple) else [state]
             directions, count = 2 if bidirectional else 1, len(params) // num_layers
@@ -213,7 +248,9 @@ def _recurrent(operator: Any) -> Callable[..., Any]:
                 own = [s.narrow(0, layer * directions, directions) for s in states]
                 given = own if isinstance(state, list | tuple) else own[0]
                 these = params[layer * count : (layer + 1) * count]
-                x, *after = operator(x, given, these, has_biases, 1, 0.0, train, bidirectional, batch_first)
+                x, *after = operator(
+                    x, given, these, has_biases, 1, 0.0, train, bidirectional, batch_first
+                )
                 last.append(after)
             return (x, *(torch.cat(parts) for parts in zip(*last, strict=True)))
 
@@ -230,45 +267,83 @@ def _in_place(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _uniform(run: Run, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None) -> Tensor:
+def _uniform(
+    run: Run, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None
+) -> Tensor:
     return run.key().uniform(run.site(), x.shape, run.batch_dim(), x.dtype) * (high - low) + low
 
 
-def _normal(run: Run, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None) -> Tensor:
+def _normal(
+    run: Run, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None
+) -> Tensor:
     return run.key().normal(run.site(_NORMAL_SITES), x.shape, run.batch_dim(), x.dtype) * std + mean
 
 
 def _exponential(run: Run, x: Tensor, rate: float = 1.0, *, generator: None = None) -> Tensor:
-    return (-torch.log(1.0 - run.key().uniform(run.site(), x.shape, run.batch_dim(), torch.float32)) / rate).to(x.dtype)
+    return (
+        -torch.log(1.0 - run.key().uniform(run.site(), x.shape, run.batch_dim(), torch.float32))
+        / rate
+    ).to(x.dtype)
 
 
 def _randint(run: Run, high: int, size: Sequence[int], **options: Any) -> Tensor:
     return _randint_low(run, 0, high, size, **options)
 
 
-def _randint_low(run: Run, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return (run.key().bits(run.site(), size, run.batch_dim()) % (high - low) + low).to(dtype or torch.int64)
+def _randint_low(
+    run: Run,
+    low: int,
+    high: int,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    **_: Any,
+) -> Tensor:
+    return (run.key().bits(run.site(), size, run.batch_dim()) % (high - low) + low).to(
+        dtype or torch.int64
+    )
 
 
-def _randint_like(run: Run, x: Tensor, high: int, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _randint_like(
+    run: Run, x: Tensor, high: int, *, dtype: torch.dtype | None = None, **_: Any
+) -> Tensor:
     return _randint_low(run, 0, high, x.shape, dtype=dtype or x.dtype)
 
 
-def _randint_like_low(run: Run, x: Tensor, low: int, high: int, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _randint_like_low(
+    run: Run, x: Tensor, low: int, high: int, *, dtype: torch.dtype | None = None, **_: Any
+) -> Tensor:
     return _randint_low(run, low, high, x.shape, dtype=dtype or x.dtype)
 
 
-def _normal_of(run: Run, mean: Tensor | float, std: Tensor | float = 1.0, *, generator: None = None) -> Tensor:
+def _normal_of(
+    run: Run, mean: Tensor | float, std: Tensor | float = 1.0, *, generator: None = None
+) -> Tensor:
     given = [t for t in (mean, std) if isinstance(t, Tensor)]
     shape = (given[0] + given[-1]).shape
-    return run.key().normal(run.site(_NORMAL_SITES), shape, run.batch_dim(), given[0].dtype) * std + mean
+    return (
+        run.key().normal(run.site(_NORMAL_SITES), shape, run.batch_dim(), given[0].dtype) * std
+        + mean
+    )
 
 
 def _randperm(run: Run, n: int, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return run.key().bits(run.site(), [n], run.batch_dim()).argsort(stable=True).to(dtype or torch.int64)
+    return (
+        run.key()
+        .bits(run.site(), [n], run.batch_dim())
+        .argsort(stable=True)
+        .to(dtype or torch.int64)
+    )
 
 
-def _multinomial(run: Run, weights: Tensor, num_samples: int, replacement: bool = False, *, generator: None = None) -> Tensor:
+def _multinomial(
+    run: Run,
+    weights: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: None = None,
+) -> Tensor:
     """Sample weights (rows, n) or (n,) -> (..., num_samples): the winners of a race of exponential
     clocks with the weights as rates.
     """
@@ -313,7 +388,10 @@ def _gamma_quantile(run: Run, concentration: Tensor) -> Tensor:
 
     torch draws them by rejection, which has no stateless form. `gamma_at` provides the derivative.
     """
-    below = run.key().uniform(run.site(), concentration.shape, run.batch_dim(), torch.float32).double() + 2.0**-25
+    below = (
+        run.key().uniform(run.site(), concentration.shape, run.batch_dim(), torch.float32).double()
+        + 2.0**-25
+    )
     wide = concentration.detach().double()
     low, high = torch.full_like(wide, -700.0), (wide + 40 * wide.sqrt() + 40).log()
     for _ in range(_FINEST):
@@ -324,7 +402,9 @@ def _gamma_quantile(run: Run, concentration: Tensor) -> Tensor:
 
 
 def _gamma(run: Run, concentration: Tensor, generator: None = None) -> Tensor:
-    drawn: Tensor = gamma_at(concentration, _gamma_quantile(run, concentration).to(concentration.dtype))
+    drawn: Tensor = gamma_at(
+        concentration, _gamma_quantile(run, concentration).to(concentration.dtype)
+    )
     return drawn
 
 

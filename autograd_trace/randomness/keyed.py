@@ -30,7 +30,9 @@ class Run(Protocol):
         ...
 
     def key_of_entries(self, entries: Node) -> tuple[RandomKey, int | None]:
-        """Return the key for values that are drawn once per entry of dim 0, and 0 if the entries are rows, else None."""
+        """Return the key for values that are drawn once per entry of dim 0, and 0 if the entries
+        are rows, else None.
+        """
         ...
 
     def site(self, count: int = 1) -> int:
@@ -49,7 +51,9 @@ def _held(key: RandomKey) -> tuple[Any, ...]:
     return (key.row,) if isinstance(key.rows, int) else (key.row, key.rows)
 
 
-def _keyed(key: RandomKey, before: int, call: Callable[[RandomKey, Operands], Any]) -> Callable[..., Any]:
+def _keyed(
+    key: RandomKey, before: int, call: Callable[[RandomKey, Operands], Any]
+) -> Callable[..., Any]:
     """Return a body whose operand number `before` is its key. `call` receives the key and the
     operands of the original body.
     """
@@ -69,20 +73,38 @@ def _plain(run: Run, body: GraphModule) -> Callable[[RandomKey, Operands], Any]:
     return lambda own, given: run.drawing(body, own)(*given)
 
 
-def _cond(run: Run, target: Any, _: Node, predicate: Any, true: GraphModule, false: GraphModule, operands: Operands) -> Any:
+def _cond(
+    run: Run,
+    target: Any,
+    _: Node,
+    predicate: Any,
+    true: GraphModule,
+    false: GraphModule,
+    operands: Operands,
+) -> Any:
     key = run.key_of_call()
     own = key.bits(run.site(), [], None)
     branches = [_keyed(key, len(operands), _plain(run, body)) for body in (true, false)]
     return target(predicate, *branches, (*operands, own, *_held(key)))
 
 
-def _scan(run: Run, target: Any, node: Node, body: GraphModule, first: Operands, entries: Operands, operands: Operands) -> Any:
+def _scan(
+    run: Run,
+    target: Any,
+    node: Node,
+    body: GraphModule,
+    first: Operands,
+    entries: Operands,
+    operands: Operands,
+) -> Any:
     key, keys = _of_entries(run, node.args[2], entries)
     combine = _keyed(key, len(first) + len(entries), _plain(run, body))
     return target(combine, first, [*entries, keys], (*operands, *_held(key)))
 
 
-def _map(run: Run, target: Any, node: Node, body: GraphModule, entries: Operands, operands: Operands) -> Any:
+def _map(
+    run: Run, target: Any, node: Node, body: GraphModule, entries: Operands, operands: Operands
+) -> Any:
     key, keys = _of_entries(run, node.args[1], entries)
     each = _keyed(key, len(entries), _plain(run, body))
     return target(each, (*entries, keys), (*operands, *_held(key)))
@@ -94,13 +116,23 @@ def _of_entries(run: Run, nodes: Any, entries: Operands) -> tuple[RandomKey, Ten
     return key, key.bits(run.site(), [entries[0].shape[0]], dim)
 
 
-def _while_loop(run: Run, target: Any, _: Node, condition: GraphModule, body: GraphModule, carried: Operands, operands: Operands) -> Any:
+def _while_loop(
+    run: Run,
+    target: Any,
+    _: Node,
+    condition: GraphModule,
+    body: GraphModule,
+    carried: Operands,
+    operands: Operands,
+) -> Any:
     """Call a while_loop that carries the iteration number beside the loop's own values."""
     key, count = run.key_of_call(), len(carried)
     own = key.bits(run.site(), [], None)
 
     def call(part: GraphModule) -> Callable[[RandomKey, Operands], Any]:
-        return lambda own, given: run.drawing(part, own.of_iteration(given[count]))(*given[:count], *given[count + 1 :])
+        return lambda own, given: run.drawing(part, own.of_iteration(given[count]))(
+            *given[:count], *given[count + 1 :]
+        )
 
     asked, called = call(condition), call(body)
     place = count + 1 + len(operands)
@@ -119,4 +151,7 @@ KEYED: Mapping[Any, Callable[..., Any]] = {
     _HOP.map_impl: _map,
     _HOP.while_loop: _while_loop,
 }
-"""Operator -> a function that calls it with keyed bodies. Arguments: interpreter, operator, node, and the operator's own arguments."""
+"""Operator -> a function that calls it with keyed bodies.
+
+Arguments: interpreter, operator, node, and the operator's own arguments.
+"""

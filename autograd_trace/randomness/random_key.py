@@ -1,11 +1,12 @@
 """Stateless random numbers: a function of (seed, step, site, logical element index).
 
-The counter is hashed with ordinary integer operators that a compiler fuses, so a mask costs no memory traffic of its own, needs
-no generator state, and is the same under every strategy, on every device and after every restart.
+The counter is hashed with ordinary integer operators that a compiler fuses, so a mask costs no
+memory traffic of its own, needs no generator state, and is the same under every strategy, on every
+device and after every restart.
 
-The mixing function is the 32-bit one with the constants 0x21f0aaad and 0x735a2d97 found by the hash-prospector search
-(xor-shift 16, multiply, xor-shift 15, multiply, xor-shift 15). It is computed in int64 with a 32-bit mask: both constants are
-below 2**31, so no product overflows.
+The mixing function is the 32-bit one with the constants 0x21f0aaad and 0x735a2d97 found by the
+hash-prospector search (xor-shift 16, multiply, xor-shift 15, multiply, xor-shift 15). It is
+computed in int64 with a 32-bit mask: both constants are below 2**31, so no product overflows.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class RandomKey:
         """Return the key of a call with a fixed number of rows: the row becomes part of it, and
         every value is drawn once for the call.
         """
-        return RandomKey(mix((mix(self.key) + (self.row & _MASK)) & _MASK), torch.zeros_like(self.row), self.rows)
+        return RandomKey(
+            mix((mix(self.key) + (self.row & _MASK)) & _MASK), torch.zeros_like(self.row), self.rows
+        )
 
     def of_iteration(self, count: Tensor) -> RandomKey:
         """Return the key of iteration `count` (int64, 0-dim) of a loop."""
@@ -93,7 +96,10 @@ class RandomKey:
                 entries: Any = size // self.rows
                 if self.stacks > 1:
                     beside = entries // self.stacks
-                    stack, within = coordinate // (self.rows * beside), coordinate % (self.rows * beside)
+                    stack, within = (
+                        coordinate // (self.rows * beside),
+                        coordinate % (self.rows * beside),
+                    )
                     coordinate = (within // beside * self.stacks + stack) * beside + within % beside
                 coordinate = coordinate + self.row * entries
             scaled: Tensor = coordinate * stride  # type: ignore[assignment]  # a SymInt's product with a tensor is a tensor
@@ -104,16 +110,22 @@ class RandomKey:
         bits = mix((index & _MASK) ^ first)
         return mix((bits + second + (index >> 32)) & _MASK).expand(list(shape))
 
-    def uniform(self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype) -> Tensor:
+    def uniform(
+        self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype
+    ) -> Tensor:
         """Return uniform numbers in [0, 1) in `dtype`: (*shape).
 
         They are multiples of 2**-24 (2**-11 for float16 and 2**-8 for bfloat16, which hold no
         more).
         """
         digits = _DIGITS.get(dtype, 24)
-        return ((self.bits(site, shape, batch_dim) >> (32 - digits)).to(torch.float32) * 2.0**-digits).to(dtype)
+        return (
+            (self.bits(site, shape, batch_dim) >> (32 - digits)).to(torch.float32) * 2.0**-digits
+        ).to(dtype)
 
-    def normal(self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype) -> Tensor:
+    def normal(
+        self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype
+    ) -> Tensor:
         """Return standard normal numbers by the Box-Muller transform, in `dtype`: (*shape). Uses
         sites `site` and `site + 1`.
         """

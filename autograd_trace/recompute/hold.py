@@ -30,9 +30,29 @@ from trainload.capture.operators import is_collective, is_overload
 aten = torch.ops.aten
 
 _CALLS = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul", "convolution", "_convolution"}
-    | {"_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"}
-    | {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"}
+    {
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "linear",
+        "matmul",
+        "convolution",
+        "_convolution",
+    }
+    | {
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    }
+    | {
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
 )
 """Operators that compilers implement by library calls. Their inputs must be in memory, so delaying
 one costs a copy of it.
@@ -55,7 +75,9 @@ def hold_back(module: GraphModule) -> None:
     if not backward:
         return  # the forward part of a pipeline stage
     begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), backward[0])
-    late: set[Node] = set() if any(REPEATED in node.meta for node in nodes[:begin]) else {nodes[backward[0]]}
+    late: set[Node] = (
+        set() if any(REPEATED in node.meta for node in nodes[:begin]) else {nodes[backward[0]]}
+    )
     """Nodes that cannot be computed before forward is over and, in the backward part, not before
     `last`.
     """
@@ -102,12 +124,16 @@ def _has_an_element(node: Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or is_collective(node):
         return False
-    return value.is_floating_point() and all(statically_known_true(size >= 1) for size in value.shape)
+    return value.is_floating_point() and all(
+        statically_known_true(size >= 1) for size in value.shape
+    )
 
 
 def _is_view(node: Node) -> bool:
     """Return True if an operator computes nothing."""
-    return is_overload(node.target) and (node.target.is_view or node.target.overloadpacket.__name__ == "_unsafe_view")
+    return is_overload(node.target) and (
+        node.target.is_view or node.target.overloadpacket.__name__ == "_unsafe_view"
+    )
 
 
 def _main(sources: list[Node]) -> Node:

@@ -57,7 +57,8 @@ def marking(regions: Regions) -> Iterator[None]:
     """
     meta = get_current_meta()
     before = meta.get("custom")
-    meta["custom"] = {**(before or {}), _REGIONS: regions}  # a new dict: torch's `annotate` writes into that of the interpreted node
+    # a new dict: torch's `annotate` writes into that of the interpreted node
+    meta["custom"] = {**(before or {}), _REGIONS: regions}
     try:
         yield
     finally:
@@ -75,7 +76,9 @@ def regions_of(node: Node) -> Regions:
     return found
 
 
-def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Collection[Node], graph: str) -> None:
+def recompute(
+    module: GraphModule, regions: Mapping[Node, Regions], varying: Collection[Node], graph: str
+) -> None:
     """Make the backward part of a flat functional graph recompute values inside checkpoints. In
     place; no value changes.
 
@@ -94,12 +97,16 @@ def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Col
     begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), None)
     if begin is None:
         return
-    inside = {n: found for n in nodes[:begin] if (found := regions.get(n, ())) and _makes_tensors(n)}
+    inside = {
+        n: found for n in nodes[:begin] if (found := regions.get(n, ())) and _makes_tensors(n)
+    }
     copies = _Copies(module.graph, inside, _kept(inside, graph))
     for node in nodes[begin:]:
         if node.op == "call_function":
             for source in [s for s in node.all_input_nodes if s in inside]:
-                node.replace_input_with(source, copies.of(source, regions.get(node, ()), before=node))
+                node.replace_input_with(
+                    source, copies.of(source, regions.get(node, ()), before=node)
+                )
     varied, copied = set(varying), copies.originals()
     for node in nodes[:begin]:
         if any(s in varied for s in node.all_input_nodes):
@@ -114,7 +121,9 @@ def recompute(module: GraphModule, regions: Mapping[Node, Regions], varying: Col
 def _makes_tensors(node: Node) -> bool:
     """Return True if a node's value holds tensors. Sizes need no memory, and are kept."""
     value = node.meta.get("val")
-    return node.op == "call_function" and any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,)))
+    return node.op == "call_function" and any(
+        isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,))
+    )
 
 
 def _kept(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]:
@@ -132,7 +141,8 @@ def _kept(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]
                 answers *= len(made)
             elif len(answers) != len(made):
                 raise CaptureError(
-                    f"a selective checkpoint's policy treats the calls of {name} differently, but the derived graph has another number",
+                    f"a selective checkpoint's policy treats the calls of {name} differently, but"
+                    " the derived graph has another number",
                     where=f"graph {graph}",
                     expected=f"{len(answers)} calls in the checkpoint",
                     got=f"{len(made)}",
@@ -152,7 +162,9 @@ class _Copies:
     around it.
     """
 
-    def __init__(self, graph: Graph, regions: Mapping[Node, Regions], kept: Mapping[Node, set[Region]]) -> None:
+    def __init__(
+        self, graph: Graph, regions: Mapping[Node, Regions], kept: Mapping[Node, set[Region]]
+    ) -> None:
         self._graph = graph
         self._regions = regions
         self._kept = kept
@@ -177,7 +189,10 @@ class _Copies:
         for here in sorted(missing, key=lambda pair: self._order[pair[0]]):
             depths = missing[here]
             with self._graph.inserting_before(before):
-                copy = self._graph.node_copy(here[0], lambda n, depths=depths: self._found(n, depths[n]))  # type: ignore[misc]  # a default
+                copy = self._graph.node_copy(
+                    here[0],
+                    lambda n, depths=depths: self._found(n, depths[n]),  # type: ignore[misc]  # a default
+                )
             copy.meta = {**here[0].meta, "partitioner_tag": "is_backward", RECOMPUTES: here[0].name}
             self._made[here] = copy
         return self._found(node, depth)
@@ -191,7 +206,10 @@ class _Copies:
         does not keep its value.
         """
         own = self._regions.get(node, ())
-        depth = next((i for i, (a, b) in enumerate(zip(own, inside, strict=False)) if a != b), min(len(own), len(inside)))
+        depth = next(
+            (i for i, (a, b) in enumerate(zip(own, inside, strict=False)) if a != b),
+            min(len(own), len(inside)),
+        )
         while depth and own[depth - 1] in self._kept.get(node, ()):
             depth -= 1
         return depth

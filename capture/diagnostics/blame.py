@@ -46,7 +46,12 @@ from trainload.capture.source.causes import (
     Cause,
     cause_of,
 )
-from trainload.capture.source.source_place import chain, place_here, place_of_error, place_of_function
+from trainload.capture.source.source_place import (
+    chain,
+    place_here,
+    place_of_error,
+    place_of_function,
+)
 from trainload.capture.source.user_kernels import without_kernel
 from trainload.core.errors import CaptureError, first_line, raised
 from trainload.core.finding import Finding, Place
@@ -84,7 +89,8 @@ def capture_error(
     """
     watched = Watched()
     findings = list(_findings(error, watched))
-    # This runs the model's own code, which may raise anything; the first cause is reported in any case.
+    # This runs the model's own code, which may raise anything; the first cause is reported in any
+    # case.
     with contextlib.suppress(Exception):
         if runs:
             with torch.set_grad_enabled(training):
@@ -114,7 +120,8 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
     if cause is not NO_AUTOGRAD:
         cause = OTHER_SIZE
     return CaptureError(
-        f"{by} fails on {rows} rows of the example batch in the {captured.name} graph: {raised(error)}",
+        f"{by} fails on {rows} rows of the example batch in the {captured.name} graph:"
+        f" {raised(error)}",
         where=_where(place) or f"graph {captured.name}",
         hint=cause.advice,
         findings=[_finding(cause, place, str(error), captured.inputs[0].name)],
@@ -124,9 +131,24 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
 def _nested_transforms(graph: str, error: Exception) -> CaptureError:
     """Return the report for nested torch.func transforms that a graph cannot nest."""
     problem = "a torch.func transform is nested in another one, which a graph cannot represent"
-    advice = "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) instead of vmap over the jvp of a row."
-    finding = Finding(BREAK.anchor, problem, advice, "y, tangent = torch.func.jvp(f, (x,), (v,))  # f of all rows", None)
-    return CaptureError(f"the {graph} graph cannot be captured: {problem}", where="Job", got=_gist(error), hint=advice, findings=[finding])
+    advice = (
+        "Apply the inner transform to all rows at once: torch.func.jvp(f, (x,), (v,)) instead of"
+        " vmap over the jvp of a row."
+    )
+    finding = Finding(
+        BREAK.anchor,
+        problem,
+        advice,
+        "y, tangent = torch.func.jvp(f, (x,), (v,))  # f of all rows",
+        None,
+    )
+    return CaptureError(
+        f"the {graph} graph cannot be captured: {problem}",
+        where="Job",
+        got=_gist(error),
+        hint=advice,
+        findings=[finding],
+    )
 
 
 def own_generator() -> CaptureError:
@@ -136,12 +158,23 @@ def own_generator() -> CaptureError:
     """
     place = place_here()
     problem = "forward draws from its own generator, whose state is not part of the model"
-    advice = "Omit `generator`: the random numbers of a graph depend on the run's seed, the step and the row."
-    finding = Finding(GLOBAL.anchor, problem, advice, "noise = torch.rand(size, device=x.device)  # no generator", place)
+    advice = (
+        "Omit `generator`: the random numbers of a graph depend on the run's seed, the step and the"
+        " row."
+    )
+    finding = Finding(
+        GLOBAL.anchor,
+        problem,
+        advice,
+        "noise = torch.rand(size, device=x.device)  # no generator",
+        place,
+    )
     return CaptureError(problem, where=_where(place), hint=advice, findings=[finding])
 
 
-def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], compare: Callable[[], object]) -> CaptureError:
+def explained(
+    error: CaptureError, function: Traced, batch: dict[str, Tensor], compare: Callable[[], object]
+) -> CaptureError:
     """Return a difference from eager mode, with the user's lines that may have caused it.
 
     Args:
@@ -153,16 +186,33 @@ def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], c
     if error.findings and error.findings[0].cause != NO_AUTOGRAD.anchor:
         if error.findings[0].cause != OTHER_SIZE.anchor:
             return error
-        return without_kernel(function, batch) or _of_any_size(error, function, batch) or _of_graph(compare) or error
+        return (
+            without_kernel(function, batch)
+            or _of_any_size(error, function, batch)
+            or _of_graph(compare)
+            or error
+        )
     watched = Watched()
     with contextlib.suppress(Exception):  # as above
         watched = watch(function, batch)
     if error.findings:
-        place = next((p for name, p in watched.operators.items() if f'"{name}"' in error.findings[0].rewrite), None)
+        place = next(
+            (
+                p
+                for name, p in watched.operators.items()
+                if f'"{name}"' in error.findings[0].rewrite
+            ),
+            None,
+        )
         findings = [replace(error.findings[0], place=place)]
         where = _where(place) or error.where
     else:
-        for suspects in ((PARAMETER_WRITE, INPUT_WRITE), (MODULE, GLOBAL, DATA, BACKWARD), (BRANCH,), (ASKS,)):
+        for suspects in (
+            (PARAMETER_WRITE, INPUT_WRITE),
+            (MODULE, GLOBAL, DATA, BACKWARD),
+            (BRANCH,),
+            (ASKS,),
+        ):
             findings = [_of_deed(deed) for deed in watched.deeds if deed.cause in suspects]
             if findings:
                 break
@@ -170,22 +220,37 @@ def explained(error: CaptureError, function: Traced, batch: dict[str, Tensor], c
             findings = [Finding(DIFFERENCE.anchor, DIFFERENCE.sentence, error.hint)]
         where = error.where
     found = list(_unique(findings))
-    return CaptureError(error.problem, where=where, expected=error.expected, got=error.got, hint=error.hint, findings=found)
+    return CaptureError(
+        error.problem,
+        where=where,
+        expected=error.expected,
+        got=error.got,
+        hint=error.hint,
+        findings=found,
+    )
 
 
-def _of_any_size(error: CaptureError, function: Traced, batch: dict[str, Tensor]) -> CaptureError | None:
+def _of_any_size(
+    error: CaptureError, function: Traced, batch: dict[str, Tensor]
+) -> CaptureError | None:
     """Return the report for a model that fails on the example batch too; None if it does not.
 
     The number of rows is not the cause then.
     """
     watched = Watched()
-    with contextlib.suppress(Exception), torch.set_grad_enabled(function.get_submodule("model").training):  # as above
+    # as above
+    with (
+        contextlib.suppress(Exception),
+        torch.set_grad_enabled(function.get_submodule("model").training),
+    ):
         watched = watch(function, batch)
     error_of_eager = watched.error or _backward_error(function, batch)
     if error_of_eager is None:
         return None
     finding = _of_eager(error_of_eager)
-    return CaptureError(error.problem, where=_where(finding.place), hint=EAGER.advice, findings=[finding])
+    return CaptureError(
+        error.problem, where=_where(finding.place), hint=EAGER.advice, findings=[finding]
+    )
 
 
 def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
@@ -196,9 +261,16 @@ def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
     try:
         compare()
     except CaptureError as error:
-        if error.__cause__ is None or not error.findings or error.findings[0].cause != OTHER_SIZE.anchor:
+        if (
+            error.__cause__ is None
+            or not error.findings
+            or error.findings[0].cause != OTHER_SIZE.anchor
+        ):
             return None
-        problem = f"the captured graph fails on the example batch, but the model does not: {raised(error.__cause__)}"
+        problem = (
+            "the captured graph fails on the example batch, but the model does not:"
+            f" {raised(error.__cause__)}"
+        )
         finding = Finding(DIFFERENCE.anchor, problem, BREAK.advice, rewrite.custom_operator(), None)
         return CaptureError(problem, where=error.where, hint=BREAK.advice, findings=[finding])
     return None
@@ -214,14 +286,18 @@ def _backward_error(function: Traced, batch: dict[str, Tensor]) -> Exception | N
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             loss = function(batch)[0]
-            torch.autograd.grad(loss, [p for p in function.parameters() if p.requires_grad], allow_unused=True)
+            torch.autograd.grad(
+                loss, [p for p in function.parameters() if p.requires_grad], allow_unused=True
+            )
     except Exception as error:  # noqa: BLE001  # any exception is what the user would see
         return error
     return None
 
 
 def _of_eager(error: Exception) -> Finding:
-    return Finding(EAGER.anchor, f"{EAGER.sentence}: {raised(error)}", EAGER.advice, "", place_of_error(error))
+    return Finding(
+        EAGER.anchor, f"{EAGER.sentence}: {raised(error)}", EAGER.advice, "", place_of_error(error)
+    )
 
 
 def unfollowed(problem: str, advice: str) -> CaptureError:
@@ -230,12 +306,22 @@ def unfollowed(problem: str, advice: str) -> CaptureError:
     Call it below the user's frame.
     """
     place = place_here()
-    return CaptureError(problem, where=_where(place), hint=advice, findings=[Finding(BREAK.anchor, problem, advice, "", place)])
+    return CaptureError(
+        problem,
+        where=_where(place),
+        hint=advice,
+        findings=[Finding(BREAK.anchor, problem, advice, "", place)],
+    )
 
 
 def of_hook(problem: str, advice: str) -> CaptureError:
     """Return the report for a hook of the model that a graph cannot represent."""
-    return CaptureError(problem, where="Job.model", hint=advice, findings=[Finding(BACKWARD.anchor, problem, advice)])
+    return CaptureError(
+        problem,
+        where="Job.model",
+        hint=advice,
+        findings=[Finding(BACKWARD.anchor, problem, advice)],
+    )
 
 
 def own_backward(problem: str, advice: str) -> CaptureError:
@@ -252,9 +338,17 @@ def no_gradient(job: Job) -> CaptureError:
     """Return the report for a loss that reaches no parameter; it names the loss function."""
     function = job.loss if job.loss is not None else job.model.forward
     place = place_of_function(function)
-    code = "loss = criterion(model(x), y)  # no .detach(), .item() or torch.no_grad() between the parameters and here"
+    code = (
+        "loss = criterion(model(x), y)  # no .detach(), .item() or torch.no_grad() between the"
+        " parameters and here"
+    )
     finding = Finding(NO_GRADIENT.anchor, NO_GRADIENT.sentence, NO_GRADIENT.advice, code, place)
-    return CaptureError(NO_GRADIENT.sentence, where=_where(place) or "Job.loss", hint=NO_GRADIENT.advice, findings=[finding])
+    return CaptureError(
+        NO_GRADIENT.sentence,
+        where=_where(place) or "Job.loss",
+        hint=NO_GRADIENT.advice,
+        findings=[finding],
+    )
 
 
 # From exceptions and deeds to findings
@@ -273,12 +367,27 @@ def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
     elif watched.error is not None:
         yield _of_eager(watched.error)
     else:
-        yield Finding(BREAK.anchor, f"{BREAK.sentence}: {raised(error)}", BREAK.advice, rewrite.custom_operator(), place)
+        yield Finding(
+            BREAK.anchor,
+            f"{BREAK.sentence}: {raised(error)}",
+            BREAK.advice,
+            rewrite.custom_operator(),
+            place,
+        )
 
 
 def _data(watched: Watched) -> list[Finding]:
-    deeds = [deed for deed in watched.deeds if deed.cause is DATA and deed.place is not None and ".data" in deed.place.expression]
-    return [_of_deed(deed) for deed in sorted(deeds, key=lambda deed: deed.place.span if deed.place is not None else ())]
+    deeds = [
+        deed
+        for deed in watched.deeds
+        if deed.cause is DATA and deed.place is not None and ".data" in deed.place.expression
+    ]
+    return [
+        _of_deed(deed)
+        for deed in sorted(
+            deeds, key=lambda deed: deed.place.span if deed.place is not None else ()
+        )
+    ]
 
 
 def _branch_or_number(place: Place | None, text: str) -> Cause:
@@ -287,7 +396,11 @@ def _branch_or_number(place: Place | None, text: str) -> Cause:
         return BRANCH
     if place is not None and re.match(r"(int|float|range|len|round)\(", place.expression):
         return NUMBER
-    return NUMBER if re.search(r"specialized integer|zuf?\d+ \(unhinted: zuf?\d+\)|\.item\(\)", text) else BRANCH
+    return (
+        NUMBER
+        if re.search(r"specialized integer|zuf?\d+ \(unhinted: zuf?\d+\)|\.item\(\)", text)
+        else BRANCH
+    )
 
 
 def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -> Finding:
@@ -297,7 +410,9 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
         NUMBER.anchor: lambda: rewrite.number(spot),
         VALUES.anchor: lambda: rewrite.values(spot),
         BREAK.anchor: rewrite.custom_operator,
-        TENSOR_CLASS.anchor: lambda: "y = scaled(x)  # a function of ordinary tensors, instead of a class",
+        TENSOR_CLASS.anchor: lambda: (
+            "y = scaled(x)  # a function of ordinary tensors, instead of a class"
+        ),
         DATA.anchor: lambda: rewrite.data(spot),
         SPECIALISED.anchor: lambda: rewrite.size(spot, text, name),
         CONSTRAINT.anchor: lambda: rewrite.size(spot, text, name),
@@ -313,7 +428,8 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
         PARAMETER_WRITE.anchor: lambda: rewrite.parameter_write(spot),
     }
     code = ""
-    with contextlib.suppress(Exception):  # the source may be anything; a place without a rewrite is better than none
+    # the source may be anything; a place without a rewrite is better than none
+    with contextlib.suppress(Exception):
         code = rewrites[cause.anchor]() if cause.anchor in rewrites else ""
     return Finding(cause.anchor, cause.sentence, cause.advice, code, place)
 
@@ -322,10 +438,19 @@ def _of_deed(deed: Deed) -> Finding:
     if deed.cause is MODULE:
         spot = rewrite.spot_of(deed.place)
         code = rewrite.attribute(spot) if deed.sure else rewrite.outside(spot)
-        return Finding(MODULE.anchor, f"forward changes {deed.detail}, which a graph would freeze", MODULE.advice, code, deed.place)
+        return Finding(
+            MODULE.anchor,
+            f"forward changes {deed.detail}, which a graph would freeze",
+            MODULE.advice,
+            code,
+            deed.place,
+        )
     found = _finding(deed.cause, deed.place, "")
     if deed.cause is GLOBAL:
-        sentence = f"forward uses {deed.detail}, which is not part of the model and which a graph would freeze"
+        sentence = (
+            f"forward uses {deed.detail}, which is not part of the model and which a graph would"
+            " freeze"
+        )
         return replace(found, sentence=sentence)
     return found
 
@@ -359,7 +484,11 @@ def _all(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
             findings += _of_sizes(cause, current, attempt, Answers(watched, passed), watched.input)
             break
         findings += _findings(current, watched)
-        ahead = _passable(place_of_error(current), watched) - passed if cause in (BRANCH, NUMBER) else set()
+        ahead = (
+            _passable(place_of_error(current), watched) - passed
+            if cause in (BRANCH, NUMBER)
+            else set()
+        )
         if not ahead or time.monotonic() - began > _SECONDS:
             break
         passed |= ahead
@@ -373,7 +502,11 @@ def _passable(place: Place | None, watched: Watched) -> set[Place]:
     Those at this very place, else all that return numbers.
     """
     places = {at for at, _ in watched.answers}
-    return {place} if place in places else {at for at, name in watched.answers if name not in ("__bool__", "numpy")}
+    return (
+        {place}
+        if place in places
+        else {at for at, name in watched.answers if name not in ("__bool__", "numpy")}
+    )
 
 
 def _raised(attempt: Attempt, inside: AbstractContextManager[object]) -> Exception | None:
@@ -385,7 +518,9 @@ def _raised(attempt: Attempt, inside: AbstractContextManager[object]) -> Excepti
     return None
 
 
-def _of_sizes(cause: Cause, error: Exception, attempt: Attempt, answers: Answers, name: str) -> list[Finding]:
+def _of_sizes(
+    cause: Cause, error: Exception, attempt: Attempt, answers: Answers, name: str
+) -> list[Finding]:
     """Return the findings of a violated constraint.
 
     torch raises it at the end of a trace, without a place.
@@ -395,9 +530,12 @@ def _of_sizes(cause: Cause, error: Exception, attempt: Attempt, answers: Answers
     guards = _Guards()
     _raised(attempt, guards.heard(answers))
     text = "\n".join(str(each) for each in chain(error))
-    key = place_of_error(error) if "unhashable" in text else None  # a size used as a key fails in place
+    # a size used as a key fails in place
+    key = place_of_error(error) if "unhashable" in text else None
     places = [key] if key is not None else guards.places
-    return [_finding(cause, place, text, name) for place in places] or [_finding(cause, None, text, name)]
+    return [_finding(cause, place, text, name) for place in places] or [
+        _finding(cause, None, text, name)
+    ]
 
 
 class _Guards(logging.Handler):
@@ -409,7 +547,11 @@ class _Guards(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Record the place: torch logs while the user's code is on the stack."""
-        if "[guard added]" in str(record.msg) and isinstance(record.args, tuple) and record.args[:1] == ("eval",):
+        if (
+            "[guard added]" in str(record.msg)
+            and isinstance(record.args, tuple)
+            and record.args[:1] == ("eval",)
+        ):
             place = place_here()
             if place is not None and place not in self.places:
                 self.places.append(place)
@@ -428,4 +570,8 @@ def _where(place: Place | None) -> str:
 def _gist(error: Exception) -> str:
     """Return torch's message in a line; for violated constraints the first one."""
     constraint = re.search(r"^  - (.*)$", str(error), re.MULTILINE)
-    return re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1]) if constraint else first_line(error)
+    return (
+        re.sub(r"L\['(?:batch'\]\[')?(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", constraint[1])
+        if constraint
+        else first_line(error)
+    )

@@ -52,7 +52,9 @@ class Kept:
     def changed_in(self, after: Kept) -> Set[Holder]:
         """Return the holders whose values differ in a later snapshot."""
         both = self.values.keys() & after.values.keys()
-        return {holder for holder in both if _differ(self.values[holder], after.values[holder])} | (after.attributes - self.values.keys())
+        return {holder for holder in both if _differ(self.values[holder], after.values[holder])} | (
+            after.attributes - self.values.keys()
+        )
 
 
 def _differ(first: object, second: object) -> bool:
@@ -88,7 +90,12 @@ class _Walk:
         state = _state(value)
         if state is not None:
             self.kept.values[holder] = state
-        elif depth < _DEEPEST and len(self._seen) < _MOST and id(value) not in self._seen and not isinstance(value, Tensor | ModuleType):
+        elif (
+            depth < _DEEPEST
+            and len(self._seen) < _MOST
+            and id(value) not in self._seen
+            and not isinstance(value, Tensor | ModuleType)
+        ):
             self._seen.add(id(value))
             for name, part in _parts(holder.name, value):
                 self.look_at(Holder(holder.where, name), part, depth + 1)
@@ -122,17 +129,30 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield from ((name, value.__func__), (name, value.__self__))
     elif isinstance(value, functools.partial):
-        yield from ((name, value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords))
+        yield from (
+            (name, value.func),
+            (f"{name}.args", value.args),
+            (f"{name}.keywords", value.keywords),
+        )
     elif isinstance(value, GeneratorType):
-        yield from ((f"{name}.{own}", entry) for own, entry in (value.gi_frame.f_locals if value.gi_frame else {}).items())
+        yield from (
+            (f"{name}.{own}", entry)
+            for own, entry in (value.gi_frame.f_locals if value.gi_frame else {}).items()
+        )
     elif isinstance(value, property):
         yield name, value.fget
     elif isinstance(value, type):
         if may_hold_models(value.__module__):
-            yield from ((f"{name}.{own}", entry) for own, entry in list(vars(value).items()) if not own.startswith("__"))
+            yield from (
+                (f"{name}.{own}", entry)
+                for own, entry in list(vars(value).items())
+                if not own.startswith("__")
+            )
     elif may_hold_models(type(value).__module__) and not isinstance(value, nn.Module):
         yield name, type(value)
-        yield from ((f"{name}.{own}", entry) for own, entry in list(getattr(value, "__dict__", {}).items()))
+        yield from (
+            (f"{name}.{own}", entry) for own, entry in list(getattr(value, "__dict__", {}).items())
+        )
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -147,7 +167,9 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__[name]
     yield f"{function.__name__}.__defaults__", function.__defaults__
     yield f"{function.__name__}.__kwdefaults__", function.__kwdefaults__
-    yield from ((f"{function.__name__}.{name}", value) for name, value in list(vars(function).items()))
+    yield from (
+        (f"{function.__name__}.{name}", value) for name, value in list(vars(function).items())
+    )
 
 
 def generators() -> dict[str, object]:
@@ -157,7 +179,10 @@ def generators() -> dict[str, object]:
 
 def _of_numpys(generator: Any) -> object:
     state = generator.get_state(legacy=False)
-    inner = {name: part.tobytes() if isinstance(part, np.ndarray) else part for name, part in state["state"].items()}
+    inner = {
+        name: part.tobytes() if isinstance(part, np.ndarray) else part
+        for name, part in state["state"].items()
+    }
     return {**state, "state": inner}
 
 

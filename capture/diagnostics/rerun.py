@@ -63,12 +63,21 @@ _CONVERSIONS = {
     "__format__": VALUES,
     "data_ptr": VALUES,
 }
-_SOURCES = frozenset({"random", "time", "datetime", "numpy.random.mtrand", "numpy.random._generator"})
+_SOURCES = frozenset(
+    {"random", "time", "datetime", "numpy.random.mtrand", "numpy.random._generator"}
+)
 """Modules whose builtin functions or objects' methods return another value at every call."""
 _ASKING = frozenset(
-    asks.__code__ for asks in (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting)
+    asks.__code__
+    for asks in (
+        torch.compiler.is_compiling,
+        torch.compiler.is_dynamo_compiling,
+        torch.compiler.is_exporting,
+    )
 )
-_CHANGES = frozenset({"append", "extend", "insert", "pop", "clear", "update", "add", "remove", "setdefault"})
+_CHANGES = frozenset(
+    {"append", "extend", "insert", "pop", "clear", "update", "add", "remove", "setdefault"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,10 @@ class Watched:
 
     def add(self, deed: Deed) -> None:
         """Record a deed, once for each place."""
-        if all((d.cause, d.place, d.detail) != (deed.cause, deed.place, deed.detail) for d in self.deeds):
+        if all(
+            (d.cause, d.place, d.detail) != (deed.cause, deed.place, deed.detail)
+            for d in self.deeds
+        ):
             self.deeds.append(deed)
 
 
@@ -121,7 +133,13 @@ class _Conversions(TorchFunctionMode):
         self._watched = watched
         self._inputs = inputs
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         parameter = args[0] if args and isinstance(args[0], nn.Parameter) else None
         version = parameter._version if parameter is not None else 0
         versions = [tensor._version for tensor in self._inputs]
@@ -131,7 +149,10 @@ class _Conversions(TorchFunctionMode):
             self._watched.add(Deed(PARAMETER_WRITE, place_here(), name))
         if [tensor._version for tensor in self._inputs] != versions:
             self._watched.add(Deed(INPUT_WRITE, place_here(), name))
-        if name in ("__get__", "__set__") and getattr(getattr(func, "__self__", None), "__name__", "") == "data":
+        if (
+            name in ("__get__", "__set__")
+            and getattr(getattr(func, "__self__", None), "__name__", "") == "data"
+        ):
             self._watched.add(Deed(DATA, place_here(), ".data"))
         elif name in _CONVERSIONS:
             place = place_here()
@@ -153,9 +174,17 @@ class Answers(TorchFunctionMode):
 
     def __init__(self, watched: Watched, places: set[Place]) -> None:
         super().__init__()
-        self._answers = {key: iter(list(values)) for key, values in watched.answers.items() if key[0] in places}
+        self._answers = {
+            key: iter(list(values)) for key, values in watched.answers.items() if key[0] in places
+        }
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _CONVERSIONS and _CONVERSIONS[name] is not VALUES:
             place = place_here()
@@ -195,7 +224,14 @@ class _Calls:
         owner = getattr(called, "__self__", None)
         name = getattr(called, "__name__", "")
         place = place_in(frame.f_code, frame.f_lasti)
-        modules = {str(m) for m in (getattr(called, "__module__", ""), type(owner).__module__, getattr(owner, "__module__", ""))}
+        modules = {
+            str(m)
+            for m in (
+                getattr(called, "__module__", ""),
+                type(owner).__module__,
+                getattr(owner, "__module__", ""),
+            )
+        }
         if modules & _SOURCES:
             self._watched.add(Deed(GLOBAL, place, f"{min(modules & _SOURCES)}.{name}"))
         elif name in _CHANGES and isinstance(owner, list | dict | set):
@@ -250,7 +286,11 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
     }
     calls = _Calls(watched, held)
     profile = sys.getprofile()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         try:
             with _Conversions(watched, list(copied.values())), _garbage_kept():
@@ -268,7 +308,14 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
     moving = sorted(before.changed_in(after))
     for holder in moving:
         if holder in after.attributes:
-            watched.add(Deed(MODULE, _stored(calls.codes, "STORE_ATTR", holder.name.rpartition(".")[2]), holder.name, sure=True))
+            watched.add(
+                Deed(
+                    MODULE,
+                    _stored(calls.codes, "STORE_ATTR", holder.name.rpartition(".")[2]),
+                    holder.name,
+                    sure=True,
+                )
+            )
     for code, names in calls.codes.items():
         for name, place in _stores(code, "STORE_GLOBAL"):
             watched.add(Deed(GLOBAL, place, name))
@@ -276,8 +323,13 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
             watched.add(Deed(GLOBAL, place, "numpy.random"))
     for holder in moving:
         variable = re.split(r"[.\[]", holder.name)[0]
-        if holder not in after.attributes and all(deed.detail != variable for deed in watched.deeds):
-            used = (_stored(calls.codes, operation, variable) for operation in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_FAST"))
+        if holder not in after.attributes and all(
+            deed.detail != variable for deed in watched.deeds
+        ):
+            used = (
+                _stored(calls.codes, operation, variable)
+                for operation in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_FAST")
+            )
             watched.add(Deed(GLOBAL, next(filter(None, used), None), holder.name, sure=True))
     return watched
 
@@ -291,9 +343,16 @@ def _stores(code: CodeType, operation: str) -> Iterator[tuple[str, Place]]:
 def _numpy_draws(code: CodeType, names: dict[str, Any]) -> Iterator[Place]:
     """Yield uses of numpy.random, whose functions are not builtins to the profiler."""
     for first, second in itertools.pairwise(dis.get_instructions(code)):
-        if first.opname == "LOAD_GLOBAL" and names.get(first.argval) is numpy and second.argval == "random":
+        if (
+            first.opname == "LOAD_GLOBAL"
+            and names.get(first.argval) is numpy
+            and second.argval == "random"
+        ):
             yield place_in(code, second.offset)
 
 
 def _stored(codes: Iterable[CodeType], operation: str, name: str) -> Place | None:
-    return next((place for code in codes for written, place in _stores(code, operation) if written == name), None)
+    return next(
+        (place for code in codes for written, place in _stores(code, operation) if written == name),
+        None,
+    )

@@ -67,18 +67,35 @@ class Dispatcher:
     """
 
     def __init__(
-        self, graph: str, guards: Mapping[str, Sequence[Guard]], *, ignored: Collection[str] = (), fed: Collection[str] = ()
+        self,
+        graph: str,
+        guards: Mapping[str, Sequence[Guard]],
+        *,
+        ignored: Collection[str] = (),
+        fed: Collection[str] = (),
     ) -> None:
         assert guards, "a graph has one variant at least"
         every = [guard for each in guards.values() for guard in each]
         told = {name for guard in every for name in guard.constants}
         # A constant that all variants agree on picks none of them, so a batch need not have it.
-        deciding = {name for name in told if len({guard.constants.get(name) for guard in every}) > 1}
-        first = {name: value for guard in next(iter(guards.values())) for name, value in guard.constants.items() if value.kind != "none"}
+        deciding = {
+            name for name in told if len({guard.constants.get(name) for guard in every}) > 1
+        }
+        first = {
+            name: value
+            for guard in next(iter(guards.values()))
+            for name, value in guard.constants.items()
+            if value.kind != "none"
+        }
         usual = {name: first.get(name) for name in deciding}
         self._graph = graph
-        self._variants = {name: tuple(_Matcher(guard, usual, frozenset(fed)) for guard in each) for name, each in guards.items()}
-        inputs = {name for guard in every for name in (*(i.name for i in guard.inputs), *guard.absent)}
+        self._variants = {
+            name: tuple(_Matcher(guard, usual, frozenset(fed)) for guard in each)
+            for name, each in guards.items()
+        }
+        inputs = {
+            name for guard in every for name in (*(i.name for i in guard.inputs), *guard.absent)
+        }
         self.names = frozenset((inputs | told | set(ignored)) - set(fed))
 
     def pick(self, batch: Mapping[str, Any]) -> str:
@@ -119,13 +136,24 @@ class Dispatcher:
 
     def misfits(self, facts: Facts, constants: Constants) -> dict[str, Misfit]:
         """Return the first reason of each variant that rejects a batch, nearest variant first."""
-        found = {name: [m for matcher in matchers for m in matcher.misfits(facts, constants)] for name, matchers in self._variants.items()}
-        ranked = sorted((sum(m.coarse for m in each), len(each), order, name) for order, (name, each) in enumerate(found.items()) if each)
+        found = {
+            name: [m for matcher in matchers for m in matcher.misfits(facts, constants)]
+            for name, matchers in self._variants.items()
+        }
+        ranked = sorted(
+            (sum(m.coarse for m in each), len(each), order, name)
+            for order, (name, each) in enumerate(found.items())
+            if each
+        )
         return {name: found[name][0] for *_, name in ranked}
 
     def _pick_nested(self, batch: Mapping[str, Any]) -> str:
         leaves = leaves_of(batch, values=False)
-        constants = {name: fixed_value(value) for name, value in constants_of(batch).items() if value is not None}
+        constants = {
+            name: fixed_value(value)
+            for name, value in constants_of(batch).items()
+            if value is not None
+        }
         unknown = sorted(set(leaves).union(constants) - self.names)
         if unknown:
             raise DataError(
@@ -135,20 +163,32 @@ class Dispatcher:
                 got=", ".join(sorted({*leaves, *constants})),
                 hint="Omit them.",
             )
-        return self.pick_facts({name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}, constants)
+        return self.pick_facts(
+            {name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}, constants
+        )
 
     def _error(self, facts: Facts, constants: Constants) -> DataError:
-        said = [f"{name or 'the first'}: {misfit}" for name, misfit in self.misfits(facts, constants).items()]
+        said = [
+            f"{name or 'the first'}: {misfit}"
+            for name, misfit in self.misfits(facts, constants).items()
+        ]
         if len(said) == 1:
             return DataError(
                 f"the graph does not accept this batch: {said[0].partition(': ')[2]}",
                 where=f"graph {self._graph}",
-                hint="`trainload inspect` lists what it accepts. To accept more, freeze the job again with Job.dynamic or Job.variants.",
+                hint=(
+                    "`trainload inspect` lists what it accepts. To accept more, freeze the job"
+                    " again with Job.dynamic or Job.variants."
+                ),
             )
         return DataError(
-            f"none of the {len(said)} variants accepts this batch (nearest first): {'; '.join(said)}",
+            f"none of the {len(said)} variants accepts this batch (nearest first):"
+            f" {'; '.join(said)}",
             where=f"graph {self._graph}",
-            hint="`trainload inspect` lists what each accepts. To accept more, freeze the job again with a further entry in Job.variants.",
+            hint=(
+                "`trainload inspect` lists what each accepts. To accept more, freeze the job again"
+                " with a further entry in Job.variants."
+            ),
         )
 
 
@@ -161,17 +201,28 @@ class _Matcher:
     must not.
     """
 
-    def __init__(self, guard: Guard, usual: Mapping[str, FixedValue | None], fed: frozenset[str]) -> None:
+    def __init__(
+        self, guard: Guard, usual: Mapping[str, FixedValue | None], fed: frozenset[str]
+    ) -> None:
         self._guard = guard
         inputs = [i for i in guard.inputs if i.name not in fed]
         absent = [name for name in guard.absent if name not in fed]
-        self._nothing = (*absent, *(name for name, value in guard.constants.items() if value.kind == "none"))
-        self._constants = tuple((n, v, usual.get(n) if n in usual else v) for n, v in guard.constants.items() if v.kind != "none")
+        self._nothing = (
+            *absent,
+            *(name for name, value in guard.constants.items() if value.kind == "none"),
+        )
+        self._constants = tuple(
+            (n, v, usual.get(n) if n in usual else v)
+            for n, v in guard.constants.items()
+            if v.kind != "none"
+        )
         self._slots: dict[str, int] = {}
         self._derived: list[tuple[str, int, Expression]] = []
         plain = {s for i in inputs for s in i.sizes if isinstance(s, str) and s in guard.ranges}
         self._whole: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        self._parts: list[tuple[str, torch.dtype, int, tuple[tuple[int, int | None, int, int, float], ...]]] = []
+        self._parts: list[
+            tuple[str, torch.dtype, int, tuple[tuple[int, int | None, int, int, float], ...]]
+        ] = []
         for entry in inputs:
             dtype: torch.dtype = getattr(torch, entry.dtype)
             fixed = tuple(s for s in entry.sizes if isinstance(s, int))
@@ -184,20 +235,29 @@ class _Matcher:
                     dims.append((dim, size, 0, 0, 0))
                 elif size in plain:
                     least, most = guard.ranges[size]
-                    dims.append((dim, None, self._slot(size), least, float("inf") if most is None else most))
+                    dims.append(
+                        (dim, None, self._slot(size), least, float("inf") if most is None else most)
+                    )
                 else:
                     self._derived.append((entry.name, dim, parse(size)))
             self._parts.append((entry.name, dtype, len(entry.sizes), tuple(dims)))
         self._solved: list[tuple[str, int, str, int, int]] = []
         for name, dim, expression in self._derived:
             line = expression.affine()
-            if line is not None and expression.symbols[0] not in plain and expression.symbols[0] not in {s[2] for s in self._solved}:
+            if (
+                line is not None
+                and expression.symbols[0] not in plain
+                and expression.symbols[0] not in {s[2] for s in self._solved}
+            ):
                 self._solved.append((name, dim, expression.symbols[0], *line))
         self._conditions = [parse(text) for text in guard.conditions]
-        if fed:  # conditions on sizes that only fed inputs have were checked for the graph that feeds them
+        # conditions on sizes that only fed inputs have were checked for the graph that feeds them
+        if fed:
             known = {*self._slots, *(symbol for _, _, symbol, _, _ in self._solved)}
             self._derived = [each for each in self._derived if set(each[2].symbols) <= known]
-            self._conditions = [condition for condition in self._conditions if set(condition.symbols) <= known]
+            self._conditions = [
+                condition for condition in self._conditions if set(condition.symbols) <= known
+            ]
         self._outcomes: dict[tuple[int, ...], bool] = {}
 
     def _slot(self, symbol: str) -> int:
@@ -213,7 +273,11 @@ class _Matcher:
                 return False
         for name, value, usual in self._constants:
             given = constants.get(name, usual)
-            if name in facts or given is None or (given != value and not _named_member(given, value)):
+            if (
+                name in facts
+                or given is None
+                or (given != value and not _named_member(given, value))
+            ):
                 return False
         for name, dtype, shape in self._whole:
             fact = facts.get(name)
@@ -243,7 +307,9 @@ class _Matcher:
         if outcome is None:
             if len(self._outcomes) >= _REMEMBERED:
                 self._outcomes.clear()
-            outcome = self._outcomes[key] = not any(True for _ in self._unequal(facts, dict(zip(self._slots, bound, strict=True))))
+            outcome = self._outcomes[key] = not any(
+                True for _ in self._unequal(facts, dict(zip(self._slots, bound, strict=True)))
+            )
         return outcome
 
     def misfits(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
@@ -255,7 +321,9 @@ class _Matcher:
         if before:
             values: dict[str, int] = {}
             for entry in self._guard.inputs:
-                for size, found in zip(entry.sizes, facts[entry.name][1] if entry.name in facts else (), strict=False):
+                for size, found in zip(
+                    entry.sizes, facts[entry.name][1] if entry.name in facts else (), strict=False
+                ):
                     if isinstance(size, str) and size in self._slots:
                         values[size] = found
             yield from self._unequal(facts, values)
@@ -266,13 +334,28 @@ class _Matcher:
                 yield Misfit(name, "nothing", _seen(name, facts, constants), coarse=True)
         for name, value, usual in self._constants:
             given = constants.get(name, usual)
-            if name in facts or given is None or (given != value and not _named_member(given, value)):
-                usually = f"nothing, which means {usual}" if name not in constants and name not in facts and usual is not None else ""
-                yield Misfit(name, str(value), usually or _seen(name, facts, constants), coarse=True)
+            if (
+                name in facts
+                or given is None
+                or (given != value and not _named_member(given, value))
+            ):
+                usually = (
+                    f"nothing, which means {usual}"
+                    if name not in constants and name not in facts and usual is not None
+                    else ""
+                )
+                yield Misfit(
+                    name, str(value), usually or _seen(name, facts, constants), coarse=True
+                )
         dims_of = {name: dims for name, _, _, dims in self._parts}
-        shown = {entry.name: f"{entry.dtype}[{', '.join(map(str, entry.sizes))}]" for entry in self._guard.inputs}
+        shown = {
+            entry.name: f"{entry.dtype}[{', '.join(map(str, entry.sizes))}]"
+            for entry in self._guard.inputs
+        }
         first: dict[int, tuple[int, str]] = {}
-        checked = [(name, dtype, len(shape)) for name, dtype, shape in self._whole] + [(n, d, count) for n, d, count, _ in self._parts]
+        checked = [(name, dtype, len(shape)) for name, dtype, shape in self._whole] + [
+            (n, d, count) for n, d, count, _ in self._parts
+        ]
         fixed = {name: shape for name, _, shape in self._whole}
         for name, dtype, ndim in checked:
             fact = facts.get(name)
@@ -292,7 +375,12 @@ class _Matcher:
                 if size != other:
                     yield Misfit(f"{name}[{dim}]", f"{other}, as {where}", str(size), coarse=False)
                 elif where == f"{name}[{dim}]" and not least <= size <= most:
-                    yield Misfit(where, limits_text(least, None if most == float("inf") else int(most)), str(size), coarse=False)
+                    yield Misfit(
+                        where,
+                        limits_text(least, None if most == float("inf") else int(most)),
+                        str(size),
+                        coarse=False,
+                    )
 
     def _unequal(self, facts: Facts, values: dict[str, int]) -> Iterator[Misfit]:
         """Yield the reasons from derived sizes and conditions.
@@ -305,14 +393,21 @@ class _Matcher:
             text = next(e.text for n, d, e in self._derived if (n, d) == (name, dim))
             if rest or value < least or (most is not None and value > most):
                 limits = limits_text(least, most)
-                yield Misfit(f"{name}[{dim}]", f"{text} where {symbol} is {limits}", str(facts[name][1][dim]), coarse=False)
+                yield Misfit(
+                    f"{name}[{dim}]",
+                    f"{text} where {symbol} is {limits}",
+                    str(facts[name][1][dim]),
+                    coarse=False,
+                )
                 return
             values[symbol] = value
         for name, dim, expression in self._derived:
             wanted = _value(expression.value, values)
             size = facts[name][1][dim]
             if size != wanted:
-                yield Misfit(f"{name}[{dim}]", f"{expression.text} = {wanted}", str(size), coarse=False)
+                yield Misfit(
+                    f"{name}[{dim}]", f"{expression.text} = {wanted}", str(size), coarse=False
+                )
         for condition in self._conditions:
             if not _value(condition.value, values):
                 got = ", ".join(f"{symbol} = {values[symbol]}" for symbol in condition.symbols)

@@ -20,7 +20,10 @@ from torch import Tensor
 from trainload.capture.source.source_place import place_here
 
 _LOGGER = "torch.fx.experimental.symbolic_shapes"
-_GUARD = re.compile(r"(?:eval|runtime_assert)(?: \(forcing_spec\))? (?!\[guard suppressed\])(?P<expression>.+?) \[guard added\]")
+_GUARD = re.compile(
+    r"(?:eval|runtime_assert)(?: \(forcing_spec\))? (?!\[guard suppressed\])(?P<expression>.+?)"
+    r" \[guard added\]"
+)
 _REPLACEMENT = re.compile(r"set_replacement (?P<symbol>\w+) = (?P<value>\S+) \(")
 
 
@@ -58,7 +61,11 @@ class Guards:
 
         torch.export traces a function of the batch there.
         """
-        sizes = {(name, dim): str(size) for name, leaf in batch.items() for dim, size in enumerate(leaf.shape)}
+        sizes = {
+            (name, dim): str(size)
+            for name, leaf in batch.items()
+            for dim, size in enumerate(leaf.shape)
+        }
         self.symbols.update({place: size for place, size in sizes.items() if not size.isdigit()})
         with listening(_Listener(self)):
             yield
@@ -67,7 +74,12 @@ class Guards:
         """Return the symbols that were found to be equal to it, and the symbol itself."""
         pairs = [(name, value) for name, (value, _) in self.made.items()]
         known = {symbol}
-        while more := {other for pair in pairs if known & {*pair} for other in pair if other.isidentifier()} - known:
+        while (
+            more := {
+                other for pair in pairs if known & {*pair} for other in pair if other.isidentifier()
+            }
+            - known
+        ):
             known |= more
         return frozenset(known)
 
@@ -79,10 +91,24 @@ class Guards:
         A guard that made another symbol a constant is left out, since it does not concern this one.
         """
         alike = self.alike(symbol)
-        first = [(not value.isdigit(), guard) for name, (value, guard) in self.made.items() if name in alike]
-        others = {guard for name, (value, guard) in self.made.items() if name not in alike and value.isdigit()}
-        rest = [guard for guard in self.found if guard not in others and alike & set(re.findall(r"\w+", guard.expression))]
-        return list(dict.fromkeys([*(guard for _, guard in sorted(first, key=lambda pair: pair[0])), *rest]))
+        first = [
+            (not value.isdigit(), guard)
+            for name, (value, guard) in self.made.items()
+            if name in alike
+        ]
+        others = {
+            guard
+            for name, (value, guard) in self.made.items()
+            if name not in alike and value.isdigit()
+        }
+        rest = [
+            guard
+            for guard in self.found
+            if guard not in others and alike & set(re.findall(r"\w+", guard.expression))
+        ]
+        return list(
+            dict.fromkeys([*(guard for _, guard in sorted(first, key=lambda pair: pair[0])), *rest])
+        )
 
 
 class _Listener(logging.Handler):

@@ -2,12 +2,17 @@
 
 They are parsed by their own grammar and never evaluated as Python.
 
-    condition  := both {"or" both}            both := negation {"and" negation}        negation := "not" negation | comparison
+    condition  := both {"or" both}
+    both       := negation {"and" negation}
+    negation   := "not" negation | comparison
     comparison := sum [("==" | "!=" | "<" | "<=" | ">" | ">=") sum]
-    sum        := product {("+" | "-") product}        product := atom {("*" | "//" | "%") atom}
-    atom       := "-" atom | integer | symbol | "(" condition ")" | ("max" | "min") "(" condition {"," condition} ")"
+    sum        := product {("+" | "-") product}
+    product    := atom {("*" | "//" | "%") atom}
+    atom       := "-" atom | integer | symbol | "(" condition ")"
+                | ("max" | "min") "(" condition {"," condition} ")"
 
-A symbol is a dotted name that ends in a letter, a digit or _ ("batch", "mask.left_1"). Values are integers; True counts as 1.
+A symbol is a dotted name that ends in a letter, a digit or _ ("batch", "mask.left_1"). Values are
+integers; True counts as 1.
 """
 
 from __future__ import annotations
@@ -23,8 +28,13 @@ MAX_DEPTH = 64
 
 Values = Mapping[str, int]
 
-_TOKEN = re.compile(r"\s*(?:(?P<integer>\d{1,20})(?![\w.])|(?P<name>[A-Za-z_][\w.]*)|(?P<mark>==|!=|<=|>=|//|[-+*%<>(),]))", re.ASCII)
-_AFFINE = re.compile(r"(?:(?P<factor>\d+)\*)?[A-Za-z_][\w.]*(?: (?P<sign>[+-]) (?P<offset>\d+))?", re.ASCII)
+_TOKEN = re.compile(
+    r"\s*(?:(?P<integer>\d{1,20})(?![\w.])|(?P<name>[A-Za-z_][\w.]*)|(?P<mark>==|!=|<=|>=|//|[-+*%<>(),]))",
+    re.ASCII,
+)
+_AFFINE = re.compile(
+    r"(?:(?P<factor>\d+)\*)?[A-Za-z_][\w.]*(?: (?P<sign>[+-]) (?P<offset>\d+))?", re.ASCII
+)
 _WORDS = frozenset({"and", "or", "not", "max", "min"})
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
@@ -35,7 +45,11 @@ _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     ">=": operator.ge,
 }
 _SUMS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub}
-_PRODUCTS: Mapping[str, Callable[[int, int], int]] = {"*": operator.mul, "//": operator.floordiv, "%": operator.mod}
+_PRODUCTS: Mapping[str, Callable[[int, int], int]] = {
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
 
 
 class GrammarError(ValueError):
@@ -86,7 +100,9 @@ class _Parser:
     def run(self) -> Expression:
         value = self.condition()
         if self.at != len(self.tokens):
-            raise GrammarError(f"unexpected {self.tokens[self.at]!r} after the end of the expression")
+            raise GrammarError(
+                f"unexpected {self.tokens[self.at]!r} after the end of the expression"
+            )
         return Expression(self.text, tuple(self.symbols), value)
 
     def take(self, *wanted: str) -> str | None:
@@ -134,7 +150,11 @@ class _Parser:
     def product(self) -> Callable[[Values], int]:
         return self.chain(_PRODUCTS, self.atom)
 
-    def chain(self, signs: Mapping[str, Callable[[int, int], int]], part: Callable[[], Callable[[Values], int]]) -> Callable[[Values], int]:
+    def chain(
+        self,
+        signs: Mapping[str, Callable[[int, int], int]],
+        part: Callable[[], Callable[[Values], int]],
+    ) -> Callable[[Values], int]:
         first = part()
         others: list[tuple[Callable[[int, int], int], Callable[[Values], int]]] = []
         while (sign := self.take(*signs)) is not None:

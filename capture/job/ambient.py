@@ -32,7 +32,9 @@ _AUTOCAST = {"cpu": torch.bfloat16, "cuda": torch.float16}
 _ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 _TRACING = threading.RLock()
 """Held by the thread that traces."""
-_outside: ContextVar[torch.dtype | None] = ContextVar("default dtype outside of neutral()", default=None)
+_outside: ContextVar[torch.dtype | None] = ContextVar(
+    "default dtype outside of neutral()", default=None
+)
 
 
 def one_at_a_time(verb: Callable[P, R]) -> Callable[P, R]:
@@ -68,8 +70,8 @@ def warned_of_autocast(verb: Callable[P, R]) -> Callable[P, R]:
         active = [device for device in _AUTOCAST if torch.is_autocast_enabled(device)]
         if active:
             warnings.warn(
-                f"{verb.__name__} was called under torch.autocast({active[0]!r}), which is not part of the job and is ignored. "
-                "Enter it in Job.loss or in the model's forward.",
+                f"{verb.__name__} was called under torch.autocast({active[0]!r}), which is not part"
+                " of the job and is ignored. Enter it in Job.loss or in the model's forward.",
                 stacklevel=2,
             )
         return verb(*args, **kwargs)
@@ -91,9 +93,15 @@ def neutral() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device, dtype in _AUTOCAST.items():
-            stack.enter_context(_set(torch.is_autocast_enabled, torch.set_autocast_enabled, False, device))
-            stack.enter_context(_set(torch.get_autocast_dtype, torch.set_autocast_dtype, dtype, device))
-        stack.enter_context(_set(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, True))
+            stack.enter_context(
+                _set(torch.is_autocast_enabled, torch.set_autocast_enabled, False, device)
+            )
+            stack.enter_context(
+                _set(torch.get_autocast_dtype, torch.set_autocast_dtype, dtype, device)
+            )
+        stack.enter_context(
+            _set(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, True)
+        )
         if _outside.get() is None:
             token = _outside.set(torch.get_default_dtype())
             stack.callback(_outside.reset, token)
@@ -103,8 +111,20 @@ def neutral() -> Iterator[None]:
         stack.enter_context(_full_precision())
         stack.enter_context(deterministic_algorithms(False))
         for name in _ATTENTION:
-            stack.enter_context(_set(getattr(torch.backends.cuda, f"{name}_enabled"), getattr(torch.backends.cuda, f"enable_{name}"), True))
-        stack.enter_context(_set(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, True))
+            stack.enter_context(
+                _set(
+                    getattr(torch.backends.cuda, f"{name}_enabled"),
+                    getattr(torch.backends.cuda, f"enable_{name}"),
+                    True,
+                )
+            )
+        stack.enter_context(
+            _set(
+                torch.backends.mha.get_fastpath_enabled,
+                torch.backends.mha.set_fastpath_enabled,
+                True,
+            )
+        )
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
 
@@ -113,10 +133,14 @@ def _check_no_torch_modes() -> None:
     modes = active_modes()
     if modes:
         raise RequestError(
-            "a torch mode or a torch.func transform is active around the call, but it is not part of the job",
+            "a torch mode or a torch.func transform is active around the call, but it is not part"
+            " of the job",
             expected="a call outside of torch modes and torch.func transforms",
             got=", ".join(modes),
-            hint="Exit it before the call; if it belongs to the job, enter it in Job.loss or in the model's forward.",
+            hint=(
+                "Exit it before the call; if it belongs to the job, enter it in Job.loss or in the"
+                " model's forward."
+            ),
         )
 
 
@@ -126,7 +150,11 @@ def outside_dtype() -> AbstractContextManager[None]:
     The user's own code is compared under it.
     """
     dtype = _outside.get()
-    return nullcontext() if dtype is None else _set(torch.get_default_dtype, torch.set_default_dtype, dtype)
+    return (
+        nullcontext()
+        if dtype is None
+        else _set(torch.get_default_dtype, torch.set_default_dtype, dtype)
+    )
 
 
 def default_dtype_hint() -> str:
@@ -137,11 +165,16 @@ def default_dtype_hint() -> str:
     dtype = _outside.get()
     if dtype in (None, torch.float32):
         return ""
-    return f" torch.set_default_dtype({dtype}) is in effect here, but not during training: specify dtypes explicitly."
+    return (
+        f" torch.set_default_dtype({dtype}) is in effect here, but not during training: specify"
+        " dtypes explicitly."
+    )
 
 
 @contextmanager
-def _set(get: Callable[..., Any], put: Callable[..., Any], value: object, *key: object) -> Iterator[None]:
+def _set(
+    get: Callable[..., Any], put: Callable[..., Any], value: object, *key: object
+) -> Iterator[None]:
     before = get(*key)
     put(*key, value)
     try:
@@ -180,7 +213,10 @@ def deterministic_algorithms(mode: bool) -> Iterator[None]:
 
     An operator without a deterministic implementation warns.
     """
-    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(mode, warn_only=mode)
     try:
         yield

@@ -51,7 +51,8 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
     count = next(iter(leaves.values())).shape[0]
     if count < 2 and rows is not Dim.STATIC:
         raise JobError(
-            "the example batch is too small for a dynamic batch dim, since torch treats sizes 0 and 1 as special",
+            "the example batch is too small for a dynamic batch dim, since torch treats sizes 0 and"
+            " 1 as special",
             where="Job.batch",
             expected="2 rows or more",
             got=f"{count}",
@@ -73,8 +74,9 @@ def warn_of_special_lengths(shapes: Shapes, leaves: Mapping[str, Tensor]) -> Non
             length = leaves[name].shape[dim]
             if dim > 0 and spec is not Dim.STATIC and length < 2:
                 warnings.warn(
-                    f"Job.batch: {name} has length {length} in dim {dim}, which is declared as {spelled(spec)}; torch treats lengths 0 and "
-                    f"1 as constants, so the graph would accept only this length. Use an example of length 2 or more.",
+                    f"Job.batch: {name} has length {length} in dim {dim}, which is declared as"
+                    f" {spelled(spec)}; torch treats lengths 0 and 1 as constants, so the graph"
+                    " would accept only this length. Use an example of length 2 or more.",
                     stacklevel=3,
                 )
 
@@ -87,12 +89,21 @@ def is_hint(spec: Any) -> bool:
 def spelled(spec: Any) -> str:
     """Return a declaration as a user writes it: "Dim('seq', max=64)", "2*half", "Dim.AUTO"."""
     if is_hint(spec):
-        limits = [f"{word}={limit}" for word, limit in (("min", spec.min), ("max", spec.max)) if limit is not None]
+        limits = [
+            f"{word}={limit}"
+            for word, limit in (("min", spec.min), ("max", spec.max))
+            if limit is not None
+        ]
         return f"Dim.{spec.type.name}" + (f"({', '.join(limits)})" if limits else "")
     if hasattr(spec, "root"):
         return str(spec.__name__)
     least, most = limits_of(spec)
-    return f"Dim({spec.__name__!r}" + (f", min={least}" if least else "") + (f", max={most}" if most is not None else "") + ")"
+    return (
+        f"Dim({spec.__name__!r}"
+        + (f", min={least}" if least else "")
+        + (f", max={most}" if most is not None else "")
+        + ")"
+    )
 
 
 def limits_of(spec: Any) -> tuple[int | None, int | None]:
@@ -121,7 +132,10 @@ def _check_rows(leaves: Mapping[str, Tensor]) -> None:
                 where=f"Job.batch: {name}",
                 expected="at least one dim",
                 got="0 dims",
-                hint=f"If it is the same for all rows, declare shared=[{name!r}]; otherwise add a leading batch dim.",
+                hint=(
+                    f"If it is the same for all rows, declare shared=[{name!r}]; otherwise add a"
+                    " leading batch dim."
+                ),
             )
     rows = {name: leaf.shape[0] for name, leaf in leaves.items()}
     if len(set(rows.values())) != 1:
@@ -140,14 +154,19 @@ def _cure(leaves: Mapping[str, Tensor]) -> str:
     The number of rows is assumed to be a size that most inputs have in some dim.
     """
     leading = Counter(leaf.shape[0] for leaf in leaves.values())
-    rows = max(leading, key=lambda size: (sum(size in leaf.shape for leaf in leaves.values()), leading[size]))
+    rows = max(
+        leading,
+        key=lambda size: (sum(size in leaf.shape for leaf in leaves.values()), leading[size]),
+    )
     advice = []
     for name, leaf in leaves.items():
         if leaf.shape[0] != rows:
             shared = f"shared=[{name!r}] if it is the same for all rows"
             place = list(leaf.shape).index(rows) if rows in leaf.shape else None
             declared = f"dynamic={{{name!r}: {{{place}: Dim('batch')}}}}"
-            advice.append(shared if place is None else f"{declared} if its rows are dim {place}, or {shared}")
+            advice.append(
+                shared if place is None else f"{declared} if its rows are dim {place}, or {shared}"
+            )
     return f"Declare {'; '.join(advice[:3])}. See docs/shapes.md."
 
 
@@ -167,18 +186,33 @@ def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
     elif isinstance(said, Sequence) and not isinstance(said, str):
         if len(said) != leaf.ndim:
             raise JobError(
-                "declares a different number of dims from the example", where=where, expected=f"{leaf.ndim} entries", got=str(len(said))
+                "declares a different number of dims from the example",
+                where=where,
+                expected=f"{leaf.ndim} entries",
+                got=str(len(said)),
             )
         given = list(enumerate(said))
     else:
-        raise JobError("does not declare sizes by dim", where=where, expected="{dim: ...}, or one entry for each dim", got=repr(said))
+        raise JobError(
+            "does not declare sizes by dim",
+            where=where,
+            expected="{dim: ...}, or one entry for each dim",
+            got=repr(said),
+        )
     dims: dict[int, Any] = {}
     for dim, spec in given:
         if type(dim) is not int or not -leaf.ndim <= dim < leaf.ndim:
-            raise JobError("the input has no such dim", where=where, expected=f"0 to {leaf.ndim - 1}", got=repr(dim))
+            raise JobError(
+                "the input has no such dim",
+                where=where,
+                expected=f"0 to {leaf.ndim - 1}",
+                got=repr(dim),
+            )
         place = dim % leaf.ndim
         if place in dims:
-            raise JobError("declares one dim twice", where=f"{where}[{dim}]", got=f"{place} and {dim}")
+            raise JobError(
+                "declares one dim twice", where=f"{where}[{dim}]", got=f"{place} and {dim}"
+            )
         dims[place] = _checked(spec, leaf.shape[place], f"{where}[{dim}]")
     return dims
 
@@ -198,7 +232,13 @@ def _checked(spec: Any, size: int, where: str) -> Any:
         return Dim.STATIC
     if not isinstance(spec, Dim) and not is_hint(spec):
         hint = f"Write Dim({spec!r})." if isinstance(spec, str) and spec.isidentifier() else ""
-        raise JobError("not a valid declaration of a dim", where=where, expected=_WORDS, got=repr(spec), hint=hint)
+        raise JobError(
+            "not a valid declaration of a dim",
+            where=where,
+            expected=_WORDS,
+            got=repr(spec),
+            hint=hint,
+        )
     if hasattr(spec, "root"):
         factor, offset = affine(spec)
         if factor * int(spec.root.min) + offset < 0:
@@ -207,7 +247,10 @@ def _checked(spec: Any, size: int, where: str) -> Any:
                 where=where,
                 expected="0 or more",
                 got=f"{spec.root.__name__} from {int(spec.root.min)}",
-                hint=f"Give the root a minimum size: Dim({spec.root.__name__!r}, min={-(offset // factor)}).",
+                hint=(
+                    f"Give the root a minimum size: Dim({spec.root.__name__!r},"
+                    f" min={-(offset // factor)})."
+                ),
             )
     least, most = limits_of(spec)
     if (least is not None and size < least) or (most is not None and size > most):
@@ -243,7 +286,10 @@ def _batch_dim(shapes: Shapes) -> Any:
             where=where,
             expected="a dim that accepts any number of rows",
             got=spelled(spec),
-            hint="A batch can have any number of rows. Give each row an extra dim: (rows, 2, ...) instead of (2*rows, ...).",
+            hint=(
+                "A batch can have any number of rows. Give each row an extra dim: (rows, 2, ...)"
+                " instead of (2*rows, ...)."
+            ),
         )
     return spec
 
@@ -268,18 +314,29 @@ def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
                     where=where,
                     expected="a different name",
                     got=spelled(spec),
-                    hint="A batch can have any number of rows, so the length of a row cannot depend on it.",
+                    hint=(
+                        "A batch can have any number of rows, so the length of a row cannot depend"
+                        " on it."
+                    ),
                 )
             other, known = ranges.setdefault(root.__name__, (where, root))
             if spelled(known) != spelled(root):
                 raise JobError(
-                    f"the dim {root.__name__!r} has two ranges", where=where, expected=f"{spelled(known)}, as in {other}", got=spelled(root)
+                    f"the dim {root.__name__!r} has two ranges",
+                    where=where,
+                    expected=f"{spelled(known)}, as in {other}",
+                    got=spelled(root),
                 )
             factor, offset = affine(spec)
             size = leaves[name].shape[dim]
             length, rest = divmod(size - offset, factor)
             if rest:
-                raise JobError("the example's size is not possible for the derived dim", where=where, expected=spelled(spec), got=f"{size}")
+                raise JobError(
+                    "the example's size is not possible for the derived dim",
+                    where=where,
+                    expected=spelled(spec),
+                    got=f"{size}",
+                )
             other, known_length = sizes.setdefault(root.__name__, (where, length))
             if known_length != length:
                 raise JobError(

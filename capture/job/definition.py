@@ -38,8 +38,12 @@ class Loss:
 
 
 LossFunction = Callable[[torch.nn.Module, dict[str, Any]], "torch.Tensor | Loss"]
-PredictFunction = Callable[[torch.nn.Module, dict[str, Any]], "torch.Tensor | Mapping[str, torch.Tensor]"]
-OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+PredictFunction = Callable[
+    [torch.nn.Module, dict[str, Any]], "torch.Tensor | Mapping[str, torch.Tensor]"
+]
+OptimizerFactory = Callable[
+    [torch.nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
 ScheduleFunction = Callable[[int], float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -241,12 +245,17 @@ def check_job(job: Job) -> None:
     for place, turn in enumerate(job.loop or ()):
         if isinstance(turn, Turn):
             check_fields(turn, f"Job.loop[{place}]", JobError)
-    factories = {"Job": job.optimizer, **{f"Job.graphs[{name!r}]": graph.optimizer for name, graph in job.graphs.items()}}
+    factories = {
+        "Job": job.optimizer,
+        **{f"Job.graphs[{name!r}]": graph.optimizer for name, graph in job.graphs.items()},
+    }
     for where, factory in factories.items():
         if isinstance(factory, type):
             raise JobError(
                 "a class instead of a function of the model",
                 where=f"{where}.optimizer",
-                expected=f"lambda model: {factory.__name__}(model.parameters(), lr=0.1), for example",
+                expected=(
+                    f"lambda model: {factory.__name__}(model.parameters(), lr=0.1), for example"
+                ),
                 got=factory.__name__,
             )

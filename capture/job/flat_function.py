@@ -57,7 +57,8 @@ class Traced(nn.Module):
         super().__init__()
         self.model = model
         self.inputs = tuple(leaves_of(batch))
-        self._batch = (batch,)  # in a tuple, so that torch.export does not look for its tensors here
+        # in a tuple, so that torch.export does not look for its tensors here
+        self._batch = (batch,)
         self.signature = Signature()
         self.watched: Around = nothing_around
         self.differentiates = False
@@ -95,7 +96,13 @@ class StepFunction(Traced):
         where: its place in the job, for errors.
     """
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, Any], loss: LossFunction | None, where: str = "Job.loss") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        loss: LossFunction | None,
+        where: str = "Job.loss",
+    ) -> None:
         super().__init__(model, batch)
         # In a tuple, so that a loss that is a module is not registered as a submodule.
         self._loss = (None if loss is None else _traced_as_forward(loss),)
@@ -156,7 +163,14 @@ class TensorsFunction(Traced):
         where: its place in the job, for errors.
     """
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, Any], function: TensorsOf, role: OutputRole, where: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        function: TensorsOf,
+        role: OutputRole,
+        where: str,
+    ) -> None:
         super().__init__(model, batch)
         self._function = (_traced_as_forward(function),)
         self._role = role
@@ -166,7 +180,9 @@ class TensorsFunction(Traced):
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         (function,) = self._function
         result = function(self.model, batch)
-        named: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {self._role.value: result}
+        named: dict[str, Any] = (
+            dict(result) if isinstance(result, Mapping) else {self._role.value: result}
+        )
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise JobError(
@@ -193,7 +209,11 @@ def _traced_as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(function, types.FunctionType):
         return function
     renamed = types.FunctionType(
-        function.__code__.replace(co_name="forward"), function.__globals__, "forward", function.__defaults__, function.__closure__
+        function.__code__.replace(co_name="forward"),
+        function.__globals__,
+        "forward",
+        function.__defaults__,
+        function.__closure__,
     )
     renamed.__kwdefaults__ = function.__kwdefaults__
     return renamed
@@ -203,21 +223,34 @@ def _check_names(values: Mapping[Any, Any], where: str) -> None:
     """Check that the names of metrics and outputs are non-empty printable strings."""
     for name in values:
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise JobError("invalid name", where=where, expected="a string of printable characters", got=repr(name))
+            raise JobError(
+                "invalid name",
+                where=where,
+                expected="a string of printable characters",
+                got=repr(name),
+            )
 
 
 def _detached(value: Any, where: str) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim == 0:
-        raise JobError("not a tensor with one row per row of the batch", where=where, got=_described(value))
+        raise JobError(
+            "not a tensor with one row per row of the batch", where=where, got=_described(value)
+        )
     return value.detach()
 
 
 def _described(value: object) -> str:
-    return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    return (
+        f"shape {tuple(value.shape)}, {value.dtype}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+    )
 
 
 def _check_stateless(function: object, where: str) -> None:
-    if isinstance(function, nn.Module) and (any(True for _ in function.parameters()) or any(True for _ in function.buffers())):
+    if isinstance(function, nn.Module) and (
+        any(True for _ in function.parameters()) or any(True for _ in function.buffers())
+    ):
         raise JobError(
             "the function has its own parameters or buffers, which would be lost",
             where=where,

@@ -27,7 +27,9 @@ def hollow(model: nn.Module) -> Iterator[None]:
     Raises:
         StorageError: if the folder for temporary files cannot hold a sparse file.
     """
-    registries: list[dict[str, Any]] = [found for module in model.modules() for found in (module._parameters, module._buffers)]
+    registries: list[dict[str, Any]] = [
+        found for module in model.modules() for found in (module._parameters, module._buffers)
+    ]
     replaced = [
         (registry, name, value)
         for registry in registries
@@ -53,8 +55,14 @@ def _mapped(value: Tensor, path: str) -> Tensor:
     if value.numel() == 0:
         plain = torch.empty(value.shape, dtype=value.dtype)
     else:
-        plain = torch.from_file(path, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
-    return nn.Parameter(plain, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else plain
+        plain = torch.from_file(path, shared=True, size=value.numel(), dtype=value.dtype).view(
+            value.shape
+        )
+    return (
+        nn.Parameter(plain, requires_grad=value.requires_grad)
+        if isinstance(value, nn.Parameter)
+        else plain
+    )
 
 
 @contextmanager

@@ -60,7 +60,11 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
             values.
     """
     if not batch:
-        raise JobError("the example batch is empty", where="Job.batch", hint="Pass one real batch: a dict from input names to tensors.")
+        raise JobError(
+            "the example batch is empty",
+            where="Job.batch",
+            hint="Pass one real batch: a dict from input names to tensors.",
+        )
     found: dict[str, Tensor] = {}
     for name, value in _entries("", batch):
         if isinstance(value, Tensor):
@@ -71,28 +75,45 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
             raise JobError(
                 "the entry has a type that a batch cannot contain",
                 where=f"Job.batch: {name}",
-                expected="a tensor, None, a number, a string, an Enum's member, or a dict, list, tuple, named tuple or dataclass of these",
+                expected=(
+                    "a tensor, None, a number, a string, an Enum's member, or a dict, list, tuple,"
+                    " named tuple or dataclass of these"
+                ),
                 got=f"{type(value).__module__}.{type(value).__qualname__}",
-                hint="Convert it to a tensor (torch.from_numpy, torch.tensor), or keep it as an attribute of the model. "
-                "See docs/capture.md#unsupported-input.",
+                hint=(
+                    "Convert it to a tensor (torch.from_numpy, torch.tensor), or keep it as an"
+                    " attribute of the model. See docs/capture.md#unsupported-input."
+                ),
             )
     if not found:
         raise JobError(
             "the example batch contains no tensor",
             where="Job.batch",
-            hint="Convert numbers with torch.tensor(values), text to tokens, and lists of tensors to one padded tensor. "
-            "See docs/capture.md#unsupported-input.",
+            hint=(
+                "Convert numbers with torch.tensor(values), text to tokens, and lists of tensors to"
+                " one padded tensor. See docs/capture.md#unsupported-input."
+            ),
         )
-    check_tensors(("input", name, leaf) for name, leaf in sorted(found.items()) if values or has_values(leaf))
+    check_tensors(
+        ("input", name, leaf) for name, leaf in sorted(found.items()) if values or has_values(leaf)
+    )
     return dict(sorted(found.items()))
 
 
 def constants_of(batch: Mapping[str, Any]) -> dict[str, Constant]:
     """Return the non-tensor values of a batch by dotted name, sorted."""
-    return dict(sorted((name, value) for name, value in _entries("", batch) if not isinstance(value, Tensor | Placed)))
+    return dict(
+        sorted(
+            (name, value)
+            for name, value in _entries("", batch)
+            if not isinstance(value, Tensor | Placed)
+        )
+    )
 
 
-def with_tensors(batch: Mapping[str, Any], replaced: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+def with_tensors(
+    batch: Mapping[str, Any], replaced: Callable[[str, Tensor], Any]
+) -> dict[str, Any]:
     """Return a batch nested like `batch`, with each tensor replaced by `replaced(name, tensor)`."""
 
     def each(name: str, value: Any) -> Any:
@@ -109,7 +130,10 @@ def structure_of(value: Any) -> str:
     parts = _parts(value)
     if parts is None:
         return "tensor" if isinstance(value, Tensor | Placed) else "constant"
-    inside = ", ".join(f"{key}: {structure_of(part)}" for key, part in sorted(parts.items(), key=lambda entry: str(entry[0])))
+    inside = ", ".join(
+        f"{key}: {structure_of(part)}"
+        for key, part in sorted(parts.items(), key=lambda entry: str(entry[0]))
+    )
     return f"{type(value).__module__}.{type(value).__qualname__}({inside})"
 
 
@@ -128,7 +152,11 @@ def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str,
 
     def made(name: str, value: Any) -> Any:
         if isinstance(value, Placed):
-            return value.tensor if value.dim is None else leaves[name].movedim(0, value.dim).contiguous()
+            return (
+                value.tensor
+                if value.dim is None
+                else leaves[name].movedim(0, value.dim).contiguous()
+            )
         return leaves[name] if isinstance(value, Tensor) else value
 
     return {name: _mapped(value, str(name), made) for name, value in batch.items()}
@@ -147,7 +175,9 @@ def _mapped(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
         return twin
     if isinstance(value, dict):
         return type(value)(made)
-    return type(value)._make(made.values()) if hasattr(value, "_make") else type(value)(made.values())
+    return (
+        type(value)._make(made.values()) if hasattr(value, "_make") else type(value)(made.values())
+    )
 
 
 def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -160,7 +190,10 @@ def _entries(prefix: str, parts: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]
             raise JobError("invalid input name", where=place, expected=expected, got=repr(key))
         if len(name) > LONGEST_NAME:
             raise JobError(
-                "an input's name is too long", where="Job.batch", expected=f"at most {LONGEST_NAME} characters", got=f"{name[:40]}..."
+                "an input's name is too long",
+                where="Job.batch",
+                expected=f"at most {LONGEST_NAME} characters",
+                got=f"{name[:40]}...",
             )
         inside = _parts(value)
         if inside is None:
@@ -174,7 +207,10 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if type(value) in (dict, OrderedDict):
         if len({str(key) for key in value}) < len(value):
             raise JobError(
-                "two keys of a dict have the same string form", where="Job.batch", expected="distinct names", got=repr(list(value)[:8])
+                "two keys of a dict have the same string form",
+                where="Job.batch",
+                expected="distinct names",
+                got=repr(list(value)[:8]),
             )
         return dict(value)
     if type(value) in (tuple, list):
@@ -186,7 +222,8 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
         beside = sorted(set(getattr(value, "__dict__", ())) - set(parts))
         if beside:
             raise JobError(
-                f"a {type(value).__name__} has attributes that are not fields, which the graphs would fix to the example's values",
+                f"a {type(value).__name__} has attributes that are not fields, which the graphs"
+                " would fix to the example's values",
                 where="Job.batch",
                 expected=f"only the fields {', '.join(parts)}",
                 got=", ".join(beside),

@@ -31,19 +31,35 @@ def arranged(job: Job) -> Job:
             another, or leave no input with rows.
     """
     check_job(job)
-    tensors = [leaves_of(batch, values=False) for batch in (job.batch, *job.variants.values(), *job.replays)]
+    tensors = [
+        leaves_of(batch, values=False)
+        for batch in (job.batch, *job.variants.values(), *job.replays)
+    ]
     examples: dict[str, Tensor] = {}
     for leaves in tensors:  # `Job.dynamic` refers to the dims of the variant with the most dims
-        examples |= {name: leaf for name, leaf in leaves.items() if name not in examples or leaf.ndim > examples[name].ndim}
+        examples |= {
+            name: leaf
+            for name, leaf in leaves.items()
+            if name not in examples or leaf.ndim > examples[name].ndim
+        }
     shared = _shared(job, examples)
-    said = {name: dims_said(name, job.dynamic[name], leaf) for name, leaf in examples.items() if name in job.dynamic}
+    said = {
+        name: dims_said(name, job.dynamic[name], leaf)
+        for name, leaf in examples.items()
+        if name in job.dynamic
+    }
     places = dict(_places(said))
     if not shared and not places:
         return job
-    dynamic = dict(job.dynamic) | {name: _moved(said[name], place) for name, place in places.items()}
+    dynamic = dict(job.dynamic) | {
+        name: _moved(said[name], place) for name, place in places.items()
+    }
 
     def placed(batch: Batch) -> dict[str, Any]:
-        return with_tensors(batch, lambda name, leaf: _placed(name, leaf, None if name in shared else places.get(name, 0)))
+        return with_tensors(
+            batch,
+            lambda name, leaf: _placed(name, leaf, None if name in shared else places.get(name, 0)),
+        )
 
     return replace(
         job,
@@ -58,13 +74,21 @@ def arranged(job: Job) -> Job:
 def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
     """Return the names of the tensors that `Job.shared` lists, directly or through a container."""
     if isinstance(job.shared, str):
-        raise JobError("a single name instead of a list of names", where="Job.shared", expected="a list of names", got=repr(job.shared))
+        raise JobError(
+            "a single name instead of a list of names",
+            where="Job.shared",
+            expected="a list of names",
+            got=repr(job.shared),
+        )
     found: set[str] = set()
     for entry in job.shared:
         names = {name for name in examples if name == entry or name.startswith(f"{entry}.")}
         if not names:
             raise JobError(
-                "names inputs that are not in the batch", where="Job.shared", expected=f"some of {sorted(examples)}", got=repr(entry)
+                "names inputs that are not in the batch",
+                where="Job.shared",
+                expected=f"some of {sorted(examples)}",
+                got=repr(entry),
             )
         if sized := sorted(names & set(job.dynamic)):
             raise JobError(
@@ -85,9 +109,16 @@ def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
 
 def _places(said: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[str, int]]:
     """Yield (input, dim of its rows) for inputs whose batch dim is not the leading one."""
-    named = {name: {dim: spec.__name__ for dim, spec in dims.items() if _is_plain(spec)} for name, dims in said.items()}
+    named = {
+        name: {dim: spec.__name__ for dim, spec in dims.items() if _is_plain(spec)}
+        for name, dims in said.items()
+    }
     leading = {dims[0] for dims in named.values() if 0 in dims}
-    rows = next(iter(leading)) if len(leading) == 1 and not any(_USUAL in dims.values() for dims in named.values()) else _USUAL
+    rows = (
+        next(iter(leading))
+        if len(leading) == 1 and not any(_USUAL in dims.values() for dims in named.values())
+        else _USUAL
+    )
     for name, dims in named.items():
         places = [dim for dim, of in dims.items() if of == rows]
         if len(places) == 1 and places[0] > 0:
@@ -106,11 +137,15 @@ def _moved(dims: Mapping[int, Any], place: int) -> dict[int, Any]:
 
 def _placed(name: str, leaf: Tensor, place: int | None) -> Tensor | Placed:
     if place is None:
-        return Placed(leaf.detach(), None)  # not a copy: a later check finds memory shared with a parameter
+        # not a copy: a later check finds memory shared with a parameter
+        return Placed(leaf.detach(), None)
     if place == 0:
         return leaf
     if place >= leaf.ndim:
         raise JobError(
-            "the input has no such dim", where=f"Job.dynamic[{name!r}]", expected=f"{place + 1} dims or more", got=f"{leaf.ndim}"
+            "the input has no such dim",
+            where=f"Job.dynamic[{name!r}]",
+            expected=f"{place + 1} dims or more",
+            got=f"{leaf.ndim}",
         )
     return Placed(leaf, place)

@@ -31,7 +31,12 @@ def check_model(model: object) -> nn.Module:
             floating point, or if two parameters are different objects on one memory.
     """
     if not isinstance(model, nn.Module):
-        raise JobError("the model is not a module", where="Job.model", expected="a torch.nn.Module", got=type(model).__name__)
+        raise JobError(
+            "the model is not a module",
+            where="Job.model",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+        )
     _check_no_modules(
         model,
         (torch.jit.ScriptModule,),
@@ -56,12 +61,16 @@ def check_model(model: object) -> nn.Module:
     return model
 
 
-def _check_no_modules(model: nn.Module, kinds: tuple[type, ...], problem: str, expected: str, hint: str) -> None:
+def _check_no_modules(
+    model: nn.Module, kinds: tuple[type, ...], problem: str, expected: str, hint: str
+) -> None:
     """Raise CaptureError if one of the model's modules is of one of these classes."""
     for path, module in model.named_modules():
         if isinstance(module, kinds):
             where = f"Job.model: {path}" if path else "Job.model"
-            raise CaptureError(problem, where=where, expected=expected, got=type(module).__name__, hint=hint)
+            raise CaptureError(
+                problem, where=where, expected=expected, got=type(module).__name__, hint=hint
+            )
 
 
 def _wrappers() -> tuple[type, ...]:
@@ -83,7 +92,8 @@ def _check_not_inference(model: nn.Module) -> None:
         for name, tensor in named:
             if tensor.is_inference():
                 raise JobError(
-                    f"the {kind} was created in inference mode, so it cannot be changed in training",
+                    f"the {kind} was created in inference mode, so it cannot be changed in"
+                    " training",
                     where=f"Job.model: {name}",
                     expected="a model built outside of torch.inference_mode()",
                     hint="Build the model outside of inference mode, or pass copy.deepcopy(model).",
@@ -103,7 +113,10 @@ def _check_floating(model: nn.Module) -> None:
                 where=f"Job.model: {name}",
                 expected="float32, bfloat16, float16 or float64",
                 got=str(parameter.dtype).removeprefix("torch."),
-                hint=f"It cannot be trained, so register it as a buffer: {owner or 'self'}.register_buffer({own!r}, value).",
+                hint=(
+                    "It cannot be trained, so register it as a buffer:"
+                    f" {owner or 'self'}.register_buffer({own!r}, value)."
+                ),
             )
 
 
@@ -132,17 +145,23 @@ def buffer_specs(model: nn.Module) -> tuple[BufferSpec, ...]:
     """Return the specs of the model's buffers, persistent or not."""
     persistent = model.state_dict().keys()
     return tuple(
-        BufferSpec(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), name in persistent)
+        BufferSpec(
+            name, str(value.dtype).removeprefix("torch."), tuple(value.shape), name in persistent
+        )
         for name, value in model.named_buffers(remove_duplicate=False)
     )
 
 
-def state_of(model: nn.Module, parameters: tuple[ParameterSpec, ...], buffers: tuple[BufferSpec, ...]) -> dict[str, Tensor]:
+def state_of(
+    model: nn.Module, parameters: tuple[ParameterSpec, ...], buffers: tuple[BufferSpec, ...]
+) -> dict[str, Tensor]:
     """Return the tensors of `Program.state`, contiguous.
 
     Tensors that are contiguous and on a CPU share the model's memory and are not copied.
     """
-    by_name: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    by_name: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     names = [p.name for p in parameters if p.alias_of is None] + [b.name for b in buffers]
     return {name: by_name[name].detach().as_subclass(Tensor).cpu().contiguous() for name in names}
 
@@ -163,7 +182,9 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     before = [(module, module.training) for module in model.modules()]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     kept_in_eval = [module for module, training in before if not training] if model.training else []
-    overridden = next((module for module, _ in before if type(module).train is not nn.Module.train), None)
+    overridden = next(
+        (module for module, _ in before if type(module).train is not nn.Module.train), None
+    )
 
     def set_training(training: bool) -> None:
         with nullcontext() if overridden is None else _values_unchanged(model, overridden):
@@ -171,9 +192,14 @@ def modes_kept(model: nn.Module) -> Iterator[Callable[[bool], None]]:
                 model.train(training)
             except Exception as error:  # train() may be the user's own method
                 raise CaptureError(
-                    f"the model cannot be put into {'train' if training else 'eval'} mode: {raised(error)}",
+                    f"the model cannot be put into {'train' if training else 'eval'} mode:"
+                    f" {raised(error)}",
                     where=str(place_of_error(error) or "Job.model"),
-                    hint="Pass the original module instead of the exported one." if isinstance(model, GraphModule) else "",
+                    hint=(
+                        "Pass the original module instead of the exported one."
+                        if isinstance(model, GraphModule)
+                        else ""
+                    ),
                 ) from error
         if training:
             for module in kept_in_eval:
@@ -196,15 +222,22 @@ def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]
     """
     named = (*model.named_parameters(), *model.named_buffers())
     # The sparse file of an abstract model's tensors (hollow.py) must not be read.
-    before = {name: (value, value.detach().clone()) for name, value in named if value.untyped_storage().filename is None}
+    before = {
+        name: (value, value.detach().clone())
+        for name, value in named
+        if value.untyped_storage().filename is None
+    }
     yield
-    changed = [name for name, (value, copy) in before.items() if not torch.equal(value.detach(), copy)]
+    changed = [
+        name for name, (value, copy) in before.items() if not torch.equal(value.detach(), copy)
+    ]
     if changed:
         with torch.no_grad():
             for value, copy in before.values():
                 value.copy_(copy)
         raise CaptureError(
-            f"{type(overridden).__name__}.train() changes values of the model: {', '.join(changed[:4])}",
+            f"{type(overridden).__name__}.train() changes values of the model:"
+            f" {', '.join(changed[:4])}",
             where=f"Job.model: {changed[0]}",
             expected="train() and eval() that only set the mode, since a run calls neither",
             got="different values after a change of mode",
@@ -221,10 +254,15 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     held = [
         (module, name, value, value.detach().clone())
         for module in model.modules()
-        for name, value in module._buffers.items()  # the registry itself: a buffer that forward reassigns is another object
+        # the registry itself: a buffer that forward reassigns is another object
+        for name, value in module._buffers.items()
         if value is not None
     ]
-    registered = [(registry, set(registry)) for module in model.modules() for registry in (module._buffers, module._parameters)]
+    registered = [
+        (registry, set(registry))
+        for module in model.modules()
+        for registry in (module._buffers, module._parameters)
+    ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     with torch.random.fork_rng():
         try:

@@ -16,7 +16,11 @@ _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 def is_part(text: str) -> bool:
     """Return True for a text that can be a part of a dotted name: printable, without dots."""
-    return bool(text) and "." not in text and not any(unicodedata.category(character) in _UNPRINTABLE for character in text)
+    return (
+        bool(text)
+        and "." not in text
+        and not any(unicodedata.category(character) in _UNPRINTABLE for character in text)
+    )
 
 
 def is_dotted_name(text: str) -> bool:
@@ -30,7 +34,10 @@ def check_names(model: nn.Module) -> None:
     Raises:
         JobError: if it cannot.
     """
-    for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    for name, _ in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
         if not is_dotted_name(name):
             raise JobError(
                 "the name cannot be stored in a package",

@@ -12,11 +12,16 @@ from trainload.core.errors import JobError
 
 
 def parameter_groups(
-    model: torch.nn.Module, patterns: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any] | None = None, *, only: bool = False
+    model: torch.nn.Module,
+    patterns: Mapping[str, Mapping[str, Any]],
+    rest: Mapping[str, Any] | None = None,
+    *,
+    only: bool = False,
 ) -> list[dict[str, Any]]:
     """Sort a model's trained parameters into groups, for `torch.optim`'s optimizers.
 
-        torch.optim.AdamW(trainload.parameter_groups(model, {"*.bias": {"weight_decay": 0.0}}, rest={"weight_decay": 0.1}))
+        torch.optim.AdamW(trainload.parameter_groups(model, {"*.bias": {"weight_decay": 0.0}},
+        rest={"weight_decay": 0.1}))
 
     Args:
         model: its parameters with `requires_grad` are sorted; a tied one has several names, and is
@@ -44,7 +49,9 @@ def parameter_groups(
         chosen.get(next(fits, ""), others).append(parameter)
     for pattern, found in chosen.items():
         if not found:
-            fitting = [name for called in names.values() for name in called if fnmatchcase(name, pattern)]
+            fitting = [
+                name for called in names.values() for name in called if fnmatchcase(name, pattern)
+            ]
             raise JobError(
                 f"the pattern {pattern!r} selects no parameter"
                 + (", because earlier patterns match all of its parameters" if fitting else ""),
@@ -52,5 +59,7 @@ def parameter_groups(
                 expected="a part of " + ", ".join(called[0] for called in names.values()),
                 got=", ".join(fitting) or "no match",
             )
-    groups: list[dict[str, Any]] = [{**patterns[pattern], "params": found} for pattern, found in chosen.items()]
+    groups: list[dict[str, Any]] = [
+        {**patterns[pattern], "params": found} for pattern, found in chosen.items()
+    ]
     return groups if only or not others else [*groups, {**(rest or {}), "params": others}]

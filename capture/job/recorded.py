@@ -48,7 +48,9 @@ class Family:
         found = {}
         for place, name in enumerate(self.inputs):
             shapes = [each[place] for each in self.seen]
-            dims = tuple(dim for dim in range(1, len(shapes[0])) if len({shape[dim] for shape in shapes}) > 1)
+            dims = tuple(
+                dim for dim in range(1, len(shapes[0])) if len({shape[dim] for shape in shapes}) > 1
+            )
             if dims:
                 found[name] = dims
         return found
@@ -62,7 +64,10 @@ class Family:
             entries.append(f"{name} {dtype}[{', '.join(_span(sizes) for sizes in dims)}]")
         entries += [f"{name}={value}" for name, value in self.constants.items()]
         times = "once" if self.count == 1 else f"{self.count} times"
-        return f"{times}, {len(self.seen)} {'shape' if len(self.seen) == 1 else 'shapes'}: {', '.join(entries)}"
+        return (
+            f"{times}, {len(self.seen)} {'shape' if len(self.seen) == 1 else 'shapes'}:"
+            f" {', '.join(entries)}"
+        )
 
 
 def _span(sizes: list[int]) -> str:
@@ -97,7 +102,9 @@ class Families:
         shapes = tuple(tuple(leaf.shape) for leaf in leaves.values())
         family.seen[shapes] = family.seen.get(shapes, 0) + 1
         if shapes not in family.kept and len(family.kept) < self._most:
-            family.kept[shapes] = rebuild(batch, {name: _copied(leaf) for name, leaf in leaves.items()})
+            family.kept[shapes] = rebuild(
+                batch, {name: _copied(leaf) for name, leaf in leaves.items()}
+            )
 
     def all(self) -> tuple[Family, ...]:
         """Return the families, the most frequent first."""

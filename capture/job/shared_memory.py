@@ -38,7 +38,10 @@ class _Memory:
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
         self.start = tensor.data_ptr()
-        self.end = self.start + size * (1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+        self.end = self.start + size * (
+            1
+            + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        )
         self.device = str(tensor.device)
         self.__array_interface__ = {
             "version": 3,
@@ -74,9 +77,13 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
         CaptureError: if two share memory; the message names both.
     """
     for name, tensor in changing.items():
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if any(
+            stride == 0 and size > 1
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
             raise CaptureError(
-                f"the {name} is expanded: several of its elements share one memory location, so it cannot be updated in place",
+                f"the {name} is expanded: several of its elements share one memory location, so it"
+                " cannot be updated in place",
                 where=f"Job.model: {name}",
                 expected="a tensor with separate memory for every element",
                 got=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
@@ -84,11 +91,16 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
             )
     place = {name: number for number, name in enumerate([*changing, *fixed])}
     pairs = [sorted(pair, key=place.__getitem__) for pair in _overlaps({**fixed, **changing})]
-    shared = min((pair for pair in pairs if pair[0] in changing), key=lambda pair: place[pair[0]], default=None)
+    shared = min(
+        (pair for pair in pairs if pair[0] in changing),
+        key=lambda pair: place[pair[0]],
+        default=None,
+    )
     if shared is not None:
         one, other = shared
         raise CaptureError(
-            f"the {one} and the {other} share memory, and training changes the {one}: in a package they would diverge",
+            f"the {one} and the {other} share memory, and training changes the {one}: in a package"
+            " they would diverge",
             where=f"Job.model: {other}",
             expected="separate memory",
             got="shared memory",
@@ -96,7 +108,9 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
         )
 
 
-def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, written: Set[str] = frozenset()) -> None:
+def check_sharing(
+    model: nn.Module, exported: ExportedProgram | None = None, written: Set[str] = frozenset()
+) -> None:
     """Check that a model's tensors that training changes share memory with no other one.
 
     Args:
@@ -121,7 +135,10 @@ def check_sharing(model: nn.Module, exported: ExportedProgram | None = None, wri
             if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
                 user = next(iter(inputs[spec.arg.name].users), None)
                 used = f"{_USED} at {place_of_node(user)}"
-                fixed[used if used not in fixed else f"{used} ({spec.target})"] = exported.constants[spec.target]  # a line may use several
+                # a line may use several
+                fixed[used if used not in fixed else f"{used} ({spec.target})"] = (
+                    exported.constants[spec.target]
+                )
     check_memory(changing, fixed)
 
 
@@ -129,24 +146,37 @@ def _cure(one: str, other: str) -> str:
     kind, _, name = one.partition(" ")
     if kind == "parameter" and other.startswith(_USED):
         return (
-            f"Use model.{name} itself there, or model.{name}.detach(), and keep several parameters in an nn.ParameterList or "
-            "nn.ParameterDict: tensors in a Python list or dict are not part of the model. If it must keep its values, clone it "
-            "(.detach().clone())."
+            f"Use model.{name} itself there, or model.{name}.detach(), and keep several parameters"
+            " in an nn.ParameterList or nn.ParameterDict: tensors in a Python list or dict are not"
+            " part of the model. If it must keep its values, clone it (.detach().clone())."
         )
     if kind == "buffer" and other.startswith("buffer "):
         return "Give each a separate tensor (clone it), or register it once and use that one."
     if kind == "parameter" and other.startswith("parameter "):
         path = other.partition(" ")[2]
-        return f"Tie them by assignment, as in module.{path.rpartition('.')[2]} = other.{name.rpartition('.')[2]}, or clone one of them."
-    return f"If it must keep its values, clone it (.detach().clone()); if it must follow the {one}, use model.{name}.detach() in forward."
+        return (
+            f"Tie them by assignment, as in module.{path.rpartition('.')[2]} ="
+            f" other.{name.rpartition('.')[2]}, or clone one of them."
+        )
+    return (
+        f"If it must keep its values, clone it (.detach().clone()); if it must follow the {one},"
+        f" use model.{name}.detach() in forward."
+    )
 
 
 def _overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of names whose tensors have an element in common."""
-    memories = sorted(((_Memory(t), name) for name, t in named.items() if t.numel()), key=lambda pair: (pair[0].device, pair[0].start))
+    memories = sorted(
+        ((_Memory(t), name) for name, t in named.items() if t.numel()),
+        key=lambda pair: (pair[0].device, pair[0].start),
+    )
     active: list[tuple[_Memory, str]] = []
     for memory, name in memories:
-        active = [(other, n) for other, n in active if other.device == memory.device and other.end > memory.start]
+        active = [
+            (other, n)
+            for other, n in active
+            if other.device == memory.device and other.end > memory.start
+        ]
         for other, n in active:
             if other.overlaps(memory):
                 yield n, name
@@ -160,11 +190,19 @@ def check_same_memory(exported: ExportedProgram) -> None:
         CaptureError: if forward calls `set_`, `resize_` or `resize_as_` on one.
     """
     for node in calls_in(exported.graph_module):
-        if is_overload(node.target) and node.target.overloadpacket in _OTHER_MEMORY and getattr(node.args[0], "op", "") == "placeholder":
+        if (
+            is_overload(node.target)
+            and node.target.overloadpacket in _OTHER_MEMORY
+            and getattr(node.args[0], "op", "") == "placeholder"
+        ):
             raise CaptureError(
-                f"forward replaces the memory of a tensor of the model with {node.target.overloadpacket.__name__}",
+                "forward replaces the memory of a tensor of the model with"
+                f" {node.target.overloadpacket.__name__}",
                 where=place_of_node(node),
                 expected="a write to its values",
                 got=f"{node.target} of {node.args[0]}",
-                hint="Write a buffer's values with copy_; represent a changing size by a mask or a number.",
+                hint=(
+                    "Write a buffer's values with copy_; represent a changing size by a mask or a"
+                    " number."
+                ),
             )

@@ -30,7 +30,11 @@ def with_quantiles(program: Program, examples: Mapping[str, Mapping[str, Tensor]
     """Return the program with the quantiles of each graph's example batch in its inputs."""
     graphs = {
         name: dataclasses.replace(
-            graph, inputs=tuple(dataclasses.replace(i, quantiles=quantiles_of(examples[name][i.name])) for i in graph.inputs)
+            graph,
+            inputs=tuple(
+                dataclasses.replace(i, quantiles=quantiles_of(examples[name][i.name]))
+                for i in graph.inputs
+            ),
         )
         for name, graph in program.graphs.items()
     }
@@ -55,7 +59,10 @@ def quantiles_of(values: Tensor) -> tuple[int | float, ...]:
     if not flat.numel():
         return ()
     ordered = np.sort(flat.numpy())
-    return tuple(value.item() for value in ordered[np.linspace(0, len(ordered) - 1, QUANTILES).round().astype(np.int64)])
+    return tuple(
+        value.item()
+        for value in ordered[np.linspace(0, len(ordered) - 1, QUANTILES).round().astype(np.int64)]
+    )
 
 
 def synthesise(capture: GraphCapture, seed: int, more_rows: int = 0) -> dict[str, Tensor]:
@@ -72,7 +79,10 @@ def synthesise(capture: GraphCapture, seed: int, more_rows: int = 0) -> dict[str
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = _shapes(capture, more_rows)
-    return {spec.name: _values(spec, shape, generator) for spec, shape in zip(capture.inputs, shapes, strict=True)}
+    return {
+        spec.name: _values(spec, shape, generator)
+        for spec, shape in zip(capture.inputs, shapes, strict=True)
+    }
 
 
 def rows_of(capture: GraphCapture, more_rows: int = 0) -> int:
@@ -84,20 +94,36 @@ def _shapes(capture: GraphCapture, more_rows: int) -> list[list[int]]:
     placeholders = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
     values = [
         node.meta["val"]
-        for node, spec in zip(placeholders, capture.exported.graph_signature.input_specs, strict=True)
+        for node, spec in zip(
+            placeholders, capture.exported.graph_signature.input_specs, strict=True
+        )
         if spec.kind is InputKind.USER_INPUT
     ]
     sizes = [size for value in values for size in value.shape if isinstance(size, torch.SymInt)]
     hints = {size.node.expr: size.node.hint for size in sizes}
-    rows = values[0].shape[0].node.expr.free_symbols if isinstance(values[0].shape[0], torch.SymInt) else set()
+    rows = (
+        values[0].shape[0].node.expr.free_symbols
+        if isinstance(values[0].shape[0], torch.SymInt)
+        else set()
+    )
     chosen: dict[Any, int] = {}
     for symbol in {symbol for size in sizes for symbol in size.node.expr.free_symbols}:
         span = capture.exported.range_constraints[symbol]
         value = max(hints.get(symbol) or 2, int(span.lower))
         if symbol in rows and more_rows:
-            value = value + more_rows if value + more_rows <= span.upper else max(value - more_rows, int(span.lower))
+            value = (
+                value + more_rows
+                if value + more_rows <= span.upper
+                else max(value - more_rows, int(span.lower))
+            )
         chosen[symbol] = value
-    return [[size if isinstance(size, int) else int(size.node.expr.subs(chosen)) for size in value.shape] for value in values]
+    return [
+        [
+            size if isinstance(size, int) else int(size.node.expr.subs(chosen))
+            for size in value.shape
+        ]
+        for value in values
+    ]
 
 
 def _values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Tensor:
@@ -106,10 +132,19 @@ def _values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Te
         if dtype == torch.bool:
             return torch.rand(shape, generator=generator) < 0.5
         if not dtype.is_floating_point:
-            raise DataError("the package does not record the range of values of an input", where=f"input {spec.name}", hint=_CURE)
+            raise DataError(
+                "the package does not record the range of values of an input",
+                where=f"input {spec.name}",
+                hint=_CURE,
+            )
         return torch.randn(shape, generator=generator).to(dtype)
     held = np.asarray(spec.quantiles)
     rank = torch.rand(shape, generator=generator, dtype=torch.float64).numpy() * (len(held) - 1)
-    whole = all(float(value).is_integer() for value in spec.quantiles)  # a mask of 0.0 and 1.0 has no values in between
-    made = held[rank.round().astype(np.int64)] if whole else np.interp(rank, np.arange(len(held)), held)
+    # a mask of 0.0 and 1.0 has no values in between
+    whole = all(float(value).is_integer() for value in spec.quantiles)
+    made = (
+        held[rank.round().astype(np.int64)]
+        if whole
+        else np.interp(rank, np.arange(len(held)), held)
+    )
     return torch.from_numpy(np.asarray(made)).to(dtype)

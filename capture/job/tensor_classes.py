@@ -23,7 +23,19 @@ from trainload.capture.source.causes import NO_VALUES, TENSOR_CLASS, Cause
 from trainload.core.errors import CaptureError
 from trainload.core.finding import Finding, Place
 
-_HARMLESS = frozenset({"__init__", "__new__", "__repr__", "__str__", "__doc__", "__module__", "__dict__", "__weakref__", "__slots__"}) | {
+_HARMLESS = frozenset(
+    {
+        "__init__",
+        "__new__",
+        "__repr__",
+        "__str__",
+        "__doc__",
+        "__module__",
+        "__dict__",
+        "__weakref__",
+        "__slots__",
+    }
+) | {
     "__deepcopy__",
     "__reduce__",
     "__reduce_ex__",
@@ -33,7 +45,20 @@ _HARMLESS = frozenset({"__init__", "__new__", "__repr__", "__str__", "__doc__", 
 """Attributes that a class may override without changing what is computed."""
 _OF_THE_TRACE = ("torch._subclasses", "torch._functorch", "torch._C", "torch._higher_order_ops")
 """Modules of the classes that torch uses while tracing."""
-_ASKING = frozenset({"__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_complex", "__len__", "__repr__", "ndimension"})
+_ASKING = frozenset(
+    {
+        "__get__",
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "is_floating_point",
+        "is_complex",
+        "__len__",
+        "__repr__",
+        "ndimension",
+    }
+)
 """Functions of torch that do not read values."""
 
 
@@ -57,7 +82,11 @@ def behaviour_of(cls: type) -> tuple[str, ...]:
     () for a class that computes what a tensor computes.
     """
     known = set(dir(Tensor)) - _HARMLESS
-    own = [base for base in cls.__mro__ if issubclass(base, Tensor) and base not in (Tensor, nn.Parameter, nn.Buffer)]
+    own = [
+        base
+        for base in cls.__mro__
+        if issubclass(base, Tensor) and base not in (Tensor, nn.Parameter, nn.Buffer)
+    ]
     return tuple(sorted({name for base in own for name in vars(base)} & known))
 
 
@@ -83,7 +112,11 @@ def check_tensors(entries: Iterable[tuple[str, str, Tensor]]) -> None:
     found = [(entry, special) for entry in entries if (special := _special(entry[2])) is not None]
     if found:
         (what, _, tensor), _ = found[0]
-        raise _error([_finding(*entry, special) for entry, special in found], tensor, "Job.batch" if what == "input" else "Job.model")
+        raise _error(
+            [_finding(*entry, special) for entry, special in found],
+            tensor,
+            "Job.batch" if what == "input" else "Job.model",
+        )
 
 
 def fake_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -94,7 +127,9 @@ def fake_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                 yield "constant", f"{path}.{name}" if path else name, value
 
 
-def check_traceable_arguments(function: Any, arguments: Iterable[Any], model: nn.Module, place: Callable[[], Place | None]) -> None:
+def check_traceable_arguments(
+    function: Any, arguments: Iterable[Any], model: nn.Module, place: Callable[[], Place | None]
+) -> None:
     """Check that a trace can follow the arguments of a torch function that forward calls.
 
     Args:
@@ -113,7 +148,11 @@ def check_traceable_arguments(function: Any, arguments: Iterable[Any], model: nn
             if not isinstance(value, Tensor) or type(value).__module__.startswith(_OF_THE_TRACE):
                 continue
             plain = type(value) in (Tensor, nn.Parameter)
-            special = _special(value) if not plain or value.layout is not torch.strided or value.is_quantized else None
+            special = (
+                _special(value)
+                if not plain or value.layout is not torch.strided or value.is_quantized
+                else None
+            )
             if special is None and plain:
                 continue
             name = next(iter(_attributes(model, value)), "")
@@ -125,14 +164,25 @@ def check_traceable_arguments(function: Any, arguments: Iterable[Any], model: nn
 def _error(findings: list[Finding], tensor: Tensor, where: str) -> CaptureError:
     expected = "torch.Tensor or torch.nn.Parameter, dense, with values"
     first = findings[0]
-    return CaptureError(first.sentence, where=where, expected=expected, got=_described(tensor), hint=first.advice, findings=findings)
+    return CaptureError(
+        first.sentence,
+        where=where,
+        expected=expected,
+        got=_described(tensor),
+        hint=first.advice,
+        findings=findings,
+    )
 
 
-def _finding(what: str, name: str, tensor: Tensor, special: _Special, place: Place | None = None) -> Finding:
+def _finding(
+    what: str, name: str, tensor: Tensor, special: _Special, place: Place | None = None
+) -> Finding:
     reached = {"input": f'batch["{name}"]', "tensor": "x"}.get(what, f"model.{name}")
     called = "a tensor that forward creates" if what == "tensor" else f"the {what} {name}"
     sentence = f"{called} ({class_name(tensor)}) {special.sentence}"
-    return Finding(special.cause.anchor, sentence, special.advice, special.code(reached, what), place)
+    return Finding(
+        special.cause.anchor, sentence, special.advice, special.code(reached, what), place
+    )
 
 
 def _described(tensor: Tensor) -> str:
@@ -173,10 +223,20 @@ def _special(tensor: Tensor) -> _Special | None:
     if hasattr(cls, "__tensor_flatten__"):
         return _wrapper(tensor)
     if "__torch_dispatch__" in named:
-        return _Special(TENSOR_CLASS, "decides in Python what torch's operators do (__torch_dispatch__)", _PLAIN_ADVICE, _plain_code)
+        return _Special(
+            TENSOR_CLASS,
+            "decides in Python what torch's operators do (__torch_dispatch__)",
+            _PLAIN_ADVICE,
+            _plain_code,
+        )
     if named:
         said = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
-        return _Special(TENSOR_CLASS, f"overrides the behaviour of torch.Tensor ({said}), which a trace loses", _PLAIN_ADVICE, _plain_code)
+        return _Special(
+            TENSOR_CLASS,
+            f"overrides the behaviour of torch.Tensor ({said}), which a trace loses",
+            _PLAIN_ADVICE,
+            _plain_code,
+        )
     if tensor.is_nested:
         return _NESTED
     if tensor.layout is not torch.strided:
@@ -187,11 +247,14 @@ def _special(tensor: Tensor) -> _Special | None:
 
 
 def _wrapper(tensor: Any) -> _Special:
-    inner: Mapping[str, Tensor] = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    inner: Mapping[str, Tensor] = {
+        name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]
+    }
     return _Special(
         TENSOR_CLASS,
         f"wraps other tensors ({', '.join(inner)}) and computes with them in Python",
-        "Register the wrapped tensors as parameters (if trained) or buffers, and implement the class's behaviour with plain operators.",
+        "Register the wrapped tensors as parameters (if trained) or buffers, and implement the"
+        " class's behaviour with plain operators.",
         partial(_inner_code, inner),
     )
 
@@ -203,7 +266,10 @@ def _kept(reached: str, what: str, value: str) -> str:
     return f"{reached} = {value}"
 
 
-_PLAIN_ADVICE = "Use an ordinary tensor, and implement the class's behaviour in a function or a module that forward calls."
+_PLAIN_ADVICE = (
+    "Use an ordinary tensor, and implement the class's behaviour in a function or a module that"
+    " forward calls."
+)
 
 
 def _plain_code(reached: str, what: str) -> str:
@@ -219,13 +285,24 @@ def _inner_code(inner: Mapping[str, Tensor], reached: str, what: str) -> str:
         key = reached[7:-2]
         entries = ", ".join(f'"{key}_{name}": {key}.{name}' for name in inner)
         return f"Job(batch={{{entries}}}, ...)"
-    lines = [f"wrapped = {reached}", *([f"del {reached}"] if what in ("parameter", "buffer") else [])]
+    lines = [
+        f"wrapped = {reached}",
+        *([f"del {reached}"] if what in ("parameter", "buffer") else []),
+    ]
     for name, value in inner.items():
         if what == "parameter" and value.is_floating_point():
             lines.append(f"{owner}.{last}_{name} = nn.Parameter(wrapped.{name}.detach())")
         else:
             lines.append(f'{owner}.register_buffer("{last}_{name}", wrapped.{name})')
-    return "\n".join([*lines, f"# and in forward: weight = ...  # of {', '.join(f'self.{last}_{name}' for name in inner)}"])
+    return "\n".join(
+        [
+            *lines,
+            (
+                "# and in forward: weight = ...  # of"
+                f" {', '.join(f'self.{last}_{name}' for name in inner)}"
+            ),
+        ]
+    )
 
 
 def _of_input(name: str, made: str) -> Callable[[str, str], str]:
@@ -239,14 +316,18 @@ def _of_input(name: str, made: str) -> Callable[[str, str], str]:
 
 
 _OF_A_CLASS = _Special(
-    TENSOR_CLASS, "is not a plain torch.Tensor, and a trace cannot turn other classes into constants", _PLAIN_ADVICE, _plain_code
+    TENSOR_CLASS,
+    "is not a plain torch.Tensor, and a trace cannot turn other classes into constants",
+    _PLAIN_ADVICE,
+    _plain_code,
 )
 _NESTED = _Special(
     TENSOR_CLASS,
     "holds rows of different lengths (a nested tensor)",
     "Pad it to one dense tensor, and pass the lengths or a mask beside it.",
     lambda reached, what: (
-        f'Job(batch={{"{reached[7:-2]}": torch.nested.to_padded_tensor(rows, 0.0), "lengths": lengths}}, ...)'
+        f'Job(batch={{"{reached[7:-2]}": torch.nested.to_padded_tensor(rows, 0.0), "lengths":'
+        " lengths}, ...)"
         if what == "input"
         else f"{reached} = torch.nested.to_padded_tensor({reached}, 0.0)"
     ),
@@ -260,13 +341,15 @@ _DISTRIBUTED = _Special(
 _SPARSE = _Special(
     TENSOR_CLASS,
     "is not dense",
-    "Make it dense, or pass its indices and values as separate tensors and compute with index_select, index_add or scatter.",
+    "Make it dense, or pass its indices and values as separate tensors and compute with"
+    " index_select, index_add or scatter.",
     _of_input("to_dense()", '"{key}": {key}.{x}'),
 )
 _QUANTISED = _Special(
     TENSOR_CLASS,
     "is a quantised tensor, which has no gradient",
-    "Train in floating point; fake quantisation (torch.fake_quantize_per_tensor_affine) trains for quantised inference.",
+    "Train in floating point; fake quantisation (torch.fake_quantize_per_tensor_affine) trains for"
+    " quantised inference.",
     _of_input("dequantize()", '"{key}": {key}.{x}'),
 )
 _MASKED = _Special(
@@ -274,7 +357,8 @@ _MASKED = _Special(
     "is a masked tensor, whose operators are chosen in Python",
     "Pass data and mask as two tensors, and multiply or torch.where with the mask.",
     lambda reached, what: (
-        f'Job(batch={{"{reached[7:-2]}": {reached[7:-2]}.get_data(), "mask": {reached[7:-2]}.get_mask()}}, ...)'
+        f'Job(batch={{"{reached[7:-2]}": {reached[7:-2]}.get_data(), "mask":'
+        f" {reached[7:-2]}.get_mask()}}, ...)"
         if what == "input"
         else _kept(reached, what, f"{reached}.get_data()")
     ),
@@ -289,7 +373,9 @@ _FAKE = _Special(
     NO_VALUES,
     "is a fake tensor, which has a shape but no values",
     "Build the model and the example batch outside of FakeTensorMode.",
-    lambda reached, what: "model = Model()  # not under FakeTensorMode\nmodel.load_state_dict(state)",
+    lambda reached, what: (
+        "model = Model()  # not under FakeTensorMode\nmodel.load_state_dict(state)"
+    ),
 )
 _META = _Special(
     NO_VALUES,

@@ -18,7 +18,9 @@ def active_modes() -> list[str]:
     A default device is not among them.
     """
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]  # of torch's
-    names = [type(mode).__name__.lstrip("_") for mode in modes if not isinstance(mode, DeviceContext)]
+    names = [
+        type(mode).__name__.lstrip("_") for mode in modes if not isinstance(mode, DeviceContext)
+    ]
     transforms = torch._C._functorch.get_interpreter_stack()
     names += [f"torch.func.{transform.key().name.lower()}" for transform in transforms or ()]
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.parity.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance
+from trainload.capture.parity.distance import (
+    digits_floor,
+    noise_floor,
+    norm_of,
+    nudged,
+    relative_distance,
+)
 from trainload.capture.parity.parity import replaying, tolerance_of
 from trainload.capture.program import GraphCapture, OutputRole, Program
 from trainload.core.errors import CaptureError, DataError, raised
@@ -40,7 +46,9 @@ class Difference:
         return self.distance <= self.tolerance
 
 
-def compare(name: str, before: Program, after: Program, batches: Sequence[Mapping[str, Tensor]]) -> Difference:
+def compare(
+    name: str, before: Program, after: Program, batches: Sequence[Mapping[str, Tensor]]
+) -> Difference:
     """Run one graph of two programs on the same batches and return the largest difference.
 
     Each batch has its own seed.
@@ -67,10 +75,14 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
     worst = Difference(name, "", 0.0, tolerance_of(first))
     for seed, batch in enumerate(batches):
         expected = _replay(first, before, state, batch, seed, "the graph before the pass")
-        loss = next((value for key, value in expected.items() if key.startswith(OutputRole.LOSS)), None)
+        loss = next(
+            (value for key, value in expected.items() if key.startswith(OutputRole.LOSS)), None
+        )
         if loss is not None and not bool(loss.isfinite()):
             raise DataError(
-                "the loss is not finite on this batch, so the graphs cannot be compared", where=f"graph {name}", got=f"{loss:g}"
+                "the loss is not finite on this batch, so the graphs cannot be compared",
+                where=f"graph {name}",
+                got=f"{loss:g}",
             )
         got = _replay(second, after, state, batch, seed, "the graph after the pass")
         if all(_same(value, got.get(key)) for key, value in expected.items()):
@@ -83,7 +95,9 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
             other = moved[key]
             floor = 0.0
             if key.startswith("gradient") and value is not None and other is not None:
-                floor = max(noise_floor(gradients), digits_floor(value, other, worst.tolerance, total))
+                floor = max(
+                    noise_floor(gradients), digits_floor(value, other, worst.tolerance, total)
+                )
             distance = relative_distance(value, got.get(key), floor)
             if distance > worst.distance:
                 worst = Difference(name, key, distance, worst.tolerance)
@@ -91,12 +105,21 @@ def compare(name: str, before: Program, after: Program, batches: Sequence[Mappin
 
 
 def _replay(
-    capture: GraphCapture, program: Program, state: Mapping[str, Tensor], batch: Mapping[str, Tensor], seed: int, what: str
+    capture: GraphCapture,
+    program: Program,
+    state: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    seed: int,
+    what: str,
 ) -> dict[str, Tensor | None]:
     """Run a graph and return its outputs, buffers and gradients by description."""
     training = capture.training
     buffers = {spec.name: state[spec.name].clone() for spec in program.buffers}
-    owned = {p.name: state[p.name].detach().requires_grad_(training and p.trainable) for p in program.parameters if p.alias_of is None}
+    owned = {
+        p.name: state[p.name].detach().requires_grad_(training and p.trainable)
+        for p in program.parameters
+        if p.alias_of is None
+    }
     versions = {name: tensor._version for name, tensor in owned.items()}
     owners = program.aliases
     entries = iter([batch[spec.name] for spec in capture.inputs])
@@ -118,19 +141,36 @@ def _replay(
             outputs = capture.exported.graph_module(*arguments)
             for spec, value in zip(capture.outputs, outputs, strict=True):
                 found[f"{spec.role} {spec.name!r}"] = value.detach()
-            loss = next((v for s, v in zip(capture.outputs, outputs, strict=True) if s.role is OutputRole.LOSS), None)
+            loss = next(
+                (
+                    v
+                    for s, v in zip(capture.outputs, outputs, strict=True)
+                    if s.role is OutputRole.LOSS
+                ),
+                None,
+            )
             wanted = {name: tensor for name, tensor in owned.items() if tensor.requires_grad}
             gradients: Sequence[Tensor | None] = [None] * len(wanted)
             if loss is not None and loss.requires_grad:
                 gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         except Exception as error:  # torch's kernels may raise anything
-            raise CaptureError(f"{what} fails: {raised(error)}", where=f"graph {capture.name}") from error
+            raise CaptureError(
+                f"{what} fails: {raised(error)}", where=f"graph {capture.name}"
+            ) from error
     written = sorted(name for name, tensor in owned.items() if tensor._version != versions[name])
     if written:
-        raise CaptureError(f"{what} writes to a parameter", where=f"graph {capture.name}", got=", ".join(written[:4]))
-    found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+        raise CaptureError(
+            f"{what} writes to a parameter",
+            where=f"graph {capture.name}",
+            got=", ".join(written[:4]),
+        )
+    found |= {
+        f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)
+    }
     return found | {f"buffer {name}": value for name, value in buffers.items()}
 
 
 def _same(expected: Tensor | None, got: Tensor | None) -> bool:
-    return (expected is None and got is None) or (expected is not None and got is not None and torch.equal(expected, got))
+    return (expected is None and got is None) or (
+        expected is not None and got is not None and torch.equal(expected, got)
+    )

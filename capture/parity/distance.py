@@ -44,7 +44,11 @@ def relative_distance(expected: Tensor | None, got: Tensor | None, floor: float 
     pairs = zip(_blocks(expected), _blocks(got), strict=True)
     distance = math.hypot(*(float((a.double() - b.double()).norm()) for a, b in pairs))
     if not math.isfinite(distance):
-        unlike = ~((expected == got) | (expected.isfinite() & got.isfinite()) | (expected.isnan() & got.isnan()))
+        unlike = ~(
+            (expected == got)
+            | (expected.isfinite() & got.isfinite())
+            | (expected.isnan() & got.isnan())
+        )
         if bool(unlike.any()):
             return float("inf")
         distance = absolute_distance(expected, got)
@@ -104,12 +108,21 @@ def _nudged(value: Tensor, generator: torch.Generator) -> Tensor:
     if not value.is_floating_point():
         return value
     step = torch.finfo(value.dtype).eps
-    return value * (1 + step * (2 * torch.randint(0, 2, value.shape, generator=generator) - 1)).to(value.dtype)
+    return value * (1 + step * (2 * torch.randint(0, 2, value.shape, generator=generator) - 1)).to(
+        value.dtype
+    )
 
 
 def norm_of(gradients: Iterable[Tensor | None]) -> float:
     """Return the norm of all gradients together, over their finite entries."""
-    return math.hypot(*(float(_finite(block).norm()) for gradient in gradients if gradient is not None for block in _blocks(gradient)))
+    return math.hypot(
+        *(
+            float(_finite(block).norm())
+            for gradient in gradients
+            if gradient is not None
+            for block in _blocks(gradient)
+        )
+    )
 
 
 def _finite(block: Tensor) -> Tensor:

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.capture.operators import calls_in, draws_nothing, graphs_in, is_higher_order, is_overload, is_seeded
+from trainload.capture.operators import (
+    calls_in,
+    draws_nothing,
+    graphs_in,
+    is_higher_order,
+    is_overload,
+    is_seeded,
+)
 from trainload.capture.parity.distance import relative_distance
 from trainload.capture.program import GraphCapture
 from trainload.capture.source.quiet import ignore_torchs_warnings
@@ -45,7 +52,9 @@ class Reference:
     values: Mapping[Key, Tensor | None]
     typical: float
 
-    def allows(self, key: Key, expected: Tensor | None, got: Tensor | None, floor: float = 0.0) -> bool:
+    def allows(
+        self, key: Key, expected: Tensor | None, got: Tensor | None, floor: float = 0.0
+    ) -> bool:
         """Return True if a captured value is about as close to float64 as eager mode's.
 
         Up to a small factor it must be no further away.
@@ -56,7 +65,12 @@ class Reference:
             got: value of the captured graph.
             floor: like in `relative_distance`.
         """
-        if expected is None or got is None or expected.shape != got.shape or expected.dtype != got.dtype:
+        if (
+            expected is None
+            or got is None
+            or expected.shape != got.shape
+            or expected.dtype != got.dtype
+        ):
             return False
         exact = self.values.get(key)
         if exact is None or not expected.is_floating_point():
@@ -66,7 +80,9 @@ class Reference:
 
 
 def reference_of(
-    capture: GraphCapture, call: Callable[[GraphCapture], Mapping[Key, Tensor | None]], gradients: Mapping[Key, Tensor | None]
+    capture: GraphCapture,
+    call: Callable[[GraphCapture], Mapping[Key, Tensor | None]],
+    gradients: Mapping[Key, Tensor | None],
 ) -> Reference | None:
     """Return the values of a graph in float64.
 
@@ -86,8 +102,14 @@ def reference_of(
         values = call(twin)
     except Exception:  # noqa: BLE001  # torch's kernels may raise anything; the fixed tolerance holds then
         return None
-    pairs = [(values[key], gradient) for key, gradient in gradients.items() if gradient is not None and values.get(key) is not None]
-    away = math.hypot(*(float((exact - found.double()).norm()) for exact, found in pairs if exact is not None))
+    pairs = [
+        (values[key], gradient)
+        for key, gradient in gradients.items()
+        if gradient is not None and values.get(key) is not None
+    ]
+    away = math.hypot(
+        *(float((exact - found.double()).norm()) for exact, found in pairs if exact is not None)
+    )
     whole = math.hypot(*(float(exact.norm()) for exact, _ in pairs if exact is not None))
     return Reference(values, max(away / whole if whole else 0.0, torch.finfo(least).eps / 2))
 
@@ -97,7 +119,11 @@ def least_precise(module: GraphModule) -> torch.dtype:
 
     float32 if there is none.
     """
-    dtypes = {value.dtype for node in calls_in(module) if isinstance(value := node.meta.get("val"), Tensor) and value.is_floating_point()}
+    dtypes = {
+        value.dtype
+        for node in calls_in(module)
+        if isinstance(value := node.meta.get("val"), Tensor) and value.is_floating_point()
+    }
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
@@ -106,7 +132,11 @@ def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     made: dict[int, Tensor] = {}
     for value in tensors.values():
         if id(value) not in made:
-            made[id(value)] = value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
+            made[id(value)] = (
+                value.detach().double().requires_grad_(value.requires_grad)
+                if value.is_floating_point()
+                else value
+            )
     return {name: made[id(value)] for name, value in tensors.items()}
 
 
@@ -118,10 +148,16 @@ def in_float64(capture: GraphCapture) -> GraphCapture:
     Random numbers are drawn in their original dtype, so that they are the same.
     """
     exported = capture.exported
-    held = [value for store in (exported.state_dict, exported.constants) for value in store.values() if isinstance(value, Tensor)]
+    held = [
+        value
+        for store in (exported.state_dict, exported.constants)
+        for value in store.values()
+        if isinstance(value, Tensor)
+    ]
     with warnings.catch_warnings():
         ignore_torchs_warnings()
-        twin = copy.deepcopy(exported, {id(value): value for value in held})  # the graph alone is copied
+        # the graph alone is copied
+        twin = copy.deepcopy(exported, {id(value): value for value in held})
     for module in graphs_in(twin.graph_module):
         for node in list(module.graph.nodes):
             if node.op != "call_function" or is_higher_order(node.target):
@@ -145,7 +181,9 @@ def _draw_as_before(module: GraphModule, node: Node) -> None:
         for source in node.all_input_nodes:
             value = source.meta.get("val")
             if isinstance(value, Tensor) and value.is_floating_point():
-                node.replace_input_with(source, module.graph.call_function(_aten.to.dtype, (source, value.dtype)))
+                node.replace_input_with(
+                    source, module.graph.call_function(_aten.to.dtype, (source, value.dtype))
+                )
     results = [node] if isinstance(node.meta.get("val"), Tensor) else list(node.users)
     for result in results:
         value = result.meta.get("val")

@@ -20,7 +20,12 @@ class _Matcher(Interpreter):
     """Runs a captured graph and keeps the values that equal modules' eager outputs."""
 
     def __init__(
-        self, module: GraphModule, outputs: dict[str, Tensor], matched: dict[str, Tensor], distance: Distance, most: float
+        self,
+        module: GraphModule,
+        outputs: dict[str, Tensor],
+        matched: dict[str, Tensor],
+        distance: Distance,
+        most: float,
     ) -> None:
         super().__init__(module)
         self._parts = (outputs, matched, distance, most)
@@ -46,7 +51,12 @@ class _Matcher(Interpreter):
 
 
 def first_divergent_module(
-    graph: GraphModule, function: nn.Module, batch: dict[str, Tensor], arguments: Sequence[Tensor], distance: Distance, most: float
+    graph: GraphModule,
+    function: nn.Module,
+    batch: dict[str, Tensor],
+    arguments: Sequence[Tensor],
+    distance: Distance,
+    most: float,
 ) -> str:
     """Return the first module whose output or gradient differs from eager mode.
 
@@ -74,7 +84,9 @@ def first_divergent_module(
 
         return hook
 
-    handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
+    handles = [
+        module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name
+    ]
     state = torch.random.get_rng_state()
     try:
         with outside_dtype():
@@ -94,7 +106,9 @@ def first_divergent_module(
     names = [n for n, o in outputs.items() if n in matched and o.requires_grad]
     if not names:
         return ""
-    expected: tuple[Tensor | None, ...] = torch.autograd.grad(eager_loss, [outputs[n] for n in names], allow_unused=True)
+    expected: tuple[Tensor | None, ...] = torch.autograd.grad(
+        eager_loss, [outputs[n] for n in names], allow_unused=True
+    )
     # A value without a gradient in the graph counts as wrong if it has one in eager mode.
     tracked = [n for n in names if matched[n].requires_grad]
     found: tuple[Tensor | None, ...] = ()
@@ -121,5 +135,8 @@ def _modules_in(graph: GraphModule) -> set[str]:
     """Return the modules of which the graph contains an operator."""
     found: set[str] = set()
     for node in nodes_in(graph):
-        found |= {path.removeprefix("model").removeprefix(".") for path, _ in (node.meta.get("nn_module_stack") or {}).values()}
+        found |= {
+            path.removeprefix("model").removeprefix(".")
+            for path, _ in (node.meta.get("nn_module_stack") or {}).values()
+        }
     return found

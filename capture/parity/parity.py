@@ -19,7 +19,14 @@ from trainload.capture.job.ambient import default_dtype_hint, outside_dtype
 from trainload.capture.job.flat_function import Traced
 from trainload.capture.job.shared_memory import check_sharing
 from trainload.capture.operators import is_overload, nodes_in
-from trainload.capture.parity.distance import digits_floor, noise_floor, norm_of, nudged, relative_distance, tolerance_for
+from trainload.capture.parity.distance import (
+    digits_floor,
+    noise_floor,
+    norm_of,
+    nudged,
+    relative_distance,
+    tolerance_for,
+)
 from trainload.capture.parity.float64 import Key, Reference, doubled, reference_of
 from trainload.capture.parity.locate import first_divergent_module
 from trainload.capture.parity.replays import Replayed
@@ -66,8 +73,13 @@ def check_parity(
     finite = False
     initial = _buffers(function)
     for seed, batch in enumerate(batches, _SEED):
-        is_initial = all(_same(value, initial[name]) for name, value in function.model.named_buffers(remove_duplicate=False))
-        found, counted, loss = _compare(captured, function, batch, constants, seed, kept if is_initial else None)
+        is_initial = all(
+            _same(value, initial[name])
+            for name, value in function.model.named_buffers(remove_duplicate=False)
+        )
+        found, counted, loss = _compare(
+            captured, function, batch, constants, seed, kept if is_initial else None
+        )
         finite = finite or bool(loss.isfinite().all())
         missing = found if missing is None else missing & found
         moving = counted if moving is None else moving & counted
@@ -78,14 +90,24 @@ def check_parity(
             where=first.where,
             expected="state in buffers",
             got=f"a value that changes with every {captured.name} call",
-            hint="Keep it in a buffer (register_buffer) and change it with tensor operators, or count outside of forward.",
+            hint=(
+                "Keep it in a buffer (register_buffer) and change it with tensor operators, or"
+                " count outside of forward."
+            ),
         )
     if captured.training and not finite:
-        nan = [f"the parameter {name}" for name, value in function.model.named_parameters() if bool(value.isnan().any())]
-        nan += [f"the input {name}" for name, value in batches[0].items() if bool(value.isnan().any())]
+        nan = [
+            f"the parameter {name}"
+            for name, value in function.model.named_parameters()
+            if bool(value.isnan().any())
+        ]
+        nan += [
+            f"the input {name}" for name, value in batches[0].items() if bool(value.isnan().any())
+        ]
         warnings.warn(
-            f"The loss of Job.batch is {float(loss):g} in the {captured.name} graph: its gradients could not be compared with those of "
-            f"eager mode. Use an example with a finite loss.{' There are NaNs in ' + ', '.join(nan[:4]) + '.' if nan else ''}",
+            f"The loss of Job.batch is {float(loss):g} in the {captured.name} graph: its gradients"
+            " could not be compared with those of eager mode. Use an example with a finite"
+            f" loss.{' There are NaNs in ' + ', '.join(nan[:4]) + '.' if nan else ''}",
             stacklevel=2,
         )
     return missing or set()
@@ -115,17 +137,25 @@ def _compare(
                 expected = function(batch)
             _check_no_python_draws(drawn_from(states))
             check_no_leaks(expected, function, batch)
-            if has_checkpoints(captured.exported.graph_module):  # eager mode runs them again in backward, and updates buffers twice
-                updated = {n: value.detach().clone() for n, value in model.named_buffers(remove_duplicate=False)}
+            # eager mode runs them again in backward, and updates buffers twice
+            if has_checkpoints(captured.exported.graph_module):
+                updated = {
+                    n: value.detach().clone()
+                    for n, value in model.named_buffers(remove_duplicate=False)
+                }
             eager_gradients = _eager_gradients(expected, captured, parameters) if training else {}
         except RequestError:
             raise
-        except Exception as error:  # a model's own code may raise anything; each becomes a report that names the place
+        except Exception as error:
+            # a model's own code may raise anything; each becomes a report that names the place
             raise replay_error(captured, rows, "the model", error) from error
-    _check_no_writes(captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter")
+    _check_no_writes(
+        captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter"
+    )
     after = kept_by(function)
     counted = {holder for holder in numbers.changed_in(after) if after.values[holder] != rows}
-    if has_checkpoints(captured.exported.graph_module):  # a checkpoint policy may count calls without changing the result
+    # a checkpoint policy may count calls without changing the result
+    if has_checkpoints(captured.exported.graph_module):
         counted &= after.attributes
     eager_outputs = [v.detach().clone() for v in expected]
     for spec, value in zip(captured.outputs, eager_outputs, strict=True):
@@ -135,7 +165,10 @@ def _compare(
                 where=f"the {captured.name} graph on {rows} rows of the example batch",
                 expected="a finite number, 0 or more",
                 got=f"{value.item():g}",
-                hint="The weight is the number of items that the loss averages over, such as tokens that are not padding.",
+                hint=(
+                    "The weight is the number of items that the loss averages over, such as tokens"
+                    " that are not padding."
+                ),
             )
     eager_buffers = dict(model.named_buffers(remove_duplicate=False))
     differentiable = sorted(name for name, value in eager_buffers.items() if value.requires_grad)
@@ -145,10 +178,22 @@ def _compare(
             where=f"buffer {differentiable[0]}",
             hint="Write it under torch.no_grad(), or write value.detach().",
         )
-    eager_buffers = {name: updated.get(name, value).clone() for name, value in eager_buffers.items()}
-    check_sharing(model, captured.exported, {n for n, value in before.items() if n in eager_buffers and not _same(value, eager_buffers[n])})
+    eager_buffers = {
+        name: updated.get(name, value).clone() for name, value in eager_buffers.items()
+    }
+    check_sharing(
+        model,
+        captured.exported,
+        {
+            n
+            for n, value in before.items()
+            if n in eager_buffers and not _same(value, eager_buffers[n])
+        },
+    )
 
-    replayed = {name: value.clone(memory_format=torch.contiguous_format) for name, value in before.items()}
+    replayed = {
+        name: value.clone(memory_format=torch.contiguous_format) for name, value in before.items()
+    }
     own = _without_hooks(parameters)
     arguments = _arguments(captured, batch, {**own, **replayed}, constants)
     constant_versions = {name: value._version for name, value in constants.items()}
@@ -160,7 +205,9 @@ def _compare(
         except Exception as error:  # torch's kernels may raise anything
             raise replay_error(captured, rows, "the captured graph", error) from error
         drew = not torch.equal(generator, torch.get_rng_state())
-    _check_constants_unwritten({n for n, v in constants.items() if v._version != constant_versions[n]}, captured)
+    _check_constants_unwritten(
+        {n for n, v in constants.items() if v._version != constant_versions[n]}, captured
+    )
 
     tolerance = tolerance_of(captured)
 
@@ -175,7 +222,12 @@ def _compare(
         again = _arguments(captured, batch, {**own, **fresh}, constants)
         with replaying(training, seed):
             return first_divergent_module(
-                captured.exported.graph_module, function, batch, again, lambda a, b: relative_distance(a.detach(), b.detach()), tolerance
+                captured.exported.graph_module,
+                function,
+                batch,
+                again,
+                lambda a, b: relative_distance(a.detach(), b.detach()),
+                tolerance,
             )
 
     def moved() -> dict[str, Tensor | None]:
@@ -183,7 +235,9 @@ def _compare(
         beside = nudged(own)
         fresh = {name: value.clone() for name, value in before.items()}
         with replaying(training, seed):
-            outputs = captured.exported.graph_module(*_arguments(captured, batch, {**beside, **fresh}, constants))
+            outputs = captured.exported.graph_module(
+                *_arguments(captured, batch, {**beside, **fresh}, constants)
+            )
             return _gradients(outputs, captured, beside)
 
     @functools.cache
@@ -191,38 +245,89 @@ def _compare(
         def call(twin: GraphCapture) -> dict[Key, Tensor | None]:
             state = doubled({**own, **{name: value.clone() for name, value in before.items()}})
             with replaying(training, seed):
-                outputs = twin.exported.graph_module(*_arguments(twin, doubled(batch), state, doubled(constants)))
+                outputs = twin.exported.graph_module(
+                    *_arguments(twin, doubled(batch), state, doubled(constants))
+                )
                 gradients = _gradients(outputs, twin, state) if training else {}
-            values: dict[Key, Tensor | None] = {(s.role, s.name): v.detach() for s, v in zip(captured.outputs, outputs, strict=True)}
-            return values | {("buffer", n): state[n] for n in before} | {("gradient", n): g for n, g in gradients.items()}
+            values: dict[Key, Tensor | None] = {
+                (s.role, s.name): v.detach() for s, v in zip(captured.outputs, outputs, strict=True)
+            }
+            return (
+                values
+                | {("buffer", n): state[n] for n in before}
+                | {("gradient", n): g for n, g in gradients.items()}
+            )
 
-        return reference_of(captured, call, {("gradient", name): gradient for name, gradient in eager_gradients.items()})
+        return reference_of(
+            captured,
+            call,
+            {("gradient", name): gradient for name, gradient in eager_gradients.items()},
+        )
 
-    def allows(kind: str, name: str, expected: Tensor | None, found: Tensor | None, floor: float = 0.0) -> bool:
+    def allows(
+        kind: str, name: str, expected: Tensor | None, found: Tensor | None, floor: float = 0.0
+    ) -> bool:
         reference = exact()
         return reference is not None and reference.allows((kind, name), expected, found, floor)
 
     for spec, a, b in zip(captured.outputs, eager_outputs, got, strict=True):
         allowed = partial(allows, spec.role, spec.name, a, b.detach())
-        _check(f"{spec.role} {spec.name!r}", a, b.detach(), tolerance, captured, rows, where, allowed)
+        _check(
+            f"{spec.role} {spec.name!r}", a, b.detach(), tolerance, captured, rows, where, allowed
+        )
     for name, value in eager_buffers.items():
         if name not in replayed:
-            raise CaptureError("forward registers a buffer", where=f"buffer {name}", hint="Register it in the constructor.")
-        allowed, place = partial(allows, "buffer", name, value, replayed[name]), partial("buffer {}".format, name)
-        _check(f"buffer {name!r} after the step", value, replayed[name], tolerance, captured, rows, place, allowed)
+            raise CaptureError(
+                "forward registers a buffer",
+                where=f"buffer {name}",
+                hint="Register it in the constructor.",
+            )
+        allowed, place = (
+            partial(allows, "buffer", name, value, replayed[name]),
+            partial("buffer {}".format, name),
+        )
+        _check(
+            f"buffer {name!r} after the step",
+            value,
+            replayed[name],
+            tolerance,
+            captured,
+            rows,
+            place,
+            allowed,
+        )
     allowed_gradient = partial(allows, "gradient")
-    _check_gradients(eager_gradients, graph_gradients, tolerance, captured, rows, list(parameters), where, moved, allowed_gradient)
-    if kept is not None and training and not drew and all(_same(value, replayed[name]) for name, value in before.items()):
+    _check_gradients(
+        eager_gradients,
+        graph_gradients,
+        tolerance,
+        captured,
+        rows,
+        list(parameters),
+        where,
+        moved,
+        allowed_gradient,
+    )
+    if (
+        kept is not None
+        and training
+        and not drew
+        and all(_same(value, replayed[name]) for name, value in before.items())
+    ):
         kept.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
     missing = {name for name, gradient in eager_gradients.items() if gradient is None}
-    if has_branches(captured.exported.graph_module):  # a parameter of the other branch alone has gradient zero in the graph, None in eager
+    # a parameter of the other branch alone has gradient zero in the graph, None in eager
+    if has_branches(captured.exported.graph_module):
         missing = {name for name in missing if graph_gradients[name] is None}
     return missing, counted, eager_outputs[0]
 
 
 def _buffers(function: nn.Module) -> dict[str, Tensor]:
     """Return copies of the model's buffers by name."""
-    return {name: value.detach().clone() for name, value in function.get_submodule("model").named_buffers(remove_duplicate=False)}
+    return {
+        name: value.detach().clone()
+        for name, value in function.get_submodule("model").named_buffers(remove_duplicate=False)
+    }
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
@@ -234,29 +339,43 @@ def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
     A parameter's hook is part of the graph, and must not run a second time.
     """
-    made = {id(p): p.detach().contiguous().requires_grad_(p.requires_grad) for p in parameters.values()}  # contiguous, as in a package
+    # contiguous, as in a package
+    made = {
+        id(p): p.detach().contiguous().requires_grad_(p.requires_grad) for p in parameters.values()
+    }
     return {name: made[id(p)] for name, p in parameters.items()}
 
 
 def _check_no_python_draws(modules: Sequence[str]) -> None:
     if modules:
         raise CaptureError(
-            f"forward draws from {' and '.join(modules)}, and the graph would always use the number that was drawn during capture",
+            f"forward draws from {' and '.join(modules)}, and the graph would always use the number"
+            " that was drawn during capture",
             where="Job.model",
-            hint="Draw with torch and select with torch.where or torch.cond, or pass the number in the batch.",
+            hint=(
+                "Draw with torch and select with torch.where or torch.cond, or pass the number in"
+                " the batch."
+            ),
         )
 
 
 def _arguments(
-    captured: GraphCapture, batch: Mapping[str, Tensor], state: Mapping[str, Tensor], constants: Mapping[str, Tensor]
+    captured: GraphCapture,
+    batch: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    constants: Mapping[str, Tensor],
 ) -> list[Tensor]:
     entries = iter(batch.values())
     return [
-        next(entries)
-        if s.kind is InputKind.USER_INPUT
-        else constants[f"{captured.name}/{s.target}"].to(next(iter(batch.values())).device)
-        if s.kind is InputKind.CONSTANT_TENSOR
-        else state[str(s.target)]
+        (
+            next(entries)
+            if s.kind is InputKind.USER_INPUT
+            else (
+                constants[f"{captured.name}/{s.target}"].to(next(iter(batch.values())).device)
+                if s.kind is InputKind.CONSTANT_TENSOR
+                else state[str(s.target)]
+            )
+        )
         for s in captured.exported.graph_signature.input_specs
     ]
 
@@ -268,7 +387,10 @@ def _check_no_writes(captured: GraphCapture, names: set[str], what: str) -> None
             where=min(names).removeprefix(f"{captured.name}/"),
             expected="a step that changes buffers only",
             got=f"a write in place to {', '.join(sorted(names)[:4])}",
-            hint="Keep what changes in a buffer (register_buffer); constrain a parameter with torch.nn.utils.parametrize.",
+            hint=(
+                "Keep what changes in a buffer (register_buffer); constrain a parameter with"
+                " torch.nn.utils.parametrize."
+            ),
         )
 
 
@@ -276,13 +398,27 @@ def _check_constants_unwritten(names: set[str], captured: GraphCapture) -> None:
     """Raise if the graph writes to constants, with the lines that use them."""
     if not names:
         return
-    graph, targets = captured.exported.graph, {name.removeprefix(f"{captured.name}/") for name in names}
-    inputs = {spec.arg.name for spec in captured.exported.graph_signature.input_specs if spec.target in targets}
-    users = [user for node in graph.find_nodes(op="placeholder") if node.name in inputs for user in node.users]
-    writers = [user for user in users if is_overload(user.target) and user.target._schema.is_mutable] or users
+    graph, targets = (
+        captured.exported.graph,
+        {name.removeprefix(f"{captured.name}/") for name in names},
+    )
+    inputs = {
+        spec.arg.name
+        for spec in captured.exported.graph_signature.input_specs
+        if spec.target in targets
+    }
+    users = [
+        user
+        for node in graph.find_nodes(op="placeholder")
+        if node.name in inputs
+        for user in node.users
+    ]
+    writers = [
+        user for user in users if is_overload(user.target) and user.target._schema.is_mutable
+    ] or users
     raise CaptureError(
-        f"the {captured.name} graph writes to a tensor that is not a buffer: an attribute, a tensor of a closure, or an input that all "
-        "rows share",
+        f"the {captured.name} graph writes to a tensor that is not a buffer: an attribute, a tensor"
+        " of a closure, or an input that all rows share",
         where=place_of_node(writers[0]) if writers else f"graph {captured.name}",
         expected="a step that changes buffers only",
         got=f"a write in place to {', '.join(sorted(targets)[:4])}",
@@ -319,14 +455,17 @@ def _eager_gradients(
     owners = {id(p): n for n, p in reversed(list(parameters.items())) if p.requires_grad}
     for name in owners.values():
         parameters[name].grad = None
-    loss = next(v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS)
+    loss = next(
+        v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS
+    )
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
     for name in owners.values():
         gradient = parameters[name].grad
         if gradient is not None and gradient.layout is not torch.strided:
             raise CaptureError(
-                "a parameter has a sparse gradient, which gradient buckets and optimizer graphs do not support",
+                "a parameter has a sparse gradient, which gradient buckets and optimizer graphs do"
+                " not support",
                 where=f"Job.model: {name}",
                 expected="torch.strided",
                 got=str(gradient.layout),
@@ -335,19 +474,30 @@ def _eager_gradients(
     return {name: parameters[name].grad for name in owners.values()}
 
 
-def _gradients(outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    loss = next(v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS)
+def _gradients(
+    outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    loss = next(
+        v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS
+    )
     if not loss.requires_grad:
         return dict.fromkeys((n for n, p in parameters.items() if p.requires_grad), None)
     owners = {id(p): n for n, p in reversed(list(parameters.items())) if p.requires_grad}
     wanted = {n: parameters[n] for n in owners.values()}
-    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))
+    return dict(
+        zip(
+            wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True
+        )
+    )
 
 
 def tolerance_of(captured: GraphCapture) -> float:
     """Return the tolerance for a graph's values, by the precisions that it computes in."""
     values = (node.meta.get("val") for node in nodes_in(captured.exported.graph_module))
-    low = any(isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) for value in values)
+    low = any(
+        isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        for value in values
+    )
     return LOW_PRECISION_TOLERANCE if low else FULL_PRECISION_TOLERANCE
 
 
@@ -364,12 +514,16 @@ def _check(
     distance = relative_distance(expected, got)
     if not distance <= tolerance and not allowed():
         raise CaptureError(
-            f"the captured {captured.name} graph differs from eager mode in its {what} on {rows} rows",
+            f"the captured {captured.name} graph differs from eager mode in its {what} on {rows}"
+            " rows",
             where=where() or f"graph {captured.name}",
             expected=f"a relative difference of at most {tolerance:g}",
             got=f"{distance:.2g}",
-            hint="The model does something that capture does not see: counters or attributes changed in forward, buffers that are "
-            "reassigned instead of written with copy_, hooks, branches on the batch size, or as_strided of a tensor that is not contiguous."
+            hint=(
+                "The model does something that capture does not see: counters or attributes changed"
+                " in forward, buffers that are reassigned instead of written with copy_, hooks,"
+                " branches on the batch size, or as_strided of a tensor that is not contiguous."
+            )
             + default_dtype_hint(),
         )
 
@@ -386,27 +540,49 @@ def _check_gradients(
     allowed: Callable[[str, Tensor | None, Tensor | None, float], bool],
 ) -> None:
     floor = noise_floor(expected.values())
-    distances = {name: relative_distance(gradient, got[name], floor) for name, gradient in expected.items()}
-    wrong = {name: distance for name, distance in distances.items() if not distance <= tolerance_for(expected[name], tolerance)}
+    distances = {
+        name: relative_distance(gradient, got[name], floor) for name, gradient in expected.items()
+    }
+    wrong = {
+        name: distance
+        for name, distance in distances.items()
+        if not distance <= tolerance_for(expected[name], tolerance)
+    }
     if wrong:
         total, beside = norm_of(expected.values()), moved()
-        for name in list(wrong):  # a sum in another order has no more digits than the weights' last bit determines
+        # a sum in another order has no more digits than the weights' last bit determines
+        for name in list(wrong):
             first, other = got[name], beside[name]
             if first is not None and other is not None:
-                wrong[name] = relative_distance(expected[name], first, digits_floor(first, other, tolerance, total))
-        wrong = {name: distance for name, distance in wrong.items() if not distance <= tolerance_for(expected[name], tolerance)}
-        wrong = {name: distance for name, distance in wrong.items() if not allowed(name, expected[name], got[name], floor)}
+                wrong[name] = relative_distance(
+                    expected[name], first, digits_floor(first, other, tolerance, total)
+                )
+        wrong = {
+            name: distance
+            for name, distance in wrong.items()
+            if not distance <= tolerance_for(expected[name], tolerance)
+        }
+        wrong = {
+            name: distance
+            for name, distance in wrong.items()
+            if not allowed(name, expected[name], got[name], floor)
+        }
     if wrong:
         last = max(wrong, key=order.index)
         module = last.rpartition(".")[0] or "the model itself"
-        names = ", ".join(sorted(wrong)[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+        names = ", ".join(sorted(wrong)[:4]) + (
+            f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        )
         raise CaptureError(
-            f"the captured graph's gradients differ from those of eager mode for {len(wrong)} of {len(expected)} parameters ({names}) "
-            f"on {rows} rows",
+            f"the captured graph's gradients differ from those of eager mode for {len(wrong)} of"
+            f" {len(expected)} parameters ({names}) on {rows} rows",
             where=where() or f"module {module}",
             expected=f"a relative difference of at most {tolerance:g}",
             got=f"{wrong[last]:.2g} for {last}",
-            hint="The model uses something there that torch.export silently drops: a torch.autograd.Function, a tensor "
-            "or module hook, torch.utils.checkpoint, or no_grad around a control-flow operator. "
-            "Express it with plain operators or a custom op.",
+            hint=(
+                "The model uses something there that torch.export silently drops: a"
+                " torch.autograd.Function, a tensor or module hook, torch.utils.checkpoint, or"
+                " no_grad around a control-flow operator. Express it with plain operators or a"
+                " custom op."
+            ),
         )

@@ -50,11 +50,14 @@ class Replayed:
     def is_of(self, batch: Mapping[str, Tensor]) -> bool:
         """Return True if the results are those of this batch."""
         return self.batch.keys() == batch.keys() and all(
-            tensor.device == batch[name].device and torch.equal(tensor, batch[name]) for name, tensor in self.batch.items()
+            tensor.device == batch[name].device and torch.equal(tensor, batch[name])
+            for name, tensor in self.batch.items()
         )
 
 
-def replay_batches(captured: GraphCapture, batch: Mapping[str, Tensor], check: Check) -> list[dict[str, Tensor]]:
+def replay_batches(
+    captured: GraphCapture, batch: Mapping[str, Tensor], check: Check
+) -> list[dict[str, Tensor]]:
     """Return the batches: leaf name -> tensor of the example's dtype.
 
     The last of the usual ones is the example itself.
@@ -65,16 +68,24 @@ def replay_batches(captured: GraphCapture, batch: Mapping[str, Tensor], check: C
     sizes = [rows, rows]
     if not isinstance(captured.inputs[0].shape[0], int):
         ranges = captured.exported.range_constraints.values()
-        most = min((int(r.upper) for r in ranges if r.upper.is_Integer and r.lower <= rows <= r.upper), default=rows + 1)
+        most = min(
+            (int(r.upper) for r in ranges if r.upper.is_Integer and r.lower <= rows <= r.upper),
+            default=rows + 1,
+        )
         sizes = [rows + 1 if rows < most else max(rows - 1, _LEAST), rows]
-    found = [{n: t[torch.arange(size, device=t.device) % t.shape[0]] for n, t in batch.items()} for size in sizes]
+    found = [
+        {n: t[torch.arange(size, device=t.device) % t.shape[0]] for n, t in batch.items()}
+        for size in sizes
+    ]
     if check is Check.THOROUGH:
         generator = torch.Generator().manual_seed(0)
         found = [_varied(captured, batch, generator) for _ in range(_VARIED)] + found
     return found
 
 
-def _varied(captured: GraphCapture, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+def _varied(
+    captured: GraphCapture, batch: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
     """Return a batch with drawn sizes.
 
     It has rows of the example in any order, other dims cut or repeated from a drawn offset on.
@@ -89,7 +100,9 @@ def _varied(captured: GraphCapture, batch: Mapping[str, Tensor], generator: torc
                 if span is not None:
                     least = max(least, int(span.lower))
                     most = min(most, int(span.upper)) if span.upper.is_Integer else most
-                chosen[size] = int(torch.randint(least, max(most, least) + 1, (), generator=generator))
+                chosen[size] = int(
+                    torch.randint(least, max(most, least) + 1, (), generator=generator)
+                )
     found = {}
     for name, tensor in batch.items():
         value = tensor
@@ -100,7 +113,9 @@ def _varied(captured: GraphCapture, batch: Mapping[str, Tensor], generator: torc
             if dim == 0:
                 index = torch.randint(0, present, (wanted,), generator=generator)
             else:
-                index = (torch.arange(wanted) + int(torch.randint(0, present, (), generator=generator))) % present
+                index = (
+                    torch.arange(wanted) + int(torch.randint(0, present, (), generator=generator))
+                ) % present
             value = value.index_select(dim, index.to(value.device))
         found[name] = value
     return found
@@ -110,7 +125,11 @@ def _symbolic_shapes(captured: GraphCapture) -> dict[str, list[Any]]:
     """Return input -> each dim's size: an int, or a symbolic expression."""
     placeholders = [n for n in captured.exported.graph.nodes if n.op == "placeholder"]
     specs = captured.exported.graph_signature.input_specs
-    values = [n.meta["val"] for n, s in zip(placeholders, specs, strict=True) if s.kind is InputKind.USER_INPUT]
+    values = [
+        n.meta["val"]
+        for n, s in zip(placeholders, specs, strict=True)
+        if s.kind is InputKind.USER_INPUT
+    ]
     return {
         spec.name: [s if isinstance(s, int) else _plain(s.node.expr) for s in value.shape]
         for spec, value in zip(captured.inputs, values, strict=True)

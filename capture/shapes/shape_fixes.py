@@ -22,7 +22,9 @@ MOST_ROUNDS = 8
 torch finds most contradictions of a declaration at once, so two are usual.
 """
 
-_REFUSED = re.compile(r"Constraints violated|Specializations unexpectedly required|user-specified range")
+_REFUSED = re.compile(
+    r"Constraints violated|Specializations unexpectedly required|user-specified range"
+)
 _REASON = re.compile(r"^\s+- (.+?)(?=\. If you're|\.?$|Specializations unexpectedly)", re.MULTILINE)
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _FIX = re.compile(
@@ -35,7 +37,8 @@ _FIX = re.compile(
 )
 _SOURCE = re.compile(r"L\['batch'\]\['([^']+)'\]\.size\(\)\[(\d+)\]")
 _HINTED = re.compile(
-    r"You marked L\['batch'\]\['(?P<input>[^']+)'\]\.size\(\)\[(?P<dim>\d+)\] as dynamic but .*? a constant \((?P<number>\d+)\)"
+    r"You marked L\['batch'\]\['(?P<input>[^']+)'\]\.size\(\)\[(?P<dim>\d+)\] as dynamic but .*? a"
+    r" constant \((?P<number>\d+)\)"
 )
 
 
@@ -79,7 +82,9 @@ class AppliedFix:
     after: str
 
     def __str__(self) -> str:
-        return f"{', '.join(self.dims)}: {self.before} became {self.after} for the {self.graph} graph"
+        return (
+            f"{', '.join(self.dims)}: {self.before} became {self.after} for the {self.graph} graph"
+        )
 
 
 def refusals(error: CaptureError) -> tuple[str, ...]:
@@ -98,17 +103,35 @@ def suggested_fixes(error: CaptureError) -> tuple[Fix, ...]:
     """Return torch's suggestions. Lines in an unknown form are ignored; nothing is evaluated."""
     text = str(error.__cause__)
     fixes = [
-        Fix(f"{m['input']}[{m['dim']}]", f"{m['input']}[{m['dim']}] = {m['number']}", int(m["number"])) for m in _HINTED.finditer(text)
+        Fix(
+            f"{m['input']}[{m['dim']}]",
+            f"{m['input']}[{m['dim']}] = {m['number']}",
+            int(m["number"]),
+        )
+        for m in _HINTED.finditer(text)
     ]
     _, found, suggestions = text.partition("Suggested fixes:\n")
     for line in suggestions.split("\n\n")[0].splitlines() if found else ():
         m = _FIX.fullmatch(line)
         if m is None:
             continue
-        least, most = (int(m[key]) if m[key] and m[key].isdigit() else None for key in ("min", "max"))
+        least, most = (
+            int(m[key]) if m[key] and m[key].isdigit() else None for key in ("min", "max")
+        )
         offset = int(m["offset"] or 0) * (-1 if m["sign"] == "-" else 1)
         number = int(m["number"]) if m["number"] else None
-        fixes.append(Fix(m["name"], line.strip(), number, m["root"], int(m["factor"] or 1), offset, least, most))
+        fixes.append(
+            Fix(
+                m["name"],
+                line.strip(),
+                number,
+                m["root"],
+                int(m["factor"] or 1),
+                offset,
+                least,
+                most,
+            )
+        )
     return tuple(fixes)
 
 
@@ -141,14 +164,22 @@ def with_suggested_fixes(job: Job) -> tuple[Job, tuple[AppliedFix, ...]]:
     return job, tuple(applied)
 
 
-def apply_fixes(fixes: tuple[Fix, ...], shapes: Shapes, graph: str) -> tuple[Shapes, tuple[AppliedFix, ...]]:
+def apply_fixes(
+    fixes: tuple[Fix, ...], shapes: Shapes, graph: str
+) -> tuple[Shapes, tuple[AppliedFix, ...]]:
     """Return `shapes` with the fixes applied, and the changes. A range is narrowed, never widened.
 
     Raises:
         CaptureError: if rows would depend on each other, or on other sizes.
     """
     by_name = {fix.name: fix for fix in fixes}
-    roots = {root.__name__: root for dims in shapes.values() for spec in dims.values() if not is_hint(spec) for root in (_root(spec),)}
+    roots = {
+        root.__name__: root
+        for dims in shapes.values()
+        for spec in dims.values()
+        if not is_hint(spec)
+        for root in (_root(spec),)
+    }
     changed: Shapes = {}
     found: dict[tuple[str, str, str], list[str]] = {}
     for name, dims in shapes.items():
@@ -162,7 +193,10 @@ def apply_fixes(fixes: tuple[Fix, ...], shapes: Shapes, graph: str) -> tuple[Sha
             if fix is not None and spelled(new) != spelled(spec):
                 found.setdefault((fix.text, spelled(spec), spelled(new)), []).append(place)
     _check_rows(changed, graph)
-    return changed, tuple(AppliedFix(graph, text, tuple(places), old, new) for (text, old, new), places in found.items())
+    return changed, tuple(
+        AppliedFix(graph, text, tuple(places), old, new)
+        for (text, old, new), places in found.items()
+    )
 
 
 def _root(spec: Any) -> Any:
@@ -180,7 +214,8 @@ def _after(name: str, by_name: Mapping[str, Fix], roots: Mapping[str, Any]) -> A
     if fix.number is not None:
         return Dim.STATIC
     if fix.root is not None:
-        others = {other: entry for other, entry in by_name.items() if other != name}  # a = b, b = a ends here
+        # a = b, b = a ends here
+        others = {other: entry for other, entry in by_name.items() if other != name}
         return _line(_after(fix.root, others, roots), fix.factor, fix.offset)
     low, high = limits_of(old) if old is not None else (None, None)
     least = max(fix.least or 0, low or 0)
@@ -201,11 +236,18 @@ def _check_rows(shapes: Shapes, graph: str) -> None:
         return
     for name, dims in shapes.items():
         for dim, spec in dims.items():
-            if (dim == 0 and hasattr(spec, "root")) or (dim > 0 and not is_hint(spec) and _root(spec).__name__ == _root(rows).__name__):
+            if (dim == 0 and hasattr(spec, "root")) or (
+                dim > 0 and not is_hint(spec) and _root(spec).__name__ == _root(rows).__name__
+            ):
                 raise CaptureError(
-                    f"the sizes that torch suggests for the {graph} graph depend on the number of rows, which must be free",
+                    f"the sizes that torch suggests for the {graph} graph depend on the number of"
+                    " rows, which must be free",
                     where=f"Job.dynamic[{name!r}][{dim}]",
                     expected="a model that accepts any number of rows",
-                    got=f"the batch dim {spelled(rows)}" if dim == 0 else f"{spelled(spec)} together with the batch dim {spelled(rows)}",
+                    got=(
+                        f"the batch dim {spelled(rows)}"
+                        if dim == 0
+                        else f"{spelled(spec)} together with the batch dim {spelled(rows)}"
+                    ),
                     hint="Change the model; `trainload freeze --explain-shapes` names the line.",
                 )

@@ -109,7 +109,10 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     step = next((target for target in trained if graph in (None, target.name)), None)
     if step is None:
         raise JobError(
-            "there is no training graph of this name", where="Job.graphs", expected=", ".join(t.name for t in trained), got=repr(graph)
+            "there is no training graph of this name",
+            where="Job.graphs",
+            expected=", ".join(t.name for t in trained),
+            got=repr(graph),
         )
     batch, shapes = example_of(job, step)
     shapes = {name: shapes[name] for name in batch}
@@ -130,22 +133,32 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     outcome = _Outcome(exported, tuple(batch))
     could = _Outcome(watched, tuple(batch)) if watched is not None else outcome
     writer = _Writer(batch, shapes, guards, outcome, could, refused=bool(refused))
-    dims = tuple(writer.report(name, dim) for name, leaf in batch.items() for dim in range(leaf.ndim))
+    dims = tuple(
+        writer.report(name, dim) for name, leaf in batch.items() for dim in range(leaf.ndim)
+    )
     return ShapeReport(dims, refused, fixes)
 
 
-def _watched(step: Target, batch: dict[str, Tensor], shapes: Shapes) -> tuple[ExportedProgram | None, Guards]:
+def _watched(
+    step: Target, batch: dict[str, Tensor], shapes: Shapes
+) -> tuple[ExportedProgram | None, Guards]:
     """Return the program with every dim left to torch, and the recorded guards.
 
     If that fails, only the dims declared dynamic are left to torch; None if that fails too.
     """
-    every: Shapes = {name: dict.fromkeys(range(leaf.ndim), Dim.AUTO) for name, leaf in batch.items()}
-    declared: Shapes = {name: {dim: Dim.AUTO for dim, spec in dims.items() if spec is not Dim.STATIC} for name, dims in shapes.items()}
+    every: Shapes = {
+        name: dict.fromkeys(range(leaf.ndim), Dim.AUTO) for name, leaf in batch.items()
+    }
+    declared: Shapes = {
+        name: {dim: Dim.AUTO for dim, spec in dims.items() if spec is not Dim.STATIC}
+        for name, dims in shapes.items()
+    }
     for loose in (every, declared):
         guards = Guards()
         try:
             return export_graph(step, batch, loose, around=guards.noted), guards
-        except CaptureError:  # a model that fails with more dynamic dims may succeed with the declared ones
+        except CaptureError:
+            # a model that fails with more dynamic dims may succeed with the declared ones
             continue
     return None, guards
 
@@ -156,7 +169,11 @@ class _Outcome:
     def __init__(self, exported: ExportedProgram, names: tuple[str, ...]) -> None:
         values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
         leaves = zip(names, exported.graph_signature.user_inputs, strict=True)
-        self.sizes = {(name, dim): str(size) for name, node in leaves for dim, size in enumerate(values[str(node)].shape)}
+        self.sizes = {
+            (name, dim): str(size)
+            for name, node in leaves
+            for dim, size in enumerate(values[str(node)].shape)
+        }
         self._ranges = {str(symbol): span for symbol, span in exported.range_constraints.items()}
 
     def fixed(self, place: Place) -> bool:
@@ -179,11 +196,26 @@ class _Writer:
     """Describes the results for each dim in words."""
 
     def __init__(
-        self, batch: Mapping[str, Tensor], shapes: Shapes, guards: Guards, outcome: _Outcome, could: _Outcome, *, refused: bool
+        self,
+        batch: Mapping[str, Tensor],
+        shapes: Shapes,
+        guards: Guards,
+        outcome: _Outcome,
+        could: _Outcome,
+        *,
+        refused: bool,
     ) -> None:
-        self._batch, self._shapes, self._guards, self._outcome, self._could = batch, shapes, guards, outcome, could
+        self._batch, self._shapes, self._guards, self._outcome, self._could = (
+            batch,
+            shapes,
+            guards,
+            outcome,
+            could,
+        )
         self._refused = refused
-        self._labels = {symbol: self._label(place) for place, symbol in reversed(guards.symbols.items())}
+        self._labels = {
+            symbol: self._label(place) for place, symbol in reversed(guards.symbols.items())
+        }
         self._names: dict[str, str] = {}
         for place, size in outcome.sizes.items():
             if size.isidentifier():
@@ -224,7 +256,9 @@ class _Writer:
         spec = self._shapes[place[0]][place[1]]
         if not is_hint(spec) and not self._refused:
             return str(spec.__name__)
-        return re.sub(r"[a-z]+\d+", lambda m: self._names.get(m[0], m[0]), self._outcome.sizes[place])
+        return re.sub(
+            r"[a-z]+\d+", lambda m: self._names.get(m[0], m[0]), self._outcome.sizes[place]
+        )
 
     def _causes(self, place: Place) -> tuple[Cause, ...]:
         symbol = self._guards.symbols.get(place)
@@ -252,27 +286,45 @@ class _Writer:
             return "Use an example of length 2 or more: torch treats lengths 0 and 1 as constants."
         write = f"Write {self._proposal(place)}"
         if not self._could.fixed(place):
-            return f"{write}." if dim > 0 else f"Remove the declaration of dim 0 from Job.dynamic: {spelled(spec)}."
-        return _sentence(_change(causes, size), *([write] if spec is Dim.STATIC and dim > 0 else []))
+            return (
+                f"{write}."
+                if dim > 0
+                else f"Remove the declaration of dim 0 from Job.dynamic: {spelled(spec)}."
+            )
+        return _sentence(
+            _change(causes, size), *([write] if spec is Dim.STATIC and dim > 0 else [])
+        )
 
     def _widen(self, place: Place, spec: Any, causes: tuple[Cause, ...]) -> Iterator[str]:
         """Yield what to write for a dim that is dynamic, but does not accept all sizes."""
         least, most = self._outcome.limits(place)
         low, high = limits_of(spec)
-        # Limits of the model itself, independent of the declaration. torch's ranges for Dim.AUTO begin at 2.
+        # Limits of the model itself, independent of the declaration. torch's ranges for Dim.AUTO
+        # begin at 2.
         smallest, greatest = self._could.limits(place)
         if most is not None:
             steps = [_change(causes, greatest)] if greatest is not None and greatest <= most else []
-            yield _sentence(*steps, *([f"Raise the max of {spelled(spec)}"] if most == high else []))
+            yield _sentence(
+                *steps, *([f"Raise the max of {spelled(spec)}"] if most == high else [])
+            )
         if least > 2:
             steps = [_change(causes, smallest)] if smallest >= least else []
-            yield _sentence(*steps, *([f"Lower the min of {spelled(spec)}"] if least == low else []))
+            yield _sentence(
+                *steps, *([f"Lower the min of {spelled(spec)}"] if least == low else [])
+            )
         for cause in causes:
             if " == " in cause.condition:
-                one = "Declare them as one Dim, or c" if re.fullmatch(r"\S+ == [^\d\s]\S*", cause.condition) and self._refused else "C"
+                one = (
+                    "Declare them as one Dim, or c"
+                    if re.fullmatch(r"\S+ == [^\d\s]\S*", cause.condition) and self._refused
+                    else "C"
+                )
                 yield f"{one}{_change((cause,), 0)[1:]}."
             elif " != " in cause.condition and self._refused:
-                yield f"Declare Dim.AUTO or a range in which {cause.condition}, or c{_change((cause,), 0)[1:]}."
+                yield (
+                    f"Declare Dim.AUTO or a range in which {cause.condition}, or"
+                    f" c{_change((cause,), 0)[1:]}."
+                )
 
     def _proposal(self, place: Place) -> str:
         """Return what to write in Job.dynamic for a dim that can have other sizes.
@@ -282,14 +334,26 @@ class _Writer:
         if self._could.fixed(place):
             together, limits = [place], ""
         else:
-            together = [other for other in self._could.same(place) if other[1] > 0 and self._fixed(other)]
+            together = [
+                other for other in self._could.same(place) if other[1] > 0 and self._fixed(other)
+            ]
             least, most = self._could.limits(place)
-            limits = (f", min={least}" if least > 2 else "") + (f", max={most}" if most is not None else "")
+            limits = (f", min={least}" if least > 2 else "") + (
+                f", max={most}" if most is not None else ""
+            )
         name, dim = together[0]
         # torch requires named dims to accept every size in their range; a condition that is not a
         # range contradicts that.
-        simple = all(re.fullmatch(r"\S+ (<|<=|>|>=|==) \S+", cause.condition) for other in together for cause in self._causes(other))
-        text = "Dim.AUTO" if not simple and not self._could.fixed(place) else f"Dim('{name.replace('.', '_')}_{dim}'{limits})"
+        simple = all(
+            re.fullmatch(r"\S+ (<|<=|>|>=|==) \S+", cause.condition)
+            for other in together
+            for cause in self._causes(other)
+        )
+        text = (
+            "Dim.AUTO"
+            if not simple and not self._could.fixed(place)
+            else f"Dim('{name.replace('.', '_')}_{dim}'{limits})"
+        )
         said: dict[str, list[str]] = {}
         for other, number in together:
             said.setdefault(other, []).append(f"{number}: {text}")
@@ -299,7 +363,11 @@ class _Writer:
 
 def _sentence(*steps: str) -> str:
     """Join steps into one sentence."""
-    return ", then ".join([steps[0], *(f"{step[0].lower()}{step[1:]}" for step in steps[1:])]) + "." if steps else ""
+    return (
+        ", then ".join([steps[0], *(f"{step[0].lower()}{step[1:]}" for step in steps[1:])]) + "."
+        if steps
+        else ""
+    )
 
 
 def _change(causes: tuple[Cause, ...], number: int) -> str:
@@ -322,5 +390,9 @@ def _sides(expression: str) -> tuple[str, str, str]:
     for index, character in enumerate(found[2]):
         depth += (character == "(") - (character == ")")
         if character == "," and depth == 0:
-            return found[2][:index], "==" if found[1] == "Eq" else "!=", found[2][index + 1 :].strip()
+            return (
+                found[2][:index],
+                "==" if found[1] == "Eq" else "!=",
+                found[2][index + 1 :].strip(),
+            )
     return expression, "", ""

@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-from trainload.capture.source.causes import BRANCH, DATA, NO_FAKE_KERNEL, NUMBER, SPECIALISED, VALUES, cause_of
+from trainload.capture.source.causes import (
+    BRANCH,
+    DATA,
+    NO_FAKE_KERNEL,
+    NUMBER,
+    SPECIALISED,
+    VALUES,
+    cause_of,
+)
 from trainload.capture.source.patched import replaced
 from trainload.capture.source.source_place import chain, is_users
 from trainload.core.errors import RequestError
@@ -55,7 +63,9 @@ class Raised:
         The first entry of an exception's traceback is the frame that caught it.
         """
         for error in self._errors:
-            if error.__traceback__ is not None and is_users(error.__traceback__.tb_frame.f_code.co_filename):
+            if error.__traceback__ is not None and is_users(
+                error.__traceback__.tb_frame.f_code.co_filename
+            ):
                 return error
         return None
 

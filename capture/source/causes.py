@@ -29,29 +29,35 @@ class Cause:
     def explains(self, error: BaseException) -> bool:
         """Return True if the exception has this cause."""
         kind = type(error).__name__
-        return kind in self.kinds or bool(self.wording and re.search(self.wording, f"{kind}: {error}"))
+        return kind in self.kinds or bool(
+            self.wording and re.search(self.wording, f"{kind}: {error}")
+        )
 
 
 BRANCH = Cause(
     "data-dependent-branch",
     "Python branches on a value that is only known at run time",
-    "A graph contains no Python: express both branches with torch.where or torch.cond, and run checks in eager mode only.",
+    "A graph contains no Python: express both branches with torch.where or torch.cond, and run"
+    " checks in eager mode only.",
     ("DataDependentOutputException",),
     r"Could not guard on data-dependent expression|data-dependent",
 )
 NUMBER = Cause(
     "data-dependent-shape",
     "Python reads a number or a size from a tensor",
-    "Its value is only known at run time: keep it as a 0-dim tensor, and replace a size by a fixed upper bound and a mask.",
+    "Its value is only known at run time: keep it as a 0-dim tensor, and replace a size by a fixed"
+    " upper bound and a mask.",
     (),
     r"Could not extract specialized|_local_scalar_dense|aten::item|\.item\(\)",
 )
 VALUES = Cause(
     "values-outside-of-torch",
     "code outside of torch reads a tensor's values",
-    "Use torch operators, run this code in eager mode only, or compute the result beforehand and pass it in the batch.",
+    "Use torch operators, run this code in eager mode only, or compute the result beforehand and"
+    " pass it in the batch.",
     (),
-    r"\.numpy\(\) is not supported|to numpy|__array__|Cannot access data pointer|passed to FakeTensor\.__format__|"
+    r"\.numpy\(\) is not supported|to numpy|__array__|Cannot access data pointer|passed to"
+    r" FakeTensor\.__format__|"
     r"Can't pickle|cannot pickle|NotImplementedError.*[Ss]torage|UnpicklingError",
 )
 BREAK = Cause(
@@ -64,7 +70,8 @@ BREAK = Cause(
 DATA = Cause(
     "data-write",
     "`.data` bypasses autograd and the capture",
-    "Write to a buffer in place under torch.no_grad() (only the optimizer may write to a parameter); read with .detach().",
+    "Write to a buffer in place under torch.no_grad() (only the optimizer may write to a"
+    " parameter); read with .detach().",
     (),
     r"fake tensor in the exported program constant|access .*\.data\b",
 )
@@ -73,7 +80,8 @@ SPECIALISED = Cause(
     "a dim that was declared dynamic can have only one size in this model",
     "Compute sizes from x.shape; or declare that the size never changes.",
     (),
-    r"specialized it to be a constant|is specialized to be a constant|unhashable type: .*Sym(Int|Float|Bool)",
+    r"specialized it to be a constant|is specialized to be a constant|unhashable type:"
+    r" .*Sym(Int|Float|Bool)",
 )
 CONSTRAINT = Cause(
     "violated-constraint",
@@ -85,37 +93,44 @@ CONSTRAINT = Cause(
 NO_FAKE_KERNEL = Cause(
     "no-fake-kernel",
     "an operator has no fake kernel, which computes the shape of its result",
-    "Register one with torch.library.register_fake; wrap an operator of torch in a custom operator.",
+    "Register one with torch.library.register_fake; wrap an operator of torch in a custom"
+    " operator.",
     ("UnsupportedOperatorException", "DynamicOutputShapeException"),
-    r"no fake impl|does not have a fake impl|NotImplementedError.*[Mm]eta|attempted to run this operator with Meta tensors",
+    r"no fake impl|does not have a fake impl|NotImplementedError.*[Mm]eta|attempted to run this"
+    r" operator with Meta tensors",
 )
 NO_AUTOGRAD = Cause(
     "no-autograd",
     "an operator has no derivative",
     "Register one with torch.library.register_autograd.",
     (),
-    r"no autograd formula was registered|derivative for .* is not implemented|autograd kernel was not registered",
+    r"no autograd formula was registered|derivative for .* is not implemented|autograd kernel was"
+    r" not registered",
 )
 DEVICES = Cause(
     "two-devices",
     "tensors are on different devices",
     "Move the model and the batch to one device, and make tensors in forward with device=x.device.",
     (),
-    r"to be on the same device|is not on the expected device|found at least two devices|found two different devices",
+    r"to be on the same device|is not on the expected device|found at least two devices|found two"
+    r" different devices",
 )
 INPUT = Cause(
     "unsupported-input",
     "an input has a type that cannot be captured",
-    "Pass only tensors: numbers as 0-dim buffers of the model, text as tokens, lists padded to one tensor.",
+    "Pass only tensors: numbers as 0-dim buffers of the model, text as tokens, lists padded to one"
+    " tensor.",
     (),
     r"Unsupported input type|pytree.*not.*registered|not.*registered.*pytree",
 )
 TENSOR_CLASS = Cause(
     "tensor-class",
     "a tensor subclass overrides the behaviour of torch.Tensor, which a trace cannot follow",
-    "Use ordinary tensors, and implement the class's behaviour in a function or a module that forward calls.",
+    "Use ordinary tensors, and implement the class's behaviour in a function or a module that"
+    " forward calls.",
     (),
-    r"Creating a new Tensor subclass|Unable to cast NotImplemented to Tensor|__torch_dispatch__ handlers returned NotImplemented|"
+    r"Creating a new Tensor subclass|Unable to cast NotImplemented to Tensor|__torch_dispatch__"
+    r" handlers returned NotImplemented|"
     r"'FakeTensor' object has no attribute",
 )
 NO_VALUES = Cause(
@@ -126,17 +141,20 @@ NO_VALUES = Cause(
 OWN_KERNEL = Cause(
     "own-kernel",
     "a custom operator has no kernel for this machine",
-    "Register a CPU kernel that computes the same with torch operators: graphs are compared with eager mode on the CPU.",
+    "Register a CPU kernel that computes the same with torch operators: graphs are compared with"
+    " eager mode on the CPU.",
 )
 MODULE = Cause(
     "module-changed-in-forward",
     "forward changes a Python attribute, which a graph would freeze",
-    "Keep it in a buffer and change it in place with tensor operators, or count outside of forward.",
+    "Keep it in a buffer and change it in place with tensor operators, or count outside of"
+    " forward.",
 )
 GLOBAL = Cause(
     "global-state",
     "forward reads or changes state outside of the model, which a graph would freeze",
-    "Draw random numbers with torch, pass changing values in the batch, and read settings once, in __init__.",
+    "Draw random numbers with torch, pass changing values in the batch, and read settings once, in"
+    " __init__.",
 )
 ASKS = Cause(
     "global-state",
@@ -156,12 +174,14 @@ INPUT_WRITE = Cause(
 BACKWARD = Cause(
     "own-backward",
     "a custom backward that a graph cannot represent",
-    "Express it with plain operators, an autograd function without mark_dirty, or a custom operator with torch.library.register_autograd.",
+    "Express it with plain operators, an autograd function without mark_dirty, or a custom operator"
+    " with torch.library.register_autograd.",
 )
 NO_GRADIENT = Cause(
     "no-gradient",
     "no gradient reaches any parameter",
-    "Check for .detach(), torch.no_grad(), frozen parameters, and parameters in a Python list or dict, which nn.ParameterList registers.",
+    "Check for .detach(), torch.no_grad(), frozen parameters, and parameters in a Python list or"
+    " dict, which nn.ParameterList registers.",
 )
 OTHER_SIZE = Cause(
     "other-batch-size",

@@ -14,12 +14,15 @@ from trainload.capture.source.source_place import place_at
 from trainload.core.finding import Place
 
 _WHERE = (
-    "torch.where(condition, when_true, when_false)               # both are computed, one is selected\n"
+    "torch.where(condition, when_true, when_false)               # both are computed, one is"
+    " selected\n"
     "torch.cond(condition, true_function, false_function, (x,))  # one is computed"
 )
 _MASK = (
-    "mask = (x > 0).to(x.dtype)                            # instead of x[x > 0], x.nonzero() and their sizes\n"
-    "mean = (x * mask).sum() / mask.sum().clamp(min=1)     # over the unmasked entries; 0 if there are none"
+    "mask = (x > 0).to(x.dtype)                            # instead of x[x > 0], x.nonzero()"
+    " and their sizes\n"
+    "mean = (x * mask).sum() / mask.sum().clamp(min=1)     # over the unmasked entries; 0 if"
+    " there are none"
 )
 _ROUNDS = "in range(10):  # an upper bound of the number of iterations"
 _GUARD = "if not torch.compiler.is_exporting():  # in eager mode only"
@@ -42,7 +45,10 @@ class Spot:
         """The node that branches on it, if it is a condition or a part of one."""
         inner: ast.AST = self.node
         for parent in self.parents:
-            if isinstance(parent, ast.If | ast.IfExp | ast.While | ast.Assert) and parent.test is inner:
+            if (
+                isinstance(parent, ast.If | ast.IfExp | ast.While | ast.Assert)
+                and parent.test is inner
+            ):
                 return parent
             if not isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Compare | ast.Call):
                 return None
@@ -59,10 +65,18 @@ def spot_of(place: Place | None) -> Spot | None:
     except SyntaxError:
         return None
     for node, parents in _walk(tree, ()):
-        if isinstance(node, ast.expr | ast.Assert | ast.If | ast.While | ast.For) and _span(node) == place.span:
+        if (
+            isinstance(node, ast.expr | ast.Assert | ast.If | ast.While | ast.For)
+            and _span(node) == place.span
+        ):
             while True:
                 match node:
-                    case ast.Assert(test=inner) | ast.If(test=inner) | ast.IfExp(test=inner) | ast.While(test=inner):
+                    case (
+                        ast.Assert(test=inner)
+                        | ast.If(test=inner)
+                        | ast.IfExp(test=inner)
+                        | ast.While(test=inner)
+                    ):
                         node, parents = inner, (node, *parents)
                     case ast.UnaryOp(op=ast.Not(), operand=inner) | ast.For(iter=inner):
                         node, parents = inner, (node, *parents)
@@ -77,10 +91,16 @@ def sharpened(place: Place | None) -> Place | None:
     Python 3.11 does so if the condition is a call.
     """
     spot = spot_of(place)
-    return place_at(place.file, place.function, _span(spot.node)) if place is not None and spot is not None else place
+    return (
+        place_at(place.file, place.function, _span(spot.node))
+        if place is not None and spot is not None
+        else place
+    )
 
 
-def _walk(node: ast.AST, parents: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
+def _walk(
+    node: ast.AST, parents: tuple[ast.AST, ...]
+) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
     yield node, parents
     for child in ast.iter_child_nodes(node):
         yield from _walk(child, (node, *parents))
@@ -96,9 +116,15 @@ def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int, int]:
 def branch(spot: Spot | None) -> str:
     """Return code that computes both outcomes of a branch on a tensor's value, as tensors."""
     owner = spot.test_of if spot is not None else None
-    if owner is not None and re.search(r"\blen\(|\.numel\(|\.shape\b|\.size\(", ast.unparse(owner.test)):
+    if owner is not None and re.search(
+        r"\blen\(|\.numel\(|\.shape\b|\.size\(", ast.unparse(owner.test)
+    ):
         return _MASK
-    if spot is not None and owner is not None and not any(isinstance(n, ast.In | ast.NotIn) for n in ast.walk(owner.test)):
+    if (
+        spot is not None
+        and owner is not None
+        and not any(isinstance(n, ast.In | ast.NotIn) for n in ast.walk(owner.test))
+    ):
         return _kept(owner.test, spot) + _of_branch(owner, spot)
     return _WHERE
 
@@ -107,12 +133,22 @@ def _of_branch(owner: ast.If | ast.IfExp | ast.While | ast.Assert, spot: Spot) -
     match owner:
         case ast.Assert():
             return f"{_GUARD}\n    {ast.unparse(owner)}"
-        case ast.If() if all(isinstance(s, ast.Raise | ast.Expr | ast.Assert) for s in owner.body) and not owner.orelse:
-            return f"{_GUARD}\n" + "\n".join(f"    {line}" for line in ast.unparse(owner).splitlines())
+        case ast.If() if (
+            all(isinstance(s, ast.Raise | ast.Expr | ast.Assert) for s in owner.body)
+            and not owner.orelse
+        ):
+            return f"{_GUARD}\n" + "\n".join(
+                f"    {line}" for line in ast.unparse(owner).splitlines()
+            )
         case ast.If():
             return _of_if(owner, spot)
         case ast.IfExp():
-            return _replaced(spot.statement, owner, f"torch.where({_condition(owner.test)}, {_text(owner.body)}, {_text(owner.orelse)})")
+            return _replaced(
+                spot.statement,
+                owner,
+                f"torch.where({_condition(owner.test)}, {_text(owner.body)},"
+                f" {_text(owner.orelse)})",
+            )
         case ast.While(body=[ast.Assign(targets=[ast.Name(id=name)], value=value)]):
             where = f"{name} = torch.where({_condition(owner.test)}, {_text(value)}, {name})"
             return f"for _ {_ROUNDS}\n    {where}"
@@ -130,7 +166,9 @@ def _kept(test: ast.expr, spot: Spot) -> str:
     for statement in ast.walk(function) if function is not None else ():
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if (
-                name in names and statement.lineno < spot.statement.lineno and re.search(r"\.item\(\)|\b(int|float)\(", _text(value))
+                name in names
+                and statement.lineno < spot.statement.lineno
+                and re.search(r"\.item\(\)|\b(int|float)\(", _text(value))
             ):
                 lines.append(f"{name} = {_condition(value)}  # a 0-dim tensor\n")
     return "".join(lines)
@@ -141,9 +179,9 @@ def _of_if(owner: ast.If, spot: Spot) -> str:
     match owner.body, owner.orelse:
         case [ast.Assign(targets=[ast.Name(id=name)], value=value)], []:
             return f"{name} = torch.where({condition}, {_text(value)}, {name})"
-        case [ast.Assign(targets=[ast.Name(id=name)], value=value)], [ast.Assign(targets=[ast.Name(id=other)], value=second)] if (
-            name == other
-        ):
+        case [ast.Assign(targets=[ast.Name(id=name)], value=value)], [
+            ast.Assign(targets=[ast.Name(id=other)], value=second)
+        ] if name == other:
             return f"{name} = torch.where({condition}, {_text(value)}, {_text(second)})"
         case [ast.Return(value=ast.expr() as value)], [ast.Return(value=ast.expr() as second)]:
             return f"return torch.where({condition}, {_text(value)}, {_text(second)})"
@@ -154,13 +192,27 @@ def _of_if(owner: ast.If, spot: Spot) -> str:
     inside = [n for s in owner.body + owner.orelse for n in ast.walk(s)]
     if any(isinstance(n, ast.Return | ast.Break | ast.Continue) for n in inside):
         return _WHERE  # it leaves more than the branch: a function or a loop
-    written = sorted({n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)})
+    written = sorted(
+        {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    )
     names = ", ".join(written) or "x"
     body = [line for s in owner.body for line in ast.unparse(s).splitlines()]
-    lines = [f"def when_true({names}):", *(f"    {line}" for line in (body if len(body) <= 3 else ["...  # the lines under the if"]))]
+    lines = [
+        f"def when_true({names}):",
+        *(
+            f"    {line}"
+            for line in (body if len(body) <= 3 else ["...  # the lines under the if"])
+        ),
+    ]
     lines.append(f"    return {names}")
-    otherwise = f"lambda {names}: {_tuple([f'{n}.clone()' for n in written or ['x']])}" if not owner.orelse else "when_false"
-    return "\n".join([*lines, f"{names} = torch.cond({condition}, when_true, {otherwise}, ({names},))"])
+    otherwise = (
+        f"lambda {names}: {_tuple([f'{n}.clone()' for n in written or ['x']])}"
+        if not owner.orelse
+        else "when_false"
+    )
+    return "\n".join(
+        [*lines, f"{names} = torch.cond({condition}, when_true, {otherwise}, ({names},))"]
+    )
 
 
 def _tuple(parts: list[str]) -> str:
@@ -201,7 +253,9 @@ class _Tensors(ast.NodeTransformer):
             case ast.Call(func=ast.Attribute(value=value, attr="item" | "tolist"), args=[]):
                 return value
             case ast.Call(func=ast.Attribute(attr="equal"), args=[first, second]):
-                return ast.Call(ast.Attribute(ast.Compare(first, [ast.Eq()], [second]), "all"), [], [])
+                return ast.Call(
+                    ast.Attribute(ast.Compare(first, [ast.Eq()], [second]), "all"), [], []
+                )
             case ast.Call(func=ast.Attribute(attr="allclose") as function, args=[_, _]):
                 function.attr = "isclose"
                 return ast.Call(ast.Attribute(node, "all"), [], [])
@@ -229,7 +283,9 @@ def _replaced(statement: ast.stmt, old: ast.expr, new: str) -> str:
         return new
     text, inner = ast.unparse(statement), ast.unparse(old)
     if inner in text:
-        return text.replace(f"({inner})" if f"({inner})" in text and not isinstance(old, ast.Call) else inner, new)
+        return text.replace(
+            f"({inner})" if f"({inner})" in text and not isinstance(old, ast.Call) else inner, new
+        )
     return new
 
 
@@ -239,23 +295,36 @@ def _replaced(statement: ast.stmt, old: ast.expr, new: str) -> str:
 def number(spot: Spot | None) -> str:
     """Return code that keeps a number taken out of a tensor as a tensor."""
     match spot.statement if spot is not None else None:
-        case ast.For(iter=ast.Call(func=ast.Name(id="range"), args=[count])) as loop if spot is not None:
+        case ast.For(iter=ast.Call(func=ast.Name(id="range"), args=[count])) as loop if (
+            spot is not None
+        ):
             index, name, after = "i", "x", "after_a_round"
             match loop:
-                case ast.For(target=ast.Name(id=index), body=[ast.Assign(targets=[ast.Name(id=name)], value=value)]):
+                case ast.For(
+                    target=ast.Name(id=index),
+                    body=[ast.Assign(targets=[ast.Name(id=name)], value=value)],
+                ):
                     after = _text(value)
-            return f"{_kept(count, spot)}for {index} {_ROUNDS}\n    {name} = torch.where({index} < {_condition(count)}, {after}, {name})"
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if spot is not None and not isinstance(value, ast.Compare):
+            return (
+                f"{_kept(count, spot)}for {index} {_ROUNDS}\n"
+                f"    {name} = torch.where({index} < {_condition(count)}, {after}, {name})"
+            )
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if (
+            spot is not None and not isinstance(value, ast.Compare)
+        ):
             kept = f"{name} = {_condition(value)}  # a 0-dim tensor"
             match spot.node:
                 case ast.Call(func=ast.Name(id="int")):
                     kept += (
-                        f"\ncounted = torch.arange(most, device={name}.device) < {name}  # instead of a size: a mask over `most` entries"
+                        "\n"
+                        f"counted = torch.arange(most, device={name}.device) < {name}  # instead"
+                        f" of a size: a mask over `most` entries"
                     )
             return kept
     return (
         "chosen = values[tensor_index]                       # an index may stay a tensor\n"
-        "mask = torch.arange(most, device=n.device) < n      # instead of a size n: a mask over `most` entries\n"
+        "mask = torch.arange(most, device=n.device) < n      # instead of a size n: a mask over"
+        " `most` entries\n"
         "total = (values * mask).sum() / n.clamp(min=1)"
     )
 
@@ -272,15 +341,27 @@ class _Numpy(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         match node:
-            case ast.Call(func=ast.Attribute(value=value, attr="numpy" | "cpu" | "detach" | "tolist" | "item"), args=[]):
+            case ast.Call(
+                func=ast.Attribute(
+                    value=value, attr="numpy" | "cpu" | "detach" | "tolist" | "item"
+                ),
+                args=[],
+            ):
                 return value
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="from_numpy"), args=[value]):
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="torch"), attr="from_numpy"), args=[value]
+            ):
                 return value
             case ast.Call(func=ast.Name(id="float"), args=[value]):
                 return value
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="np" | "numpy"), attr=name)) if hasattr(torch, name):
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="np" | "numpy"), attr=name)) if (
+                hasattr(torch, name)
+            ):
                 return ast.Call(ast.Attribute(ast.Name("torch"), name), node.args, node.keywords)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="copy"), attr="deepcopy" | "copy"), args=[value]):
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="copy"), attr="deepcopy" | "copy"),
+                args=[value],
+            ):
                 self.copies = True
                 return ast.Call(ast.Attribute(value, "clone"), [], [])
         return node
@@ -292,14 +373,19 @@ def values(spot: Spot | None) -> str:
         statement = spot.statement
         before = ast.unparse(statement)
         if re.search(r"\btorch\.load\(|\bnp\.load\(|\bopen\(", before):
-            return 'self.register_buffer("loaded", torch.load(path))  # in __init__\nself.loaded  # in forward'
+            return (
+                'self.register_buffer("loaded", torch.load(path))  # in __init__\nself.loaded  # in'
+                " forward"
+            )
         if isinstance(statement, ast.Expr):
             return f"{_GUARD}\n    {before}"
         if not hasattr(statement, "body"):
             torch_only = _Numpy()
             after = ast.unparse(torch_only.visit(ast.parse(before)))
             if after != before:
-                return after + ("  # a tensor; a module is copied in __init__" if torch_only.copies else "")
+                return after + (
+                    "  # a tensor; a module is copied in __init__" if torch_only.copies else ""
+                )
     return f"{_GUARD}\n    ...  # what needs values: prints, logs, plots"
 
 
@@ -314,13 +400,21 @@ def data(spot: Spot | None) -> str:
     text = ast.unparse(statement)
     match statement:
         case ast.Assign(targets=[ast.Attribute(value=owner, attr="data")], value=value):
-            return f"with torch.no_grad():\n    {_text(owner)}.copy_({_text(value).replace('.data', '')})"
+            return (
+                "with torch.no_grad():\n"
+                f"    {_text(owner)}.copy_({_text(value).replace('.data', '')})"
+            )
         case ast.Expr() | ast.AugAssign():
             return f"with torch.no_grad():\n    {text.replace('.data', '')}"
     return text.replace(".data", ".detach()") if not hasattr(statement, "body") else "x.detach()"
 
 
-_IN_PLACE: dict[type[ast.operator], str] = {ast.Add: "add_", ast.Sub: "sub_", ast.Mult: "mul_", ast.Div: "div_"}
+_IN_PLACE: dict[type[ast.operator], str] = {
+    ast.Add: "add_",
+    ast.Sub: "sub_",
+    ast.Mult: "mul_",
+    ast.Div: "div_",
+}
 
 
 def attribute(spot: Spot | None) -> str:
@@ -333,7 +427,10 @@ def attribute(spot: Spot | None) -> str:
                 change = f"{_IN_PLACE[type(operator)]}({_text(amount)})"
             case ast.Assign(value=assigned):
                 change = f"copy_({_text(assigned)})"
-    return f'self.register_buffer("{name}", torch.tensor(0))  # in __init__, with its first value\n{owner}.{name}.{change}  # in forward'
+    return (
+        f'self.register_buffer("{name}", torch.tensor(0))  # in __init__, with its first'
+        f" value\n{owner}.{name}.{change}  # in forward"
+    )
 
 
 _DRAWS = {
@@ -360,16 +457,29 @@ def outside(spot: Spot | None) -> str:
             return f"{_GUARD}\n    {text}"
         if isinstance(spot.node, ast.Call):
             inner = _text(spot.node)
-            return f"self.setting = {inner}  # in __init__, once\n{text.replace(inner, 'self.setting')}"
+            return (
+                f"self.setting = {inner}  # in __init__, once\n"
+                f"{text.replace(inner, 'self.setting')}"
+            )
     return 'batch["seen"]  # pass it in the batch, or keep it in a buffer of the model'
 
 
 def input_write(spot: Spot | None) -> str:
     """Return code with an out-of-place operator for a write to an input."""
     match spot.node if spot is not None else None:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) as call if spot is not None and method.endswith("_"):
-            kept = ast.unparse(ast.Call(ast.Attribute(ast.Name(name), method.rstrip("_")), call.args, call.keywords))
-            return f"{name} = {kept}" if isinstance(spot.statement, ast.Expr) else _replaced(spot.statement, call, kept)
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) as call if (
+            spot is not None and method.endswith("_")
+        ):
+            kept = ast.unparse(
+                ast.Call(
+                    ast.Attribute(ast.Name(name), method.rstrip("_")), call.args, call.keywords
+                )
+            )
+            return (
+                f"{name} = {kept}"
+                if isinstance(spot.statement, ast.Expr)
+                else _replaced(spot.statement, call, kept)
+            )
         case ast.Subscript(value=ast.Name(id=name)) if spot is not None:
             return f"{name} = {name}.clone()\n{ast.unparse(spot.statement)}"
     return "x = x.clone()  # before it is written to"
@@ -386,7 +496,8 @@ def parameter_write(spot: Spot | None) -> str:
         "class Constrained(nn.Module):\n"
         "    def forward(self, weight):\n"
         "        return weight.clamp(-1, 1)  # what the write does\n"
-        f'torch.nn.utils.parametrize.register_parametrization({owner}, "{name}", Constrained())  # in __init__'
+        f'torch.nn.utils.parametrize.register_parametrization({owner}, "{name}", Constrained())  #'
+        " in __init__"
     )
 
 
@@ -395,7 +506,11 @@ def parameter_write(spot: Spot | None) -> str:
 
 def operator_name(text: str) -> str:
     """Return the name "library::operator" in torch's message; a placeholder if it names none."""
-    found = re.search(r"\b([a-z_]\w*)(?:::|\.)(\w+?)(?:\.(?:default|Tensor|Scalar|out|\w+_\w+))?(?:[:>\s)]|$)", text, re.IGNORECASE)
+    found = re.search(
+        r"\b([a-z_]\w*)(?:::|\.)(\w+?)(?:\.(?:default|Tensor|Scalar|out|\w+_\w+))?(?:[:>\s)]|$)",
+        text,
+        re.IGNORECASE,
+    )
     quoted = re.search(r"(\w+)::(\w+)", text)
     chosen = quoted or found
     return f"{chosen[1]}::{chosen[2]}" if chosen else "my_library::my_operator"
@@ -409,7 +524,10 @@ def fake_kernel(text: str) -> str:
     name = operator_name(text)
     if name.startswith("aten::"):
         return custom_operator(name.partition("::")[2].lstrip("_"))
-    return f'@torch.library.register_fake("{name}")\ndef _(x):\n    return torch.empty_like(x)  # with the shape and dtype of the result'
+    return (
+        f'@torch.library.register_fake("{name}")\ndef _(x):\n    return torch.empty_like(x)  # with'
+        " the shape and dtype of the result"
+    )
 
 
 def custom_operator(name: str = "part") -> str:
@@ -455,27 +573,55 @@ def size(spot: Spot | None, text: str, name: str) -> str:
     if spot is not None and ".tolist()" in _text(spot.node):
         return number(None)
     match spot.node if spot is not None else None:
-        case ast.Call(func=ast.Name(id="len"), args=[value]) as call if spot is not None:  # in code that is in no module
+        # in code that is in no module
+        case ast.Call(func=ast.Name(id="len"), args=[value]) as call if spot is not None:
             lines.append(_replaced(spot.statement, call, f"{_text(value)}.shape[0]"))
         case ast.Call(func=ast.Name(id="int"), args=[value]) as call if spot is not None:
             lines.append(_replaced(spot.statement, call, _text(value)))
         case ast.Call(func=ast.Name(id="float"), args=[value]) as call if spot is not None:
             lines.append(_replaced(spot.statement, call, f"torch.sym_float({_text(value)})"))
-        case ast.ListComp(elt, [ast.comprehension(target, rows, [])]) | ast.GeneratorExp(elt, [ast.comprehension(target, rows, [])]):
+        case ast.ListComp(elt, [ast.comprehension(target, rows, [])]) | ast.GeneratorExp(
+            elt, [ast.comprehension(target, rows, [])]
+        ):
             lines.append(
-                f"torch.vmap(lambda {_text(target)}: {_text(elt)})({_text(rows)})  # or an operator over the dim, in place of the loop"
+                f"torch.vmap(lambda {_text(target)}: {_text(elt)})({_text(rows)})  # or an operator"
+                " over the dim, in place of the loop"
             )
-    if spot is not None and isinstance(loop := spot.statement, ast.For) and loop.iter is spot.node:  # over as many rows as the example has
-        lines.append(f"{_text(loop.iter)}.sum(0)  # an operator over the dim, or torch.vmap(f)({_text(loop.iter)}), in place of the loop")
-    if spot is not None and fixed is not None and isinstance(spot.node, ast.Call) and not hasattr(spot.statement, "body"):
+    # over as many rows as the example has
+    if spot is not None and isinstance(loop := spot.statement, ast.For) and loop.iter is spot.node:
+        lines.append(
+            f"{_text(loop.iter)}.sum(0)  # an operator over the dim, or"
+            f" torch.vmap(f)({_text(loop.iter)}), in place of the loop"
+        )
+    if (
+        spot is not None
+        and fixed is not None
+        and isinstance(spot.node, ast.Call)
+        and not hasattr(spot.statement, "body")
+    ):
         text_of_call = _text(spot.node)
         tensor = _text(spot.node.func.value) if isinstance(spot.node.func, ast.Attribute) else "x"
         if re.search(rf"\b{fixed[1]}\b", text_of_call) and tensor.isidentifier():
-            lines.append(re.sub(rf"\b{fixed[1]}\b", f"{tensor}.shape[{dim}]", ast.unparse(spot.statement), count=1))
+            lines.append(
+                re.sub(
+                    rf"\b{fixed[1]}\b",
+                    f"{tensor}.shape[{dim}]",
+                    ast.unparse(spot.statement),
+                    count=1,
+                )
+            )
     if declared is not None:
-        lines.append(f'Job(..., dynamic={{"{name}": {{{dim}: {declared[1]}}}}})  # these sizes and no others')
+        lines.append(
+            f'Job(..., dynamic={{"{name}": {{{dim}: {declared[1]}}}}})  # these sizes and no others'
+        )
     else:
-        lines.append(f'Job(..., dynamic={{"{name}": {{{dim}: Dim.STATIC}}}})  # the size of Job.batch and no other')
+        lines.append(
+            f'Job(..., dynamic={{"{name}": {{{dim}: Dim.STATIC}}}})  # the size of Job.batch and no'
+            " other"
+        )
     if at_fault is not None:
-        lines.append("freeze(job, path, apply_suggested_fixes=True)  # --apply-suggested-fixes: declares what torch suggests")
+        lines.append(
+            "freeze(job, path, apply_suggested_fixes=True)  # --apply-suggested-fixes: declares"
+            " what torch suggests"
+        )
     return "\n".join(lines)

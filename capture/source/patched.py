@@ -10,8 +10,32 @@ from typing import Any
 OPERATORS = "torch._higher_order_ops"
 """Module of torch with the operators that take functions."""
 _NOT_OF_MODELS = sys.stdlib_module_names | {
-    *("torch", "sympy", "mpmath", "numpy", "networkx", "scipy", "pandas", "pyarrow", "matplotlib", "sklearn"),
-    *("ray", "pydantic", "rich", "click", "requests", "urllib3", "aiohttp", "botocore", "google", "grpc", "huggingface_hub", "tokenizers"),
+    *(
+        "torch",
+        "sympy",
+        "mpmath",
+        "numpy",
+        "networkx",
+        "scipy",
+        "pandas",
+        "pyarrow",
+        "matplotlib",
+        "sklearn",
+    ),
+    *(
+        "ray",
+        "pydantic",
+        "rich",
+        "click",
+        "requests",
+        "urllib3",
+        "aiohttp",
+        "botocore",
+        "google",
+        "grpc",
+        "huggingface_hub",
+        "tokenizers",
+    ),
     *("pytest", "_pytest", "hypothesis"),
 }
 """Large packages that are often loaded and contain no model code."""
@@ -55,8 +79,13 @@ def renamed(replacements: Mapping[Callable[..., Any], object]) -> Iterator[None]
         if path not in _SEARCHED and not may_hold_models(path):
             continue
         names = getattr(module, "__dict__", {})
-        if not values.keys().isdisjoint(map(id, [*names.values()])):  # a list, since another thread may add to it
-            held = [(name, values[id(value)]) for name, value in names.copy().items() if id(value) in values]
+        # a list, since another thread may add to it
+        if not values.keys().isdisjoint(map(id, [*names.values()])):
+            held = [
+                (name, values[id(value)])
+                for name, value in names.copy().items()
+                if id(value) in values
+            ]
             places += [(module, name, value) for name, value in held if not name.startswith("__")]
     with contextlib.ExitStack() as stack:
         for module, name, value in places:

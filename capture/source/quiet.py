@@ -15,7 +15,11 @@ def quiet_torch() -> Iterator[None]:
 
     The exception has the details.
     """
-    loggers = [logging.getLogger(n) for n in logging.Logger.manager.loggerDict if n == "torch" or n.startswith("torch.")]
+    loggers = [
+        logging.getLogger(n)
+        for n in logging.Logger.manager.loggerDict
+        if n == "torch" or n.startswith("torch.")
+    ]
     before = [(found, found.disabled) for found in loggers]
     try:
         for found in loggers:
@@ -34,4 +38,7 @@ def ignore_torchs_warnings() -> None:
     """
     warnings.simplefilter("ignore", FutureWarning)  # torch uses its own deprecated names
     warnings.simplefilter("ignore", DeprecationWarning)
-    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # cond's tracer looks at it
+    # cond's tracer looks at it
+    warnings.filterwarnings(
+        "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"
+    )

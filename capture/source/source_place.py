@@ -82,7 +82,11 @@ def place_of_node(node: Node | None) -> str:
     The node's name if there is none.
     """
     trace = str(node.meta.get("stack_trace") or "") if node is not None else ""
-    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ") and '"<' not in line]
+    frames = [
+        line.strip()
+        for line in trace.splitlines()
+        if line.strip().startswith("File ") and '"<' not in line
+    ]
     return frames[-1] if frames else f"node {node}"
 
 
@@ -90,7 +94,12 @@ def place_of_function(function: object) -> Place | None:
     """Return the first line of a function; None if it has no source."""
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return (
-        Place(_shown(code.co_filename), code.co_firstlineno, code.co_name, linecache.getline(code.co_filename, code.co_firstlineno).strip())
+        Place(
+            _shown(code.co_filename),
+            code.co_firstlineno,
+            code.co_name,
+            linecache.getline(code.co_filename, code.co_firstlineno).strip(),
+        )
         if isinstance(code, CodeType)
         else None
     )
@@ -98,7 +107,9 @@ def place_of_function(function: object) -> Place | None:
 
 def place_in(code: CodeType, instruction: int) -> Place:
     """Return the expression of the instruction at this offset of the bytecode."""
-    line, last, column, end = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
+    line, last, column, end = next(
+        islice(code.co_positions(), instruction // 2, None), (None, None, None, None)
+    )
     if line is None:
         return Place(code.co_filename, code.co_firstlineno, code.co_name)
     return place_at(code.co_filename, code.co_name, (line, column or 0, last or line, end or 0))
@@ -116,7 +127,15 @@ def place_at(file: str, function: str, span: tuple[int, int, int, int]) -> Place
     stop = len(text.encode()[:end].decode(errors="ignore")) if last == line else len(text)
     source = text.strip()
     indent = len(text) - len(text.lstrip())
-    return Place(_shown(file), line, function, source, max(0, start - indent), max(0, min(stop - indent, len(source))), span)
+    return Place(
+        _shown(file),
+        line,
+        function,
+        source,
+        max(0, start - indent),
+        max(0, min(stop - indent, len(source))),
+        span,
+    )
 
 
 def _shown(file: str) -> str:

@@ -51,12 +51,22 @@ class _Failing(TorchFunctionMode):
         self.place: Place | None = None
         self.said = ""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
             named = re.search(r"Could not run '(\w+)::(\w+)'", str(error))
-            overload = getattr(getattr(getattr(torch.ops, named[1]), named[2]) if named is not None else func, "default", func)
+            overload = getattr(
+                getattr(getattr(torch.ops, named[1]), named[2]) if named is not None else func,
+                "default",
+                func,
+            )
             if not self.name and is_overload(overload):
                 self.name, self.place = operator_name(f"{overload} "), place_here()
                 self.arguments = tuple(argument.name for argument in overload._schema.arguments)
@@ -79,7 +89,10 @@ def without_kernel(function: nn.Module, batch: Mapping[str, Tensor]) -> CaptureE
     if not mode.name or mode.name.partition("::")[0] in _BUILT_IN:
         return None
     device = next(iter(batch.values())).device.type
-    sentence = f"the operator {mode.name} cannot run on {device.upper()} tensors, so the graph cannot be compared with eager mode"
+    sentence = (
+        f"the operator {mode.name} cannot run on {device.upper()} tensors, so the graph cannot be"
+        " compared with eager mode"
+    )
     code = (
         f'@torch.library.register_kernel("{mode.name}", "{device}")\n'
         f"def _({', '.join(mode.arguments)}):\n"
@@ -99,7 +112,11 @@ def no_raw_kernels() -> Iterator[None]:
     before = interface.__getitem__
 
     def refuse(kernel: Any, grid: Any) -> Any:
-        raise _raw(getattr(kernel, "__name__", "") or getattr(getattr(kernel, "fn", None), "__name__", "kernel"), place_here())
+        raise _raw(
+            getattr(kernel, "__name__", "")
+            or getattr(getattr(kernel, "fn", None), "__name__", "kernel"),
+            place_here(),
+        )
 
     interface.__getitem__ = refuse
     try:
@@ -125,10 +142,21 @@ def _raw(name: str, place: Place | None) -> CaptureError:
     named = "a Triton kernel" if name == "kernel" else f"the Triton kernel {name}"
     sentence = f"forward launches {named} directly, which a package cannot contain"
     return _error(
-        sentence, "Wrap it in an operator with torch.library.triton_op, which a graph can call by name.", _RAW.format(name=name), place
+        sentence,
+        "Wrap it in an operator with torch.library.triton_op, which a graph can call by name.",
+        _RAW.format(name=name),
+        place,
     )
 
 
-def _error(sentence: str, advice: str, code: str, place: Place | None, said: str = "") -> CaptureError:
+def _error(
+    sentence: str, advice: str, code: str, place: Place | None, said: str = ""
+) -> CaptureError:
     finding = Finding(OWN_KERNEL.anchor, sentence, advice, code, place)
-    return CaptureError(sentence, where="" if place is None else str(place), got=said, hint=advice, findings=[finding])
+    return CaptureError(
+        sentence,
+        where="" if place is None else str(place),
+        got=said,
+        hint=advice,
+        findings=[finding],
+    )

@@ -17,7 +17,12 @@ _ATEN = torch.ops.aten
 
 @torch.library.custom_op("trainload::ctc_loss", mutates_args=())
 def losses_and_gradient(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return each row's negative log likelihood, and its gradient.
 
@@ -34,12 +39,21 @@ def losses_and_gradient(
     """
     given = (log_probs.contiguous(), targets, input_lengths, target_lengths)
     losses, table = _ATEN._ctc_loss.Tensor(*given, blank, zero_infinity)
-    gradient = _ATEN._ctc_loss_backward.Tensor(torch.ones_like(losses), *given, losses, table, blank, zero_infinity)
+    gradient = _ATEN._ctc_loss_backward.Tensor(
+        torch.ones_like(losses), *given, losses, table, blank, zero_infinity
+    )
     return losses, gradient.clone(memory_format=torch.contiguous_format)
 
 
 @losses_and_gradient.register_fake
-def _(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Any:
+def _(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Any:
     return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(log_probs.shape)
 
 
@@ -69,12 +83,19 @@ def ctc_loss(
 
     The first has numbers for reductions.
     """
-    if log_probs.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(log_probs.device.type):
+    if log_probs.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(
+        log_probs.device.type
+    ):
         log_probs = log_probs.float()  # as autocast does on a CPU
     batched = log_probs.ndim == 3
-    lengths = [torch.as_tensor(given, device=log_probs.device).reshape(-1) for given in (input_lengths, target_lengths)]
+    lengths = [
+        torch.as_tensor(given, device=log_probs.device).reshape(-1)
+        for given in (input_lengths, target_lengths)
+    ]
     losses: Tensor
-    losses, _ = losses_and_gradient(log_probs if batched else log_probs.unsqueeze(1), targets, *lengths, blank, zero_infinity)
+    losses, _ = losses_and_gradient(
+        log_probs if batched else log_probs.unsqueeze(1), targets, *lengths, blank, zero_infinity
+    )
     if zero_infinity:
         losses = torch.where(losses == float("inf"), torch.zeros_like(losses), losses)
     if reduction in ("mean", 1):

@@ -24,11 +24,18 @@ def counted_average(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def forward(module: Any, x: Tensor) -> Tensor:
-        if module.momentum is not None or not module.training or not module.track_running_stats or module.num_batches_tracked is None:
+        if (
+            module.momentum is not None
+            or not module.training
+            or not module.track_running_stats
+            or module.num_batches_tracked is None
+        ):
             return original(module, x)
         module._check_input_dim(x)
         mean, variance = torch.zeros_like(module.running_mean), torch.zeros_like(module.running_var)
-        result = functional.batch_norm(x, mean, variance, module.weight, module.bias, True, 1.0, module.eps)
+        result = functional.batch_norm(
+            x, mean, variance, module.weight, module.bias, True, 1.0, module.eps
+        )
         with torch.no_grad():
             module.num_batches_tracked.add_(1)
             factor = 1.0 / module.num_batches_tracked.to(mean.dtype)

@@ -18,7 +18,9 @@ from torch.distributions import Dirichlet
 _ATEN = torch.ops.aten
 
 
-@torch.library.custom_op("trainload::dirichlet", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@torch.library.custom_op(
+    "trainload::dirichlet", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def dirichlet(concentration: Tensor) -> Tensor:
     """Draw Dirichlet variates: (..., k) concentrations -> (..., k), one variate in each row."""
     drawn: Tensor = _ATEN._sample_dirichlet.default(concentration)
@@ -76,7 +78,9 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 def _dirichlet_backward(ctx: Any, by_result: Tensor) -> tuple[Tensor, None]:
     concentration, x = ctx.saved_tensors
-    return dirichlet_gradient(concentration, x) * (by_result - (x * by_result).sum(-1, keepdim=True)), None
+    return dirichlet_gradient(concentration, x) * (
+        by_result - (x * by_result).sum(-1, keepdim=True)
+    ), None
 
 
 def _gamma_backward(ctx: Any, by_result: Tensor) -> tuple[Tensor, None]:

@@ -27,7 +27,8 @@ def lengths() -> Iterator[None]:
     """
     spaces = [
         vars(module)
-        for path, module in list[tuple[str, Any]](sys.modules.items())  # sys.modules may hold any object
+        # sys.modules may hold any object
+        for path, module in list[tuple[str, Any]](sys.modules.items())
         # by its type: objects of cffi (OpenSSL's functions, for one) claim to be modules, but
         # accept no attributes
         if issubclass(type(module), ModuleType)

@@ -18,7 +18,9 @@ from torch.fx.experimental import symbolic_shapes
 
 from trainload.capture.substitutes.ctc import ctc_loss
 
-_hint: Callable[[Any], int] = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int  # type: ignore[attr-defined]  # its name before torch 2.13
+_hint: Callable[[Any], int] = (
+    getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int  # type: ignore[attr-defined]  # its name before torch 2.13
+)
 _FEW = 25
 """torch computes distances by a matrix product above this number of rows."""
 
@@ -34,13 +36,19 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     """
     size: Any = x.shape[dim]
     if isinstance(size, int) or not (
-        symbolic_shapes.statically_known_true(size % chunks == 0) or (len(symbolic_shapes.free_symbols(size)) > 1 and size % chunks == 0)
+        symbolic_shapes.statically_known_true(size % chunks == 0)
+        or (len(symbolic_shapes.free_symbols(size)) > 1 and size % chunks == 0)
     ):
         return torch.chunk(x, chunks, dim)
     return torch.split(x, [size // chunks] * chunks, dim)
 
 
-def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
+def _cdist(
+    x1: Tensor,
+    x2: Tensor,
+    p: float = 2.0,
+    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+) -> Tensor:
     """Compute distances with the method that torch uses for the example's number of rows."""
     if p == 2 and compute_mode == "use_mm_for_euclid_dist_if_necessary":
         rows: tuple[Any, Any] = (x1.shape[-2], x2.shape[-2])
@@ -60,7 +68,13 @@ def _take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tenso
     return x.expand(across).gather(dim, indices.expand(along))
 
 
-def _cov(x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+def _cov(
+    x: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
     """Compute a covariance without weights; torch checks the values of weights."""
     if fweights is not None or aweights is not None:
         return torch.cov(x, correction=correction, fweights=fweights, aweights=aweights)
@@ -70,7 +84,12 @@ def _cov(x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, awei
 
 
 def _gaussian_nll(
-    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
 ) -> Tensor:
     """Compute the loss without torch's check that no variance is negative.
 
@@ -80,7 +99,9 @@ def _gaussian_nll(
         return nn.functional.gaussian_nll_loss(input, target, var, full, eps, reduction)
     var = var.unsqueeze(-1) if var.ndim < input.ndim else var
     raised = var + (var.clamp(min=eps) - var).detach()
-    loss = 0.5 * (raised.log() + (input - target) ** 2 / raised) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    loss = 0.5 * (raised.log() + (input - target) ** 2 / raised) + (
+        0.5 * math.log(2 * math.pi) if full else 0.0
+    )
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
@@ -135,13 +156,24 @@ def module_to(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *(kwargs[name] for name in ("device", "dtype") if kwargs.get(name) is not None)]
+        given = [
+            *args,
+            *(kwargs[name] for name in ("device", "dtype") if kwargs.get(name) is not None),
+        ]
         tensors = [x for x in given if isinstance(x, Tensor)]
         dtypes = {x for x in given if isinstance(x, torch.dtype)} | {x.dtype for x in tensors}
-        devices = {torch.device(x) for x in given if isinstance(x, str | torch.device)} | {x.device for x in tensors}
+        devices = {torch.device(x) for x in given if isinstance(x, str | torch.device)} | {
+            x.device for x in tensors
+        }
         held = [*self.parameters(), *self.buffers()]
-        known = all(isinstance(x, Tensor | torch.dtype | str | torch.device | bool) for x in given) and "memory_format" not in kwargs
-        same = all((not value.is_floating_point() or dtypes <= {value.dtype}) and devices <= {value.device} for value in held)
+        known = (
+            all(isinstance(x, Tensor | torch.dtype | str | torch.device | bool) for x in given)
+            and "memory_format" not in kwargs
+        )
+        same = all(
+            (not value.is_floating_point() or dtypes <= {value.dtype}) and devices <= {value.device}
+            for value in held
+        )
         return self if known and same else original(self, *args, **kwargs)
 
     return to

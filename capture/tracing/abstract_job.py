@@ -15,7 +15,13 @@ from trainload.capture.job.hollow import hollow
 from trainload.capture.job.inputs import leaves_of, rebuild
 from trainload.capture.job.tensor_classes import has_values
 from trainload.capture.program import GraphCapture, Program
-from trainload.capture.tracing.structure import difference, parameter_count, pattern, structure_of, trainable_patterns
+from trainload.capture.tracing.structure import (
+    difference,
+    parameter_count,
+    pattern,
+    structure_of,
+    trainable_patterns,
+)
 from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CaptureError, JobError
 
@@ -53,33 +59,47 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
     """
     if any(graph.feeds for graph in job.graphs.values()):
         raise JobError(
-            "the graphs of an abstract job cannot feed one another, because the inputs would have to be computed",
+            "the graphs of an abstract job cannot feed one another, because the inputs would have"
+            " to be computed",
             where="Job.graphs",
             hint="Freeze the job with weights.",
         )
     with hollow(job.model), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".* parameters get no gradient from the loss")  # the reduced job warned already
+        # the reduced job warned already
+        warnings.filterwarnings("ignore", message=r".* parameters get no gradient from the loss")
         program = capture(with_real_batch(job), None)
     trained = trainable_patterns(reduced)
-    parameters = tuple(replace(p, trainable=p.trainable and trained.get(pattern(p.name), p.trainable)) for p in program.parameters)
-    graphs = {name: _as_in(reduced.graphs.get(name), graph, program) for name, graph in program.graphs.items()}
+    parameters = tuple(
+        replace(p, trainable=p.trainable and trained.get(pattern(p.name), p.trainable))
+        for p in program.parameters
+    )
+    graphs = {
+        name: _as_in(reduced.graphs.get(name), graph, program)
+        for name, graph in program.graphs.items()
+    }
     program = replace(program, graphs=graphs, parameters=parameters, state={})
     found = difference(program, reduced)
     if found is not None:
         raise CaptureError(
-            "the abstract program differs from the reduced one in more than sizes and repetition, so nothing is proven about it",
+            "the abstract program differs from the reduced one in more than sizes and repetition,"
+            " so nothing is proven about it",
             where=found.where,
             expected=f"as in the reduced job: {found.reduced}",
             got=found.abstract,
-            hint="Build the reduced job from the same code and settings, so that it takes every branch that the abstract one takes: "
-            "smaller sizes, fewer layers of each kind, the same ratios (heads to key-value heads) where code depends on them.",
+            hint=(
+                "Build the reduced job from the same code and settings, so that it takes every"
+                " branch that the abstract one takes: smaller sizes, fewer layers of each kind, the"
+                " same ratios (heads to key-value heads) where code depends on them."
+            ),
         )
     return program, AbstractProof(parameter_count(reduced), structure_of(program))
 
 
 def _as_in(reduced: GraphCapture | None, graph: GraphCapture, program: Program) -> GraphCapture:
     """Return the graph with the properties measured on its counterpart in the reduced job."""
-    return replace(graph, reached=_reached(reduced, program), coupled=reduced is not None and reduced.coupled)
+    return replace(
+        graph, reached=_reached(reduced, program), coupled=reduced is not None and reduced.coupled
+    )
 
 
 def _reached(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] | None:
@@ -87,17 +107,30 @@ def _reached(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] 
     if reduced is None or reduced.reached is None:
         return None
     patterns = {pattern(name) for name in reduced.reached}
-    return tuple(sorted(p.name for p in program.parameters if p.alias_of is None and p.trainable and pattern(p.name) in patterns))
+    return tuple(
+        sorted(
+            p.name
+            for p in program.parameters
+            if p.alias_of is None and p.trainable and pattern(p.name) in patterns
+        )
+    )
 
 
 def with_real_batch(job: Job) -> Job:
     """Return the job with zeros in place of the example tensors that have no values."""
-    return replace(job, batch=_real(job.batch), variants={name: _real(batch) for name, batch in job.variants.items()})
+    return replace(
+        job,
+        batch=_real(job.batch),
+        variants={name: _real(batch) for name, batch in job.variants.items()},
+    )
 
 
 def _real(batch: Batch) -> Batch:
     leaves = leaves_of(batch, values=False)
     if all(has_values(leaf) for leaf in leaves.values()):
         return batch
-    made = {name: leaf if has_values(leaf) else torch.zeros(leaf.shape, dtype=leaf.dtype) for name, leaf in leaves.items()}
+    made = {
+        name: leaf if has_values(leaf) else torch.zeros(leaf.shape, dtype=leaf.dtype)
+        for name, leaf in leaves.items()
+    }
     return rebuild(batch, made)

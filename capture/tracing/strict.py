@@ -82,7 +82,12 @@ def export_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
         ignore_torchs_warnings()
         # torch only warns when strict tracing would write to a module's Python state
         warnings.filterwarnings("error", message=r"While compiling, we found certain side effects")
-        exported = torch.export.export(target.function, (batch,), dynamic_shapes=({name: shapes[name] for name in batch},), strict=True)
+        exported = torch.export.export(
+            target.function,
+            (batch,),
+            dynamic_shapes=({name: shapes[name] for name in batch},),
+            strict=True,
+        )
     check_no_wrapped_kernels(exported.graph_module)
     _check_graph(exported, target)
     _check_sizes(exported, batch, shapes)
@@ -108,7 +113,10 @@ def _check_nothing_dropped(target: Target, batch: dict[str, Tensor]) -> None:
         _check_no_marks(function, batch)
     for deed in watched.deeds:
         if deed.cause is not VALUES:
-            raise _lost(f"{deed.cause.sentence} ({deed.detail})" if deed.detail else deed.cause.sentence, deed.place)
+            raise _lost(
+                f"{deed.cause.sentence} ({deed.detail})" if deed.detail else deed.cause.sentence,
+                deed.place,
+            )
 
 
 def _check_no_marks(function: Traced, batch: dict[str, Tensor]) -> None:
@@ -145,9 +153,16 @@ def _watching(function: Traced, seen: _Marks) -> Iterator[None]:
 @contextmanager
 def _run(model: nn.Module, seen: _Marks) -> Iterator[None]:
     with _Audit(seen).tracing(model, {}):
-        held = [(module, name, value) for module in model.modules() for name, value in module._buffers.items() if value is not None]
+        held = [
+            (module, name, value)
+            for module in model.modules()
+            for name, value in module._buffers.items()
+            if value is not None
+        ]
         yield
-        changed = next((name for module, name, value in held if module._buffers.get(name) is not value), None)
+        changed = next(
+            (name for module, name, value in held if module._buffers.get(name) is not value), None
+        )
         if changed is not None:
             seen.found.append(_lost(f"forward assigns a new tensor to the buffer {changed}", None))
 
@@ -159,7 +174,13 @@ class _Marks(TorchFunctionMode):
         super().__init__()
         self.found: list[CaptureError] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if getattr(func, "namespace", "") == marks.NAMESPACE:
             self.found.append(_lost(_mark_in_words(func, args), place_here()))
             raise self.found[-1]
@@ -174,7 +195,9 @@ class _Audit(Watch):
         self._seen = seen
 
     def _apply(self, cls: type, *args: Any, **kwargs: Any) -> Any:
-        self._seen.found.append(_lost(f"forward calls the autograd function {cls.__name__}", place_here()))
+        self._seen.found.append(
+            _lost(f"forward calls the autograd function {cls.__name__}", place_here())
+        )
         raise self._seen.found[-1]
 
     def _saved_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +206,11 @@ class _Audit(Watch):
         def enter(context: Any) -> Any:
             if type(context).__module__ != CHECKPOINT_MODULE:
                 self._seen.found.append(
-                    _lost(f"forward changes the tensors that are saved for backward ({type(context).__name__})", place_here())
+                    _lost(
+                        "forward changes the tensors that are saved for backward"
+                        f" ({type(context).__name__})",
+                        place_here(),
+                    )
                 )
                 raise self._seen.found[-1]
             return marked(context)
@@ -201,7 +228,9 @@ def _mark_in_words(mark: Any, args: tuple[Any, ...]) -> str:
 
 def _lost(what: str, place: Place | None) -> CaptureError:
     return CaptureError(
-        f"torch.export's strict mode would lose part of the model: {what}", where="" if place is None else str(place), hint=_CURE
+        f"torch.export's strict mode would lose part of the model: {what}",
+        where="" if place is None else str(place),
+        hint=_CURE,
     )
 
 
@@ -212,14 +241,27 @@ def _check_graph(exported: ExportedProgram, target: Target) -> None:
     """Check that a strict graph contains nothing unwatched, and no state that the model lacks."""
     for node in calls_in(exported.graph_module):
         if is_higher_order(node.target):
-            raise _unsound(f"its graph contains the operator {node.target}, whose bodies were not checked")
+            raise _unsound(
+                f"its graph contains the operator {node.target}, whose bodies were not checked"
+            )
         if getattr(node.target, "_opname", "") in _READ:
             raise _unsound("its graph reads a number from a tensor")
     model = target.function.model
-    names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    names = {
+        name
+        for name, _ in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    }
     for spec in exported.graph_signature.input_specs:
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).removeprefix("model.") not in names:
-            raise _unsound(f"its graph has the parameter or buffer {spec.target}, which is not in the model")
+        if (
+            spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+            and str(spec.target).removeprefix("model.") not in names
+        ):
+            raise _unsound(
+                f"its graph has the parameter or buffer {spec.target}, which is not in the model"
+            )
     if len(exported.graph_signature.user_outputs) != len(target.function.signature.outputs):
         raise _unsound("its graph returns a different number of values from the model")
 
@@ -231,10 +273,14 @@ def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Sh
 
     Conditions on sizes that are left to torch become the graph's guard, as in non-strict mode.
     """
-    values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    values = {
+        node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"
+    }
     declared: dict[str, str] = {}
     environment: Any = None
-    for (name, tensor), node in zip(batch.items(), exported.graph_signature.user_inputs, strict=True):
+    for (name, tensor), node in zip(
+        batch.items(), exported.graph_signature.user_inputs, strict=True
+    ):
         value: Any = values[str(node)]
         environment = value.fake_mode.shape_env
         for dim in range(tensor.ndim):
@@ -255,8 +301,12 @@ def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Sh
 
 
 def _words(text: str) -> set[str]:
-    return set("".join(letter if letter.isalnum() or letter == "_" else " " for letter in text).split())
+    return set(
+        "".join(letter if letter.isalnum() or letter == "_" else " " for letter in text).split()
+    )
 
 
 def _unsound(what: str) -> CaptureError:
-    return CaptureError(f"torch.export's strict mode cannot be used for this model: {what}", hint=_CURE)
+    return CaptureError(
+        f"torch.export's strict mode cannot be used for this model: {what}", hint=_CURE
+    )

@@ -65,7 +65,13 @@ def structure_of(program: Program) -> str:
 
     It covers its graphs, and the names, ranks and dtypes of its state and inputs.
     """
-    text = json.dumps([_declared(program), {name: _tree(graph).digest for name, graph in sorted(program.graphs.items())}], sort_keys=True)
+    text = json.dumps(
+        [
+            _declared(program),
+            {name: _tree(graph).digest for name, graph in sorted(program.graphs.items())},
+        ],
+        sort_keys=True,
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -88,10 +94,14 @@ def _declared(program: Program) -> dict[str, str]:
     for p in program.parameters:
         alias = "" if p.alias_of is None else f", tied to {pattern(p.alias_of)}"
         trained = "trained" if p.trainable else "not trained"
-        found.setdefault(f"parameter {pattern(p.name)}", set()).add(f"{p.dtype} of {len(p.shape)} dims, {trained}{alias}")
+        found.setdefault(f"parameter {pattern(p.name)}", set()).add(
+            f"{p.dtype} of {len(p.shape)} dims, {trained}{alias}"
+        )
     for b in program.buffers:
         kept = "persistent" if b.persistent else "not persistent"
-        found.setdefault(f"buffer {pattern(b.name)}", set()).add(f"{b.dtype} of {len(b.shape)} dims, {kept}")
+        found.setdefault(f"buffer {pattern(b.name)}", set()).add(
+            f"{b.dtype} of {len(b.shape)} dims, {kept}"
+        )
     for name, graph in program.graphs.items():
         found[f"graph {name}"] = {"captured"}
         for i in graph.inputs:
@@ -106,7 +116,11 @@ def _tree(graph: GraphCapture) -> _Call:
     root = _Call("")
     placeholders = [node for node in graph.exported.graph.nodes if node.op == "placeholder"]
     names = {
-        node: f"input {node.name}" if spec.kind is InputKind.USER_INPUT else "constant" if spec.target is None else pattern(spec.target)
+        node: f"input {node.name}"
+        if spec.kind is InputKind.USER_INPUT
+        else "constant"
+        if spec.target is None
+        else pattern(spec.target)
         for node, spec in zip(placeholders, graph.exported.graph_signature.input_specs, strict=True)
     }
     _fill(root, graph.exported.graph_module, names)
@@ -125,13 +139,18 @@ def _fill(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
             names.setdefault(node, f"operand {len(names)}")
         if node.op != "call_function":
             continue
-        stack = [(key, str(path)) for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if path and path != key]
+        stack = [
+            (key, str(path))
+            for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items()
+            if path and path != key
+        ]
         same = 0
         while same < min(len(stack), len(open_calls)) and open_calls[same][0] == stack[same][0]:
             same += 1
         del open_calls[same:]
         for key, path in stack[same:]:
-            call = _Call(path.removeprefix("model").removeprefix("."))  # the model is a submodule of the traced module
+            # the model is a submodule of the traced module
+            call = _Call(path.removeprefix("model").removeprefix("."))
             (open_calls[-1][1] if open_calls else root).events.append(call)
             open_calls.append((key, call))
         here = open_calls[-1][1] if open_calls else root
@@ -145,7 +164,11 @@ def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iter
     inputs = _inputs_of_body(node, bodies, names)
     schema = node.target._schema.arguments if is_overload(node.target) else ()
     called = [*(argument.name for argument in schema), *[""] * len(node.args)]
-    taken = [(a, name) for a, name in zip(node.args, called, strict=False) if inputs is None or not isinstance(a, Node)]
+    taken = [
+        (a, name)
+        for a, name in zip(node.args, called, strict=False)
+        if inputs is None or not isinstance(a, Node)
+    ]
     given = [_argument(a, names, name) for a, name in taken]
     given += [f"{name}={_argument(a, names, name)}" for name, a in sorted(node.kwargs.items())]
     yield f"{node.target}({', '.join(given)}) -> {_value(node.meta.get('val'))}"
@@ -155,7 +178,9 @@ def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iter
         yield call
 
 
-def _inputs_of_body(node: Node, bodies: Mapping[Node, GraphModule], names: Mapping[Node, str]) -> dict[Node, str] | None:
+def _inputs_of_body(
+    node: Node, bodies: Mapping[Node, GraphModule], names: Mapping[Node, str]
+) -> dict[Node, str] | None:
     """Return descriptions of the inputs of an operator's graph, or None.
 
     Only for an operator that calls one graph once with its own operands: a region under autocast,
@@ -180,7 +205,9 @@ def _argument(value: Any, names: Mapping[Node, str], called: str = "") -> str:
         return names.get(value, "a graph or a constant")
     if isinstance(value, list | tuple):
         return f"[{', '.join(sorted({_argument(v, names) for v in value}))}]"
-    if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool):
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(
+        value, bool
+    ):
         return "number"
     return str(value)
 
@@ -235,11 +262,19 @@ def _parting(ours: _Call, theirs: _Call) -> Difference | None:
     if ours.digest == theirs.digest:
         return None
     for ours_event, theirs_event in zip(ours.events, theirs.events, strict=False):
-        if isinstance(ours_event, _Call) and isinstance(theirs_event, _Call) and pattern(ours_event.path) == pattern(theirs_event.path):
+        if (
+            isinstance(ours_event, _Call)
+            and isinstance(theirs_event, _Call)
+            and pattern(ours_event.path) == pattern(theirs_event.path)
+        ):
             found = _parting(ours_event, theirs_event)
             if found is not None:
                 return found
-        elif isinstance(ours_event, _Call) or isinstance(theirs_event, _Call) or ours_event != theirs_event:
+        elif (
+            isinstance(ours_event, _Call)
+            or isinstance(theirs_event, _Call)
+            or ours_event != theirs_event
+        ):
             return Difference(_where(ours), _told(ours_event), _told(theirs_event))
     rest = len(theirs.events), len(ours.events)
     longer = ours.events[rest[0]] if rest[0] < rest[1] else None

@@ -52,22 +52,44 @@ def graphs_of(job: Job) -> dict[str, Graph]:
     if not job.graphs:
         if job.optimizer is None:
             raise JobError(
-                "the job has no optimizer", where="Job.optimizer", hint="Pass a function that takes the model and returns an optimizer."
+                "the job has no optimizer",
+                where="Job.optimizer",
+                hint="Pass a function that takes the model and returns an optimizer.",
             )
         if job.loop is not None:
-            raise JobError("a loop requires graphs", where="Job.loop", hint='Specify them: Job(graphs={"name": Graph(loss=...)}).')
+            raise JobError(
+                "a loop requires graphs",
+                where="Job.loop",
+                hint='Specify them: Job(graphs={"name": Graph(loss=...)}).',
+            )
         return {MAIN: Graph(loss=job.loss)}
     if job.loss is not None:
-        raise JobError("loss cannot be combined with graphs", where="Job.loss", hint="Pass it as the loss of one of the graphs.")
+        raise JobError(
+            "loss cannot be combined with graphs",
+            where="Job.loss",
+            hint="Pass it as the loss of one of the graphs.",
+        )
     before: dict[str, Graph] = {}
     for name, graph in job.graphs.items():
         where = f"Job.graphs[{name!r}]"
         _check_name(name, where)
         if (graph.loss is None) == (graph.compute is None):
-            raise JobError("a graph needs either a loss or a compute function", where=where, expected="exactly one of loss and compute")
-        trained = [option for option in ("optimizer", "schedule", "clip_norm", "clip_value", "ema") if getattr(graph, option) is not None]
+            raise JobError(
+                "a graph needs either a loss or a compute function",
+                where=where,
+                expected="exactly one of loss and compute",
+            )
+        trained = [
+            option
+            for option in ("optimizer", "schedule", "clip_norm", "clip_value", "ema")
+            if getattr(graph, option) is not None
+        ]
         if graph.compute is not None and trained:
-            raise JobError("a graph without a loss cannot be trained", where=f"{where}.{trained[0]}", hint="Omit it.")
+            raise JobError(
+                "a graph without a loss cannot be trained",
+                where=f"{where}.{trained[0]}",
+                hint="Omit it.",
+            )
         if graph.loss is not None and graph.optimizer is None and job.optimizer is None:
             raise JobError(
                 "no optimizer is specified for this loss",
@@ -81,20 +103,27 @@ def graphs_of(job: Job) -> dict[str, Graph]:
                 hint="Give the graph its own optimizer.",
             )
         for entry, source in graph.feeds.items():
-            if not entry.isidentifier() or any(entry in batch for batch in (job.batch, *job.variants.values())):
+            if not entry.isidentifier() or any(
+                entry in batch for batch in (job.batch, *job.variants.values())
+            ):
                 raise JobError(
-                    "a fed input needs a valid identifier that is not already in the batch", where=f"{where}.feeds", got=repr(entry)
+                    "a fed input needs a valid identifier that is not already in the batch",
+                    where=f"{where}.feeds",
+                    got=repr(entry),
                 )
             if source.partition(".")[0] not in before or not source.partition(".")[2]:
                 raise JobError(
                     "a graph can only be fed by an output of an earlier graph",
                     where=f"{where}.feeds[{entry!r}]",
-                    expected=", ".join(f"{other}.OUTPUT" for other in before) or "an output of an earlier graph in Job.graphs",
+                    expected=", ".join(f"{other}.OUTPUT" for other in before)
+                    or "an output of an earlier graph in Job.graphs",
                     got=repr(source),
                 )
         before[name] = graph
     if all(graph.loss is None for graph in before.values()):
-        raise JobError("no graph has a loss", where="Job.graphs", hint="Specify one: Graph(loss=...).")
+        raise JobError(
+            "no graph has a loss", where="Job.graphs", hint="Specify one: Graph(loss=...)."
+        )
     return before
 
 
@@ -118,22 +147,41 @@ def targets_of(job: Job) -> tuple[Target, ...]:
         needed = {source for graph in graphs.values() for source in graph.feeds.values()}
         for name, graph in graphs.items():
             where = f"Job.graphs[{name!r}]" if job.graphs else "Job"
-            given = _selected(job, batch, graph.inputs, f"{where}.inputs") | {e: outputs[source] for e, source in graph.feeds.items()}
+            given = _selected(job, batch, graph.inputs, f"{where}.inputs") | {
+                e: outputs[source] for e, source in graph.feeds.items()
+            }
             function: Traced
             if graph.compute is not None:
-                function = TensorsFunction(job.model, given, graph.compute, OutputRole.OUTPUT, f"{where}.compute")
+                function = TensorsFunction(
+                    job.model, given, graph.compute, OutputRole.OUTPUT, f"{where}.compute"
+                )
                 found.append(Target(name, Mode.COMPUTE, variant, function, given))
             else:
                 function = StepFunction(job.model, given, graph.loss, f"{where}.loss")
-                found += [Target(name, mode, variant, function, given) for mode in (Mode.TRAIN, Mode.EVAL)]
+                found += [
+                    Target(name, mode, variant, function, given) for mode in (Mode.TRAIN, Mode.EVAL)
+                ]
             if any(source.startswith(f"{name}.") for source in needed):
-                outputs |= {f"{name}.{output}": value for output, value in _outputs(function, given)}
-                lacking = sorted(source for source in needed if source.startswith(f"{name}.") and source not in outputs)
+                outputs |= {
+                    f"{name}.{output}": value for output, value in _outputs(function, given)
+                }
+                lacking = sorted(
+                    source
+                    for source in needed
+                    if source.startswith(f"{name}.") and source not in outputs
+                )
                 if lacking:
-                    raise JobError("a graph is fed by an unknown output", where="Job.graphs", expected=str(sorted(outputs)), got=lacking[0])
+                    raise JobError(
+                        "a graph is fed by an unknown output",
+                        where="Job.graphs",
+                        expected=str(sorted(outputs)),
+                        got=lacking[0],
+                    )
         if job.predict is not None:
             given = _selected(job, batch, job.predict_inputs, "Job.predict_inputs")
-            function = TensorsFunction(job.model, given, job.predict, OutputRole.PREDICTION, "Job.predict")
+            function = TensorsFunction(
+                job.model, given, job.predict, OutputRole.PREDICTION, "Job.predict"
+            )
             found.append(Target(MAIN, Mode.PREDICT, variant, function, given))
     return tuple(found)
 
@@ -154,8 +202,16 @@ def example_of(job: Job, target: Target) -> tuple[dict[str, Tensor], Shapes]:
         for name, leaf in leaves_of(batch).items():
             ndims[name] = max(leaf.ndim, ndims.get(name, 0))
     said = {name: dims for name, dims in job.dynamic.items() if name in whole or name not in ndims}
-    for name in [name for name in said if isinstance(said[name], Mapping) and name in ndims and ndims[name] > whole[name].ndim]:
-        said[name] = {dim: spec for dim, spec in said[name].items() if dim < whole[name].ndim or dim >= ndims[name]}
+    for name in [
+        name
+        for name in said
+        if isinstance(said[name], Mapping) and name in ndims and ndims[name] > whole[name].ndim
+    ]:
+        said[name] = {
+            dim: spec
+            for dim, spec in said[name].items()
+            if dim < whole[name].ndim or dim >= ndims[name]
+        }
     shapes = declared_shapes(said, whole)
     return {name: whole[name].detach().contiguous() for name in target.function.inputs}, shapes
 
@@ -165,12 +221,17 @@ def _check_name(name: str, where: str) -> None:
         raise JobError(
             "invalid name",
             where=where,
-            expected=f"up to 32 lowercase letters, digits and underscores, and none of {', '.join(sorted(RESERVED))}",
+            expected=(
+                "up to 32 lowercase letters, digits and underscores, and none of"
+                f" {', '.join(sorted(RESERVED))}"
+            ),
             got=repr(name),
         )
 
 
-def _selected(job: Job, batch: Mapping[str, Any], names: Collection[str] | None, where: str) -> dict[str, Any]:
+def _selected(
+    job: Job, batch: Mapping[str, Any], names: Collection[str] | None, where: str
+) -> dict[str, Any]:
     """Return the entries of one of the job's batches that a function reads.
 
     Entries that only other variants have are left out.
@@ -180,13 +241,23 @@ def _selected(job: Job, batch: Mapping[str, Any], names: Collection[str] | None,
     known = set(job.batch).union(*job.variants.values())
     unknown = sorted(set(names) - known)
     if unknown:
-        raise JobError("names inputs that are not in the batch", where=where, expected=f"some of {sorted(known)}", got=str(unknown))
+        raise JobError(
+            "names inputs that are not in the batch",
+            where=where,
+            expected=f"some of {sorted(known)}",
+            got=str(unknown),
+        )
     return {name: value for name, value in batch.items() if name in set(names)}
 
 
 def _outputs(function: Traced, batch: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, value) of a function's outputs for other graphs, on an example."""
-    with modes_kept(function.model) as set_training, state_kept(function.model), replaying(False, 0), torch.no_grad():
+    with (
+        modes_kept(function.model) as set_training,
+        state_kept(function.model),
+        replaying(False, 0),
+        torch.no_grad(),
+    ):
         set_training(False)
         values = function.run(rebuild(batch, leaves_of(batch)))
     for spec, value in zip(function.signature.outputs, values, strict=True):

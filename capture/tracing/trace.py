@@ -18,7 +18,14 @@ from trainload.capture.job.declared_sizes import Shapes, warn_of_special_lengths
 from trainload.capture.job.definition import Job
 from trainload.capture.job.flat_function import Around, Traced, nothing_around
 from trainload.capture.job.leading_rows import arranged
-from trainload.capture.job.model_state import buffer_specs, check_model, modes_kept, parameter_specs, state_kept, state_of
+from trainload.capture.job.model_state import (
+    buffer_specs,
+    check_model,
+    modes_kept,
+    parameter_specs,
+    state_kept,
+    state_of,
+)
 from trainload.capture.job.shared_memory import check_same_memory
 from trainload.capture.operators import graphs_in, is_overload
 from trainload.capture.parity.parity import check_parity
@@ -74,32 +81,45 @@ def capture(
                 warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
             set_training(target.training)
             target.function.runs = check is not None
-            given = kept.setdefault(target.name, []) if kept is not None and target.training else None
+            given = (
+                kept.setdefault(target.name, []) if kept is not None and target.training else None
+            )
             proven = _capture_graph(target, batch, shapes, check, given, strict)
             graphs[target.name] = proven.captured
             constants |= proven.constants
             if target.training:
                 unreached[target.name] = proven.without_gradient
             for each in targets:
-                each.function.differentiates = each.function.differentiates or differentiates(proven.captured.exported.graph_module)
+                each.function.differentiates = each.function.differentiates or differentiates(
+                    proven.captured.exported.graph_module
+                )
         set_training(True)  # an overridden train() may change which parameters are trained
         _check_variants(graphs.values())
         without_gradient = set[str].intersection(*unreached.values())
         graphs |= {
-            name: replace(graphs[name], reached=_reached(model, found)) for name, found in unreached.items() if found - without_gradient
+            name: replace(graphs[name], reached=_reached(model, found))
+            for name, found in unreached.items()
+            if found - without_gradient
         }
         if without_gradient:
             warnings.warn(
-                f"{len(without_gradient)} parameters get no gradient from the loss and are not trained: "
-                f"{', '.join(sorted(without_gradient))}. "
-                "See docs/capture.md#parameter-without-a-gradient.",
+                f"{len(without_gradient)} parameters get no gradient from the loss and are not"
+                f" trained: {', '.join(sorted(without_gradient))}. See"
+                " docs/capture.md#parameter-without-a-gradient.",
                 stacklevel=2,
             )
         parameters = parameter_specs(model, without_gradient)
         if not any(p.trainable for p in parameters):
             raise no_gradient(job)
         buffers = buffer_specs(model)
-    return Program(graphs, parameters, buffers, state_of(model, parameters, buffers), constants, tuple(job.variants))
+    return Program(
+        graphs,
+        parameters,
+        buffers,
+        state_of(model, parameters, buffers),
+        constants,
+        tuple(job.variants),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +138,9 @@ class _Proven:
 
 
 def _reached(model: nn.Module, unreached: set[str]) -> tuple[str, ...]:
-    return tuple(sorted(n for n, p in model.named_parameters() if p.requires_grad and n not in unreached))
+    return tuple(
+        sorted(n for n, p in model.named_parameters() if p.requires_grad and n not in unreached)
+    )
 
 
 def _check_variants(graphs: Iterable[GraphCapture]) -> None:
@@ -137,7 +159,12 @@ def _check_variants(graphs: Iterable[GraphCapture]) -> None:
 
 
 def _capture_graph(
-    target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check | None, kept: list[Replayed] | None, strict: bool | None
+    target: Target,
+    batch: dict[str, Tensor],
+    shapes: Shapes,
+    check: Check | None,
+    kept: list[Replayed] | None,
+    strict: bool | None,
 ) -> _Proven:
     """Capture one graph and compare it with eager mode, unless `check` is None.
 
@@ -148,7 +175,9 @@ def _capture_graph(
     if strict:
         with state_kept(target.function.model):
             exported = _asked_strictly(target, batch, shapes)
-        return _proven(target, batch, exported, check, kept, Tracing(strict=True, why="it was asked for"))
+        return _proven(
+            target, batch, exported, check, kept, Tracing(strict=True, why="it was asked for")
+        )
     try:
         with state_kept(target.function.model):
             exported = export_graph(target, batch, shapes)
@@ -159,7 +188,11 @@ def _capture_graph(
         if stepped_in is None:
             raise
         return stepped_in
-    why = "it was asked for" if strict is False else "it follows the model, and everything that forward does is watched"
+    why = (
+        "it was asked for"
+        if strict is False
+        else "it follows the model, and everything that forward does is watched"
+    )
     return _proven(target, batch, exported, check, kept, Tracing(strict=False, why=why))
 
 
@@ -174,12 +207,20 @@ def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
             f"torch.export's strict mode cannot capture the {target.name} graph",
             where=str(place_of_error(error) or f"graph {target.name}"),
             got=raised(error),
-            hint="Omit strict: the non-strict mode accepts most models, and explains in more detail why it rejects one.",
+            hint=(
+                "Omit strict: the non-strict mode accepts most models, and explains in more detail"
+                " why it rejects one."
+            ),
         ) from error
 
 
 def _stepped_in(
-    target: Target, batch: dict[str, Tensor], shapes: Shapes, check: Check, kept: list[Replayed] | None, refused: CaptureError
+    target: Target,
+    batch: dict[str, Tensor],
+    shapes: Shapes,
+    check: Check,
+    kept: list[Replayed] | None,
+    refused: CaptureError,
 ) -> _Proven | None:
     """Capture in strict mode after the non-strict mode rejected the model.
 
@@ -190,7 +231,9 @@ def _stepped_in(
     given: list[Replayed] | None = None if kept is None else []
     why = f"the non-strict mode does not follow the model: {refused.findings[0].sentence}"
     place = refused.findings[0].place
-    tracing = Tracing(strict=True, why=why if place is None else f"{why} ({place})", refused=refused)
+    tracing = Tracing(
+        strict=True, why=why if place is None else f"{why} ({place})", refused=refused
+    )
     try:
         with state_kept(target.function.model):
             exported = export_strictly(target, batch, shapes)
@@ -204,26 +247,37 @@ def _stepped_in(
 
 
 def _proven(
-    target: Target, batch: dict[str, Tensor], exported: ExportedProgram, check: Check | None, kept: list[Replayed] | None, tracing: Tracing
+    target: Target,
+    batch: dict[str, Tensor],
+    exported: ExportedProgram,
+    check: Check | None,
+    kept: list[Replayed] | None,
+    tracing: Tracing,
 ) -> _Proven:
     """Return the captured graph, compared with eager mode unless `check` is None."""
     name, function = target.name, target.function
     _strip_prefix(exported)
     _forget_strides(exported, function.model)
-    captured = GraphCapture(name, exported, input_specs(exported, batch), function.signature.outputs, tracing=tracing)
+    captured = GraphCapture(
+        name, exported, input_specs(exported, batch), function.signature.outputs, tracing=tracing
+    )
     constants = _constants(name, exported)
     if check is None:
         return _Proven(captured, constants, set())
     with state_kept(function.model):
         try:
-            missing = check_parity(captured, function, replay_batches(captured, batch, check), constants, kept)
+            missing = check_parity(
+                captured, function, replay_batches(captured, batch, check), constants, kept
+            )
             return _Proven(captured, constants, missing)
         except CaptureError as error:
             compare = partial(check_parity, captured, function, [batch], constants)
             raise explained(error, function, batch, compare) from error
 
 
-def export_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around) -> ExportedProgram:
+def export_graph(
+    target: Target, batch: dict[str, Tensor], shapes: Shapes, around: Around = nothing_around
+) -> ExportedProgram:
     """Return the training IR of one graph, not yet compared with eager mode.
 
     Args:
@@ -240,15 +294,26 @@ def export_graph(target: Target, batch: dict[str, Tensor], shapes: Shapes, aroun
         return _export(target, batch, shapes, around)
     except RequestError:
         raise
-    except Exception as error:  # a model's own code may raise anything; each becomes a report that names the place
+    except Exception as error:
+        # a model's own code may raise anything; each becomes a report that names the place
         raise _page(target, error, batch, shapes) from error
 
 
-def _page(target: Target, error: Exception, batch: dict[str, Tensor], shapes: Shapes) -> CaptureError:
+def _page(
+    target: Target, error: Exception, batch: dict[str, Tensor], shapes: Shapes
+) -> CaptureError:
     def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
         return _export(target, batch, shapes, inside=inside)
 
-    return capture_error(target.name, error, attempt, target.function, batch, training=target.training, runs=target.function.runs)
+    return capture_error(
+        target.name,
+        error,
+        attempt,
+        target.function,
+        batch,
+        training=target.training,
+        runs=target.function.runs,
+    )
 
 
 def _export(
@@ -264,20 +329,35 @@ def _export(
         ignore_torchs_warnings()
         # torch.export restores assigned tensors. One that is not a buffer and carries a value to
         # the next call fails the replay.
-        warnings.filterwarnings("ignore", message=r"The tensor attributes? .* assigned during export")
-        after = sorted(n for n, p in function.model.named_parameters() if p._post_accumulate_grad_hooks)
+        warnings.filterwarnings(
+            "ignore", message=r"The tensor attributes? .* assigned during export"
+        )
+        after = sorted(
+            n for n, p in function.model.named_parameters() if p._post_accumulate_grad_hooks
+        )
         if after and training:
             raise of_hook(
-                f"the parameter {after[0]} has a hook that runs after its gradient is accumulated, when the step's graph has ended",
+                f"the parameter {after[0]} has a hook that runs after its gradient is accumulated,"
+                " when the step's graph has ended",
                 "Change the gradient with parameter.register_hook, or in the optimizer.",
             )
-        hooks = {n: list(found.values()) for n, p in function.model.named_parameters() if (found := p._backward_hooks)}
+        hooks = {
+            n: list(found.values())
+            for n, p in function.model.named_parameters()
+            if (found := p._backward_hooks)
+        }
         watch = Watch()
-        with torch.set_grad_enabled(training), inside or nullcontext(), _watched(watch, function, hooks if training else {}, around):
+        with (
+            torch.set_grad_enabled(training),
+            inside or nullcontext(),
+            _watched(watch, function, hooks if training else {}, around),
+        ):
             # Not with prefer_deferred_runtime_asserts_over_guards: the graph of a model that splits
             # the batch in halves would then assert `s // 2 != 1`, and fail on two and three rows,
             # which the model accepts.
-            exported = torch.export.export(function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False)
+            exported = torch.export.export(
+                function, (batch,), dynamic_shapes=({n: shapes[n] for n in batch},), strict=False
+            )
         caught = watch.raised.caught()
         if caught is not None:
             raise caught
@@ -295,7 +375,12 @@ def _drop_failed(exported: ExportedProgram) -> None:
     """
     for module in graphs_in(exported.graph_module):
         for node in reversed(module.graph.nodes):
-            if is_overload(node.target) and node.meta.get("val") is None and not node.users and node.target._schema.returns:
+            if (
+                is_overload(node.target)
+                and node.meta.get("val") is None
+                and not node.users
+                and node.target._schema.returns
+            ):
                 module.graph.erase_node(node)
         module.recompile()
 
@@ -365,7 +450,9 @@ def input_specs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple
         shape: list[SizeLike] = []
         for dim, size in enumerate(value.shape):
             text = str(size)
-            if text.isdigit():  # may be a SymInt of a constant expression, if torch specialized a dim that was left to it
+            # may be a SymInt of a constant expression, if torch specialized a dim that was left to
+            # it
+            if text.isdigit():
                 shape.append(int(text))
             else:
                 shape.append(symbols.setdefault(text, "batch" if dim == 0 else f"{name}_{dim}"))
@@ -381,9 +468,13 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
             value = exported.constants[spec.target]
             if not isinstance(value, Tensor) or value.requires_grad:
                 raise CaptureError(
-                    "a tensor that requires a gradient is not part of the model, so its gradient would be lost",
+                    "a tensor that requires a gradient is not part of the model, so its gradient"
+                    " would be lost",
                     where=spec.target,
-                    hint="Make it an nn.Parameter of Job.model, or freeze it with requires_grad_(False).",
+                    hint=(
+                        "Make it an nn.Parameter of Job.model, or freeze it with"
+                        " requires_grad_(False)."
+                    ),
                 )
             found[f"{name}/{spec.target}"] = value.detach().cpu().clone()
         elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT):
@@ -392,6 +483,9 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
                 where=str(spec.target),
                 expected="a tensor",
                 got=str(spec.kind),
-                hint="Pass only tensors; keep other objects as attributes of the model that forward does not pass to operators.",
+                hint=(
+                    "Pass only tensors; keep other objects as attributes of the model that forward"
+                    " does not pass to operators."
+                ),
             )
     return found

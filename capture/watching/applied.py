@@ -42,7 +42,9 @@ def applied(model: nn.Module, call: Call) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(FUNCTION_BASE, "apply", classmethod(call)))
         if not _IN_PYTHON:
-            stack.enter_context(replaced(torch.autograd.Function, "apply", classmethod(_with_defaults(call))))
+            stack.enter_context(
+                replaced(torch.autograd.Function, "apply", classmethod(_with_defaults(call)))
+            )
             for owner, name, held in list(_holders(model)):
                 stack.enter_context(replaced(owner, name, _Apply(held.__self__, call)))
         yield
@@ -81,14 +83,20 @@ def _with_defaults(call: Call) -> Call:
 
 def _holders(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
     """Yield every reference to a bound `apply` as (owner, attribute name, builtin)."""
-    owners: dict[int, Any] = {id(m): m for path, m in list(sys.modules.items()) if path.partition(".")[0] != "torch"}
+    owners: dict[int, Any] = {
+        id(m): m for path, m in list(sys.modules.items()) if path.partition(".")[0] != "torch"
+    }
     for module in model.modules():
         for owner in (module, *type(module).__mro__):
             if not getattr(owner, "__module__", "").startswith("torch.") or owner is module:
                 owners[id(owner)] = owner
     for owner in owners.values():
         for name, value in list(getattr(owner, "__dict__", {}).items()):
-            if isinstance(value, _BUILTIN) and value.__name__ == "apply" and _is_function(value.__self__):
+            if (
+                isinstance(value, _BUILTIN)
+                and value.__name__ == "apply"
+                and _is_function(value.__self__)
+            ):
                 yield owner, name, value
 
 

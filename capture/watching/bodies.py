@@ -22,8 +22,8 @@ def bodies() -> Iterator[None]:
     """Replace functions that torch cannot trace in a control-flow body, inside the block."""
     with contextlib.ExitStack() as stack:
         # Dynamo identifies `checkpoint` by its object and caches what it found first, so the names
-        # that a model holds are replaced, not the attribute of torch's module. Dynamo itself fails on
-        # a checkpoint in a branch of cond (KeyError `_checkpoint_context_fn`).
+        # that a model holds are replaced, not the attribute of torch's module. Dynamo itself fails
+        # on a checkpoint in a branch of cond (KeyError `_checkpoint_context_fn`).
         stack.enter_context(renamed({checkpoint: _unchecked}))
         for name, own in _DROPOUTS.items():
             stack.enter_context(replaced(functional, name, own))
@@ -60,10 +60,14 @@ def _noise(x: Tensor, p: float, own: int | None) -> Tensor:
     return torch.empty_like(x[first], memory_format=torch.contiguous_format).bernoulli_(1 - p)
 
 
-def _dropout(original: Callable[..., Tensor], own: Callable[[int], int] | None = None) -> Callable[..., Tensor]:
+def _dropout(
+    original: Callable[..., Tensor], own: Callable[[int], int] | None = None
+) -> Callable[..., Tensor]:
     """Return a dropout of elements, or of all entries within `own(number of dims)` leading dims."""
 
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def dropout(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         if not training or p in (0, 1):
             return original(input, p, training, inplace)
         factor = _noise(input, p, own and own(input.ndim)).div_(1 - p)
@@ -72,10 +76,14 @@ def _dropout(original: Callable[..., Tensor], own: Callable[[int], int] | None =
     return dropout
 
 
-def _alpha_dropout(original: Callable[..., Tensor], own: int | None = None) -> Callable[..., Tensor]:
+def _alpha_dropout(
+    original: Callable[..., Tensor], own: int | None = None
+) -> Callable[..., Tensor]:
     """Return a dropout that preserves the mean and variance of SELU's outputs."""
 
-    def dropout(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+    def dropout(
+        input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> Tensor:
         if not training or p in (0, 1):
             return original(input, p, training, inplace)
         noise = _noise(input, p, own)

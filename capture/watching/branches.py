@@ -66,9 +66,16 @@ def _cond(pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] 
     return _traced(*traced, pred, (true_fn, false_fn), operands)
 
 
-def _traced(watch: Recorder, model: nn.Module, pred: Tensor, branches: Sequence[Branch], operands: Sequence[Any]) -> Any:
+def _traced(
+    watch: Recorder,
+    model: nn.Module,
+    pred: Tensor,
+    branches: Sequence[Branch],
+    operands: Sequence[Any],
+) -> Any:
     buffers = list({id(value): value for value in model.buffers()}.values())
-    before = [value.clone() for value in buffers]  # backward runs a branch again, after the buffers have been written to
+    # backward runs a branch again, after the buffers have been written to
+    before = [value.clone() for value in buffers]
     traced = [_Traced(watch, model, buffers, before, branch, operands) for branch in branches]
     changed = sorted(traced[0].used | traced[1].used)
     values = [[*each.values, *(each.buffers[place] for place in changed)] for each in traced]
@@ -129,9 +136,15 @@ class _Traced:
         own = {id(value): copy for value, copy in zip(buffers, copies, strict=True)}
         places = {id(copy): place for place, copy in enumerate(copies)}
         with _Uses(places) as uses, _held(model, own) as held:
-            self.result = mapped(branch(*mapped(operands, lambda x: own.get(id(x), x))), torch.clone)
+            self.result = mapped(
+                branch(*mapped(operands, lambda x: own.get(id(x), x))), torch.clone
+            )
             now = [(places[id(copy)], copy, module._buffers[name]) for module, name, copy in held]
-            assigned = {place: value for place, copy, value in now if value is not None and value is not copy}
+            assigned = {
+                place: value
+                for place, copy, value in now
+                if value is not None and value is not copy
+            }
         self.values: list[Tensor] = []
         mapped(self.result, lambda x: self.values.append(_as_floats(x)))
         self.buffers = [_as_floats(assigned.get(place, copy)) for place, copy in enumerate(copies)]
@@ -140,7 +153,9 @@ class _Traced:
 
 
 @contextlib.contextmanager
-def _held(model: nn.Module, own: Mapping[int, Tensor]) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
+def _held(
+    model: nn.Module, own: Mapping[int, Tensor]
+) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
     """Replace the model's buffers inside the block.
 
     Args:
@@ -150,7 +165,12 @@ def _held(model: nn.Module, own: Mapping[int, Tensor]) -> Iterator[list[tuple[nn
     Yields:
         (module, buffer name, replacement) for each replaced buffer.
     """
-    before = [(m, name, value) for m in model.modules() for name, value in m._buffers.items() if value is not None and id(value) in own]
+    before = [
+        (m, name, value)
+        for m in model.modules()
+        for name, value in m._buffers.items()
+        if value is not None and id(value) in own
+    ]
     for module, name, value in before:
         module._buffers[name] = own[id(value)]
     try:
@@ -172,7 +192,13 @@ class _Uses(TorchFunctionMode):
         self._places = places
         self.found: set[int] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         def note(x: Tensor) -> None:
             if id(x) in self._places:
                 self.found.add(self._places[id(x)])

@@ -73,7 +73,11 @@ def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], named: dict[
     needs = tuple(tracked and isinstance(a, Tensor) and a.requires_grad for a in args)
     context = Context(needs)
     with torch.no_grad():
-        given = tuple(a.clone() if isinstance(a, Tensor) else a for a in args) if _may_write(cls) else args
+        given = (
+            tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+            if _may_write(cls)
+            else args
+        )
         if cls.setup_context is not torch.autograd.Function.setup_context:
             result = cls.forward(*given, **named)
             cls.setup_context(context, given, result)
@@ -91,10 +95,21 @@ def _may_write(cls: Any) -> bool:
     Such a function is run on copies of its inputs.
     """
     written = [inspect.unwrap(method) for method in (cls.forward, cls.setup_context)]
-    return any("mark_dirty" in method.__code__.co_names for method in written if hasattr(method, "__code__"))
+    return any(
+        "mark_dirty" in method.__code__.co_names
+        for method in written
+        if hasattr(method, "__code__")
+    )
 
 
-def _written(cls: Any, context: Context, args: tuple[Any, ...], given: tuple[Any, ...], result: Any, passed: Any) -> Any:
+def _written(
+    cls: Any,
+    context: Context,
+    args: tuple[Any, ...],
+    given: tuple[Any, ...],
+    result: Any,
+    passed: Any,
+) -> Any:
     """Copy what a function wrote to copies of its inputs into the inputs.
 
     They are returned in place of its outputs.
@@ -105,21 +120,30 @@ def _written(cls: Any, context: Context, args: tuple[Any, ...], given: tuple[Any
         places = [i for i, value in enumerate(before) if value is dirty]
         if not sources or not places:
             raise own_backward(
-                f"the autograd function {cls.__name__} marks a tensor as dirty that is not both an argument and a result",
+                f"the autograd function {cls.__name__} marks a tensor as dirty that is not both an"
+                " argument and a result",
                 "Return a new tensor: work on input.clone().",
             )
         after[places[0]] = args[sources[0]].copy_(after[places[0]])
     return tuple(after) if isinstance(result, tuple) else after[0]
 
 
-def _connected(watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...], result: Any) -> Any:
+def _connected(
+    watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...], result: Any
+) -> Any:
     """Return the outputs of forward, connected to the gradients that backward computes."""
     needs = context.needs_input_grad
     if not any(needs):
         return result
     values = list(result) if isinstance(result, tuple) else [result]
     fixed = {id(t) for t in context.not_differentiable}
-    places = [i for i, v in enumerate(values) if isinstance(v, Tensor) and id(v) not in fixed and (v.is_floating_point() or v.is_complex())]
+    places = [
+        i
+        for i, v in enumerate(values)
+        if isinstance(v, Tensor)
+        and id(v) not in fixed
+        and (v.is_floating_point() or v.is_complex())
+    ]
     if not places:
         return result
     if context.materialize:
@@ -131,8 +155,14 @@ def _connected(watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...
             # An operator of torch.library without a derivative raises only where it is
             # differentiated, which may never happen.
             return result
-        pairs = [(a, g) for a, g, needed in zip(args, gradients, needs, strict=False) if needed and g is not None]
-        connected = marks.CONNECT([values[i] for i in places], [a for a, _ in pairs], [g for _, g in pairs], number)
+        pairs = [
+            (a, g)
+            for a, g, needed in zip(args, gradients, needs, strict=False)
+            if needed and g is not None
+        ]
+        connected = marks.CONNECT(
+            [values[i] for i in places], [a for a, _ in pairs], [g for _, g in pairs], number
+        )
     else:
         connected = _connected_by_use(watch, cls, context, args, values, places)
     for place, value in zip(places, connected, strict=True):
@@ -151,26 +181,44 @@ def _traced_backward(
     number = watch.number()
     tangents = {i: watch.tangent(values[i], number) for i in used}
     given = [
-        tangents[i] if i in tangents else torch.zeros_like(v) if isinstance(v, Tensor) and context.materialize else None
+        (
+            tangents[i]
+            if i in tangents
+            else torch.zeros_like(v)
+            if isinstance(v, Tensor) and context.materialize
+            else None
+        )
         for i, v in enumerate(values)
     ]
     marks.BEGIN("backward", cls.__name__, number)
     dtypes = context.gradient_dtypes or (None,) * len(values)
     try:
-        found = cls.backward(context, *(g if dtype is None or g is None else g.to(dtype) for g, dtype in zip(given, dtypes, strict=True)))
+        found = cls.backward(
+            context,
+            *(
+                g if dtype is None or g is None else g.to(dtype)
+                for g, dtype in zip(given, dtypes, strict=True)
+            ),
+        )
     finally:
         marks.END(number)
     gradients = list(found) if isinstance(found, tuple) else [found]
     if len(gradients) < arguments or any(g is not None for g in gradients[arguments:]):
         raise own_backward(
-            f"the backward of the autograd function {cls.__name__} returns {len(gradients)} gradients for {arguments} arguments",
+            f"the backward of the autograd function {cls.__name__} returns {len(gradients)}"
+            f" gradients for {arguments} arguments",
             "Return one for each argument of forward, or None where there is no gradient.",
         )
     return number, gradients
 
 
 def _connected_by_use(
-    watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...], values: list[Any], places: list[int]
+    watch: Recorder,
+    cls: Any,
+    context: Context,
+    args: tuple[Any, ...],
+    values: list[Any],
+    places: list[int],
 ) -> Sequence[Tensor]:
     """Return the outputs of a function whose backward receives None for unused outputs.
 
@@ -180,15 +228,24 @@ def _connected_by_use(
     """
     if len(places) > _MOST_OUTPUTS:
         raise own_backward(
-            f"the backward of the autograd function {cls.__name__} distinguishes which of {len(places)} outputs are used",
-            f"Return at most {_MOST_OUTPUTS} tensors, or omit set_materialize_grads(False), so that backward receives zeros.",
+            f"the backward of the autograd function {cls.__name__} distinguishes which of"
+            f" {len(places)} outputs are used",
+            f"Return at most {_MOST_OUTPUTS} tensors, or omit set_materialize_grads(False), so that"
+            " backward receives zeros.",
         )
     inputs = [i for i, needed in enumerate(context.needs_input_grad) if needed]
     traced: list[tuple[int, int, list[Tensor | None]]] = []
     failed: list[Exception] = []
     for bits in range(2 ** len(places) - 1, 0, -1):
         try:
-            number, found = _traced_backward(watch, cls, context, len(args), values, [p for i, p in enumerate(places) if bits >> i & 1])
+            number, found = _traced_backward(
+                watch,
+                cls,
+                context,
+                len(args),
+                values,
+                [p for i, p in enumerate(places) if bits >> i & 1],
+            )
         except CaptureError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's backward may raise anything where what it needs goes unused
@@ -202,7 +259,10 @@ def _connected_by_use(
         [args[i] for i in inputs],
         [g for _, _, gradients in traced for g in gradients if g is not None],
         [bits for bits, _, _ in traced],
-        [sum(1 << i for i, g in enumerate(gradients) if g is not None) for _, _, gradients in traced],
+        [
+            sum(1 << i for i, g in enumerate(gradients) if g is not None)
+            for _, _, gradients in traced
+        ],
         [number for _, number, _ in traced],
     )
     return connected

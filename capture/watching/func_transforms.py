@@ -45,7 +45,12 @@ class _Transforms:
     def __init__(self, watch: Recorder) -> None:
         self._watch = watch
 
-    def grad(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    def grad(
+        self,
+        function: Callable[..., Any],
+        argnums: int | tuple[int, ...] = 0,
+        has_aux: bool = False,
+    ) -> Callable[..., Any]:
         both = self.grad_and_value(function, argnums, has_aux)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +59,12 @@ class _Transforms:
 
         return wrapper
 
-    def grad_and_value(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    def grad_and_value(
+        self,
+        function: Callable[..., Any],
+        argnums: int | tuple[int, ...] = 0,
+        has_aux: bool = False,
+    ) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             number = self._watch.region("func_grad")
             variables: list[Tensor] = []
@@ -72,11 +82,15 @@ class _Transforms:
             marks.END(number)
             found = iter(marks.FUNC_GRAD(variables, values, number))
             gradients = tuple(mapped(given[i], lambda _: next(found)) for i in places)
-            return gradients[0] if isinstance(argnums, int) else gradients, mapped(result, lambda _: next(found))
+            return gradients[0] if isinstance(argnums, int) else gradients, mapped(
+                result, lambda _: next(found)
+            )
 
         return wrapper
 
-    def jacobian(self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, **options: Any) -> Callable[..., Any]:
+    def jacobian(
+        self, function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, **options: Any
+    ) -> Callable[..., Any]:
         """Return a function that computes the Jacobian.
 
         It is the gradient of each entry of the result, by vmap over the unit vectors.
@@ -89,10 +103,17 @@ class _Transforms:
             y = function(*args)
             if not isinstance(y, Tensor) or any(options.values()):
                 raise own_backward(
-                    "a Jacobian of several tensors, or with options, is not supported", "Compute the Jacobian of each tensor separately."
+                    "a Jacobian of several tensors, or with options, is not supported",
+                    "Compute the Jacobian of each tensor separately.",
                 )
-            units = torch.eye(y.numel(), dtype=y.dtype, device=y.device).reshape(y.numel(), *y.shape)
-            rows = self.vmap(lambda unit: self.grad(lambda *inner: (function(*inner) * unit).sum(), argnums)(*args))(units)
+            units = torch.eye(y.numel(), dtype=y.dtype, device=y.device).reshape(
+                y.numel(), *y.shape
+            )
+            rows = self.vmap(
+                lambda unit: self.grad(lambda *inner: (function(*inner) * unit).sum(), argnums)(
+                    *args
+                )
+            )(units)
             return mapped(rows, lambda each: each.reshape(*y.shape, *each.shape[1:]))
 
         return wrapper
@@ -102,7 +123,13 @@ class _Transforms:
         return self.jacobian(self.grad(function, argnums), argnums)
 
     def vmap(
-        self, function: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, randomness: str = "error", *, chunk_size: int | None = None
+        self,
+        function: Callable[..., Any],
+        in_dims: Any = 0,
+        out_dims: Any = 0,
+        randomness: str = "error",
+        *,
+        chunk_size: int | None = None,
     ) -> Callable[..., Any]:
         """Return a function that traces `function` once, on one slice.
 
@@ -122,7 +149,8 @@ class _Transforms:
                 return result
 
             given = mapped_with(args, in_dims, row)
-            rest = mapped_with(kwargs, 0, row)  # as torch does: keyword arguments are mapped along dim 0
+            # as torch does: keyword arguments are mapped along dim 0
+            rest = mapped_with(kwargs, 0, row)
             result = function(*given, **rest)
             values: list[Tensor] = []
             dims: list[int] = []
@@ -152,13 +180,19 @@ def autograd_grad(
 ) -> tuple[Tensor, ...]:
     """Record torch.autograd.grad as one operator; an unused input's gradient is zeros."""
     if is_grads_batched:
-        raise own_backward("forward calls torch.autograd.grad with is_grads_batched, which is not supported", "Use torch.func.vmap.")
+        raise own_backward(
+            "forward calls torch.autograd.grad with is_grads_batched, which is not supported",
+            "Use torch.func.vmap.",
+        )
     ends = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     starts = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     given: list[Tensor | None] = [None] * len(ends)
     if grad_outputs is not None:
         given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
-    weights = [torch.ones_like(end) if weight is None else weight for end, weight in zip(ends, given, strict=True)]
+    weights = [
+        torch.ones_like(end) if weight is None else weight
+        for end, weight in zip(ends, given, strict=True)
+    ]
     return tuple(marks.AUTOGRAD_GRAD(ends, starts, weights, create_graph))
 
 
@@ -188,7 +222,9 @@ def _vjp(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
     return (output, pull_back, *rest)
 
 
-def _jvp(function: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
+def _jvp(
+    function: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False
+) -> Any:
     """Compute the derivative along `tangents`.
 
     It is the derivative of the pull-back, which is linear in its cotangents.

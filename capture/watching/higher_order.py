@@ -78,7 +78,9 @@ PullBack = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 """(gradients of the outputs, other operands) -> gradients of the inputs."""
 
 
-def _given(outputs: int, inputs: int, tensors: Sequence[Any], materialize: bool, pull_back: PullBack) -> tuple[Any, ...]:
+def _given(
+    outputs: int, inputs: int, tensors: Sequence[Any], materialize: bool, pull_back: PullBack
+) -> tuple[Any, ...]:
     """Return the outputs, with gradients computed by `pull_back`.
 
     An output at which no gradient arrives has zeros as its gradient, or None if not `materialize`.
@@ -89,7 +91,8 @@ def _given(outputs: int, inputs: int, tensors: Sequence[Any], materialize: bool,
 
         @staticmethod
         def forward(*values: Tensor) -> Any:
-            return tuple(v.clone() for v in values[:outputs])  # not a view: what follows may write to it in place
+            # not a view: what follows may write to it in place
+            return tuple(v.clone() for v in values[:outputs])
 
         @staticmethod
         def setup_context(ctx: Any, values: tuple[Any, ...], _: Any) -> None:
@@ -108,10 +111,14 @@ def _given(outputs: int, inputs: int, tensors: Sequence[Any], materialize: bool,
 
 
 def _backward(call: Call, body: Any, outputs: int, inputs: int, *tensors: Any) -> tuple[Any, ...]:
-    return _given(outputs, inputs, tensors, True, lambda gradients, rest: call(body, (*gradients, *rest)))
+    return _given(
+        outputs, inputs, tensors, True, lambda gradients, rest: call(body, (*gradients, *rest))
+    )
 
 
-def _backward_by_use(call: Call, outputs: int, inputs: int, used: Sequence[int], computed: Sequence[int], *rest: Any) -> tuple[Any, ...]:
+def _backward_by_use(
+    call: Call, outputs: int, inputs: int, used: Sequence[int], computed: Sequence[int], *rest: Any
+) -> tuple[Any, ...]:
     bodies, tensors = rest[: len(used)], rest[len(used) :]
 
     def pull_back(gradients: Sequence[Any], needed: Sequence[Any]) -> Sequence[Any]:
@@ -128,11 +135,15 @@ def _backward_by_use(call: Call, outputs: int, inputs: int, used: Sequence[int],
 def _place_of_use(used: Sequence[int], bits: int) -> int:
     if bits not in used:
         raise CaptureError(
-            "an autograd function receives gradients for a set of outputs for which its backward was not traced",
+            "an autograd function receives gradients for a set of outputs for which its backward"
+            " was not traced",
             where="trainload_backward_by_use",
             expected=f"sets of outputs {', '.join(map(bin, used))}",
             got=bin(bits),
-            hint="Make its backward accept None for each output that may be unused, or use all outputs in the loss.",
+            hint=(
+                "Make its backward accept None for each output that may be unused, or use all"
+                " outputs in the loss."
+            ),
         )
     return list(used).index(bits)
 
@@ -150,11 +161,20 @@ def _func_grad(call: Call, body: Any, inputs: int, *operands: Any) -> tuple[Any,
         results = call(body, (*variables, *operands[inputs:]))
         return results[0], results
 
-    gradients, results = torch.func.grad(value, tuple(range(inputs)), has_aux=True)(*operands[:inputs])
+    gradients, results = torch.func.grad(value, tuple(range(inputs)), has_aux=True)(
+        *operands[:inputs]
+    )
     return (*gradients, *results)
 
 
-def _vmap(call: Call, body: Any, in_dims: Sequence[int], out_dims: Sequence[int], randomness: str, *operands: Any) -> tuple[Any, ...]:
+def _vmap(
+    call: Call,
+    body: Any,
+    in_dims: Sequence[int],
+    out_dims: Sequence[int],
+    randomness: str,
+    *operands: Any,
+) -> tuple[Any, ...]:
     mapped = torch.func.vmap(
         lambda *values: call(body, values),
         tuple(None if d < 0 else d for d in in_dims),
@@ -164,7 +184,9 @@ def _vmap(call: Call, body: Any, in_dims: Sequence[int], out_dims: Sequence[int]
     return tuple(mapped(*operands))
 
 
-def _autograd_grad(_: Call, outputs: int, inputs: int, create_graph: bool, *tensors: Tensor) -> tuple[Any, ...]:
+def _autograd_grad(
+    _: Call, outputs: int, inputs: int, create_graph: bool, *tensors: Tensor
+) -> tuple[Any, ...]:
     with torch.enable_grad():
         return torch.autograd.grad(
             tensors[:outputs],

@@ -20,9 +20,18 @@ from trainload.capture.source.source_place import place_here
 from trainload.core.errors import CaptureError
 from trainload.core.finding import Finding, Place
 
-_SENTENCE = "forward keeps a tensor outside of the model between calls, and now has the one that was created during capture"
-_ADVICE = "Call the model once before the freeze, so that the kept tensor has values; or make it a buffer of the model."
-_REWRITE = "job.loss(job.model, job.batch)  # once, so that the kept tensors have values\ntrainload.freeze(job, ...)"
+_SENTENCE = (
+    "forward keeps a tensor outside of the model between calls, and now has the one that was"
+    " created during capture"
+)
+_ADVICE = (
+    "Call the model once before the freeze, so that the kept tensor has values; or make it a buffer"
+    " of the model."
+)
+_REWRITE = (
+    "job.loss(job.model, job.batch)  # once, so that the kept tensors have values\n"
+    "trainload.freeze(job, ...)"
+)
 
 
 class _First(TorchFunctionMode):
@@ -32,13 +41,23 @@ class _First(TorchFunctionMode):
         super().__init__()
         self.place: Place | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if self.place is None and any(is_fake(value) for value in (*args, *(kwargs or {}).values())):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.place is None and any(
+            is_fake(value) for value in (*args, *(kwargs or {}).values())
+        ):
             self.place = place_here()
         return func(*args, **(kwargs or {}))
 
 
-def check_no_leaks(outputs: Sequence[Tensor], function: nn.Module, batch: dict[str, Tensor]) -> None:
+def check_no_leaks(
+    outputs: Sequence[Tensor], function: nn.Module, batch: dict[str, Tensor]
+) -> None:
     """Check that eager mode still computes values after a capture.
 
     Args:
@@ -55,4 +74,6 @@ def check_no_leaks(outputs: Sequence[Tensor], function: nn.Module, batch: dict[s
     with contextlib.suppress(Exception), mode:  # only the line of the first use is wanted
         function(dict(batch))
     finding = Finding(GLOBAL.anchor, _SENTENCE, _ADVICE, _REWRITE, mode.place)
-    raise CaptureError(_SENTENCE, where=str(mode.place or "Job.model"), hint=_ADVICE, findings=[finding])
+    raise CaptureError(
+        _SENTENCE, where=str(mode.place or "Job.model"), hint=_ADVICE, findings=[finding]
+    )

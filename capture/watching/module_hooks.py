@@ -27,15 +27,20 @@ def module_hooks(watch: Recorder, model: nn.Module) -> Iterator[None]:
         taken.append((module, before, after))
         if after and not module._is_full_backward_hook:
             raise own_backward(
-                f"module {name} has a legacy backward hook (register_backward_hook), which torch documents as unreliable",
+                f"module {name} has a legacy backward hook (register_backward_hook), which torch"
+                " documents as unreliable",
                 "Use register_full_backward_hook, or a tensor hook.",
             )
         module._backward_pre_hooks.clear()
         module._backward_hooks.clear()
         if after:
-            handles.append(module.register_forward_pre_hook(_input_hook(watch, name, tuple(after.values()))))
+            handles.append(
+                module.register_forward_pre_hook(_input_hook(watch, name, tuple(after.values())))
+            )
         if before:
-            handles.append(module.register_forward_hook(_output_hook(watch, tuple(before.values()))))
+            handles.append(
+                module.register_forward_hook(_output_hook(watch, tuple(before.values())))
+            )
     try:
         yield
     finally:
@@ -46,7 +51,9 @@ def module_hooks(watch: Recorder, model: nn.Module) -> Iterator[None]:
             module._backward_hooks.update(after)
 
 
-def _input_hook(watch: Recorder, name: str, hooks: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
+def _input_hook(
+    watch: Recorder, name: str, hooks: tuple[Callable[..., Any], ...]
+) -> Callable[..., Any]:
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         def change(tangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
             for hook in hooks:
@@ -86,9 +93,10 @@ class _Unavailable:
 
     def _refuse(self, *_: object) -> Any:
         raise own_backward(
-            f"a full backward hook of module {self._name} reads the gradients of the module's outputs, which are not available "
-            "where the gradients of its inputs are captured",
-            "Use register_full_backward_pre_hook to change the outputs' gradients, or an autograd function around the module.",
+            f"a full backward hook of module {self._name} reads the gradients of the module's"
+            " outputs, which are not available where the gradients of its inputs are captured",
+            "Use register_full_backward_pre_hook to change the outputs' gradients, or an autograd"
+            " function around the module.",
         )
 
     __getitem__ = __iter__ = __len__ = _refuse

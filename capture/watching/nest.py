@@ -28,9 +28,14 @@ def mapped_with(value: Any, dims: Any, function: Callable[[Tensor, int | None], 
     if isinstance(value, Tensor):
         return function(value, dims)
     if isinstance(value, dict):
-        return {key: mapped_with(entry, dims[key] if isinstance(dims, dict) else dims, function) for key, entry in value.items()}
+        return {
+            key: mapped_with(entry, dims[key] if isinstance(dims, dict) else dims, function)
+            for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
         each = dims if isinstance(dims, list | tuple) else [dims] * len(value)
-        entries = [mapped_with(entry, dim, function) for entry, dim in zip(value, each, strict=True)]
+        entries = [
+            mapped_with(entry, dim, function) for entry, dim in zip(value, each, strict=True)
+        ]
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     return value

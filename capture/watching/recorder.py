@@ -67,10 +67,19 @@ class Recorder:
         if not places or not torch.is_grad_enabled():
             return values
         number = self.number()
-        tangents = tuple(self.tangent(v, number) if i in places else None for i, v in enumerate(values))
+        tangents = tuple(
+            self.tangent(v, number) if i in places else None for i, v in enumerate(values)
+        )
         marks.BEGIN("backward", "", number)
         changed = change(tangents)
         marks.END(number)
         kept = [i for i in places if changed[i] is not None]
-        connected = iter(marks.CONNECT([values[i] for i in kept], [values[i] for i in kept], [changed[i] for i in kept], number))
+        connected = iter(
+            marks.CONNECT(
+                [values[i] for i in kept],
+                [values[i] for i in kept],
+                [changed[i] for i in kept],
+                number,
+            )
+        )
         return tuple(next(connected) if i in kept else v for i, v in enumerate(values))

@@ -132,12 +132,16 @@ def _forget_unused(module: GraphModule) -> None:
 def _has_marks(module: GraphModule) -> bool:
     """Return True if there are marks in a graph or in torch's regions inside it."""
     bodies = (_body_of(module, node)[0] for node in module.graph.nodes if node.target in _DISSOLVED)
-    return any(_is_mark(node) for node in module.graph.nodes) or any(_has_marks(body) for body in bodies)
+    return any(_is_mark(node) for node in module.graph.nodes) or any(
+        _has_marks(body) for body in bodies
+    )
 
 
 def _body_of(module: GraphModule, call: Node) -> tuple[GraphModule, int]:
     """Return the body of a call of one of torch's regions, and its index among the arguments."""
-    place, attribute = next((i, a) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr")
+    place, attribute = next(
+        (i, a) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr"
+    )
     body = module.get_submodule(str(attribute.target))
     assert isinstance(body, GraphModule)
     return body, place
@@ -162,14 +166,20 @@ def _dissolve(module: GraphModule) -> None:
     module.graph = graph
 
 
-def _inlined(source: GraphModule, mapping: dict[Node, Any], graph: Graph, owner: GraphModule) -> Any:
+def _inlined(
+    source: GraphModule, mapping: dict[Node, Any], graph: Graph, owner: GraphModule
+) -> Any:
     """Copy a graph's nodes into the graph of `owner` and return its results.
 
     mapping: old node -> new node; contains the placeholders at first.
     """
     results: Any = None
     for node in source.graph.nodes:
-        if node.op == "placeholder" or (node.op == "get_attr" and node.users and all(user.target in _DISSOLVED for user in node.users)):
+        if node.op == "placeholder" or (
+            node.op == "get_attr"
+            and node.users
+            and all(user.target in _DISSOLVED for user in node.users)
+        ):
             continue
         if node.op == "output":
             results = torch.fx.map_arg(node.args[0], mapping.__getitem__)
@@ -185,7 +195,13 @@ def _inlined(source: GraphModule, mapping: dict[Node, Any], graph: Graph, owner:
     return results
 
 
-def _copied(node: Node, graph: Graph, mapped: Callable[[Node], Node], source: GraphModule, target: GraphModule) -> Node:
+def _copied(
+    node: Node,
+    graph: Graph,
+    mapped: Callable[[Node], Node],
+    source: GraphModule,
+    target: GraphModule,
+) -> Node:
     """Copy a node into another graph, together with the attribute that it names."""
     copy = graph.node_copy(node, mapped)
     if node.op == "get_attr":
@@ -209,11 +225,17 @@ def _forget_removed(graph: Graph) -> None:
     for removal in [n for n in graph.nodes if n.target is marks.UNHOOK]:
         hook = hooks.pop(removal.args[0], None)
         if hook is not None:
-            if any(n.target is marks.AUTOGRAD_GRAD and order[hook] < order[n] < order[removal] for n in graph.nodes):
+            if any(
+                n.target is marks.AUTOGRAD_GRAD and order[hook] < order[n] < order[removal]
+                for n in graph.nodes
+            ):
                 raise CaptureError(
                     "a tensor hook is removed after a gradient was taken through it",
                     where=place_of_node(removal),
-                    hint="Register it on a copy of the tensor (x.view_as(x)) that only this gradient passes through.",
+                    hint=(
+                        "Register it on a copy of the tensor (x.view_as(x)) that only this gradient"
+                        " passes through."
+                    ),
                 )
             graph.erase_node(hook)
         graph.erase_node(removal)
@@ -222,7 +244,14 @@ def _forget_removed(graph: Graph) -> None:
 _DEFERRED = ("backward", "func_grad", "vmap", "branch")
 """Kinds of regions that do not run at their position in the graph."""
 _aten = torch.ops.aten
-_CONVERSIONS = (_aten.to.dtype, _aten.to.device, _aten.to.other, _aten.to.dtype_layout, _aten.type_as.default, _aten.contiguous.default)
+_CONVERSIONS = (
+    _aten.to.dtype,
+    _aten.to.device,
+    _aten.to.other,
+    _aten.to.dtype_layout,
+    _aten.type_as.default,
+    _aten.contiguous.default,
+)
 
 
 def _forget_conversions(graph: Graph) -> None:
@@ -243,7 +272,10 @@ def _forget_conversions(graph: Graph) -> None:
 
 def _changes_nothing(node: Node) -> bool:
     source, result = _source(node).meta["val"], node.meta["val"]
-    named = {a.name: value for a, value in zip(cast(Any, node.target)._schema.arguments, node.args, strict=False)} | node.kwargs
+    named = {
+        a.name: value
+        for a, value in zip(cast(Any, node.target)._schema.arguments, node.args, strict=False)
+    } | node.kwargs
     if named.get("copy") or source.dtype != result.dtype or source.device != result.device:
         return False
     return bool(source.stride() == result.stride())
@@ -264,10 +296,16 @@ def _place_hooks(graph: Graph) -> None:
         order = {node: i for i, node in enumerate(graph.nodes)}
         tangents = [n for n in graph.nodes if n.target is marks.TANGENT and n.args[1] == number]
         moved = [*tangents, *region]
-        late = [n for m in region for n in m.all_input_nodes if n not in moved and order[n] > order[place] and n.op != "get_attr"]
+        late = [
+            n
+            for m in region
+            for n in m.all_input_nodes
+            if n not in moved and order[n] > order[place] and n.op != "get_attr"
+        ]
         if late:
             raise CaptureError(
-                "a tensor hook uses a value that is computed after the tensor that it is registered on",
+                "a tensor hook uses a value that is computed after the tensor that it is"
+                " registered on",
                 where=place_of_node(hook),
                 hint="Use an autograd function whose backward does what the hook does.",
             )
@@ -295,7 +333,9 @@ def _place_variables(graph: Graph) -> None:
             variable = graph.call_function(operator.getitem, (made, 0))
         variable.meta = dict(value.meta)
         order = {node: i for i, node in enumerate(graph.nodes)}
-        value.replace_all_uses_with(variable, lambda user, last=order[variable], order=order: order[user] > last)
+        value.replace_all_uses_with(
+            variable, lambda user, last=order[variable], order=order: order[user] > last
+        )
         graph.erase_node(mark)
 
 
@@ -327,7 +367,8 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
     stack = [root]
     modes: list[bool | None] = [grad_enabled]  # the grad mode around each region on the stack
     now: bool | None = grad_enabled
-    left: dict[int, tuple[bool | None, list[bool]]] = {}  # grad mode before a backward, and the contexts entered in it
+    # grad mode before a backward, and the contexts entered in it
+    left: dict[int, tuple[bool | None, list[bool]]] = {}
 
     def close_mode() -> None:
         if stack[-1].kind == "grad_mode":
@@ -345,10 +386,12 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
         if node.target is marks.GRAD_MODE:
             close_mode()
             now = node.args[0]
-            backward = next((left[region.number] for region in reversed(stack) if region.number in left), None)
+            backward = next(
+                (left[region.number] for region in reversed(stack) if region.number in left), None
+            )
             if backward is not None:
-                # An enable_grad in a backward is kept even if it changed nothing in the trace, since the
-                # caller's grad mode is unknown.
+                # An enable_grad in a backward is kept even if it changed nothing in the trace,
+                # since the caller's grad mode is unknown.
                 _, entered = backward
                 if node.args[1] and entered:
                     entered.pop()
@@ -365,9 +408,12 @@ def _parse(graph: Graph, grad_enabled: bool) -> _Region:
                 now = None
             modes.append(now)
         elif node.target is marks.KEEP:
-            next(region for region in reversed(stack) if region.number == node.args[1]).text = node.args[0]
+            next(
+                region for region in reversed(stack) if region.number == node.args[1]
+            ).text = node.args[0]
         elif node.target is marks.END:
-            while stack[-1].number != node.args[0]:  # a grad mode, or regions left open by an exception
+            # a grad mode, or regions left open by an exception
+            while stack[-1].number != node.args[0]:
                 stack.pop()
                 modes.pop()
             ended = stack.pop()
@@ -398,7 +444,9 @@ class _Builder:
         self.graph = Graph()
         self._fill(self.graph, module, root, {})
 
-    def _fill(self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]) -> None:
+    def _fill(
+        self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]
+    ) -> None:
         """Add a region's items to the graph of `owner`.
 
         mapping: old node -> new node.
@@ -415,21 +463,46 @@ class _Builder:
                 continue
             if item.target is marks.CONNECT:
                 outputs, inputs, gradients, number = args
-                tangents = {n.args[0]: n for n in item.graph.nodes if n.target is marks.TANGENT and n.args[1] == number}
-                body, operands = self._body(self.deferred.pop(number), [tangents[o] for o in outputs], gradients)
+                tangents = {
+                    n.args[0]: n
+                    for n in item.graph.nodes
+                    if n.target is marks.TANGENT and n.args[1] == number
+                }
+                body, operands = self._body(
+                    self.deferred.pop(number), [tangents[o] for o in outputs], gradients
+                )
                 made = self._call(
-                    graph, owner, higher_order.BACKWARD, (body, len(outputs), len(inputs)), [*outputs, *inputs, *operands], mapping
+                    graph,
+                    owner,
+                    higher_order.BACKWARD,
+                    (body, len(outputs), len(inputs)),
+                    [*outputs, *inputs, *operands],
+                    mapping,
                 )
             elif item.target is marks.CONNECT_USED:
                 outputs, inputs, _, used, computed, _ = args
                 bodies, operands = self._bodies_by_use(item)
                 options = (len(outputs), len(inputs), tuple(used), tuple(computed), *bodies)
-                made = self._call(graph, owner, higher_order.BACKWARD_BY_USE, options, [*outputs, *inputs, *operands], mapping)
+                made = self._call(
+                    graph,
+                    owner,
+                    higher_order.BACKWARD_BY_USE,
+                    options,
+                    [*outputs, *inputs, *operands],
+                    mapping,
+                )
             elif item.target is marks.FUNC_GRAD:
                 variables, results, number = args
                 body, operands = self._body(self.deferred.pop(number), variables, results)
                 sources = [_source(v) for v in variables]
-                made = self._call(graph, owner, higher_order.FUNC_GRAD, (body, len(variables)), [*sources, *operands], mapping)
+                made = self._call(
+                    graph,
+                    owner,
+                    higher_order.FUNC_GRAD,
+                    (body, len(variables)),
+                    [*sources, *operands],
+                    mapping,
+                )
             elif item.target is marks.STACKED:
                 results, dims, _, _, number = args
                 region = self.deferred.pop(number)
@@ -437,22 +510,41 @@ class _Builder:
                 body, operands = self._body(region, rows, results)
                 in_dims = tuple(n.args[1] for n in rows) + (-1,) * len(operands)
                 arguments = (body, in_dims, tuple(dims), region.text)
-                made = self._call(graph, owner, higher_order.VMAP, arguments, [*(_source(n) for n in rows), *operands], mapping)
+                made = self._call(
+                    graph,
+                    owner,
+                    higher_order.VMAP,
+                    arguments,
+                    [*(_source(n) for n in rows), *operands],
+                    mapping,
+                )
             elif item.target is marks.BRANCHES:
                 pred, one, other, *numbers = args
                 regions = [self.deferred.pop(number) for number in numbers]
                 for region in regions:
                     _check_no_writes(region)
                     _forget_idle_copies(region)
-                parts = [(region, (), results) for region, results in zip(regions, (one, other), strict=True)]
-                operands = list(dict.fromkeys(operand for part in parts for operand in _operands(*part)))
+                parts = [
+                    (region, (), results)
+                    for region, results in zip(regions, (one, other), strict=True)
+                ]
+                operands = list(
+                    dict.fromkeys(operand for part in parts for operand in _operands(*part))
+                )
                 bodies = [self._body(*part, operands)[0] for part in parts]
                 made = self._call(graph, owner, _HOP.cond, (mapping[pred], *bodies), [], mapping)
                 made.args = (*made.args, tuple(mapping[operand] for operand in operands))
             elif item.target is marks.AUTOGRAD_GRAD:
                 outputs, inputs, gradients, create_graph = args
                 options = (len(outputs), len(inputs), create_graph)
-                made = self._call(graph, owner, higher_order.AUTOGRAD_GRAD, options, [*outputs, *inputs, *gradients], mapping)
+                made = self._call(
+                    graph,
+                    owner,
+                    higher_order.AUTOGRAD_GRAD,
+                    options,
+                    [*outputs, *inputs, *gradients],
+                    mapping,
+                )
             else:
                 mapping[item] = _copied(item, graph, mapping.__getitem__, self.module, owner)
                 continue
@@ -466,15 +558,22 @@ class _Builder:
         """
         outputs, _, gradients, used, computed, numbers = cast(Any, call.args)
         regions = [self.deferred.pop(number) for number in numbers]
-        tangents = {(n.args[1], n.args[0]): n for n in call.graph.nodes if n.target is marks.TANGENT}
-        entries = [[tangents[k, o] for i, o in enumerate(outputs) if bits >> i & 1] for k, bits in zip(numbers, used, strict=True)]
+        tangents = {
+            (n.args[1], n.args[0]): n for n in call.graph.nodes if n.target is marks.TANGENT
+        }
+        entries = [
+            [tangents[k, o] for i, o in enumerate(outputs) if bits >> i & 1]
+            for k, bits in zip(numbers, used, strict=True)
+        ]
         left = iter(gradients)
         results = [list(itertools.islice(left, bits.bit_count())) for bits in computed]
         parts = list(zip(regions, entries, results, strict=True))
         operands = list(dict.fromkeys(operand for part in parts for operand in _operands(*part)))
         return [self._body(*part, operands)[0] for part in parts], operands
 
-    def _region(self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]) -> None:
+    def _region(
+        self, graph: Graph, owner: GraphModule, region: _Region, mapping: dict[Node, Node]
+    ) -> None:
         """Add a region that runs at its position in the graph."""
         inside = set(region.nodes())
         # Without results a region is kept as well: it may update a buffer.
@@ -485,9 +584,16 @@ class _Builder:
             target, arguments = _HOP.wrap_with_set_grad_enabled, (region.enabled, body)
         elif region.kind == "autocast":
             device, dtype, enabled = region.text.split(" ")
-            target, arguments = _HOP.wrap_with_autocast, (device, getattr(torch, dtype), enabled == "True", False, body)
+            target, arguments = (
+                _HOP.wrap_with_autocast,
+                (device, getattr(torch, dtype), enabled == "True", False, body),
+            )
         else:
-            target, arguments = (higher_order.SELECTIVE, (body, region.text)) if region.text else (higher_order.CHECKPOINT, (body,))
+            target, arguments = (
+                (higher_order.SELECTIVE, (body, region.text))
+                if region.text
+                else (higher_order.CHECKPOINT, (body,))
+            )
         call = self._call(graph, owner, target, arguments, operands, mapping)
         call.meta = {"val": tuple(r.meta["val"] for r in results)}
         stacks = [r.meta["nn_module_stack"] for r in results if "nn_module_stack" in r.meta]
@@ -498,7 +604,11 @@ class _Builder:
             mapping[result].meta = dict(result.meta)
 
     def _body(
-        self, region: _Region, entries: Sequence[Node], results: Sequence[Node], operands: list[Node] | None = None
+        self,
+        region: _Region,
+        entries: Sequence[Node],
+        results: Sequence[Node],
+        operands: list[Node] | None = None,
     ) -> tuple[GraphModule, list[Node]]:
         """Return a region as a graph of its own, and its operands.
 
@@ -518,7 +628,13 @@ class _Builder:
         return body, operands
 
     def _call(
-        self, graph: Graph, owner: GraphModule, target: Any, arguments: Sequence[Any], operands: Sequence[Node], mapping: dict[Node, Node]
+        self,
+        graph: Graph,
+        owner: GraphModule,
+        target: Any,
+        arguments: Sequence[Any],
+        operands: Sequence[Node],
+        mapping: dict[Node, Node],
     ) -> Node:
         """Add a call of a region's operator; bodies become attributes of `owner`."""
         given: list[Any] = []
@@ -539,7 +655,9 @@ def _operands(region: _Region, entries: Sequence[Node], results: Sequence[Node])
     """
     region.items = [i for i in region.items if isinstance(i, _Region) or i not in entries]
     inside = set(region.nodes())
-    used = [source for node in region.nodes() for source in node.all_input_nodes] + [r for r in results if r not in inside]
+    used = [source for node in region.nodes() for source in node.all_input_nodes] + [
+        r for r in results if r not in inside
+    ]
     return list(dict.fromkeys(n for n in used if n not in inside and n not in entries))
 
 
@@ -548,7 +666,10 @@ def _forget_idle_copies(region: _Region) -> None:
     for item in reversed(list(region.items)):
         if isinstance(item, _Region):
             _forget_idle_copies(item)
-        elif item.target in (_aten.clone.default, _aten.view.dtype, _aten.to.dtype) and not item.users:
+        elif (
+            item.target in (_aten.clone.default, _aten.view.dtype, _aten.to.dtype)
+            and not item.users
+        ):
             region.items.remove(item)
             item.graph.erase_node(item)
 
@@ -566,7 +687,10 @@ def _check_no_writes(region: _Region) -> None:
                 raise CaptureError(
                     "a branch of torch.cond writes to a tensor that is not a buffer of the model",
                     where=place_of_node(node),
-                    hint="Return the new value from both branches, or keep it in a buffer (register_buffer).",
+                    hint=(
+                        "Return the new value from both branches, or keep it in a buffer"
+                        " (register_buffer)."
+                    ),
                 )
 
 

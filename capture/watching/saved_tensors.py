@@ -24,7 +24,9 @@ _HOOKS = torch.autograd.graph.saved_tensors_hooks
 
 def is_own(context: Any) -> bool:
     """Return True for hooks of the model: neither a checkpoint's nor `save_on_cpu`."""
-    return type(context).__module__ != CHECKPOINT_MODULE and not isinstance(context, torch.autograd.graph.save_on_cpu)
+    return type(context).__module__ != CHECKPOINT_MODULE and not isinstance(
+        context, torch.autograd.graph.save_on_cpu
+    )
 
 
 @contextlib.contextmanager
@@ -50,8 +52,10 @@ def given_back() -> Iterator[None]:
 def _watched(context: Any) -> tuple[Any, Any]:
     pack, unpack = context.pack_hook, context.unpack_hook
     page = own_backward(
-        f"hooks on saved tensors ({type(context).__name__}) change the values saved for backward, which a graph cannot represent",
-        "Make unpack return exactly what pack received, or implement the backward in a torch.autograd.Function.",
+        f"hooks on saved tensors ({type(context).__name__}) change the values saved for backward,"
+        " which a graph cannot represent",
+        "Make unpack return exactly what pack received, or implement the backward in a"
+        " torch.autograd.Function.",
     )
 
     def packed(x: Tensor) -> Any:
@@ -67,7 +71,10 @@ def _watched(context: Any) -> tuple[Any, Any]:
 
 def _check_same(saved: Tensor, result: Tensor, page: CaptureError) -> None:
     if saved.shape != result.shape or saved.dtype != result.dtype:
-        page.expected, page.got = f"shape {tuple(saved.shape)}, {saved.dtype}", f"shape {tuple(result.shape)}, {result.dtype}"
+        page.expected, page.got = (
+            f"shape {tuple(saved.shape)}, {saved.dtype}",
+            f"shape {tuple(result.shape)}, {result.dtype}",
+        )
         raise page
     if not bool(((result == saved) | ((result != result) & (saved != saved))).all()):
         raise page

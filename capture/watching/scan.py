@@ -22,7 +22,9 @@ from torch import Tensor
 from trainload.capture.source.patched import OPERATORS
 from trainload.capture.watching.nest import mapped
 
-_ORIGINAL: tuple[Callable[..., Any], ...] = tuple(filter(None, [getattr(sys.modules.get(OPERATORS), "associative_scan", None)]))
+_ORIGINAL: tuple[Callable[..., Any], ...] = tuple(
+    filter(None, [getattr(sys.modules.get(OPERATORS), "associative_scan", None)])
+)
 """torch's function, a prototype; empty if this version of torch has none.
 
 A tuple, so that the watch's replacement by name does not reach it.
@@ -46,7 +48,11 @@ def _scan_by(vmap: Callable[..., Any], original: Callable[..., Any]) -> Callable
     """
 
     def associative_scan(
-        combine_fn: Callable[[Any, Any], Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
+        combine_fn: Callable[[Any, Any], Any],
+        xs: Any,
+        dim: int,
+        reverse: bool = False,
+        combine_mode: str = "pointwise",
     ) -> Any:
         leaves = _leaves(xs)
         if combine_mode != "generic" or not leaves or not all(_has_length(x, dim) for x in leaves):
@@ -54,7 +60,11 @@ def _scan_by(vmap: Callable[..., Any], original: Callable[..., Any]) -> Callable
 
         def combine(*both: Tensor) -> tuple[Tensor, ...]:
             left, right = iter(both[: len(leaves)]), iter(both[len(leaves) :])
-            return tuple(_leaves(combine_fn(mapped(xs, lambda _: next(left)), mapped(xs, lambda _: next(right)))))
+            return tuple(
+                _leaves(
+                    combine_fn(mapped(xs, lambda _: next(left)), mapped(xs, lambda _: next(right)))
+                )
+            )
 
         def combined(left: Leaves, right: Leaves) -> Leaves:
             return list(vmap(combine)(*left, *right))
@@ -86,7 +96,9 @@ def _scan(combined: Callable[[Leaves, Leaves], Leaves], entries: Leaves) -> Leav
     length = entries[0].shape[0]
     if length < 2:
         return entries
-    odd = _scan(combined, combined([x[: length - 1 : 2] for x in entries], [x[1::2] for x in entries]))
+    odd = _scan(
+        combined, combined([x[: length - 1 : 2] for x in entries], [x[1::2] for x in entries])
+    )
     even = [x[:1] for x in entries]
     before = (length - 1) // 2
     if before:

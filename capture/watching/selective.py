@@ -36,7 +36,8 @@ class Answers:
     def listen(self, context: Any) -> None:
         """Record the decisions of a SELECTIVE context's policy from now on."""
         policy: Callable[..., Any] = context.policy_fn
-        if inspect.isfunction(policy):  # torch wraps a list of operators into a policy; it may name kernels of other devices
+        # torch wraps a list of operators into a policy; it may name kernels of other devices
+        if inspect.isfunction(policy):
             listed = inspect.getclosurevars(policy).nonlocals.get("policy_fn_or_list")
             self._listed |= {_name(op) for op in listed} if isinstance(listed, list) else set()
 
@@ -52,8 +53,14 @@ class Answers:
     def text(self) -> str:
         """Return the decisions in the format of this module."""
         found = {name: [True] for name in self._listed} | self._calls
-        digits = {name: "".join("01"[answer] for answer in answers) for name, answers in found.items() if any(answers)}
-        return " ".join(f"{name}={'1' if '0' not in said else said}" for name, said in sorted(digits.items()))
+        digits = {
+            name: "".join("01"[answer] for answer in answers)
+            for name, answers in found.items()
+            if any(answers)
+        }
+        return " ".join(
+            f"{name}={'1' if '0' not in said else said}" for name, said in sorted(digits.items())
+        )
 
 
 def _name(op: Any) -> str:

@@ -29,7 +29,12 @@ from trainload.capture.source.user_kernels import no_raw_kernels
 from trainload.capture.substitutes.cumulative_batch_norm import BATCH_NORM, counted_average
 from trainload.capture.substitutes.gamma import dirichlet_rsample
 from trainload.capture.substitutes.lengths import lengths
-from trainload.capture.substitutes.shape_functions import SUBSTITUTES, decoder_forward, encoder_forward, module_to
+from trainload.capture.substitutes.shape_functions import (
+    SUBSTITUTES,
+    decoder_forward,
+    encoder_forward,
+    module_to,
+)
 from trainload.capture.watching import marks
 from trainload.capture.watching.applied import FUNCTION_BASE, applied
 from trainload.capture.watching.bodies import bodies
@@ -59,7 +64,9 @@ class Watch(Recorder):
         """True while a context restores the grad mode."""
 
     @contextlib.contextmanager
-    def tracing(self, model: nn.Module, parameters: dict[str, list[Callable[[Tensor], Tensor | None]]]) -> Iterator[None]:
+    def tracing(
+        self, model: nn.Module, parameters: dict[str, list[Callable[[Tensor], Tensor | None]]]
+    ) -> Iterator[None]:
         """Mark in the graph what happens inside the block.
 
         Args:
@@ -95,7 +102,10 @@ class Watch(Recorder):
             (saved, "__enter__", self._saved_enter(saved.__enter__)),
             (saved, "__exit__", self._saved_exit(saved.__exit__)),
             (SELECTIVE, "__enter__", self._selective_enter(SELECTIVE.__enter__)),
-            *((k, "__exit__", self._mode_exit(k.__exit__)) for k in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)),
+            *(
+                (k, "__exit__", self._mode_exit(k.__exit__))
+                for k in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
+            ),
             (torch.inference_mode, "__enter__", _inference_enter),
             (torch.inference_mode, "__exit__", _inference_exit),
             (BATCH_NORM, "forward", counted_average(BATCH_NORM.forward)),
@@ -103,7 +113,8 @@ class Watch(Recorder):
             (nn.TransformerDecoder, "forward", decoder_forward(nn.TransformerDecoder.forward)),
             (nn.Module, "to", module_to(nn.Module.to)),
             (distributions.Dirichlet, "rsample", dirichlet_rsample),
-            (distributions.Distribution, "_validate_args", False),  # checks depend on values; eager mode makes them
+            # checks depend on values; eager mode makes them
+            (distributions.Distribution, "_validate_args", False),
             (torch, "compile", _outside(mode, torch.compile)),
         ]
 
@@ -121,22 +132,27 @@ class Watch(Recorder):
     def _apply(self, cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             function, _, *operands = args
-            differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in operands)
-            with torch.set_grad_enabled(differentiable):  # a reentrant checkpoint passes no gradient unless an operand requires one
+            differentiable = torch.is_grad_enabled() and any(
+                isinstance(a, Tensor) and a.requires_grad for a in operands
+            )
+            # a reentrant checkpoint passes no gradient unless an operand requires one
+            with torch.set_grad_enabled(differentiable):
                 number = self.region("checkpoint")
                 try:
                     return function(*operands)
                 finally:
                     marks.END(number)
-        # torch's own functions: those of control-flow operators, whose bodies are compiled separately
-        # on fake tensors (the backward of a while_loop is a while_loop again, so tracing it would
-        # never end), and those of checkpoints, which keep their inputs.
+        # torch's own functions: those of control-flow operators, whose bodies are compiled
+        # separately on fake tensors (the backward of a while_loop is a while_loop again, so tracing
+        # it would never end), and those of checkpoints, which keep their inputs.
         if cls.__module__.startswith(OPERATORS) or cls.__module__ == CHECKPOINT_MODULE:
             return super(FUNCTION_BASE, cls).apply(*args, **kwargs)  # type: ignore[misc]  # cls is a subclass
         return call_function(self, cls, args, kwargs)
 
     def _mode_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `__exit__` of a grad mode, which alone shows that a change restores an earlier mode."""
+        """Wrap `__exit__` of a grad mode, which alone shows that a change restores an earlier
+        mode.
+        """
 
         def leave(context: Any, *error: Any) -> Any:
             self.leaving = True
@@ -150,7 +166,9 @@ class Watch(Recorder):
     def _autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(context: Any) -> Any:
             dtype = str(context.fast_dtype).removeprefix("torch.")
-            context.trainload_region = self.region("autocast", f"{context.device} {dtype} {bool(context._enabled)}")
+            context.trainload_region = self.region(
+                "autocast", f"{context.device} {dtype} {bool(context._enabled)}"
+            )
             return original(context)
 
         return enter
@@ -169,7 +187,8 @@ class Watch(Recorder):
                 context.trainload_region = self.region("checkpoint")
                 self._answers.append(Answers())
                 return None  # nothing is saved while tracing
-            return None if is_own(context) else original(context)  # how tensors are kept does not matter to a graph: see saved_tensors.py
+            # how tensors are kept does not matter to a graph: see saved_tensors.py
+            return None if is_own(context) else original(context)
 
         return enter
 
@@ -186,7 +205,8 @@ class Watch(Recorder):
 
     def _selective_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(context: Any) -> Any:
-            if self._answers:  # otherwise it is used outside of a checkpoint, where it keeps nothing
+            # otherwise it is used outside of a checkpoint, where it keeps nothing
+            if self._answers:
                 self._answers[-1].listen(context)
             return original(context)
 
@@ -196,7 +216,12 @@ class Watch(Recorder):
 @contextlib.contextmanager
 def _buffers_written(model: nn.Module) -> Iterator[None]:
     """Copy the values that forward assigned to a buffer's name into the buffer."""
-    before = [(module, name, value) for module in model.modules() for name, value in module._buffers.items() if value is not None]
+    before = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in module._buffers.items()
+        if value is not None
+    ]
     yield
     for module, name, value in before:
         now = module._buffers.get(name)
@@ -223,7 +248,13 @@ class _Functions(TorchFunctionMode):
         self._watch = watch
         self._model = model
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         with self._watch.raised.noted():
             return self._seen(func, args, kwargs or {})
 
@@ -241,7 +272,11 @@ class _Functions(TorchFunctionMode):
                 return autograd_grad(*args, **kwargs)
         elif func in SUBSTITUTES:
             return SUBSTITUTES[func](*args, **kwargs)
-        elif name == "requires_grad_" and not self._watch.quiet and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
+        elif (
+            name == "requires_grad_"
+            and not self._watch.quiet
+            and (args[1:] or (kwargs.get("requires_grad", True),))[0]
+        ):
             if not args[0].requires_grad:
                 marks.REQUIRE_GRAD(args[0])
         elif func == Tensor.requires_grad.__set__ and args[1] and not args[0].requires_grad:  # type: ignore[attr-defined]  # a descriptor
@@ -249,7 +284,9 @@ class _Functions(TorchFunctionMode):
         elif isinstance(kwargs.get("generator"), torch.Generator):
             raise own_generator()
         elif name in _REFUSED:
-            raise own_backward(f"forward calls {name}, which a graph cannot represent", _REFUSED[name])
+            raise own_backward(
+                f"forward calls {name}, which a graph cannot represent", _REFUSED[name]
+            )
         return func(*args, **kwargs)
 
 
@@ -262,12 +299,20 @@ def _check_gradient_stays_on(func: Any, args: tuple[Any, ...], kwargs: Mapping[s
     if name == "requires_grad_" or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # a descriptor
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         if isinstance(args[0], nn.Parameter) and args[0].requires_grad and not wanted:
-            raise unfollowed("forward disables the gradient of a parameter", "Use parameter.detach() where no gradient is wanted.")
+            raise unfollowed(
+                "forward disables the gradient of a parameter",
+                "Use parameter.detach() where no gradient is wanted.",
+            )
 
 
 _REFUSED = {
-    "register_post_accumulate_grad_hook": "Change the gradient with tensor.register_hook, or in the optimizer.",
-    "backward": "Return the loss; for a gradient within it call torch.autograd.grad(..., create_graph=True).",
+    "register_post_accumulate_grad_hook": (
+        "Change the gradient with tensor.register_hook, or in the optimizer."
+    ),
+    "backward": (
+        "Return the loss; for a gradient within it call torch.autograd.grad(...,"
+        " create_graph=True)."
+    ),
 }
 
 

@@ -1,4 +1,8 @@
-"""Freezes the GAN, trains it on two workers, and says how far its images are from real ones before and after. `make demo-gan` runs it."""
+"""Freezes the GAN, trains it on two workers, and says how far its images are from real ones before
+and after.
+
+`make demo-gan` runs it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,9 @@ def command(*arguments: str | Path) -> dict[str, Any]:
     line = [sys.executable, "-m", "trainload", *map(str, arguments), "--json"]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        raise SystemExit(f"trainload {arguments[0]} ended with status {done.returncode}: {done.stdout.strip()}")
+        raise SystemExit(
+            f"trainload {arguments[0]} ended with status {done.returncode}: {done.stdout.strip()}"
+        )
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
@@ -41,14 +47,21 @@ def images(package: Path, rows: int) -> torch.Tensor:
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The energy distance of two sets of points, (n, d) and (m, d): 2 E|x - y| - E|x - x'| - E|y - y'|; 0 for equal distributions."""
+    """The energy distance of two sets of points, (n, d) and (m, d): 2 E|x - y| - E|x - x'| - E|y -
+    y'|; 0 for equal distributions.
+    """
     return float(2 * torch.cdist(a, b).mean() - torch.cdist(a, a).mean() - torch.cdist(b, b).mean())
 
 
 def main() -> int:
     """The demo. Returns the exit status: 1 where the images have not come nearer."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / "demo-gan", help="where everything is written; made anew")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "demo-gan",
+        help="where everything is written; made anew",
+    )
     parser.add_argument("--steps", type=int, help="a shorter run")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true")
@@ -62,12 +75,21 @@ def main() -> int:
     command("freeze", f"{EXAMPLE / 'job.py'}:job", "-o", folder / "gan.tl")
     options: list[str | Path] = ["--no-compile"] if given.no_compile else []
     options += ["--steps", str(given.steps)] if given.steps is not None else []
-    options += ["--workers", str(given.workers)] + (["--strategy", "zero3"] if given.workers > 1 else [])
+    options += ["--workers", str(given.workers)] + (
+        ["--strategy", "zero3"] if given.workers > 1 else []
+    )
     paths = ["--run-dir", folder / "run", "--output", folder / "trained.tl"]
     run = command("launch", folder / "gan.tl", "--data", folder / "digits.npz", *paths, *options)
-    before, after = (distance(images(folder / name, len(held_out)), held_out) for name in ("gan.tl", "trained.tl"))
+    before, after = (
+        distance(images(folder / name, len(held_out)), held_out)
+        for name in ("gan.tl", "trained.tl")
+    )
     found = {
-        "energy distance to held-out digits": {"before": before, "after": after, "real": distance(real[: len(held_out)], held_out)},
+        "energy distance to held-out digits": {
+            "before": before,
+            "after": after,
+            "real": distance(real[: len(held_out)], held_out),
+        },
         "seconds": run["seconds"],
     }
     (folder / "result.json").write_text(json.dumps(found, indent=2) + "\n")

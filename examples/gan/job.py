@@ -1,4 +1,7 @@
-"""A GAN on scikit-learn's digits: two losses, two optimizers, in turns. The discriminator has two updates for each of the generator."""
+"""A GAN on scikit-learn's digits: two losses, two optimizers, in turns.
+
+The discriminator has two updates for each of the generator.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ ROUNDS = 1500
 
 
 class GAN(nn.Module):
-    """`generator`: noise (rows, 16) -> images (rows, 64) in [0, 1]. `discriminator`: images -> logits (rows, 1)."""
+    """`generator`: noise (rows, 16) -> images (rows, 64) in [0, 1].
+
+    `discriminator`: images -> logits (rows, 1).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +61,10 @@ def discriminator_loss(model: nn.Module, batch: dict[str, Tensor]) -> trainload.
         fake = model.generator(torch.randn(batch["image"].shape[0], NOISE))
     real, judged = model.discriminator(batch["image"]), model.discriminator(fake)
     accuracy = 0.5 * ((real > 0).float().mean() + (judged < 0).float().mean())
-    return trainload.Loss((functional.softplus(-real) + functional.softplus(judged)).mean(), metrics={"accuracy": accuracy})
+    return trainload.Loss(
+        (functional.softplus(-real) + functional.softplus(judged)).mean(),
+        metrics={"accuracy": accuracy},
+    )
 
 
 def job() -> trainload.Job:
@@ -67,16 +76,22 @@ def job() -> trainload.Job:
         graphs={
             "generator": Graph(
                 loss=generator_loss,
-                optimizer=lambda model: torch.optim.Adam(model.get_submodule("generator").parameters(), lr=1e-3, betas=(0.5, 0.99)),
+                optimizer=lambda model: torch.optim.Adam(
+                    model.get_submodule("generator").parameters(), lr=1e-3, betas=(0.5, 0.99)
+                ),
                 ema=trainload.Ema(0.99),
             ),
             "discriminator": Graph(
                 loss=discriminator_loss,
-                optimizer=lambda model: torch.optim.Adam(model.get_submodule("discriminator").parameters(), lr=1e-3, betas=(0.5, 0.99)),
+                optimizer=lambda model: torch.optim.Adam(
+                    model.get_submodule("discriminator").parameters(), lr=1e-3, betas=(0.5, 0.99)
+                ),
             ),
         },
         loop=[Turn("discriminator", times=2, fresh=True), Turn("generator", fresh=True)],
-        predict=lambda model, batch: model.get_submodule("generator")(torch.randn(batch["image"].shape[0], NOISE)),
+        predict=lambda model, batch: model.get_submodule("generator")(
+            torch.randn(batch["image"].shape[0], NOISE)
+        ),
         steps=ROUNDS,
         global_batch=ROWS,
     )

@@ -1,4 +1,6 @@
-"""Build the demo's corpus: the source text of this Python's standard library, as windows of bytes in Parquet."""
+"""Build the demo's corpus: the source text of this Python's standard library, as windows of bytes
+in Parquet.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Where a corpus lies and how large it is: `train` and `held_out` are Parquet files of one column, `tokens`."""
+    """Where a corpus lies and how large it is: `train` and `held_out` are Parquet files of one
+    column, `tokens`.
+    """
 
     train: Path
     held_out: Path
@@ -29,25 +33,41 @@ class Corpus:
 
 
 def source_files(root: Path) -> list[Path]:
-    """Every .py file under `root` that belongs to the standard library, in the order of its path relative to `root`."""
-    found = (path for path in root.rglob("*.py") if not EXCLUDED.intersection(path.relative_to(root).parts))
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+    """Every .py file under `root` that belongs to the standard library, in the order of its path
+    relative to `root`.
+    """
+    found = (
+        path
+        for path in root.rglob("*.py")
+        if not EXCLUDED.intersection(path.relative_to(root).parts)
+    )
+    return sorted(
+        (path for path in found if path.is_file()),
+        key=lambda path: path.relative_to(root).as_posix(),
+    )
 
 
 def is_held_out(relative: str) -> bool:
-    """Whether the file of this relative path belongs to the held-out part. Depends on the path alone."""
+    """Whether the file of this relative path belongs to the held-out part.
+
+    Depends on the path alone.
+    """
     digest = hashlib.sha256(relative.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_SHARE == 0
 
 
 def windows(text: bytes, length: int) -> npt.NDArray[np.uint8]:
-    """`text` cut into rows of `length` bytes, shape (len(text) // length, length); what is left over at the end is dropped."""
+    """`text` cut into rows of `length` bytes, shape (len(text) // length, length); what is left
+    over at the end is dropped.
+    """
     count = len(text) // length
     return np.frombuffer(text, dtype=np.uint8, count=count * length).reshape(count, length)
 
 
 def write(rows: npt.NDArray[np.uint8], path: Path) -> None:
-    """Write `rows`, shape (n, length), as one Parquet column `tokens` of fixed_size_list<uint8>[length]."""
+    """Write `rows`, shape (n, length), as one Parquet column `tokens` of
+    fixed_size_list<uint8>[length].
+    """
     tokens = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
     field = pa.field("tokens", tokens.type, nullable=False)
     table = pa.Table.from_arrays([tokens], schema=pa.schema([field]))
@@ -69,7 +89,9 @@ def build(folder: Path, context: int, root: Path | None = None) -> Corpus:
         parts[is_held_out(path.relative_to(root).as_posix())].append(path.read_bytes())
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = (windows(b"".join(parts[held]), context + 1) for held in (False, True))
-    corpus = Corpus(folder / "train.parquet", folder / "heldout.parquet", len(files), len(train), len(held_out))
+    corpus = Corpus(
+        folder / "train.parquet", folder / "heldout.parquet", len(files), len(train), len(held_out)
+    )
     write(train, corpus.train)
     write(held_out, corpus.held_out)
     return corpus

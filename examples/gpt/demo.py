@@ -1,7 +1,8 @@
-"""The whole road once: corpus, freeze, plan, launch on a local Ray cluster, trained package. `make demo` runs it.
+"""The whole road once: corpus, freeze, plan, launch on a local Ray cluster, trained package. `make
+demo` runs it.
 
-What follows the freeze runs in processes that cannot import this example: the package alone is enough. Everything is written under demo/,
-which is made anew.
+What follows the freeze runs in processes that cannot import this example: the package alone is
+enough. Everything is written under demo/, which is made anew.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ WORKERS = 2
 STRATEGY = "zero3"
 EVAL_BATCHES = 40
 TARGET = 2.2
-"""Nats per byte of held-out text that the trained model must be below. One that has learnt nothing has 5.5."""
+"""Nats per byte of held-out text that the trained model must be below.
+
+One that has learnt nothing has 5.5.
+"""
 SOURCE_MODULES = ("model", "job", "examples.gpt.model")
 
 
@@ -56,18 +60,25 @@ class Stages:
 
 
 def trainload(*arguments: str | Path, cwd: Path) -> dict[str, Any]:
-    """Run one `trainload` command in `cwd` and return what its --json says. Progress goes to this terminal.
+    """Run one `trainload` command in `cwd` and return what its --json says. Progress goes to this
+    terminal.
 
     Raises:
         DemoError: it failed.
     """
     command = [str(Path(sys.executable).with_name("trainload")), *map(str, arguments), "--json"]
-    shown = " ".join(os.path.relpath(part, ROOT) if isinstance(part, Path) else part for part in arguments)
+    shown = " ".join(
+        os.path.relpath(part, ROOT) if isinstance(part, Path) else part for part in arguments
+    )
     print(f"$ trainload {shown}", file=sys.stderr, flush=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode != 0:
-        raise DemoError(f"trainload {arguments[0]} ended with status {done.returncode}: {done.stdout.strip()}")
+        raise DemoError(
+            f"trainload {arguments[0]} ended with status {done.returncode}: {done.stdout.strip()}"
+        )
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
@@ -78,10 +89,20 @@ def demand_no_source(cwd: Path) -> None:
     Raises:
         DemoError: it can.
     """
-    code = "import importlib.util, sys; sys.exit(any(importlib.util.find_spec(n.split('.')[0]) for n in sys.argv[1:]))"
+    code = (
+        "import importlib.util, sys; sys.exit(any(importlib.util.find_spec(n.split('.')[0]) for n"
+        " in sys.argv[1:]))"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    if subprocess.run([sys.executable, "-c", code, *SOURCE_MODULES], cwd=cwd, env=environment, check=False).returncode != 0:
-        raise DemoError(f"the example's source can be imported from {cwd}: the demo would prove nothing")
+    if (
+        subprocess.run(
+            [sys.executable, "-c", code, *SOURCE_MODULES], cwd=cwd, env=environment, check=False
+        ).returncode
+        != 0
+    ):
+        raise DemoError(
+            f"the example's source can be imported from {cwd}: the demo would prove nothing"
+        )
 
 
 def run(folder: Path, steps: int | None) -> dict[str, Any]:
@@ -90,7 +111,11 @@ def run(folder: Path, steps: int | None) -> dict[str, Any]:
     package, trained, plan = folder / "gpt.tl", folder / "gpt-trained.tl", folder / "plan.json"
     with stages.stage("corpus"):
         made = corpus.build(folder / "corpus", Config().context)
-        print(f"{made.files} files: {made.train_windows} windows to train on, {made.held_out_windows} held out", file=sys.stderr)
+        print(
+            f"{made.files} files: {made.train_windows} windows to train on, {made.held_out_windows}"
+            " held out",
+            file=sys.stderr,
+        )
     with stages.stage("freeze"):
         frozen = trainload("freeze", f"{EXAMPLE / 'job.py'}:job", "-o", package, cwd=ROOT)
     with tempfile.TemporaryDirectory(prefix="trainload-demo-") as name:
@@ -100,10 +125,19 @@ def run(folder: Path, steps: int | None) -> dict[str, Any]:
             cluster = ("--devices-per-node", str(WORKERS), "--strategy", STRATEGY)
             trainload("plan", package, *cluster, "-o", plan, cwd=elsewhere)
         with stages.stage("launch"):
-            data: list[str | Path] = ["--data", made.train, "--eval-data", made.held_out, "--set", f"eval_batches={EVAL_BATCHES}"]
+            data: list[str | Path] = [
+                "--data",
+                made.train,
+                "--eval-data",
+                made.held_out,
+                "--set",
+                f"eval_batches={EVAL_BATCHES}",
+            ]
             length = ["--steps", str(steps)] if steps is not None else []
             paths: list[str | Path] = ["--run-dir", folder / "run", "--output", trained]
-            result = trainload("launch", package, "--plan", plan, *data, *length, *paths, cwd=elsewhere)
+            result = trainload(
+                "launch", package, "--plan", plan, *data, *length, *paths, cwd=elsewhere
+            )
         with stages.stage("verify"):
             trainload("verify", trained, cwd=elsewhere)
     evaluations = result["evaluations"]
@@ -125,15 +159,22 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_row(stage, f"{seconds:.1f}", style="bold" if stage == "total" else None)
     console.print(table)
     loss = result["held_out_loss"]
-    console.print(f"held-out loss: {loss['before']:.3f} before, {loss['after']:.3f} after (nats per byte)", highlight=False)
+    console.print(
+        f"held-out loss: {loss['before']:.3f} before, {loss['after']:.3f} after (nats per byte)",
+        highlight=False,
+    )
     for name, path in {"package": result["package"]["path"], **result["paths"]}.items():
         console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
 
 
 def main() -> int:
     """The demo. Returns the exit status: 1 where a stage failed, or the model learnt too little."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "demo", help="where everything is written; made anew")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "demo", help="where everything is written; made anew"
+    )
     parser.add_argument("--steps", type=int, help="a shorter run, which is not held to the target")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()

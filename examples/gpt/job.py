@@ -22,7 +22,10 @@ WEIGHT_DECAY = 0.1
 
 
 def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:
-    """Mean cross-entropy of the next byte, in nats. `batch["tokens"]`: uint8 (rows, context + 1)."""
+    """Mean cross-entropy of the next byte, in nats.
+
+    `batch["tokens"]`: uint8 (rows, context + 1).
+    """
     tokens = batch["tokens"].long()
     logits = model(tokens[:, :-1])
     targets = tokens[:, 1:]

@@ -34,7 +34,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, time, width = x.shape
-        qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        )
         query, key, value = qkv.unbind(0)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
@@ -62,7 +64,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer with tied embeddings: (batch, time) bytes -> (batch, time, vocabulary) float32 logits."""
+    """Decoder-only transformer with tied embeddings: (batch, time) bytes -> (batch, time,
+    vocabulary) float32 logits.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()

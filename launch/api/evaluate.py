@@ -1,4 +1,6 @@
-"""Evaluate a package without training it: a run of zero steps, under any plan and on any backend."""
+"""Evaluate a package without training it: a run of zero steps, under any plan and on any
+backend.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,17 @@ class EvaluationRequest(EvaluationSettings, ExecutionOptions, PackageOptions):
     """Options of `evaluate`, in addition to the package, the plan and the data."""
 
     run_dir: str | Path | None = None
-    """Folder to keep, on storage that all nodes share. Default: one of this machine, which is removed afterwards."""
+    """Folder to keep, on storage that all nodes share.
+
+    Default: one of this machine, which is removed afterwards.
+    """
 
 
 @neutrally
 @takes_options(EvaluationRequest)
-def evaluate(package: Package, plan: Plan, data: Data, request: EvaluationRequest) -> EvaluationResult:
+def evaluate(
+    package: Package, plan: Plan, data: Data, request: EvaluationRequest
+) -> EvaluationResult:
     """Evaluate a package with its evaluation graphs: every row once, under any plan.
 
     It compiles the same graphs as a training under this plan, and reuses those in the cache.
@@ -80,7 +87,13 @@ def evaluate(package: Package, plan: Plan, data: Data, request: EvaluationReques
     with _folder(request.run_dir, request.address) as run_dir:
         run = RunRequest(run_dir=run_dir, eval_data=data, **options)
         with checked(package, plan, data, run, evaluates_only=True) as evaluation:
-            run_spec(evaluation.spec, request.backend, request.address, request.on_event or _ignore, new=True)
+            run_spec(
+                evaluation.spec,
+                request.backend,
+                request.address,
+                request.on_event or _ignore,
+                new=True,
+            )
         found = [event for event in stream_events(run_dir) if event.kind == "eval"]
     if not found:
         raise TrainingError("nothing was evaluated", where=str(data))
@@ -101,7 +114,9 @@ def _folder(run_dir: str | Path | None, address: str | None) -> Iterator[Path]:
         return
     if address is not None:
         raise RequestError(
-            "a cluster needs a run folder on shared storage", where="run_dir", hint="Pass --run-dir with a folder that all nodes can reach."
+            "a cluster needs a run folder on shared storage",
+            where="run_dir",
+            hint="Pass --run-dir with a folder that all nodes can reach.",
         )
     with tempfile.TemporaryDirectory(prefix="trainload-evaluate-") as folder:
         yield Path(folder) / "run"

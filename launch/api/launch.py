@@ -124,7 +124,10 @@ class ResumeRequest(RunSettings, ExecutionOptions):
     workers: int | None = None
     """Number of workers. Default: as before."""
     strategy: Annotated[Strategy | None, SkipValidation()] = None
-    """Strategy of the new plan. Default: as before if that is possible for the number of workers."""
+    """Strategy of the new plan.
+
+    Default: as before if that is possible for the number of workers.
+    """
     plan: Plan | None = None
     """Another plan for the package, in place of both. Its global batch is the run's."""
 
@@ -157,18 +160,38 @@ def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
     backend, policy, plan = request.backend, request.policy, request.plan
     check_backend(backend, request.address)
     leading = leads(backend)
-    spec = change(folder, request) if changes_run(request) and leading else _changed(read_spec(folder), request)
+    spec = (
+        change(folder, request)
+        if changes_run(request) and leading
+        else _changed(read_spec(folder), request)
+    )
     if leading:  # torchrun's rank 0 may drive it by now
         check_no_driver(folder)
-    policies = tuple(dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy)))))
+    policies = tuple(
+        dict.fromkeys((*spec.policies, *find_policies(None if policy is None else Path(policy))))
+    )
     spec = spec.model_copy(update={"policies": policies})
     package = frozen_package(spec)
     if plan is not None:
-        spec = spec.model_copy(update={"plan": another_plan(plan, spec.plan, request.workers, request.strategy), "plans": ()})
-    elif request.workers is not None or request.strategy is not None:
-        cluster = Cluster(nodes=1, devices_per_node=request.workers or spec.plan.world_size, device=spec.plan.cluster.device)
         spec = spec.model_copy(
-            update={"plan": replan(spec.overrides.apply(package, spec.steps), spec.plan, cluster, request.strategy), "plans": ()}
+            update={
+                "plan": another_plan(plan, spec.plan, request.workers, request.strategy),
+                "plans": (),
+            }
+        )
+    elif request.workers is not None or request.strategy is not None:
+        cluster = Cluster(
+            nodes=1,
+            devices_per_node=request.workers or spec.plan.world_size,
+            device=spec.plan.cluster.device,
+        )
+        spec = spec.model_copy(
+            update={
+                "plan": replan(
+                    spec.overrides.apply(package, spec.steps), spec.plan, cluster, request.strategy
+                ),
+                "plans": (),
+            }
         )
     check_sinks(spec.sinks, backend)
     if leading:
@@ -273,10 +296,16 @@ def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> Dr
         began = time.perf_counter()
         simulate(run.package, plan)
         seconds["simulate"] = time.perf_counter() - began
-        already = plan.cluster.device == "cpu" and is_compiled(run.package, plan, default_cache_dir(), evaluates=spec.evaluates)
+        already = plan.cluster.device == "cpu" and is_compiled(
+            run.package, plan, default_cache_dir(), evaluates=spec.evaluates
+        )
         trial = _tried_out(spec, request.backend, request.address)
         if trial is not None:
-            seconds |= {name: value for name, value in asdict(trial).items() if name not in ("compiled", "interpreted")}
+            seconds |= {
+                name: value
+                for name, value in asdict(trial).items()
+                if name not in ("compiled", "interpreted")
+            }
         return DryRunReport(
             package=package.path,
             digest=package.digest,
@@ -329,11 +358,14 @@ def _ignore(event: Event) -> None:
 
 
 @contextmanager
-def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> Iterator[tuple[Callable[[Event], None], CheckDriver]]:
+def _recorded(
+    spec: RunSpec, on_event: Callable[[Event], None], *, new: bool
+) -> Iterator[tuple[Callable[[Event], None], CheckDriver]]:
     """Drive a run inside the block, with its folder made if it is new.
 
     Yields:
-        What receives the run's events, for its sinks too; and the check that no other process drives the run.
+        What receives the run's events, for its sinks too; and the check that no other process
+        drives the run.
     """
     run_dir = Path(spec.run_dir)
     if new:
@@ -346,8 +378,18 @@ def _recorded(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) ->
             raise
 
 
-def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
-    """Execute a checked run to its end; if `new`, create its folder first. The errors are those of `launch`."""
+def run_spec(
+    spec: RunSpec,
+    backend: Backend,
+    address: str | None,
+    on_event: Callable[[Event], None],
+    *,
+    new: bool,
+) -> None:
+    """Execute a checked run to its end; if `new`, create its folder first.
+
+    The errors are those of `launch`.
+    """
     if backend == "ray":
         _run_on_ray(spec, address, on_event, new=new)
     elif backend == "torchrun":
@@ -355,7 +397,10 @@ def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Cal
 
         place = check_torchrun(spec)
         if place.rank == 0:
-            with _recorded(spec, on_event, new=new) as (tell, check_driver), followed(Path(spec.run_dir), tell):
+            with (
+                _recorded(spec, on_event, new=new) as (tell, check_driver),
+                followed(Path(spec.run_dir), tell),
+            ):
                 run_under_torchrun(spec, place, check_driver)
         else:
             run_under_torchrun(spec, place)
@@ -363,7 +408,10 @@ def run_spec(spec: RunSpec, backend: Backend, address: str | None, on_event: Cal
         from trainload.launching.worker.local_run import check_one_worker, run_in_process
 
         check_one_worker(spec)
-        with _recorded(spec, on_event, new=new) as (tell, check_driver), followed(Path(spec.run_dir), tell):
+        with (
+            _recorded(spec, on_event, new=new) as (tell, check_driver),
+            followed(Path(spec.run_dir), tell),
+        ):
             run_in_process(spec, check_driver)
 
 
@@ -372,7 +420,9 @@ def _finished(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
     return finish(spec if leads(backend) else spec.model_copy(update={"output": None}), package)
 
 
-def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], None], *, new: bool) -> None:
+def _run_on_ray(
+    spec: RunSpec, address: str | None, on_event: Callable[[Event], None], *, new: bool
+) -> None:
     import ray
 
     from trainload.launching.cluster.connection import connect
@@ -382,9 +432,14 @@ def _run_on_ray(spec: RunSpec, address: str | None, on_event: Callable[[Event], 
     with interrupted_by_signals() as again:
         started = connect(address)
         try:
-            again()  # ray.init sets signal handlers that would end this process, and its workers without a checkpoint
+            # ray.init sets signal handlers that would end this process, and its workers without a
+            # checkpoint
+            again()
             check_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
-            with room_asked_for(spec.plans[-1] if spec.plans else None), _recorded(spec, on_event, new=new) as (tell, check_driver):
+            with (
+                room_asked_for(spec.plans[-1] if spec.plans else None),
+                _recorded(spec, on_event, new=new) as (tell, check_driver),
+            ):
                 Supervisor(spec, tell, check_driver).run()
         finally:
             if started:

@@ -16,7 +16,9 @@ from trainload.packaging.package import Package
 
 
 @check_arguments(StorageError)
-def open(path: str | Path, *, libraries: Libraries = MappingProxyType({}), trust_extensions: bool = False) -> Package:
+def open(
+    path: str | Path, *, libraries: Libraries = MappingProxyType({}), trust_extensions: bool = False
+) -> Package:
     """Open a package. Warns if operator libraries differ from those that it was made with.
 
     Args:
@@ -35,7 +37,9 @@ def open(path: str | Path, *, libraries: Libraries = MappingProxyType({}), trust
         package = trainload.open("s3://models/store#gpt/2", libraries={"my_ops": "my_ops.py"})
     """
     source, folder = here(path)
-    package = replace(open_with(folder, libraries, trust_extensions=trust_extensions), source=source)
+    package = replace(
+        open_with(folder, libraries, trust_extensions=trust_extensions), source=source
+    )
     for warning in library_warnings(package, libraries):
         warnings.warn(warning, stacklevel=2)
     return package

@@ -13,7 +13,14 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, SkipValidation
 
 from trainload.core.credentials import check_no_credentials
-from trainload.core.errors import CheckpointError, ClusterError, DataError, PlanError, RequestError, StorageError
+from trainload.core.errors import (
+    CheckpointError,
+    ClusterError,
+    DataError,
+    PlanError,
+    RequestError,
+    StorageError,
+)
 from trainload.core.versions import VERSION
 from trainload.launching.checkpoints.checkpoint_place import place_of, whole_place
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
@@ -51,9 +58,14 @@ class ExecutionOptions(Settings):
     backend: Annotated[Backend, SkipValidation()] = "ray"
     """`ray`; `local`: one worker in this process; `torchrun`: this process is one of torchrun's."""
     address: str | None = None
-    """Address of a Ray cluster. Default: the one that this process is connected to, or a local one for this run."""
+    """Address of a Ray cluster.
+
+    Default: the one that this process is connected to, or a local one for this run.
+    """
     policy: str | Path | None = None
-    """Policy file (docs/trust.md), in addition to those of the machine and the environment: the package must satisfy all of them."""
+    """Policy file (docs/trust.md), in addition to those of the machine and the environment: the
+    package must satisfy all of them.
+    """
     on_event: Callable[[Event], None] | None = None
     """Receives every event of the run's journal."""
 
@@ -66,31 +78,49 @@ class PackageOptions(Settings):
     libraries: Libraries = Field(default_factory=dict)
     """Custom operator libraries (see `open`). Every worker imports them."""
     trust_extensions: bool = False
-    """True to load the operator libraries that the package contains (see `open`). Every worker loads them."""
+    """True to load the operator libraries that the package contains (see `open`).
+
+    Every worker loads them.
+    """
 
 
 class RunRequest(RunSettings, ExecutionOptions, PackageOptions):
     """Options of `launch` and `dry_run`, in addition to the package, the plan and the data."""
 
     run_dir: str | Path
-    """Folder of the run (journal, checkpoints), on storage that all nodes share. There must be no run in it."""
+    """Folder of the run (journal, checkpoints), on storage that all nodes share.
+
+    There must be no run in it.
+    """
     eval_data: Annotated[Data | None, SkipValidation()] = None
     """Held-out data: evaluated before the first step and after the last one."""
     output: str | Path | None = None
     """Path of the package with the trained weights."""
     plans: Sequence[Plan] = ()
-    """Plans of the package for other numbers of ranks, with the same global batch (`plans_of_sizes`): the run uses the largest that
-    there are nodes for, at its start and whenever nodes are lost or added. On Ray."""
+    """Plans of the package for other numbers of ranks, with the same global batch
+    (`plans_of_sizes`): the run uses the largest that there are nodes for, at its start and whenever
+    nodes are lost or added. On Ray.
+    """
 
 
-def spec_of(package: Package, plan: Plan, data: InFiles, request: RunRequest, *, steps: int) -> RunSpec:
+def spec_of(
+    package: Package, plan: Plan, data: InFiles, request: RunRequest, *, steps: int
+) -> RunSpec:
     """Return the requested run."""
     policy, checkpoints = request.policy, request.checkpoints
 
     def absolute_path(path: str | Path | None) -> str | None:
         if path is not None:
             check_no_credentials(str(path))
-        return None if path is None else str(path) if str(path).startswith("${") or is_url(path) else str(local_path(path).absolute())
+        return (
+            None
+            if path is None
+            else (
+                str(path)
+                if str(path).startswith("${") or is_url(path)
+                else str(local_path(path).absolute())
+            )
+        )
 
     fields: dict[str, Any] = {name: getattr(request, name) for name in RunSettings.model_fields} | {
         "package": package.source or str(package.path),
@@ -149,7 +179,9 @@ def _state_of(source: str | Path | None, package: Package) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of python, trainload, torch and ray; those that are not installed are left out."""
+    """Return the versions of python, trainload, torch and ray; those that are not installed are
+    left out.
+    """
     found = {"python": platform.python_version(), "trainload": VERSION}
     for name in ("torch", "ray"):
         with suppress(PackageNotFoundError):
@@ -174,7 +206,9 @@ class CheckedRun:
 
 
 @contextmanager
-def checked(package: Package, plan: Plan, data: Data, request: RunRequest, *, evaluates_only: bool = False) -> Iterator[CheckedRun]:
+def checked(
+    package: Package, plan: Plan, data: Data, request: RunRequest, *, evaluates_only: bool = False
+) -> Iterator[CheckedRun]:
     """Yield the requested run, once the package may be run and fits plan and data.
 
     The caller creates the run inside the context; if it does not, files that were written for the
@@ -183,12 +217,16 @@ def checked(package: Package, plan: Plan, data: Data, request: RunRequest, *, ev
     backend = request.backend
     if not request.run_dir:
         raise RequestError(
-            "is missing", where="run_dir", expected="a folder for the run", hint="Pass it, for example run_dir='runs/first'."
+            "is missing",
+            where="run_dir",
+            expected="a folder for the run",
+            hint="Pass it, for example run_dir='runs/first'.",
         )
     check_backend(backend, request.address)
     run_dir = Path(request.run_dir).absolute()
     check_sinks(request.sinks, backend)
-    if leads(backend) and not (request.address or "").startswith(("http://", "https://")):  # a job uses the sinks of its cluster
+    # a job uses the sinks of its cluster
+    if leads(backend) and not (request.address or "").startswith(("http://", "https://")):
         check_sink_libraries(request.sinks)
     given = in_files(data, request.eval_data, run_dir, alone=backend != "torchrun")
     steps = 0 if evaluates_only else request.steps or package.recipe.steps
@@ -224,7 +262,9 @@ def another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strate
     """
     if workers is not None or strategy is not None:
         raise PlanError(
-            "a plan cannot be combined with a number of workers or a strategy", where="resume", hint="Pass only the plan, which sets both."
+            "a plan cannot be combined with a number of workers or a strategy",
+            where="resume",
+            hint="Pass only the plan, which sets both.",
         )
     if plan.global_batch != before.global_batch:
         raise PlanError(
@@ -238,45 +278,69 @@ def another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strate
 
 
 def check_package(frozen: Package, spec: RunSpec) -> Package:
-    """Check a run's package and plans. Returns: the package that is trained: the frozen one with the run's overrides."""
+    """Check a run's package and plans.
+
+    Returns: the package that is trained: the frozen one with the run's overrides.
+    """
     check_weights(frozen)
     frozen.check_contents()
     package = spec.overrides.apply(frozen, spec.steps)
     for each in spec.plans or (spec.plan,):
         if each.package == frozen.digest != package.digest:
             raise PlanError(
-                "the plan was made for the unmodified package, but this run changes the package's graphs",
+                "the plan was made for the unmodified package, but this run changes the package's"
+                " graphs",
                 where="plan.package",
                 expected=package.digest,
                 got=each.package,
-                hint="Make the plan with the same settings: trainload plan --set, or trainload.plan(overrides.apply(package), ...).",
+                hint=(
+                    "Make the plan with the same settings: trainload plan --set, or"
+                    " trainload.plan(overrides.apply(package), ...)."
+                ),
             )
         check_plan(each, package)
     return package
 
 
 def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
-    """Check the data, and return its number of rows and that of the held-out data (None if there is none)."""
+    """Check the data, and return its number of rows and that of the held-out data (None if there is
+    none).
+    """
     if spec.eval_data is None and (spec.eval_every is not None or spec.eval_batches is not None):
-        raise DataError("evaluation during training needs held-out data", where="eval_data", hint="Pass --eval-data.")
+        raise DataError(
+            "evaluation during training needs held-out data",
+            where="eval_data",
+            hint="Pass --eval-data.",
+        )
     count = spec.plan.rows_per_call
     rows = check_run_data(spec.data, package, count)
-    eval_rows = check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
+    eval_rows = (
+        check_run_data(spec.eval_data, package, count) if spec.eval_data is not None else None
+    )
     return rows, eval_rows
 
 
 def check_backend(backend: Backend, address: str | None) -> None:
-    """Raise ClusterError if the backend is unknown, and RequestError if an address is passed that it does not use."""
+    """Raise ClusterError if the backend is unknown, and RequestError if an address is passed that
+    it does not use.
+    """
     if backend not in get_args(Backend):
-        raise ClusterError("no such backend", expected=" or ".join(get_args(Backend)), got=str(backend))
+        raise ClusterError(
+            "no such backend", expected=" or ".join(get_args(Backend)), got=str(backend)
+        )
     if backend != "ray" and address is not None:
         raise RequestError(
-            "an address requires the Ray backend", where="address", got=f"backend {backend}", hint="Omit the address or the backend."
+            "an address requires the Ray backend",
+            where="address",
+            got=f"backend {backend}",
+            hint="Omit the address or the backend.",
         )
 
 
 def leads(backend: Backend) -> bool:
-    """Return True if this process creates the run's folder and writes its result: all but torchrun's ranks above 0."""
+    """Return True if this process creates the run's folder and writes its result: all but
+    torchrun's ranks above 0.
+    """
     if backend != "torchrun":
         return True
     from trainload.launching.worker.local_run import torchrun_place
@@ -285,7 +349,8 @@ def leads(backend: Backend) -> bool:
 
 
 def check_place(package: Package, spec: RunSpec) -> None:
-    """Check that a new run can be made, with room for its checkpoints and the one that is being written. package: what is trained.
+    """Check that a new run can be made, with room for its checkpoints and the one that is being
+    written. package: what is trained.
 
     What must be written later is tried now.
     """
@@ -294,7 +359,10 @@ def check_place(package: Package, spec: RunSpec) -> None:
     place.check_new()
     check_output(spec, new=True)
     states, mean = state_counts(package), package.recipe.keeps_mean
-    one = sum(b.length * item_bytes(b.dtype) * (1 + kept_per_element(b, states, mean)) for b in spec.plan.buckets)
+    one = sum(
+        b.length * item_bytes(b.dtype) * (1 + kept_per_element(b, states, mean))
+        for b in spec.plan.buckets
+    )
     spacing = spec.checkpoint_every
     count = 1 if spacing is None else spec.retention.most(spec.steps // spacing, spacing) + 1
     free = place.free_bytes()

@@ -21,8 +21,8 @@ Where: TypeAlias = Path | str
 class CheckpointFiles(Protocol):
     """The files of a published checkpoint.
 
-    All methods raise OSError or StorageError if the storage fails, and FileNotFoundError if the file
-    does not exist.
+    All methods raise OSError or StorageError if the storage fails, and FileNotFoundError if the
+    file does not exist.
     """
 
     @property
@@ -40,13 +40,18 @@ class CheckpointFiles(Protocol):
 
 
 def files_at(where: Where) -> CheckpointFiles:
-    """Return the files of a checkpoint. Raises: StorageError: no such kind of URL is known, or the library for it is not installed."""
+    """Return the files of a checkpoint.
+
+    Raises: StorageError: no such kind of URL is known, or the library for it is not installed.
+    """
     return _UrlFiles(str(where)) if is_url(where) else _FolderFiles(Path(where))
 
 
 def is_url(where: Where) -> bool:
     """Return True for an fsspec URL; False for the path of a folder on this machine."""
-    return isinstance(where, str) and "://" in where and not where.startswith(("file://", "local://"))
+    return (
+        isinstance(where, str) and "://" in where and not where.startswith(("file://", "local://"))
+    )
 
 
 class _FolderFiles:

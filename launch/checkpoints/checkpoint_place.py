@@ -1,11 +1,13 @@
 """The place of a run's checkpoints: a folder that all nodes share, or an fsspec URL.
 
     step-N/index.json                     what makes it a checkpoint
-    step-N/<attempt>-<save>/rank-...      its shards, as the index names them; until it is published also marks, and the notice
+    step-N/<attempt>-<save>/rank-...      its shards, as the index names them; until it is published
+                                          also marks, and the notice
 
-All ranks write a shard each and then a mark. Rank 0 publishes the checkpoint by writing its index last, in one piece: that needs no
-renaming of folders, which object stores lack. The name of a shard is unique to its attempt and save. A file that no index names is
-garbage: retention removes an index before its shards, and an attempt of the run removes what others have left.
+All ranks write a shard each and then a mark. Rank 0 publishes the checkpoint by writing its index
+last, in one piece: that needs no renaming of folders, which object stores lack. The name of a shard
+is unique to its attempt and save. A file that no index names is garbage: retention removes an index
+before its shards, and an attempt of the run removes what others have left.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ _OURS = re.compile(
     r"(?P<folder>step-[0-9]{8,})/"
     r"(?:index\.json|(?P<temporary>\.[^/]+)|rank-[^/]+\.safetensors|(?P<attempt>[A-Za-z0-9._-]+)-(?P<save>[0-9]{8})/[^/]+)"
 )
-"""Paths that runs write. Nothing else is ever removed. Shards beside the index are those of older versions."""
+"""Paths that runs write.
+
+Nothing else is ever removed. Shards beside the index are those of older versions.
+"""
 _OLD_DRAFT = re.compile(r"\.tmp-(?:step|deleted|replaced|failed)-.+")
 """Paths that killed writers of older versions left in a folder."""
 
@@ -55,7 +60,10 @@ T = TypeVar("T")
 
 
 def whole_place(where: Where) -> str:
-    """Return a place in the form in which a run stores it: a URL, or an absolute path. Raises StorageError if it contains credentials."""
+    """Return a place in the form in which a run stores it: a URL, or an absolute path.
+
+    Raises StorageError if it contains credentials.
+    """
     check_no_credentials(str(where))
     if is_url(where):
         return str(where).rstrip("/")
@@ -81,8 +89,8 @@ def place_of(run_dir: Path, checkpoints: str | None = None) -> CheckpointPlace:
 class CheckpointPlace:
     """The place of a run's checkpoints. One run uses it at a time.
 
-    Invariants: what is published is complete. A checkpoint stops being one before any of its files is
-    removed. All methods raise OSError or StorageError if the storage fails.
+    Invariants: what is published is complete. A checkpoint stops being one before any of its files
+    is removed. All methods raise OSError or StorageError if the storage fails.
 
     Args:
         files: its files.
@@ -103,9 +111,17 @@ class CheckpointPlace:
         return (0.1, 2.0) if self._folder is None else (0.02, 0.02)
 
     def os_error(self, error: OSError | TrainloadError) -> OSError | TrainloadError:
-        """Return the operating system's error behind an error of a folder; any other error unchanged."""
+        """Return the operating system's error behind an error of a folder; any other error
+        unchanged.
+        """
         cause = error.__cause__
-        return cause if self._folder is not None and isinstance(error, StorageError) and isinstance(cause, OSError) else error
+        return (
+            cause
+            if self._folder is not None
+            and isinstance(error, StorageError)
+            and isinstance(cause, OSError)
+            else error
+        )
 
     def begin(self) -> None:
         """Create the place if necessary."""
@@ -123,7 +139,11 @@ class CheckpointPlace:
                 old.append(file.path)
         delete(self._files, old)
         for folder, found in files.items():
-            strange = {match[0] for match in found if match["temporary"] or match["attempt"] not in (None, attempt)}
+            strange = {
+                match[0]
+                for match in found
+                if match["temporary"] or match["attempt"] not in (None, attempt)
+            }
             if any(match[0] == f"{folder}/{INDEX}" for match in found):
                 strange -= self._needed(folder, strange)
             delete(self._files, sorted(strange))
@@ -133,7 +153,8 @@ class CheckpointPlace:
     def _needed(self, folder: str, paths: set[str]) -> set[str]:
         """Return those files in a checkpoint's folder that its index may name."""
         shards = {path for path in paths if path.endswith(_SHARD)}
-        if len({path.split("/")[1] for path in paths}) <= 1:  # published once: all shards are its own
+        # published once: all shards are its own
+        if len({path.split("/")[1] for path in paths}) <= 1:
             return shards
         try:
             return {f"{folder}/{file.name}" for file in self._index(folder).files}
@@ -146,23 +167,35 @@ class CheckpointPlace:
 
     def published(self) -> Mapping[int, Where]:
         """Return step -> checkpoint, oldest first."""
-        steps = {step: name for name in self._files.names("") if (step := step_of(name)) is not None}
+        steps = {
+            step: name for name in self._files.names("") if (step := step_of(name)) is not None
+        }
         folders = [steps[step] for step in sorted(steps)]
         there = at_once(lambda folder: INDEX in self._files.names(folder), folders)
-        return {step: self._at(steps[step]) for step, whole in zip(sorted(steps), there, strict=True) if whole}
+        return {
+            step: self._at(steps[step])
+            for step, whole in zip(sorted(steps), there, strict=True)
+            if whole
+        }
 
     def _at(self, name: str) -> Where:
         return f"{self.where}/{name}" if self._folder is None else self._folder / name
 
     def draft(self, step: int, attempt: str, save: int) -> Draft:
-        """Begin to write a checkpoint. `save`: the number of this save of the attempt, the same on all ranks."""
+        """Begin to write a checkpoint.
+
+        `save`: the number of this save of the attempt, the same on all ranks.
+        """
         return Draft(self._files, step, attempt, save)
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint."""
         folder = folder_name(step)
         self._files.delete(f"{folder}/{INDEX}")
-        delete(self._files, [file.path for file in self._files.walk(folder) if _OURS.fullmatch(file.path)])
+        delete(
+            self._files,
+            [file.path for file in self._files.walk(folder) if _OURS.fullmatch(file.path)],
+        )
         self._files.prune(folder)
 
     def free_bytes(self) -> int | None:
@@ -170,7 +203,10 @@ class CheckpointPlace:
         return self._files.free_bytes()
 
     def check_new(self) -> None:
-        """Check that a new run may write here. Raises: StorageError: checkpoints exist, or none can be written."""
+        """Check that a new run may write here.
+
+        Raises: StorageError: checkpoints exist, or none can be written.
+        """
         with self._tried("to list the files"):
             there = [name for name in self._files.names("") if step_of(name) is not None]
         if there:
@@ -183,10 +219,15 @@ class CheckpointPlace:
         self.check_writable()
 
     def check_writable(self) -> None:
-        """Write something and remove it again. Raises: StorageError, with what was tried and why it failed."""
+        """Write something and remove it again.
+
+        Raises: StorageError, with what was tried and why it failed.
+        """
         if self._folder is not None:
             hint = "Make the folder writable, or choose another place."
-            check_writable_folder(self._folder, "the folder of the checkpoints cannot be written", hint)
+            check_writable_folder(
+                self._folder, "the folder of the checkpoints cannot be written", hint
+            )
             return
         probe = f"probe-{secrets.token_hex(8)}"
         with self._tried(f"to write {probe}"):
@@ -204,17 +245,22 @@ class CheckpointPlace:
                 where=self.where,
                 expected=what,
                 got=error.problem,
-                hint="Check the URL, the credentials and their permissions to list, write, read and remove files.",
+                hint=(
+                    "Check the URL, the credentials and their permissions to list, write, read and"
+                    " remove files."
+                ),
             ) from error
 
 
 class Draft:
     """A checkpoint that is being written, as one rank sees it.
 
-    Marks are small files by which the ranks tell each other their progress. The notice says that rank 0 gave up.
+    Marks are small files by which the ranks tell each other their progress. The notice says that
+    rank 0 gave up.
 
-    Invariants: nothing of it is visible before `publish` has begun. What killed writers leave hides no published checkpoint, and is
-    removed when the next attempt begins. All methods raise StorageError if the storage fails.
+    Invariants: nothing of it is visible before `publish` has begun. What killed writers leave hides
+    no published checkpoint, and is removed when the next attempt begins. All methods raise
+    StorageError if the storage fails.
     """
 
     def __init__(self, files: StoreFiles, step: int, attempt: str, save: int) -> None:
@@ -259,14 +305,18 @@ class Draft:
 
     def read(self, marks: Sequence[str]) -> list[bytes]:
         """Return the content of marks that exist."""
-        found = list(at_once(lambda mark: self._files.read(f"{self._folder}/{mark}", MAX_BYTES), list(marks)))
+        found = list(
+            at_once(lambda mark: self._files.read(f"{self._folder}/{mark}", MAX_BYTES), list(marks))
+        )
         for mark, data in zip(marks, found, strict=True):
             if data is None:
                 raise FileNotFoundError(f"there is no {self.where}/{mark} anymore")
         return [data for data in found if data is not None]
 
     def complete(self, index: CheckpointIndex) -> None:
-        """Check that all shards exist: another attempt of the run may have begun meanwhile, and removed them."""
+        """Check that all shards exist: another attempt of the run may have begun meanwhile, and
+        removed them.
+        """
         there = {file.path: file.size for file in self._files.walk(self._folder)}
         for file in index.files:
             size = there.get(f"{self._final}/{file.name}")
@@ -276,12 +326,19 @@ class Draft:
                     where=f"{self._files.url}/{self._final}/{file.name}",
                     expected=f"{file.size} bytes",
                     got="nothing" if size is None else f"{size} bytes",
-                    hint="Check whether another process drives the same run, or something removes files there.",
+                    hint=(
+                        "Check whether another process drives the same run, or something removes"
+                        " files there."
+                    ),
                 )
 
     def publish(self, index: CheckpointIndex) -> None:
-        """Rank 0: make the checkpoint visible. One of the same step is replaced: the run was set back, and has reached the step again."""
-        self._perhaps_published = True  # even if the request fails: its response may be lost or late
+        """Rank 0: make the checkpoint visible.
+
+        One of the same step is replaced: the run was set back, and has reached the step again.
+        """
+        # even if the request fails: its response may be lost or late
+        self._perhaps_published = True
         self._files.replace(f"{self._final}/{INDEX}", encode_index(index))
 
     def release(self) -> None:
@@ -308,7 +365,9 @@ class Draft:
         return self._files.read(f"{self._folder}/{_NOTICE}", MAX_BYTES)
 
     def pending(self, rank: int) -> bool:
-        """Return True until rank 0 has removed the marks, which it does whether it publishes or gives up."""
+        """Return True until rank 0 has removed the marks, which it does whether it publishes or
+        gives up.
+        """
         return self._files.size(f"{self._folder}/rank-{rank:05}{_DONE}") is not None
 
     def published(self) -> bool:
@@ -318,10 +377,14 @@ class Draft:
     def withdraw(self, rank: int, shard: str) -> None:
         """Remove the part of a rank that has read the notice. It raises nothing."""
         with suppress(StorageError):
-            delete(self._files, [f"{self._folder}/{shard}", f"{self._folder}/rank-{rank:05}{_DONE}"])
+            delete(
+                self._files, [f"{self._folder}/{shard}", f"{self._folder}/rank-{rank:05}{_DONE}"]
+            )
 
     def forget(self) -> None:
-        """Rank 0, after it gave up and all ranks have continued: remove the notice and what came after it."""
+        """Rank 0, after it gave up and all ranks have continued: remove the notice and what came
+        after it.
+        """
         if self._perhaps_published and self._is_published():
             self.release()
         else:
@@ -333,7 +396,10 @@ class Draft:
         data = self._files.read(path, MAX_BYTES)
         if data is None:
             return False
-        return any(file.name.startswith(f"{self._inner}/") for file in decode_index(data, f"{self._files.url}/{path}").files)
+        return any(
+            file.name.startswith(f"{self._inner}/")
+            for file in decode_index(data, f"{self._files.url}/{path}").files
+        )
 
 
 def delete(files: StoreFiles, paths: Iterable[str]) -> None:

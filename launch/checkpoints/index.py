@@ -1,4 +1,6 @@
-"""The index of a checkpoint: canonical JSON with its own digest and those of all shards; names of checkpoint folders."""
+"""The index of a checkpoint: canonical JSON with its own digest and those of all shards; names of
+checkpoint folders.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from trainload.sharding.plans.plan import Bucket, Shard
 from trainload.sharding.plans.strategies import Strategy
 
 VERSION = 3
-"""Version of the index's format. 1: a digest of each whole shard. 2: a digest of each 4 MiB, so that a rank can read its
-part only. 3: the chunk size is stored for each shard, and is less for small shards."""
+"""Version of the index's format. 1: a digest of each whole shard. 2: a digest of each 4 MiB, so
+that a rank can read its part only. 3: the chunk size is stored for each shard, and is less for
+small shards.
+"""
 _READABLE = (2, VERSION)
 
 INDEX = "index.json"
@@ -31,7 +35,8 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """A shard: its path in the checkpoint's folder, its size in bytes, and the hex SHA-256 of each chunk of `chunk` bytes.
+    """A shard: its path in the checkpoint's folder, its size in bytes, and the hex SHA-256 of each
+    chunk of `chunk` bytes.
 
     See packaging/tensors/chunks.py.
     """
@@ -49,7 +54,9 @@ class FileRecord(_Record):
 
 
 class DataPosition(_Record):
-    """Position of a run in its data: fingerprint of the data, seed of its order, number of rows read."""
+    """Position of a run in its data: fingerprint of the data, seed of its order, number of rows
+    read.
+    """
 
     fingerprint: str
     seed: int
@@ -61,8 +68,8 @@ class CheckpointIndex(_Record):
 
     Laws:
         - `step` is the next step to run.
-        - With n = world_size, shard i of `files`, regardless of the rank that wrote it, contains the
-          elements [i * length / n, (i + 1) * length / n) of each entry of each bucket.
+        - With n = world_size, shard i of `files`, regardless of the rank that wrote it, contains
+          the elements [i * length / n, (i + 1) * length / n) of each entry of each bucket.
         - For a bucket that a tensor axis of t ranks divides, it contains the elements
           [p * length / d, (p + 1) * length / d) of rank i % t, with p = i // t and d = n / t.
         - Shard 0 also contains the scalars, and the entries of parameters that have shapes of their
@@ -102,11 +109,15 @@ class CheckpointIndex(_Record):
 
     def first_shard(self, bucket: Bucket) -> int:
         """Return the number of the first shard of the run of shards that contains a bucket."""
-        return self.run_length * min((self.stage_ranks[stage] for stage in bucket.stages), default=0)
+        return self.run_length * min(
+            (self.stage_ranks[stage] for stage in bucket.stages), default=0
+        )
 
 
 class Written(_Record):
-    """Contents of a rank's shard: entries and scalars of its buckets, and entries of parameters with their own shapes."""
+    """Contents of a rank's shard: entries and scalars of its buckets, and entries of parameters
+    with their own shapes.
+    """
 
     file: FileRecord
     entries: dict[str, tuple[str, ...]] = {}
@@ -153,12 +164,18 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Return step -> folder of every checkpoint in a folder, oldest first."""
     if not folder.is_dir():
         return {}
-    found = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None and (path / INDEX).is_file()}
+    found = {
+        step: path
+        for path in folder.iterdir()
+        if (step := step_of(path.name)) is not None and (path / INDEX).is_file()
+    }
     return dict(sorted(found.items()))
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the checkpoint with this folder name; None if it is not the name of a checkpoint."""
+    """Return the step of the checkpoint with this folder name; None if it is not the name of a
+    checkpoint.
+    """
     match = _FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -173,11 +190,16 @@ def encode_index(index: CheckpointIndex) -> bytes:
 
 
 def decode_index(data: bytes, where: str) -> CheckpointIndex:
-    """Decode index.json. Raises CheckpointError if it has changed since it was written, or has an unsupported version."""
+    """Decode index.json.
+
+    Raises CheckpointError if it has changed since it was written, or has an unsupported version.
+    """
     try:
         value = parse_canonical(data, where)
         if not isinstance(value, dict) or set(value) != {"content", "sha256"}:
-            raise CheckpointError("this is not the index of a checkpoint", where=where, expected="content and sha256")
+            raise CheckpointError(
+                "this is not the index of a checkpoint", where=where, expected="content and sha256"
+            )
         digest = sha256_bytes(canonical_json(value["content"]))
         if digest != value["sha256"]:
             raise CheckpointError(

@@ -1,4 +1,6 @@
-"""Load a rank's tensors from a checkpoint, under the plan that wrote it or any other plan for the same package."""
+"""Load a rank's tensors from a checkpoint, under the plan that wrote it or any other plan for the
+same package.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,21 @@ from trainload.packaging.tensors.safetensors_file import to_fill
 from trainload.sharding.plans.plan import Bucket, Plan, Slot
 
 
-def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int, *, state_alone: bool = False) -> ShardedState:
-    """Load the state of `rank` under `plan` into new CPU tensors; padding is zero. Only the rank's intervals are read.
+def load_sharded(
+    checkpoint: Checkpoint, plan: Plan, rank: int, *, state_alone: bool = False
+) -> ShardedState:
+    """Load the state of `rank` under `plan` into new CPU tensors; padding is zero. Only the rank's
+    intervals are read.
 
-    With `state_alone`, parameters and buffers are not loaded, and the checkpoint may be of a run of another
-    package of the same program.
+    With `state_alone`, parameters and buffers are not loaded, and the checkpoint may be of a run of
+    another package of the same program.
 
     Law: under the plan that wrote it, every element of a parameter is restored exactly.
 
     Raises:
         CheckpointError: the checkpoint is of another package, its parameters are not those of the
-            plan, optimizer states for one bucket differ in their entries or 0-dim values, or a shard
-            has changed.
+            plan, optimizer states for one bucket differ in their entries or 0-dim values, or a
+            shard has changed.
     """
     if not state_alone and checkpoint.index.package != plan.package:
         raise CheckpointError(
@@ -40,15 +45,22 @@ def load_sharded(checkpoint: Checkpoint, plan: Plan, rank: int, *, state_alone: 
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     stacks: dict[str, dict[str, torch.Tensor]] = {}
     for bucket in plan.held_buckets(plan.pipeline_index(rank)):
-        entries = [entry for entry in _entries(checkpoint, bucket) if not (state_alone and entry == PARAM)]
-        flats[bucket.name] = {entry: _flat(checkpoint, plan, rank, bucket, entry) for entry in entries}
+        entries = [
+            entry for entry in _entries(checkpoint, bucket) if not (state_alone and entry == PARAM)
+        ]
+        flats[bucket.name] = {
+            entry: _flat(checkpoint, plan, rank, bucket, entry) for entry in entries
+        }
         scalars[bucket.name] = _scalars(checkpoint, bucket)
         stacks[bucket.name] = _stacks(checkpoint, bucket)
     return ShardedState(flats, scalars, {} if state_alone else checkpoint.buffers(), stacks)
 
 
-def full_parameters(checkpoint: Checkpoint, *, mean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name of every parameter that is not an alias, with a whole CPU tensor of its shape and dtype.
+def full_parameters(
+    checkpoint: Checkpoint, *, mean: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name of every parameter that is not an alias, with a whole CPU tensor of its shape
+    and dtype.
 
     With `mean`, the tensor is the parameter's running mean, if there is one.
 
@@ -59,12 +71,25 @@ def full_parameters(checkpoint: Checkpoint, *, mean: bool = False) -> Iterator[t
         entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
         for slot in bucket.slots:
             shape = checkpoint.shape(slot.parameter)
-            yield slot.parameter, checkpoint.parameter_interval(slot.parameter, entry, 0, math.prod(shape)).reshape(shape)
+            yield (
+                slot.parameter,
+                checkpoint.parameter_interval(slot.parameter, entry, 0, math.prod(shape)).reshape(
+                    shape
+                ),
+            )
 
 
 def _check_parameters(checkpoint: Checkpoint, plan: Plan) -> None:
-    wanted = {slot.parameter: (bucket.dtype, plan.shape(slot)) for bucket in plan.buckets for slot in bucket.slots}
-    found = {s.parameter: (bucket.dtype, checkpoint.shape(s.parameter)) for bucket in checkpoint.index.buckets for s in bucket.slots}
+    wanted = {
+        slot.parameter: (bucket.dtype, plan.shape(slot))
+        for bucket in plan.buckets
+        for slot in bucket.slots
+    }
+    found = {
+        s.parameter: (bucket.dtype, checkpoint.shape(s.parameter))
+        for bucket in checkpoint.index.buckets
+        for s in bucket.slots
+    }
     for name in sorted(set(wanted) | set(found)):
         if wanted.get(name) != found.get(name):
             raise CheckpointError(
@@ -80,7 +105,10 @@ def _spell(parameter: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def _entries(checkpoint: Checkpoint, bucket: Bucket) -> tuple[str, ...]:
-    found = {checkpoint.index.entries[checkpoint.bucket_of(slot.parameter)[0].name] for slot in bucket.slots}
+    found = {
+        checkpoint.index.entries[checkpoint.bucket_of(slot.parameter)[0].name]
+        for slot in bucket.slots
+    }
     if len(found) > 1:
         raise CheckpointError(
             "parameters of one bucket have different optimizer states in the checkpoint",
@@ -92,11 +120,15 @@ def _entries(checkpoint: Checkpoint, bucket: Bucket) -> tuple[str, ...]:
 
 
 def _scalars(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
-    """Return the bucket's 0-dim entries: those of its first parameter, to which those of the others must be equal."""
+    """Return the bucket's 0-dim entries: those of its first parameter, to which those of the others
+    must be equal.
+    """
     sources = dict.fromkeys(checkpoint.bucket_of(slot.parameter)[0].name for slot in bucket.slots)
     found = [checkpoint.scalars(name) for name in sources]
     for other in found[1:]:
-        if set(other) != set(found[0]) or not all(torch.equal(other[entry], found[0][entry]) for entry in other):
+        if set(other) != set(found[0]) or not all(
+            torch.equal(other[entry], found[0][entry]) for entry in other
+        ):
             raise CheckpointError(
                 "parameters of one bucket have different 0-dim optimizer states in the checkpoint",
                 where=f"{checkpoint.path}, bucket {bucket.name!r}",
@@ -109,7 +141,10 @@ def _scalars(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
 def _stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
     """Return the entries with their own shapes of the bucket's parameters, stacked."""
     found = [checkpoint.own(slot.parameter) for slot in bucket.slots]
-    kinds = {tuple((entry, value.dtype, value.shape) for entry, value in sorted(own.items())) for own in found}
+    kinds = {
+        tuple((entry, value.dtype, value.shape) for entry, value in sorted(own.items()))
+        for own in found
+    }
     if len(kinds) > 1:
         raise CheckpointError(
             "parameters of one bucket have different optimizer states in the checkpoint",
@@ -117,12 +152,19 @@ def _stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
             expected="the same entries for all of them",
             got="; ".join(sorted(str(kind) for kind in kinds)),
         )
-    return {entry: torch.stack([own[entry] for own in found]) for entry in (found[0] if found else ())}
+    return {
+        entry: torch.stack([own[entry] for own in found]) for entry in (found[0] if found else ())
+    }
 
 
-def _flat(checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: str) -> torch.Tensor:
+def _flat(
+    checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: str
+) -> torch.Tensor:
     start, stop = held(plan, bucket, entry, rank)
-    own = [(slot, max(start, slot.offset), min(stop, slot.offset + slot.length)) for slot in bucket.slots]
+    own = [
+        (slot, max(start, slot.offset), min(stop, slot.offset + slot.length))
+        for slot in bucket.slots
+    ]
     own = [(slot, first, last) for slot, first, last in own if first < last]
     dtype: torch.dtype = getattr(torch, bucket.dtype)
     if bucket.slots:
@@ -133,15 +175,33 @@ def _flat(checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: 
     at = start
     for slot, first, last in own:
         flat[at - start : first - start].zero_()
-        _fill(checkpoint, plan, rank, slot, entry, first - slot.offset, flat[first - start : last - start])
+        _fill(
+            checkpoint,
+            plan,
+            rank,
+            slot,
+            entry,
+            first - slot.offset,
+            flat[first - start : last - start],
+        )
         at = last
     flat[at - start :].zero_()
     return flat
 
 
-def _fill(checkpoint: Checkpoint, plan: Plan, rank: int, slot: Slot, entry: str, start: int, into: torch.Tensor) -> None:
+def _fill(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    rank: int,
+    slot: Slot,
+    entry: str,
+    start: int,
+    into: torch.Tensor,
+) -> None:
     shard = plan.tensor_shards.get(slot.parameter)
     if shard is None:
         checkpoint.fill_parameter(slot.parameter, entry, start, into)
     else:
-        checkpoint.fill_share(slot.parameter, entry, shard, plan.tensor_ranks, plan.tensor_index(rank), start, into)
+        checkpoint.fill_share(
+            slot.parameter, entry, shard, plan.tensor_ranks, plan.tensor_index(rank), start, into
+        )

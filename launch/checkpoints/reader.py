@@ -1,7 +1,8 @@
-"""Read checkpoints. Every byte is checked against its digest, and only the chunks that are needed are read.
+"""Read checkpoints. Every byte is checked against its digest, and only the chunks that are needed
+are read.
 
-A checkpoint is read by intervals of buckets or parameters, so any number of ranks, under any plan for the
-same package, can load their parts.
+A checkpoint is read by intervals of buckets or parameters, so any number of ranks, under any plan
+for the same package, can load their parts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import torch.distributed as dist
 from trainload.core.errors import CheckpointError, StorageError, UnsafePackageError
 from trainload.launching.checkpoints.checkpoint_files import Where, files_at
 from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace
-from trainload.launching.checkpoints.index import INDEX, CheckpointIndex, buffer_key, decode_index, flat_key, own_key, scalar_key
+from trainload.launching.checkpoints.index import (
+    INDEX,
+    CheckpointIndex,
+    buffer_key,
+    decode_index,
+    flat_key,
+    own_key,
+    scalar_key,
+)
 from trainload.launching.checkpoints.shard import CURE, ShardReader
 from trainload.launching.node.process_groups import gathered
 from trainload.packaging.tensors.chunks import LastChunk
@@ -45,7 +54,9 @@ class Checkpoint:
         self.path, self.index = path, index
         self._files = files_at(path)
         self._buckets: dict[str, Bucket] = {bucket.name: bucket for bucket in index.buckets}
-        self._slots: dict[str, tuple[Bucket, Slot]] = {slot.parameter: (bucket, slot) for bucket in index.buckets for slot in bucket.slots}
+        self._slots: dict[str, tuple[Bucket, Slot]] = {
+            slot.parameter: (bucket, slot) for bucket in index.buckets for slot in bucket.slots
+        }
         self._open: dict[int, ShardReader] = {}
         self._last = LastChunk()
 
@@ -61,11 +72,14 @@ class Checkpoint:
         try:
             data = files_at(path).read(INDEX)
         except (OSError, UnsafePackageError) as error:
-            raise CheckpointError("the index cannot be read", where=file, got=str(error), hint=CURE) from error
+            raise CheckpointError(
+                "the index cannot be read", where=file, got=str(error), hint=CURE
+            ) from error
         return cls(path, decode_index(data, file))
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Check the digests of all shards; with several ranks, those of the shards of rank `rank` of `world`.
+        """Check the digests of all shards; with several ranks, those of the shards of rank `rank`
+        of `world`.
 
         Raises:
             CheckpointError: a shard has changed since it was written; names the first one.
@@ -74,9 +88,14 @@ class Checkpoint:
             self._shard(number).check()
 
     def bucket_of(self, parameter: str) -> tuple[Bucket, Slot]:
-        """Return the bucket and slot of a parameter. Raises CheckpointError if the parameter is unknown."""
+        """Return the bucket and slot of a parameter.
+
+        Raises CheckpointError if the parameter is unknown.
+        """
         if parameter not in self._slots:
-            raise CheckpointError(f"the checkpoint has no parameter {parameter!r}", where=str(self.path))
+            raise CheckpointError(
+                f"the checkpoint has no parameter {parameter!r}", where=str(self.path)
+            )
         return self._slots[parameter]
 
     def dtype_of(self, parameter: str, entry: str, start: int = 0) -> torch.dtype:
@@ -91,14 +110,22 @@ class Checkpoint:
         return self._shard(number).dtype(flat_key(bucket.name, entry))
 
     def _home(self, bucket: str, at: int, tensor_index: int) -> tuple[int, int, int]:
-        """Return the number of the shard with an element of a bucket, and the bounds [start, stop) of its elements."""
+        """Return the number of the shard with an element of a bucket, and the bounds [start, stop)
+        of its elements.
+        """
         lanes = self.index.tensor_ranks if self._buckets[bucket].divided else 1
         parts = self.index.run_length // lanes
         each = self._buckets[bucket].length // parts
         part = min(at // each, parts - 1) if each else 0
-        return self.index.first_shard(self._buckets[bucket]) + part * lanes + tensor_index, part * each, (part + 1) * each
+        return (
+            self.index.first_shard(self._buckets[bucket]) + part * lanes + tensor_index,
+            part * each,
+            (part + 1) * each,
+        )
 
-    def fill_interval(self, bucket: str, entry: str, start: int, into: torch.Tensor, tensor_index: int = 0) -> None:
+    def fill_interval(
+        self, bucket: str, entry: str, start: int, into: torch.Tensor, tensor_index: int = 0
+    ) -> None:
         """Read elements of a bucket's entry into a tensor.
 
         Args:
@@ -117,7 +144,9 @@ class Checkpoint:
         while at < stop:
             number, first, last = self._home(bucket, at, tensor_index)
             end = min(stop, last)
-            self._shard(number).fill(flat_key(bucket, entry), at - first, into[at - start : end - start])
+            self._shard(number).fill(
+                flat_key(bucket, entry), at - first, into[at - start : end - start]
+            )
             at = end
 
     def _check(self, bucket: str, entry: str, start: int, stop: int) -> None:
@@ -126,12 +155,17 @@ class Checkpoint:
             raise CheckpointError(
                 "the checkpoint has no such interval",
                 where=str(self.path),
-                expected=f"entries of {bucket!r}: {', '.join(self.index.entries.get(bucket, ()))}; length {length}",
+                expected=(
+                    f"entries of {bucket!r}: {', '.join(self.index.entries.get(bucket, ()))};"
+                    f" length {length}"
+                ),
                 got=f"{entry!r} [{start}, {stop})",
             )
 
     def fill_parameter(self, parameter: str, entry: str, start: int, into: torch.Tensor) -> None:
-        """Read elements of a parameter's entry ("param", "exp_avg", ...) into a tensor; see `fill_interval`."""
+        """Read elements of a parameter's entry ("param", "exp_avg", ...) into a tensor; see
+        `fill_interval`.
+        """
         bucket, slot = self.bucket_of(parameter)
         self._check_elements(parameter, start, start + len(into))
         if not bucket.divided:
@@ -141,13 +175,30 @@ class Checkpoint:
         def share(index: int, low: int, part: torch.Tensor) -> None:
             self.fill_interval(bucket.name, entry, slot.offset + low, part, index)
 
-        fill_whole(share, slot.shape, self.index.tensor_shards[parameter], self.index.tensor_ranks, start, into)
+        fill_whole(
+            share,
+            slot.shape,
+            self.index.tensor_shards[parameter],
+            self.index.tensor_ranks,
+            start,
+            into,
+        )
 
-    def fill_share(self, parameter: str, entry: str, shard: Shard, ranks: int, index: int, start: int, into: torch.Tensor) -> None:
-        """Read elements of a tensor-axis rank's share of a parameter's entry into a tensor; see `fill_interval`.
+    def fill_share(
+        self,
+        parameter: str,
+        entry: str,
+        shard: Shard,
+        ranks: int,
+        index: int,
+        start: int,
+        into: torch.Tensor,
+    ) -> None:
+        """Read elements of a tensor-axis rank's share of a parameter's entry into a tensor; see
+        `fill_interval`.
 
-        `shard` describes how an axis of `ranks` ranks divides the parameter; `index` is the rank of the
-        axis, and `start` the first element within its share.
+        `shard` describes how an axis of `ranks` ranks divides the parameter; `index` is the rank of
+        the axis, and `start` the first element within its share.
         """
         bucket, slot = self.bucket_of(parameter)
         if (self.index.tensor_shards.get(parameter), self.index.tensor_ranks) == (shard, ranks):
@@ -157,10 +208,14 @@ class Checkpoint:
         def whole(low: int, part: torch.Tensor) -> None:
             self.fill_parameter(parameter, entry, low, part)
 
-        fill_share(whole, shard.share_shape(self.shape(parameter), ranks), shard, ranks, index, start, into)
+        fill_share(
+            whole, shard.share_shape(self.shape(parameter), ranks), shard, ranks, index, start, into
+        )
 
     def parameter_interval(self, parameter: str, entry: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of a parameter's entry: (stop - start,), on the CPU; see `fill_interval`."""
+        """Return elements [start, stop) of a parameter's entry: (stop - start,), on the CPU; see
+        `fill_interval`.
+        """
         self._check_elements(parameter, start, stop)
         found = to_fill((stop - start,), self.dtype_of(parameter, entry, start))
         self.fill_parameter(parameter, entry, start, found)
@@ -170,30 +225,59 @@ class Checkpoint:
         length = math.prod(self.shape(parameter))
         if not 0 <= start <= stop <= length:
             raise CheckpointError(
-                "the parameter has no such interval", where=parameter, expected=f"within [0, {length})", got=f"[{start}, {stop})"
+                "the parameter has no such interval",
+                where=parameter,
+                expected=f"within [0, {length})",
+                got=f"[{start}, {stop})",
             )
 
     def shape(self, parameter: str) -> tuple[int, ...]:
-        """Return the shape of a whole parameter. Raises CheckpointError if the parameter is unknown."""
+        """Return the shape of a whole parameter.
+
+        Raises CheckpointError if the parameter is unknown.
+        """
         _, slot = self.bucket_of(parameter)
         shard = self.index.tensor_shards.get(parameter)
-        return slot.shape if shard is None else shard.whole_shape(slot.shape, self.index.tensor_ranks)
+        return (
+            slot.shape if shard is None else shard.whole_shape(slot.shape, self.index.tensor_ranks)
+        )
 
     def scalars(self, bucket: str) -> dict[str, torch.Tensor]:
         """Return a bucket's 0-dim entries. Raises CheckpointError if their shard has changed."""
         found = self.index.scalars.get(bucket, ())
-        return {entry: self._shard(self.index.first_shard(self._buckets[bucket])).tensor(scalar_key(bucket, entry)) for entry in found}
+        return {
+            entry: (
+                self._shard(self.index.first_shard(self._buckets[bucket])).tensor(
+                    scalar_key(bucket, entry)
+                )
+            )
+            for entry in found
+        }
 
     def own(self, parameter: str) -> dict[str, torch.Tensor]:
-        """Return a parameter's entries that have their own shapes. Raises CheckpointError if their shard has changed."""
+        """Return a parameter's entries that have their own shapes.
+
+        Raises CheckpointError if their shard has changed.
+        """
         bucket, _ = self.bucket_of(parameter)
         shard = self.index.first_shard(bucket)
-        return {entry: self._shard(shard).tensor(own_key(parameter, entry)) for entry in self.index.own.get(parameter, ())}
+        return {
+            entry: self._shard(shard).tensor(own_key(parameter, entry))
+            for entry in self.index.own.get(parameter, ())
+        }
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the model's buffers by name. Raises CheckpointError if a shard with one of them has changed."""
-        homes = {name: self.index.buffer_ranks.get(name, 0) * self.index.run_length for name in self.index.buffers}
-        return {name: self._shard(number).tensor(buffer_key(name)) for name, number in homes.items()}
+        """Return the model's buffers by name.
+
+        Raises CheckpointError if a shard with one of them has changed.
+        """
+        homes = {
+            name: self.index.buffer_ranks.get(name, 0) * self.index.run_length
+            for name in self.index.buffers
+        }
+        return {
+            name: self._shard(number).tensor(buffer_key(name)) for name, number in homes.items()
+        }
 
     def _shard(self, number: int) -> ShardReader:
         if number not in self._open:
@@ -207,7 +291,8 @@ class Usable:
 
     Attributes:
         path: the newest complete checkpoint; None if there is none.
-        rejected: for each newer checkpoint, newest first, one line with the reason for its rejection.
+        rejected: for each newer checkpoint, newest first, one line with the reason for its
+            rejection.
     """
 
     path: Where | None
@@ -224,8 +309,11 @@ def latest_checkpoint(place: CheckpointPlace) -> Where | None:
     return Checkpoint.open(found[-1]).path if found else None
 
 
-def usable_checkpoint(place: CheckpointPlace, *, patience: float = 0.0, control: dist.ProcessGroup | None = None) -> Usable:
-    """Find the newest checkpoint of a run whose index and shards are unchanged since they were written.
+def usable_checkpoint(
+    place: CheckpointPlace, *, patience: float = 0.0, control: dist.ProcessGroup | None = None
+) -> Usable:
+    """Find the newest checkpoint of a run whose index and shards are unchanged since they were
+    written.
 
     All of its bytes are read and checked; several ranks divide its shards among them.
 
@@ -240,7 +328,9 @@ def usable_checkpoint(place: CheckpointPlace, *, patience: float = 0.0, control:
         StorageError: a URL cannot be reached. This does not cause an older checkpoint to be used.
     """
     until = time.monotonic() + patience
-    rank, world = (0, 1) if control is None else (dist.get_rank(control), dist.get_world_size(control))
+    rank, world = (
+        (0, 1) if control is None else (dist.get_rank(control), dist.get_world_size(control))
+    )
     rejected: list[str] = []
     listed: Callable[[], list[Where]] = partial(_newest_first, place, until) if rank == 0 else list
     for path in _agreed(listed, control)[0]:
@@ -272,20 +362,28 @@ def _agreed(read: Callable[[], T], control: dist.ProcessGroup | None) -> list[T]
     except (OSError, CheckpointError, StorageError) as error:
         mine = None, error
     found = gathered(mine, control)
-    errors = sorted((error for _, error in found if error is not None), key=lambda error: isinstance(error, CheckpointError))
+    errors = sorted(
+        (error for _, error in found if error is not None),
+        key=lambda error: isinstance(error, CheckpointError),
+    )
     if errors:
         raise errors[0]
     return [value for value, _ in found]  # type: ignore[misc]  # without errors there are values
 
 
 def _patiently(read: Callable[[], T], until: float) -> T:
-    """Return the result of `read`, and retry it until a deadline if storage fails. Permanent errors are raised immediately."""
+    """Return the result of `read`, and retry it until a deadline if storage fails.
+
+    Permanent errors are raised immediately.
+    """
     while True:
         try:
             return read()
         except (OSError, CheckpointError, StorageError) as error:
             cause = error.__cause__ if isinstance(error, CheckpointError) else error
-            passing = isinstance(cause, OSError | StorageError) and not isinstance(cause, FileNotFoundError)
+            passing = isinstance(cause, OSError | StorageError) and not isinstance(
+                cause, FileNotFoundError
+            )
             if not passing or time.monotonic() > until:
                 raise
         time.sleep(_PAUSE_SECONDS)

@@ -26,17 +26,22 @@ class Retention:
         """Return the steps whose checkpoints are to be deleted, oldest first.
 
         Args:
-            found: step -> evaluation loss of each existing checkpoint; None if it was not evaluated.
+            found: step -> evaluation loss of each existing checkpoint; None if it was not
+                evaluated.
         """
         steps = sorted(found)
         kept = set(steps[-self.last :])
-        rated = [(loss, step) for step, loss in found.items() if loss is not None and math.isfinite(loss)]
+        rated = [
+            (loss, step) for step, loss in found.items() if loss is not None and math.isfinite(loss)
+        ]
         kept |= {step for _, step in sorted(rated)[: self.best]}
         if self.every is not None:
             kept |= {step for step in steps if step % self.every == 0}
         return [step for step in steps if step not in kept]
 
     def most(self, saves: int, spacing: int) -> int:
-        """Return the maximum number of checkpoints that exist after `saves` saves that are `spacing` steps apart."""
+        """Return the maximum number of checkpoints that exist after `saves` saves that are
+        `spacing` steps apart.
+        """
         marked = 0 if self.every is None else saves * spacing // math.lcm(self.every, spacing)
         return min(saves, self.last + self.best + marked)

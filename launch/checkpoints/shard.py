@@ -1,4 +1,6 @@
-"""A shard of a checkpoint: a safetensors file that is written in one pass with its digests, and read in parts."""
+"""A shard of a checkpoint: a safetensors file that is written in one pass with its digests, and
+read in parts.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,22 @@ from trainload.launching.checkpoints.checkpoint_files import CheckpointFiles
 from trainload.launching.checkpoints.checkpoint_place import Draft
 from trainload.launching.checkpoints.index import FileRecord
 from trainload.packaging.tensors import chunks
-from trainload.packaging.tensors.safetensors_file import CODES, DTYPES, MAX_HEADER, Place, bytes_of, header_length, to_fill
+from trainload.packaging.tensors.safetensors_file import (
+    CODES,
+    DTYPES,
+    MAX_HEADER,
+    Place,
+    bytes_of,
+    header_length,
+    to_fill,
+)
 
 CURE = "Resume from an earlier checkpoint."
 
 
 def write_shard(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Write contiguous CPU tensors of any shape as a safetensors file, without a second copy in memory.
+    """Write contiguous CPU tensors of any shape as a safetensors file, without a second copy in
+    memory.
 
     The tensors are sorted by item size, largest first, and otherwise keep their order.
 
@@ -31,9 +42,9 @@ def write_shard(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor]) ->
         OSError, StorageError: the file cannot be written.
         CheckpointError: safetensors does not support a tensor's dtype.
     """
-    # The writer of the safetensors library needs the whole file in memory, or a second pass over it for
-    # the digests, and hides the errno of a full disk.
-    # The format allows no holes; the largest item size first keeps every tensor aligned.
+    # The writer of the safetensors library needs the whole file in memory, or a second pass over it
+    # for the digests, and hides the errno of a full disk. The format allows no holes; the largest
+    # item size first keeps every tensor aligned.
     names = sorted(tensors, key=lambda key: -tensors[key].element_size())
     header: dict[str, object] = {}
     offset = 0
@@ -41,9 +52,18 @@ def write_shard(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor]) ->
         tensor = tensors[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in CODES:
-            raise CheckpointError("a tensor has a dtype that safetensors does not support", where=key, expected=", ".join(CODES), got=dtype)
+            raise CheckpointError(
+                "a tensor has a dtype that safetensors does not support",
+                where=key,
+                expected=", ".join(CODES),
+                got=dtype,
+            )
         end = offset + tensor.nbytes
-        header[key] = {"dtype": CODES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[key] = {
+            "dtype": CODES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     head = canonical_json(header)
     head += b" " * (-len(head) % 8)
@@ -52,7 +72,11 @@ def write_shard(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor]) ->
     digests = chunks.ChunkDigests(chunk)
     with draft.writing(name, size) as file:
         blocks = [memoryview(len(head).to_bytes(8, "little") + head)]
-        blocks += [tensors[key].reshape(-1).view(torch.uint8).numpy().data for key in names if tensors[key].nbytes]
+        blocks += [
+            tensors[key].reshape(-1).view(torch.uint8).numpy().data
+            for key in names
+            if tensors[key].nbytes
+        ]
         for block in blocks:
             for start in range(0, len(block), chunks.CHUNK):
                 piece = block[start : start + chunks.CHUNK]
@@ -62,10 +86,11 @@ def write_shard(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor]) ->
 
 
 class ShardReader:
-    """Reader of a shard that `write_shard` wrote. It reads only the necessary chunks, and checks each one.
+    """Reader of a shard that `write_shard` wrote. It reads only the necessary chunks, and checks
+    each one.
 
-    Every method raises CheckpointError if the file cannot be read or has changed where it is read, and
-    StorageError if a URL cannot be reached.
+    Every method raises CheckpointError if the file cannot be read or has changed where it is read,
+    and StorageError if a URL cannot be reached.
     """
 
     def __init__(self, files: CheckpointFiles, record: FileRecord, last: chunks.LastChunk) -> None:
@@ -74,7 +99,14 @@ class ShardReader:
             size = files.size(record.name)
         if size != record.size:
             raise self._changed(f"{record.size} bytes", f"{size} bytes")
-        self._file = chunks.ChunkedFile(lambda: files.opened(record.name), size, record.chunks, self._damaged, last, record.chunk)
+        self._file = chunks.ChunkedFile(
+            lambda: files.opened(record.name),
+            size,
+            record.chunks,
+            self._damaged,
+            last,
+            record.chunk,
+        )
         self._places = self._read_header()
 
     def check(self) -> None:
@@ -93,7 +125,9 @@ class ShardReader:
         return DTYPES[self._place(name).dtype]
 
     def fill(self, name: str, start: int, into: torch.Tensor) -> None:
-        """Fill a contiguous tensor with elements of a flattened tensor of the same dtype, from `start` on."""
+        """Fill a contiguous tensor with elements of a flattened tensor of the same dtype, from
+        `start` on.
+        """
         place = self._place(name)
         assert 0 <= start <= start + len(into) <= math.prod(place.shape)
         assert into.dtype == DTYPES[place.dtype], (name, into.dtype)
@@ -102,18 +136,30 @@ class ShardReader:
 
     def _place(self, name: str) -> Place:
         if name not in self._places:
-            raise CheckpointError("a shard lacks a tensor that the index lists", where=self._path, expected=name, hint=CURE)
+            raise CheckpointError(
+                "a shard lacks a tensor that the index lists",
+                where=self._path,
+                expected=name,
+                hint=CURE,
+            )
         return self._places[name]
 
     def _read_header(self) -> dict[str, Place]:
         names = {code: name for name, code in CODES.items()}
         with self._reading():
-            length = header_length(self._file.read(0, min(8, self._file.size)), self._file.size, self._path)
+            length = header_length(
+                self._file.read(0, min(8, self._file.size)), self._file.size, self._path
+            )
             head = self._file.read(8, 8 + length).rstrip(b" ")
             entries = parse_canonical(head, self._path, max_bytes=MAX_HEADER, max_depth=4)
         at = 8 + length
         return {
-            name: Place(names[entry["dtype"]], tuple(entry["shape"]), at + entry["data_offsets"][0], at + entry["data_offsets"][1])
+            name: Place(
+                names[entry["dtype"]],
+                tuple(entry["shape"]),
+                at + entry["data_offsets"][0],
+                at + entry["data_offsets"][1],
+            )
             for name, entry in entries.items()
         }
 
@@ -122,10 +168,21 @@ class ShardReader:
         try:
             yield
         except (OSError, PackageError) as error:
-            raise CheckpointError("a shard cannot be read", where=self._path, got=str(error), hint=CURE) from error
+            raise CheckpointError(
+                "a shard cannot be read", where=self._path, got=str(error), hint=CURE
+            ) from error
 
     def _damaged(self, number: int) -> CheckpointError:
-        return self._changed(f"sha256 {self._record.chunks[number]} of bytes from {number * self._record.chunk}", "another")
+        return self._changed(
+            f"sha256 {self._record.chunks[number]} of bytes from {number * self._record.chunk}",
+            "another",
+        )
 
     def _changed(self, expected: str, got: str) -> CheckpointError:
-        return CheckpointError("a shard has changed since it was written", where=self._path, expected=expected, got=got, hint=CURE)
+        return CheckpointError(
+            "a shard has changed since it was written",
+            where=self._path,
+            expected=expected,
+            got=got,
+            hint=CURE,
+        )

@@ -1,9 +1,9 @@
 """Write checkpoints asynchronously: copy the state, write it from a thread, publish it atomically.
 
-Every rank writes a shard to shared storage, and then a mark, a small file with its digests. Rank 0 waits for
-all marks, and publishes the index. If it gives up, it leaves a notice for ranks that still wait or arrive
-late. So a kill at any moment leaves complete checkpoints and, perhaps, drafts that the next attempt
-removes. The storage is implemented in folder_place.py and url_place.py.
+Every rank writes a shard to shared storage, and then a mark, a small file with its digests. Rank 0
+waits for all marks, and publishes the index. If it gives up, it leaves a notice for ranks that
+still wait or arrive late. So a kill at any moment leaves complete checkpoints and, perhaps, drafts
+that the next attempt removes. The storage is implemented in folder_place.py and url_place.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint that rank 0 has published: step, seconds from its copy to its publication, and bytes of all shards."""
+    """A checkpoint that rank 0 has published: step, seconds from its copy to its publication, and
+    bytes of all shards.
+    """
 
     step: int
     seconds: float
@@ -108,7 +110,9 @@ class CheckpointWriter:
         except (OSError, StorageError) as error:
             raise self._told(error, place.where) from error
 
-    def save(self, step: int, state: ShardedState, data: DataPosition, user: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, state: ShardedState, data: DataPosition, user: Mapping[str, Any]
+    ) -> None:
         """Copy the state and start to write it.
 
         All ranks must call it in the same order, with the same arguments except for the state.
@@ -134,16 +138,27 @@ class CheckpointWriter:
         own: dict[str, tuple[str, ...]] = {}
         answered = self._answered()
         for bucket in answered:
-            wanted |= {scalar_key(bucket.name, entry): tensor for entry, tensor in state.scalars.get(bucket.name, {}).items()}
+            wanted |= {
+                scalar_key(bucket.name, entry): tensor
+                for entry, tensor in state.scalars.get(bucket.name, {}).items()
+            }
             stacks = state.stacks.get(bucket.name, {})
             for number, slot in enumerate(bucket.slots if stacks else ()):
-                wanted |= {own_key(slot.parameter, entry): stack[number] for entry, stack in stacks.items()}
+                wanted |= {
+                    own_key(slot.parameter, entry): stack[number] for entry, stack in stacks.items()
+                }
                 own[slot.parameter] = tuple(sorted(stacks))
         homes = self._buffer_ranks()
-        wanted |= {buffer_key(name): tensor for name, tensor in state.buffers.items() if self._leads(homes.get(name, 0))}
+        wanted |= {
+            buffer_key(name): tensor
+            for name, tensor in state.buffers.items()
+            if self._leads(homes.get(name, 0))
+        }
         self._copy(wanted)
         entries = {bucket.name: tuple(sorted(state.flats[bucket.name])) for bucket in answered}
-        scalars = {bucket.name: tuple(sorted(state.scalars.get(bucket.name, {}))) for bucket in answered}
+        scalars = {
+            bucket.name: tuple(sorted(state.scalars.get(bucket.name, {}))) for bucket in answered
+        }
         index = CheckpointIndex(
             package=self._plan.package,
             step=step,
@@ -163,12 +178,17 @@ class CheckpointWriter:
             files=(),
             user=dict(user),
         )
-        self._thread = threading.Thread(target=self._run, args=(index,), name=f"checkpoint {step}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(index,), name=f"checkpoint {step}", daemon=True
+        )
         self._thread.start()
 
     def _leads(self, pipeline_index: int) -> bool:
         """Return True if this rank's shard is the first of those of a pipeline rank."""
-        return self._plan.file_index(self._rank) == pipeline_index * self._plan.data_ranks * self._plan.tensor_ranks
+        return (
+            self._plan.file_index(self._rank)
+            == pipeline_index * self._plan.data_ranks * self._plan.tensor_ranks
+        )
 
     def _answered(self) -> list[Bucket]:
         """Return the buckets whose scalars this rank writes."""
@@ -176,7 +196,11 @@ class CheckpointWriter:
 
     def _buffer_ranks(self) -> dict[str, int]:
         pipeline = self._plan.pipeline
-        return {} if pipeline is None else {name: pipeline.stage_ranks[stage] for name, stage in pipeline.buffers.items()}
+        return (
+            {}
+            if pipeline is None
+            else {name: pipeline.stage_ranks[stage] for name, stage in pipeline.buffers.items()}
+        )
 
     @property
     def writing(self) -> bool:
@@ -184,7 +208,10 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def idle(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a save in progress; return True if none is left. `wait` reports its outcome."""
+        """Wait at most `seconds` for a save in progress; return True if none is left.
+
+        `wait` reports its outcome.
+        """
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.writing
@@ -237,20 +264,29 @@ class CheckpointWriter:
             self._failure = error
 
     def _told(self, error: OSError | TrainloadError, where: str) -> TrainloadError:
-        """Return an error for the user: that of the operating system behind one of a folder, in words of checkpoints."""
+        """Return an error for the user: that of the operating system behind one of a folder, in
+        words of checkpoints.
+        """
         cause = self._place.os_error(error)
         return _storage_error(cause, where) if isinstance(cause, OSError) else cause
 
     def _lead(self, draft: Draft, index: CheckpointIndex) -> int:
-        """Write rank 0's shard, wait for the others, and publish; return the bytes of all shards."""
+        """Write rank 0's shard, wait for the others, and publish; return the bytes of all
+        shards.
+        """
         shard = shard_name(0, self._plan.world_size)
         try:
             mine = write_shard(draft, shard, self._host)
-            written = [Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own), *self._collect(draft)]
+            written = [
+                Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own),
+                *self._collect(draft),
+            ]
             in_order = sorted(range(self._plan.world_size), key=self._plan.file_index)
             update: dict[str, Any] = {"files": tuple(written[rank].file for rank in in_order)}
             for name in ("entries", "scalars", "own"):
-                update[name] = {key: value for each in written for key, value in getattr(each, name).items()}
+                update[name] = {
+                    key: value for each in written for key, value in getattr(each, name).items()
+                }
             index = index.model_copy(update=update)
             draft.complete(index)
             self._before_publishing()
@@ -259,7 +295,8 @@ class CheckpointWriter:
             draft.give_up(shard, _mark_of(self._told(error, draft.where)))
             self._given_up.append(draft)
             raise
-        with contextlib.suppress(OSError, StorageError):  # leftovers are deleted after the next save, or by the next attempt
+        # leftovers are deleted after the next save, or by the next attempt
+        with contextlib.suppress(OSError, StorageError):
             draft.release()
             while self._given_up:  # no rank waits for these any more
                 self._given_up[-1].forget()
@@ -270,11 +307,17 @@ class CheckpointWriter:
     def _follow(self, draft: Draft, index: CheckpointIndex) -> None:
         shard = shard_name(self._rank, self._plan.world_size)
         try:
-            done = Written(file=write_shard(draft, shard, self._host), entries=index.entries, scalars=index.scalars, own=index.own)
+            done = Written(
+                file=write_shard(draft, shard, self._host),
+                entries=index.entries,
+                scalars=index.scalars,
+                own=index.own,
+            )
             draft.leave(_done(self._rank), canonical_json(done.model_dump(mode="json")))
         except (OSError, TrainloadError) as error:
             notice = None
-            # The mark saves rank 0 from waiting for its timeout. If even the mark cannot be written, it waits.
+            # The mark saves rank 0 from waiting for its timeout. If even the mark cannot be
+            # written, it waits.
             with contextlib.suppress(OSError, StorageError):
                 notice = draft.notice()
                 if notice is None:
@@ -287,7 +330,9 @@ class CheckpointWriter:
         self._await_publication(draft, shard)
 
     def _collect(self, draft: Draft) -> list[Written]:
-        """Wait for the other ranks' shards; raise CheckpointError or StorageError if one of them failed or is late."""
+        """Wait for the other ranks' shards; raise CheckpointError or StorageError if one of them
+        failed or is late.
+        """
         found: dict[int, Written] = {}
         failed: dict[int, bytes] = {}
         missing = list(range(1, self._plan.world_size))
@@ -300,7 +345,9 @@ class CheckpointWriter:
                 return True
             ready = [rank for rank in missing if _done(rank) in there]
             for rank, data in zip(ready, draft.read([_done(rank) for rank in ready]), strict=True):
-                found[rank] = Written.model_validate(parse_canonical(data, f"{draft.where}/{_done(rank)}"))
+                found[rank] = Written.model_validate(
+                    parse_canonical(data, f"{draft.where}/{_done(rank)}")
+                )
                 missing.remove(rank)
             return not missing
 
@@ -309,7 +356,10 @@ class CheckpointWriter:
                 "a rank did not write its part of the checkpoint",
                 where=draft.where,
                 expected=f"the part of rank {missing[0]} within {self._timeout:g} s",
-                hint="Check that rank's log. All nodes must be able to reach the place of the checkpoints.",
+                hint=(
+                    "Check that rank's log. All nodes must be able to reach the place of the"
+                    " checkpoints."
+                ),
             )
         for rank, told in failed.items():
             raise _error_of(told, draft.where, f"rank {rank}")
@@ -319,17 +369,26 @@ class CheckpointWriter:
         """Wait until rank 0 has published.
 
         Raises:
-            CheckpointError, StorageError: rank 0 has given up; this rank's part of the draft is removed.
+            CheckpointError, StorageError: rank 0 has given up; this rank's part of the draft is
+                removed.
         """
         over = draft.notice() is not None  # this rank may have arrived after rank 0 gave up
         if not over and not self._awaited(lambda: not draft.pending(self._rank)):
-            raise CheckpointError("rank 0 did not publish the checkpoint", where=draft.where, expected=f"within {self._timeout:g} s")
+            raise CheckpointError(
+                "rank 0 did not publish the checkpoint",
+                where=draft.where,
+                expected=f"within {self._timeout:g} s",
+            )
         notice = draft.notice()
         if notice is not None:
             draft.withdraw(self._rank, shard)
             raise _error_of(notice, draft.where, "rank 0")
         if not draft.published():
-            raise CheckpointError("rank 0 could not publish the checkpoint", where=draft.where, hint="Check rank 0's log.")
+            raise CheckpointError(
+                "rank 0 could not publish the checkpoint",
+                where=draft.where,
+                hint="Check rank 0's log.",
+            )
 
     def _awaited(self, ask: Callable[[], bool]) -> bool:
         """Poll a condition until it is true or the timeout is over; return True if it became true.
@@ -359,13 +418,18 @@ class CheckpointWriter:
         there = {at: where for at, where in self._place.published().items() if at <= index.step}
         if self._keep.best:
             self._losses[index.step] = index.user.get(EVALUATION)
-            self._losses = {at: self._losses[at] if at in self._losses else _loss_of(where) for at, where in there.items()}
+            self._losses = {
+                at: self._losses[at] if at in self._losses else _loss_of(where)
+                for at, where in there.items()
+            }
         for at in self._keep.doomed({at: self._losses.get(at) for at in there}):
             self._place.delete(at)
 
 
 def _loss_of(checkpoint: Where) -> float | None:
-    """Return the evaluation loss of a checkpoint; None if there was no evaluation, or the index cannot be read."""
+    """Return the evaluation loss of a checkpoint; None if there was no evaluation, or the index
+    cannot be read.
+    """
     try:
         loss: float | None = Checkpoint.open(checkpoint).index.user.get(EVALUATION)
     except CheckpointError:
@@ -383,14 +447,18 @@ def _failed(rank: int) -> str:
 
 def _mark_of(error: TrainloadError) -> bytes:
     """Return an error encoded for the other ranks."""
-    return canonical_json({"problem": error.problem, "got": error.got, "full": isinstance(error, StorageError)})
+    return canonical_json(
+        {"problem": error.problem, "got": error.got, "full": isinstance(error, StorageError)}
+    )
 
 
 def _error_of(mark: bytes, where: str, who: str) -> StorageError | CheckpointError:
     """Decode the error of another rank."""
     told = parse_canonical(mark, where)
     kind = StorageError if told["full"] else CheckpointError
-    return kind(f"{who}: {told['problem']}", where=where, expected="all ranks' shards", got=told["got"])
+    return kind(
+        f"{who}: {told['problem']}", where=where, expected="all ranks' shards", got=told["got"]
+    )
 
 
 def _storage_error(error: OSError, where: str) -> StorageError | CheckpointError:
@@ -402,4 +470,9 @@ def _storage_error(error: OSError, where: str) -> StorageError | CheckpointError
             got=str(error),
             hint="Free some disk space or keep fewer checkpoints. Earlier checkpoints are intact.",
         )
-    return CheckpointError("the checkpoint could not be written", where=where, got=str(error), expected="a writable folder")
+    return CheckpointError(
+        "the checkpoint could not be written",
+        where=where,
+        got=str(error),
+        expected="a writable folder",
+    )

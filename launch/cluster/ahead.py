@@ -1,4 +1,5 @@
-"""Compile the graphs of a running run for other numbers of nodes, so that it need not wait for the compiler on a resize.
+"""Compile the graphs of a running run for other numbers of nodes, so that it need not wait for the
+compiler on a resize.
 
     python -m trainload.launching.cluster.ahead < request.json
 
@@ -28,7 +29,8 @@ _LEAST_PRIORITY = 19
 
 
 def compile_ahead(spec: RunSpec, local_world: int, contact: Contact) -> None:
-    """Start compiling for the run's other plans on this node, if there are any, and report when it is done.
+    """Start compiling for the run's other plans on this node, if there are any, and report when it
+    is done.
 
     Args:
         spec: the run, with its current plan.
@@ -48,7 +50,9 @@ def compile_ahead(spec: RunSpec, local_world: int, contact: Contact) -> None:
             contact.write("stage", name="compile ahead", seconds=time.perf_counter() - began)
         else:
             said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-            contact.write("warning", message=f"compiling ahead for other numbers of nodes failed: {said[-1]}")
+            contact.write(
+                "warning", message=f"compiling ahead for other numbers of nodes failed: {said[-1]}"
+            )
 
     threading.Thread(target=work, name="ahead", daemon=True).start()
 
@@ -63,7 +67,15 @@ def main() -> None:
     package = trained_package(spec)
     for plan in spec.plans:
         for index in range(plan.pipeline_ranks):
-            compile_build(package, plan, device_of(plan), default_cache_dir(), lambda *_: None, index, evaluates=spec.evaluates)
+            compile_build(
+                package,
+                plan,
+                device_of(plan),
+                default_cache_dir(),
+                lambda *_: None,
+                index,
+                evaluates=spec.evaluates,
+            )
 
 
 if __name__ == "__main__":

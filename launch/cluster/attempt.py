@@ -1,4 +1,6 @@
-"""One attempt of a run: Ray Train starts the workers; its backend prepares each node, then forms the process group."""
+"""One attempt of a run: Ray Train starts the workers; its backend prepares each node, then forms
+the process group.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from trainload.launching.run.run_spec import RunSpec
 _ANSWER_SECONDS = 3.0
 _END_SECONDS = 15.0
 _GRACE_SECONDS = 3.0
-"""Time that a worker delays an error that another worker's death may have caused, so that the death is noticed first."""
+"""Time that a worker delays an error that another worker's death may have caused, so that the death
+is noticed first.
+"""
 _PLACE = "TRAINLOAD_PLACE"
 RAY_FOLDER = "ray"
 """Subfolder of a run's folder in which Ray Train stores its files."""
@@ -70,7 +74,9 @@ class WorkerArgs:
 
 @dataclass
 class Rendezvous(TorchConfig):
-    """Ray Train's torch backend, with ranks assigned by seats, and with each node prepared first (data, compilation)."""
+    """Ray Train's torch backend, with ranks assigned by seats, and with each node prepared first
+    (data, compilation).
+    """
 
     orders: WorkerArgs | None = field(default=None)
 
@@ -83,7 +89,9 @@ _TorchBackend: Any = TorchConfig().backend_cls
 
 
 class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no types
-    """A backend that prepares each node through one of its workers, then forms the process group."""
+    """A backend that prepares each node through one of its workers, then forms the process
+    group.
+    """
 
     # A compiled graph names its GPU, so each worker must see its own GPU only.
 
@@ -96,10 +104,18 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
         for index, worker in enumerate(worker_group.get_workers()):
             there[worker.metadata.node_id].append(index)
         indices = [there[node].pop(0) for node in orders.seats]  # by rank
-        members = {node: [rank for rank, seat in enumerate(orders.seats) if seat == node] for node in dict.fromkeys(orders.seats)}
-        orders.mailbox.seat.remote(orders.attempt, tuple(indices.index(index) for index in range(len(indices))))
+        members = {
+            node: [rank for rank, seat in enumerate(orders.seats) if seat == node]
+            for node in dict.fromkeys(orders.seats)
+        }
+        orders.mailbox.seat.remote(
+            orders.attempt, tuple(indices.index(index) for index in range(len(indices)))
+        )
         call = worker_group.execute_single_async
-        pending = [call(index, _take_place, rank, len(members[orders.seats[rank]])) for rank, index in enumerate(indices)]
+        pending = [
+            call(index, _take_place, rank, len(members[orders.seats[rank]]))
+            for rank, index in enumerate(indices)
+        ]
         for number, ranks in enumerate(members.values()):
             pending.append(call(indices[ranks[0]], _prepare, orders, ranks, number > 0))
         try:
@@ -107,11 +123,15 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
             if len(indices) > 1:
                 door = ray.get(call(indices[0], _open_door), timeout=orders.spec.start_timeout)
                 timeout = backend_config.timeout_s
-                meet = [call(index, _meet, backend_config.backend, door, rank, len(indices), timeout) for rank, index in enumerate(indices)]
+                meet = [
+                    call(index, _meet, backend_config.backend, door, rank, len(indices), timeout)
+                    for rank, index in enumerate(indices)
+                ]
                 ray.get(meet, timeout=orders.spec.start_timeout)
         except RayError as error:
             died = _death(worker_group)
-            # Ray Train forgets a group that dies while it starts, and its workers would hold their CPUs forever.
+            # Ray Train forgets a group that dies while it starts, and its workers would hold their
+            # CPUs forever.
             worker_group.abort()
             if died is not None:  # the cause of the other workers' errors
                 raise died from error
@@ -120,7 +140,10 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
 
 def _death(worker_group: Any) -> RayActorError | None:
     """Return the error of a worker that died; None if all are alive."""
-    answers = [worker_group.execute_single_async(index, os.getpid) for index in range(len(worker_group.get_workers()))]
+    answers = [
+        worker_group.execute_single_async(index, os.getpid)
+        for index in range(len(worker_group.get_workers()))
+    ]
     answered, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_SECONDS)
     try:
         ray.get(answered)
@@ -130,9 +153,12 @@ def _death(worker_group: Any) -> RayActorError | None:
 
 
 def _take_place(rank: int, local_world: int) -> None:
-    """Store a worker's rank, and import the code that it will run while another worker prepares the node."""
+    """Store a worker's rank, and import the code that it will run while another worker prepares the
+    node.
+    """
     os.environ[_PLACE] = f"{rank}/{local_world}"
-    import trainload.launching.cluster.ahead  # noqa: F401  # also imports the worker. Slow, and Ray Train's controller does not need it
+    # Also imports the worker. Slow, and Ray Train's controller does not need it.
+    import trainload.launching.cluster.ahead  # noqa: F401
 
 
 def _open_door() -> str:
@@ -145,12 +171,15 @@ def _open_door() -> str:
 
 
 def _meet(backend: str, door: str, rank: int, world: int, timeout: int) -> None:
-    dist.init_process_group(backend, init_method=door, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        backend, init_method=door, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
 
 
 def _prepare(orders: WorkerArgs, ranks: Sequence[int], quiet: bool) -> None:
     from trainload.launching.worker.loop import (
-        prepare_node,  # slow to import, and Ray Train's controller imports this module without needing it
+        # slow to import, and Ray Train's controller imports this module without needing it
+        prepare_node,
     )
 
     contact = orders.contact(ranks[0], f"node of {ranks[0]}")
@@ -192,7 +221,8 @@ def _loop(config: dict[str, Any]) -> None:
 
 
 class Attempt:
-    """A call of Ray Train's fit in another thread, so that the driver can monitor it and handle Ctrl-C itself.
+    """A call of Ray Train's fit in another thread, so that the driver can monitor it and handle
+    Ctrl-C itself.
 
     Attributes:
         seats: id of each rank's node.
@@ -200,7 +230,9 @@ class Attempt:
         error: exception that it raised, if any.
     """
 
-    def __init__(self, spec: RunSpec, mailbox: ActorHandle[Mailbox], number: int, seats: Sequence[str]) -> None:
+    def __init__(
+        self, spec: RunSpec, mailbox: ActorHandle[Mailbox], number: int, seats: Sequence[str]
+    ) -> None:
         self._trainer = _trainer(WorkerArgs(spec, mailbox, number, tuple(seats)))
         self._caller: int | None = None
         self.seats = tuple(seats)
@@ -212,7 +244,8 @@ class Attempt:
         self._caller = threading.get_ident()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Ray's own would fail the run of a caller who turns warnings into errors
+                # Ray's own would fail the run of a caller who turns warnings into errors
+                warnings.simplefilter("ignore")
                 self._trainer.fit()
         except Exception as error:  # noqa: BLE001  # stored for the waiting thread
             self.error = error
@@ -220,18 +253,23 @@ class Attempt:
             self.ended.set()
 
     def end(self) -> None:
-        """End the attempt if it is not over: kill the controller that the thread waits for, and wait for the thread.
+        """End the attempt if it is not over: kill the controller that the thread waits for, and
+        wait for the thread.
 
-        A thread that calls a cluster during its shutdown ends the whole process ("The core worker has
-        already been shutdown") before the user is told how to continue. Ray Train has no public handle
-        of its controller, so it is taken from the frames of the thread.
+        A thread that calls a cluster during its shutdown ends the whole process ("The core worker
+        has already been shutdown") before the user is told how to continue. Ray Train has no public
+        handle of its controller, so it is taken from the frames of the thread.
         """
         until = time.monotonic() + _END_SECONDS
         killed: set[ActorHandle[Any]] = set()
         while not self.ended.is_set() and time.monotonic() < until:
             frame = sys._current_frames().get(self._caller or 0)
             while frame is not None:
-                held = {value for value in list(frame.f_locals.values()) if isinstance(value, ActorHandle)}
+                held = {
+                    value
+                    for value in list(frame.f_locals.values())
+                    if isinstance(value, ActorHandle)
+                }
                 for actor in held - killed:
                     ray.kill(actor)
                 killed |= held
@@ -240,14 +278,20 @@ class Attempt:
 
 
 class Fits:
-    """A thread that calls fits, one after another. A new thread for each fit would leak 1.7 MiB in Ray's library."""
+    """A thread that calls fits, one after another.
+
+    A new thread for each fit would leak 1.7 MiB in Ray's library.
+    """
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Attempt | None] = queue.SimpleQueue()
         self._last: Attempt | None = None
 
     def start(self, attempt: Attempt) -> None:
-        """Start an attempt's fit. If the previous one could not be ended, it keeps its thread and a new one is created."""
+        """Start an attempt's fit.
+
+        If the previous one could not be ended, it keeps its thread and a new one is created.
+        """
         if self._last is None or not self._last.ended.is_set():
             self._asked = queue.SimpleQueue()
             threading.Thread(target=_call, args=(self._asked,), name="fit", daemon=True).start()

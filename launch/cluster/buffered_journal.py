@@ -13,7 +13,8 @@ from trainload.launching.run.run_state import Summary
 
 
 class BufferedJournal:
-    """Writer of a run's journal. Events that storage rejects are buffered, and written when it works again.
+    """Writer of a run's journal. Events that storage rejects are buffered, and written when it
+    works again.
 
     Args:
         run_dir: the run's folder.
@@ -47,7 +48,10 @@ class BufferedJournal:
         self._take([event])
 
     def take(self, events: Sequence[Event]) -> None:
-        """Write events of workers, and buffered ones. With no events, only retry the buffered ones."""
+        """Write events of workers, and buffered ones.
+
+        With no events, only retry the buffered ones.
+        """
         self._owed += len(events)
         self._take(events)
         if not self._unwritten:
@@ -83,7 +87,16 @@ class BufferedJournal:
                 if not self._warned:
                     self._warned = True
                     self._on_event(
-                        Event("warning", {"message": f"{error} Events are kept in memory and written as soon as possible."}, time.time())
+                        Event(
+                            "warning",
+                            {
+                                "message": (
+                                    f"{error} Events are kept in memory and written as soon as"
+                                    " possible."
+                                )
+                            },
+                            time.time(),
+                        )
                     )
         for event in events:
             self.summary.take(event)

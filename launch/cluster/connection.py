@@ -14,7 +14,9 @@ from typing import Any
 
 import grpc
 import ray
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 from ray.exceptions import AuthenticationError
 
 from trainload.core.errors import ClusterError, first_line
@@ -27,8 +29,8 @@ _QUESTION = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 def connect(address: str | None) -> bool:
     """Connect to a cluster, or start a local one.
 
-    A local cluster listens on the loopback interface only, and requires its token, which Ray creates
-    and stores in ~/.ray/auth_token.
+    A local cluster listens on the loopback interface only, and requires its token, which Ray
+    creates and stores in ~/.ray/auth_token.
 
     Returns:
         True if this process made the connection, and must shut Ray down; False if it was connected
@@ -38,9 +40,11 @@ def connect(address: str | None) -> bool:
         ClusterError: the cluster is not reachable, or rejects this process's token.
     """
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-    # Workers keep the working directory of the driver, so that an import or a path means the same there.
+    # Workers keep the working directory of the driver, so that an import or a path means the same
+    # there.
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # Ray Train waits until the deadline; the supervisor moves earlier
+    # Ray Train waits until the deadline; the supervisor moves earlier
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -52,9 +56,18 @@ def connect(address: str | None) -> bool:
                 show_token()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address is None else {}
+            own: dict[str, Any] = (
+                {"include_dashboard": False, "_node_ip_address": _LOOPBACK}
+                if address is None
+                else {}
+            )
             with _deaf_to_hangups():
-                ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+                ray.init(
+                    address=address or "local",
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    **own,
+                )
     except AuthenticationError as error:
         raise turned_away(address or "local", error) from error
     except (OSError, RuntimeError, ValueError) as error:
@@ -86,7 +99,10 @@ def turned_away(address: str, error: AuthenticationError) -> ClusterError:
         "the cluster requires its token",
         where=f"address {address}",
         got=first_line(error),
-        hint="Provide the cluster's token in RAY_AUTH_TOKEN, in the file at RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token.",
+        hint=(
+            "Provide the cluster's token in RAY_AUTH_TOKEN, in the file at RAY_AUTH_TOKEN_PATH, or"
+            " in ~/.ray/auth_token."
+        ),
     )
 
 
@@ -96,15 +112,16 @@ def show_token() -> None:
     The token is in RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token. Ray
     itself does so only for clusters that it discovers by itself.
     """
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it logs a line at each call
+    # it logs a line at each call
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def asks_for_token(address: str) -> bool:
     """Return True if the cluster at host:port rejects requests without a token.
 
-    If the cluster has no token, the driver must not enable one either: it would reject the cluster's
-    own requests, and its actors would die as soon as they are created.
+    If the cluster has no token, the driver must not enable one either: it would reject the
+    cluster's own requests, and its actors would die as soon as they are created.
     """
     with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
         ask = channel.unary_unary(_QUESTION, request_serializer=bytes, response_deserializer=bytes)
@@ -116,7 +133,10 @@ def asks_for_token(address: str) -> bool:
 
 
 def check_listener(address: str) -> None:
-    """Raise OSError or ValueError if no server listens at host:port. Ray itself would retry for minutes."""
+    """Raise OSError or ValueError if no server listens at host:port.
+
+    Ray itself would retry for minutes.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:
         socket.create_connection((host.strip("[]"), int(port)), _LISTEN_SECONDS).close()

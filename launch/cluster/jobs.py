@@ -1,4 +1,6 @@
-"""Detached runs: their driver is a job of the Ray cluster, so they do not depend on the process that launched them."""
+"""Detached runs: their driver is a job of the Ray cluster, so they do not depend on the process
+that launched them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _LOOK_SECONDS = 0.5
 
 
 def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
-    """Submit a run's driver as a job of a cluster, and wait for a limited time until it has started.
+    """Submit a run's driver as a job of a cluster, and wait for a limited time until it has
+    started.
 
     Args:
         address: address of the cluster's dashboard, http://HOST:8265.
@@ -41,11 +44,17 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
     name = f"trainload-{run_dir.name}"
     try:
         name = _unused(client, name)
-        client.submit_job(entrypoint=shlex.join(["python", "-m", "trainload", *arguments]), submission_id=name)
+        client.submit_job(
+            entrypoint=shlex.join(["python", "-m", "trainload", *arguments]), submission_id=name
+        )
     except RuntimeError as error:
         taken = "already exists" in str(error)
         raise ClusterError(
-            "the cluster already has a job with this name" if taken else "the cluster did not accept the job",
+            (
+                "the cluster already has a job with this name"
+                if taken
+                else "the cluster did not accept the job"
+            ),
             where=f"{address}, job {name}",
             got="" if taken else first_line(error),
             hint="Choose another --run-dir: the job is named after its last part." if taken else "",
@@ -55,20 +64,31 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
             "the cluster did not confirm whether it accepted the job",
             where=f"{address}, job {name}",
             got=first_line(error),
-            hint=f"Look for it among the cluster's jobs, or run `trainload status {shlex.quote(str(run_dir))}`.",
+            hint=(
+                "Look for it among the cluster's jobs, or run `trainload status"
+                f" {shlex.quote(str(run_dir))}`."
+            ),
         ) from error
     until = time.monotonic() + _BEGIN_SECONDS
     while time.monotonic() < until and read_state(run_dir) == before:
         last = _last_words(client, name)
         if last is not None and read_state(run_dir) == before:
-            raise TrainingError("the driver ended before it started the run", where=f"{address}, job {name}", got=last)
+            raise TrainingError(
+                "the driver ended before it started the run",
+                where=f"{address}, job {name}",
+                got=last,
+            )
         time.sleep(_LOOK_SECONDS)
     return name
 
 
 def _unused(client: Any, name: str) -> str:
     """Return the name, with a number appended if finished jobs have it already."""
-    over = {job.submission_id for job in client.list_jobs() if job.submission_id is not None and job.status.is_terminal()}
+    over = {
+        job.submission_id
+        for job in client.list_jobs()
+        if job.submission_id is not None and job.status.is_terminal()
+    }
     numbers = itertools.count(2)
     found = name
     while found in over:
@@ -77,7 +97,9 @@ def _unused(client: Any, name: str) -> str:
 
 
 def _last_words(client: Any, name: str) -> str | None:
-    """Return the last output line of a finished job; None if it is not finished, or the cluster does not respond."""
+    """Return the last output line of a finished job; None if it is not finished, or the cluster
+    does not respond.
+    """
     try:
         if not client.get_job_status(name).is_terminal():
             return None
@@ -102,5 +124,7 @@ def _client(address: str) -> Any:
             "no Ray cluster accepts jobs at this address",
             where=f"address {address}",
             got=f"{first_line(error)}, after {time.monotonic() - began:.0f} s",
-            hint="Pass the address of its dashboard, http://HOST:8265; `ray start --head` prints it.",
+            hint=(
+                "Pass the address of its dashboard, http://HOST:8265; `ray start --head` prints it."
+            ),
         ) from error

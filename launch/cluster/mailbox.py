@@ -1,4 +1,5 @@
-"""Messages between the workers of a run and its driver: an actor on the driver's node that holds them until they are collected.
+"""Messages between the workers of a run and its driver: an actor on the driver's node that holds
+them until they are collected.
 
 Neither side needs the run's storage to send messages. Only the driver writes the journal.
 """
@@ -31,7 +32,9 @@ _PRINTED = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last heartbeat of a worker, received `age` seconds ago, with its node's id, its pid and its activity."""
+    """The last heartbeat of a worker, received `age` seconds ago, with its node's id, its pid and
+    its activity.
+    """
 
     rank: int
     node: str
@@ -98,13 +101,16 @@ class Mailbox:
         if attempt == self._attempt:
             self._order = order
 
-    def tell(self, attempt: int, sender: str, first: int, events: list[Event], beat: Beat | None) -> tuple[Request, int, int]:
+    def tell(
+        self, attempt: int, sender: str, first: int, events: list[Event], beat: Beat | None
+    ) -> tuple[Request, int, int]:
         """Receive events and a heartbeat of a worker.
 
         Args:
             attempt: number of the worker's attempt.
             sender: name of the sender, unique within the attempt.
-            first: number of the first of these events, so that none counts twice after a lost response.
+            first: number of the first of these events, so that none counts twice after a lost
+                response.
             events: events of the sender, in order.
             beat: heartbeat of the worker, if it sends one.
 
@@ -159,13 +165,25 @@ class Mailbox:
             self._out_printed[rank] = self._out_printed.get(rank, "") + text
         self._printed = {}
         now = time.monotonic()
-        beats = [Beat(beat.rank, beat.node, beat.pid, beat.doing, now - at) for at, beat in self._beats.values()]
+        beats = [
+            Beat(beat.rank, beat.node, beat.pid, beat.doing, now - at)
+            for at, beat in self._beats.values()
+        ]
         printed = dict(self._out_printed)
-        return Collected(self._number, list(self._out_events), beats, self._failure, list(self._out_met), self._order, printed)
+        return Collected(
+            self._number,
+            list(self._out_events),
+            beats,
+            self._failure,
+            list(self._out_met),
+            self._order,
+            printed,
+        )
 
 
 class RayContact:
-    """A worker's connection to the driver through its mailbox. An unresponsive driver does not block the worker.
+    """A worker's connection to the driver through its mailbox. An unresponsive driver does not
+    block the worker.
 
     Args:
         mailbox: the actor.
@@ -176,9 +194,23 @@ class RayContact:
         node: Ray's id of its node.
     """
 
-    def __init__(self, mailbox: ActorHandle[Mailbox], attempt: int, rank: int, sender: str, pid: int, node: str) -> None:
+    def __init__(
+        self,
+        mailbox: ActorHandle[Mailbox],
+        attempt: int,
+        rank: int,
+        sender: str,
+        pid: int,
+        node: str,
+    ) -> None:
         self._mailbox: Any = mailbox
-        self._attempt, self._rank, self._sender, self._pid, self._node = attempt, rank, sender, pid, node
+        self._attempt, self._rank, self._sender, self._pid, self._node = (
+            attempt,
+            rank,
+            sender,
+            pid,
+            node,
+        )
         self._activity: Activity | None = None
         self._request = Request.NONE
         self._lock = threading.Lock()
@@ -193,7 +225,9 @@ class RayContact:
             self._unsent.append(Event(kind, data, time.time()))
 
     def flush(self) -> None:
-        """Wait until the driver's journal has all events, but at most 30 s, since the driver's storage may fail."""
+        """Wait until the driver's journal has all events, but at most 30 s, since the driver's
+        storage may fail.
+        """
         until = time.monotonic() + _FLUSH_SECONDS
         all_of_it: int | None = None
         while (left := until - time.monotonic()) > 0:
@@ -214,9 +248,13 @@ class RayContact:
             self._mailbox.meet.remote(self._attempt, request)
 
     def printed(self, text: str) -> None:
-        """Send output of this worker to the driver; of more than 1 MiB at once, only the beginning is kept."""
+        """Send output of this worker to the driver; of more than 1 MiB at once, only the beginning
+        is kept.
+        """
         with suppress(RayError):  # the driver is unreachable
-            ray.get(self._mailbox.hear.remote(self._attempt, self._rank, text), timeout=_ANSWER_SECONDS)
+            ray.get(
+                self._mailbox.hear.remote(self._attempt, self._rank, text), timeout=_ANSWER_SECONDS
+            )
 
     def report(self, activity: Activity) -> None:
         self._activity = activity
@@ -239,7 +277,9 @@ class RayContact:
                     self._request = answer[0]
 
     def _send(self, timeout: float, *, beats: bool) -> tuple[Request, int, int] | None:
-        """Send unsent events and a heartbeat; return the result of `Mailbox.tell`, or None if there is no response."""
+        """Send unsent events and a heartbeat; return the result of `Mailbox.tell`, or None if there
+        is no response.
+        """
         with self._sending:
             with self._lock:
                 events = list(self._unsent)
@@ -248,7 +288,10 @@ class RayContact:
                 beat = Beat(self._rank, self._node, self._pid, self._activity.now())
             try:
                 answer: tuple[Request, int, int] = ray.get(
-                    self._mailbox.tell.remote(self._attempt, self._sender, self._sent, events, beat), timeout=timeout
+                    self._mailbox.tell.remote(
+                        self._attempt, self._sender, self._sent, events, beat
+                    ),
+                    timeout=timeout,
                 )
             except RayError:  # the driver is unreachable: the events are kept and sent again later
                 return None

@@ -53,28 +53,43 @@ def nodes_of(device: DeviceKind) -> list[Node]:
     for node in ray.nodes():  # type: ignore[no-untyped-call]  # Ray has no types here
         resources = node["Resources"]
         if node["Alive"] and resources.get(name, 0) >= 1:
-            kind = next((key.removeprefix(_KIND) for key in sorted(resources) if key.startswith(_KIND)), "")
+            kind = next(
+                (key.removeprefix(_KIND) for key in sorted(resources) if key.startswith(_KIND)), ""
+            )
             own = free.get(node["NodeID"], {}).get(name, 0.0)
-            found.append(Node(node["NodeID"], kind, int(resources[name]), int(own), node["NodeID"] in leaving))
+            found.append(
+                Node(
+                    node["NodeID"], kind, int(resources[name]), int(own), node["NodeID"] in leaving
+                )
+            )
     return sorted(found, key=lambda node: node.id)
 
 
 def unit_of(plan: Plan) -> int:
     """Return the number of neighboring ranks that must share a node.
 
-    Those are the ranks of the tensor axis and of a hybrid plan's shards, if the plan has them inside
-    a node.
+    Those are the ranks of the tensor axis and of a hybrid plan's shards, if the plan has them
+    inside a node.
     """
     inside = plan.cluster.devices_per_node
     hybrid = plan.tensor_ranks * (plan.shard_ranks or 1)
-    return next((unit for unit in (hybrid, plan.tensor_ranks) if unit <= inside and plan.world_size % unit == 0), 1)
+    return next(
+        (
+            unit
+            for unit in (hybrid, plan.tensor_ranks)
+            if unit <= inside and plan.world_size % unit == 0
+        ),
+        1,
+    )
 
 
-def seats(plan: Plan, nodes: Sequence[Node], *, free: bool = True, without: Collection[str] = ()) -> list[str] | None:
+def seats(
+    plan: Plan, nodes: Sequence[Node], *, free: bool = True, without: Collection[str] = ()
+) -> list[str] | None:
     """Return the id of each rank's node, by rank; None if the ranks do not fit.
 
-    All nodes are of one kind, and those with most room come first, so that a run uses as few nodes as
-    possible. Neighboring ranks that belong together (`unit_of`) are on the same node.
+    All nodes are of one kind, and those with most room come first, so that a run uses as few nodes
+    as possible. Neighboring ranks that belong together (`unit_of`) are on the same node.
 
     Args:
         plan: plan of the ranks.
@@ -99,7 +114,8 @@ def seats(plan: Plan, nodes: Sequence[Node], *, free: bool = True, without: Coll
 
 
 def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, int]:
-    """Return the node for a trial of a plan's first rank, which has a free device, and the number of the plan's ranks on it.
+    """Return the node for a trial of a plan's first rank, which has a free device, and the number
+    of the plan's ranks on it.
 
     Args:
         plan: plan of the rank.
@@ -110,7 +126,13 @@ def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, i
     Raises:
         ClusterError: all devices are in use.
     """
-    places = seats(plan, nodes) or seats(least, nodes) or seats(plan, nodes, free=False) or seats(least, nodes, free=False) or []
+    places = (
+        seats(plan, nodes)
+        or seats(least, nodes)
+        or seats(plan, nodes, free=False)
+        or seats(least, nodes, free=False)
+        or []
+    )
     free = {node.id: node.free for node in nodes}
     place = next((place for place in places if free[place] > 0), None)
     if place is None:
@@ -136,7 +158,9 @@ class DrainWatcher:
         self._taken = Counter(places)
 
     def told(self) -> dict[str, float | None]:
-        """Return the draining nodes of the attempt -> the seconds until their deadline; None if it is unknown."""
+        """Return the draining nodes of the attempt -> the seconds until their deadline; None if it
+        is unknown.
+        """
         draining = ray._private.state.state.get_draining_nodes()
         return {
             node: max(0.0, deadline / 1000 - time.time()) if deadline else None
@@ -153,13 +177,16 @@ class DrainWatcher:
 def room_asked_for(plan: Plan | None) -> Iterator[None]:
     """Request the nodes of a plan from Ray's autoscaler within the context; None requests nothing.
 
-    It has no effect without an autoscaler. Ray keeps one such request for the whole cluster, the last
-    one that was made.
+    It has no effect without an autoscaler. Ray keeps one such request for the whole cluster, the
+    last one that was made.
     """
     if plan is None:
         yield
         return
-    request_resources(bundles=[{resource_of(plan.cluster.device): plan.cluster.devices_per_node}] * plan.cluster.nodes)
+    request_resources(
+        bundles=[{resource_of(plan.cluster.device): plan.cluster.devices_per_node}]
+        * plan.cluster.nodes
+    )
     try:
         yield
     except LostClusterError:  # the request cannot be withdrawn
@@ -180,7 +207,10 @@ def check_seats(plan: Plan, nodes: Sequence[Node]) -> None:
         return
     name, wanted, unit = resource_of(plan.cluster.device), plan.world_size, unit_of(plan)
     there = sum(node.devices for node in nodes)
-    spread = ", ".join(f"{node.devices}{f' {node.kind}' if node.kind else ''}" for node in nodes) or "none"
+    spread = (
+        ", ".join(f"{node.devices}{f' {node.kind}' if node.kind else ''}" for node in nodes)
+        or "none"
+    )
     if there < wanted:
         raise ClusterError(
             "the cluster is too small for the plan",
@@ -192,7 +222,11 @@ def check_seats(plan: Plan, nodes: Sequence[Node]) -> None:
     raise ClusterError(
         "the cluster's nodes do not fit the plan",
         where=f"{len(nodes)} nodes with {name}s",
-        expected=f"{wanted} {name}s of one kind" + (f", in groups of {unit} per node" if unit > 1 else ""),
+        expected=f"{wanted} {name}s of one kind"
+        + (f", in groups of {unit} per node" if unit > 1 else ""),
         got=spread,
-        hint="Make a plan for these nodes: a run uses nodes of one kind, and each tensor group must fit on a node.",
+        hint=(
+            "Make a plan for these nodes: a run uses nodes of one kind, and each tensor group must"
+            " fit on a node."
+        ),
     )

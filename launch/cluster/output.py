@@ -1,4 +1,6 @@
-"""Forward a worker's output, of Python and of native code, to the driver as well as to its original destination."""
+"""Forward a worker's output, of Python and of native code, to the driver as well as to its original
+destination.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _FILE_BYTES = 64 << 20
 def heard(hear: Callable[[str], None]) -> Iterator[None]:
     """Call `hear` with the output of this process within the context, in pieces, from a thread.
 
-    When the context ends, all output has been passed on. It is redirected to an unlinked file, not into
-    a pipe: native code that holds the GIL may print more than a pipe holds, and Python could not read it.
+    When the context ends, all output has been passed on. It is redirected to an unlinked file, not
+    into a pipe: native code that holds the GIL may print more than a pipe holds, and Python could
+    not read it.
     """
     ended = threading.Event()
     output = _Output(hear)

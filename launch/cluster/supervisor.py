@@ -1,7 +1,8 @@
-"""Fault tolerance of a run on Ray: start attempts, each from the last checkpoint, until the run has ended.
+"""Fault tolerance of a run on Ray: start attempts, each from the last checkpoint, until the run has
+ended.
 
-The driver makes decisions and writes the journal; workers train. Workers report through the mailbox, not
-through the run's storage, so that a failure of storage is not mistaken for a hang.
+The driver makes decisions and writes the journal; workers train. Workers report through the
+mailbox, not through the run's storage, so that a failure of storage is not mistaken for a hang.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from trainload.launching.cluster.mailbox import Beat, Mailbox
 from trainload.launching.cluster.nodes import DrainWatcher, Node, nodes_of, resource_of, seats
 from trainload.launching.cluster.tasks import NodeProbe, end_workers, last_line, on_node
 from trainload.launching.run.activity import Phase
-from trainload.launching.run.contact import Request, asked_by_file, asked_since_lost, clear_requests, take_back
+from trainload.launching.run.contact import (
+    Request,
+    asked_by_file,
+    asked_since_lost,
+    clear_requests,
+    take_back,
+)
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
 from trainload.launching.run.monitor import Hang, Monitor, in_words
@@ -76,7 +83,8 @@ class _Failed:
 
 
 class Supervisor:
-    """Driver of a run on the cluster to which this process is connected, and which must be large enough for its plan.
+    """Driver of a run on the cluster to which this process is connected, and which must be large
+    enough for its plan.
 
     Args:
         spec: the run. Its folder contains run.json.
@@ -84,7 +92,9 @@ class Supervisor:
         check_driver: raises LeaseLostError if another process drives the run.
     """
 
-    def __init__(self, spec: RunSpec, on_event: Callable[[Event], None], check_driver: CheckDriver) -> None:
+    def __init__(
+        self, spec: RunSpec, on_event: Callable[[Event], None], check_driver: CheckDriver
+    ) -> None:
         self._check_driver = check_driver
         self._run_dir = Path(spec.run_dir)
         self._journal = BufferedJournal(self._run_dir, on_event)
@@ -108,15 +118,16 @@ class Supervisor:
     def run(self) -> None:
         """Run all attempts; return when the run has completed its last step.
 
-        Ctrl-C makes the workers stop after their step and write a checkpoint; so does a file "stop" in
-        the run's folder. If that file was created after the previous driver was lost, the run stops
-        before it begins.
+        Ctrl-C makes the workers stop after their step and write a checkpoint; so does a file "stop"
+        in the run's folder. If that file was created after the previous driver was lost, the run
+        stops before it begins.
 
         Raises:
             RunInterrupted: a stop was requested.
             TrainingError: workers failed too often without a new checkpoint in between.
             ClusterError: nodes were missing for too long.
-            LeaseLostError: another process drives the run; journal, state and requests are left to it.
+            LeaseLostError: another process drives the run; journal, state and requests are left to
+                it.
             TrainloadError: an error raised by a worker.
         """
         asked = asked_since_lost(self._run_dir)
@@ -170,14 +181,20 @@ class Supervisor:
         self._check_driver()
         plan, places = self._find_seats()
         if plan.world_size != self._spec.plan.world_size:
-            self._journal.write("resize", message=f"{self._spec.plan.world_size} -> {plan.world_size} ranks", world=plan.world_size)
+            self._journal.write(
+                "resize",
+                message=f"{self._spec.plan.world_size} -> {plan.world_size} ranks",
+                world=plan.world_size,
+            )
         self._spec = self._spec.model_copy(update={"plan": plan})
         self._number += 1
         ray.get(self._mailbox.begin.remote(self._number))
         self._beats, self._order, self._moving = (), (), False
         self._warned = set()
         leave = DrainWatcher(places)
-        spec = self._spec.model_copy(update={"had_checkpoint": self._spec.had_checkpoint or self._journal.has_checkpoint})
+        spec = self._spec.model_copy(
+            update={"had_checkpoint": self._spec.had_checkpoint or self._journal.has_checkpoint}
+        )
         saving = spec.storage_patience + spec.hang_timeout
         monitor = Monitor(spec.plan.world_size, spec.hang_timeout, spec.start_timeout, saving)
         attempt = Attempt(spec, self._mailbox, self._number, places)
@@ -192,13 +209,19 @@ class Supervisor:
         attempt.end()
         if failed is None:
             if self._stop_asked and not self._journal.ended:
-                raise RunInterrupted("the run was interrupted", where=str(self._run_dir), hint=f"Continue with: {self._how_to_resume()}")
+                raise RunInterrupted(
+                    "the run was interrupted",
+                    where=str(self._run_dir),
+                    hint=f"Continue with: {self._how_to_resume()}",
+                )
             return self._journal.ended or not self._moving
         self._go_on_after(failed)
         return False
 
     def _follow(self, attempt: Attempt, monitor: Monitor, leave: DrainWatcher) -> _Failed | None:
-        """Monitor an attempt until it has ended; return its failure, or None if it ended as intended."""
+        """Monitor an attempt until it has ended; return its failure, or None if it ended as
+        intended.
+        """
         hang: Hang | None = None
         failure: TrainloadError | None = None
         until = float("inf")
@@ -216,16 +239,25 @@ class Supervisor:
                 if hang is None and failure is None:
                     hang = monitor.hang()
                     if hang is not None:
-                        end_workers((beat.node, beat.pid) for beat in self._beats if beat.rank in hang.ranks)
+                        end_workers(
+                            (beat.node, beat.pid) for beat in self._beats if beat.rank in hang.ranks
+                        )
                         until = time.monotonic() + _END_SECONDS
                 attempt.ended.wait(POLL_SECONDS)
             except KeyboardInterrupt:
                 if self._stop_asked or not self._journal.stepped:
                     raise
                 self._stop_asked = True
-                self._journal.write("stage", name="stopping after this step, with a checkpoint; press Ctrl-C again to stop immediately")
+                self._journal.write(
+                    "stage",
+                    name=(
+                        "stopping after this step, with a checkpoint; press Ctrl-C again to stop"
+                        " immediately"
+                    ),
+                )
         failure = self._listen(monitor) or failure
-        while self._unheard_since is not None:  # so that the last messages of the workers are received
+        # so that the last messages of the workers are received
+        while self._unheard_since is not None:
             time.sleep(POLL_SECONDS)
             failure = self._listen(monitor) or failure
         if failure is not None:
@@ -235,17 +267,26 @@ class Supervisor:
         if hang is not None:
             doing = {rank: str(each) for rank, each in hang.doing.items()}
             where = tuple(attempt.seats[rank] for rank in hang.ranks)
-            return _Failed("hang", f"{hang.why}, for {hang.seconds:.0f} s", hang.ranks, where, doing)
+            return _Failed(
+                "hang", f"{hang.why}, for {hang.seconds:.0f} s", hang.ranks, where, doing
+            )
         if attempt.error is None:
             return None
         return self._what_happened(attempt)
 
     def _heed(self, leave: DrainWatcher) -> None:
-        """Handle nodes that will be preempted: request a checkpoint, and move to other nodes once there is room."""
+        """Handle nodes that will be preempted: request a checkpoint, and move to other nodes once
+        there is room.
+        """
         told = leave.told()
         news = told.keys() - self._warned
         self._warned |= news
-        goes = bool(told) and not self._moving and self._journal.stepped and self._room_elsewhere(leave) is not None
+        goes = (
+            bool(told)
+            and not self._moving
+            and self._journal.stepped
+            and self._room_elsewhere(leave) is not None
+        )
         self._moving = self._moving or goes
         for node, seconds in told.items():
             if goes or node in news:
@@ -268,14 +309,23 @@ class Supervisor:
             self._grow(leave)
 
     def _room_elsewhere(self, leave: DrainWatcher) -> tuple[Plan, list[str]] | None:
-        """Return the plan and seats that would fit if this attempt were over; None if none would."""
+        """Return the plan and seats that would fit if this attempt were over; None if none
+        would.
+        """
         return self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device)))
 
     def _grow(self, leave: DrainWatcher) -> None:
-        """Move to more nodes if they have been available for a while. The workers write a checkpoint first."""
+        """Move to more nodes if they have been available for a while.
+
+        The workers write a checkpoint first.
+        """
         found = self._room_elsewhere(leave)
         larger = found is not None and found[0].world_size > self._spec.plan.world_size
-        if not larger or not self._beats or any(beat.doing.phase is Phase.STARTING for beat in self._beats):
+        if (
+            not larger
+            or not self._beats
+            or any(beat.doing.phase is Phase.STARTING for beat in self._beats)
+        ):
             self._larger_since = None
         elif self._larger_since is None:
             self._larger_since = time.monotonic()
@@ -287,10 +337,13 @@ class Supervisor:
         assert attempt.error is not None
         told: dict[int, Exception] = getattr(attempt.error, "worker_failures", None) or {}
         text = last_line(str(next(iter(told.values()), attempt.error)))
-        by_rank = {self._order[number] if number < len(self._order) else number: each for number, each in told.items()}
+        by_rank = {
+            self._order[number] if number < len(self._order) else number: each
+            for number, each in told.items()
+        }
         died = tuple(rank for rank, each in sorted(by_rank.items()) if _is_death(each))
-        # A worker that raised proves that its node is alive, however busy. So only nodes of workers that died are probed, or
-        # all nodes if no worker began.
+        # A worker that raised proves that its node is alive, however busy. So only nodes of workers
+        # that died are probed, or all nodes if no worker began.
         suspects = {attempt.seats[rank] for rank in died} if told else set(attempt.seats)
         gone = self._probe.unreachable(suspects)
         self._lost |= gone
@@ -298,18 +351,39 @@ class Supervisor:
         if gone:
             ranks = tuple(rank for rank, seat in enumerate(attempt.seats) if seat in gone)
             named = ", ".join(sorted(gone))
-            return _Failed("node", f"node {named} is gone, with {in_words(ranks)}", ranks, tuple(sorted(gone)), doing, attempt.error)
+            return _Failed(
+                "node",
+                f"node {named} is gone, with {in_words(ranks)}",
+                ranks,
+                tuple(sorted(gone)),
+                doing,
+                attempt.error,
+            )
         if not told:
-            return _Failed("error", f"the workers could not be started: {text}", (), (), doing, attempt.error)
+            return _Failed(
+                "error", f"the workers could not be started: {text}", (), (), doing, attempt.error
+            )
         ranks = died or tuple(sorted(by_rank))
-        return _Failed("death", f"{in_words(ranks)} {'died' if died else 'failed'}: {text}", ranks, (), doing, attempt.error)
+        return _Failed(
+            "death",
+            f"{in_words(ranks)} {'died' if died else 'failed'}: {text}",
+            ranks,
+            (),
+            doing,
+            attempt.error,
+        )
 
     def _go_on_after(self, failed: _Failed) -> None:
-        """Decide whether there is another attempt, and wait before it; otherwise raise the error that ends the run."""
+        """Decide whether there is another attempt, and wait before it; otherwise raise the error
+        that ends the run.
+        """
         if self._journal.new_checkpoint():
             self._failures, self._storage_failures, self._storage_failed_at = 0, 0, None
-        if self._journal.new_step() and all(beat.doing.phase is not Phase.ENDING for beat in self._beats):
-            self._storage_failures, self._storage_failed_at = 0, None  # at the end of a run the workers have waited for storage already
+        if self._journal.new_step() and all(
+            beat.doing.phase is not Phase.ENDING for beat in self._beats
+        ):
+            # at the end of a run the workers have waited for storage already
+            self._storage_failures, self._storage_failed_at = 0, None
         if failed.what == "storage":
             self._storage_failed_at = self._storage_failed_at or time.monotonic()
             over = time.monotonic() - self._storage_failed_at > self._spec.storage_patience
@@ -330,11 +404,17 @@ class Supervisor:
         if over:
             if isinstance(failed.cause, TrainloadError):
                 raise failed.cause
-            way = "Continue from the last checkpoint" if self._journal.has_checkpoint else "Start again"
+            way = (
+                "Continue from the last checkpoint"
+                if self._journal.has_checkpoint
+                else "Start again"
+            )
             raise TrainingError(
                 failed.message,
                 where=str(self._run_dir),
-                expected=f"at most {self._spec.max_failures} failures in a row without a new checkpoint",
+                expected=(
+                    f"at most {self._spec.max_failures} failures in a row without a new checkpoint"
+                ),
                 got="one more",
                 hint=f"{way} with: {self._how_to_resume()}",
             ) from failed.cause
@@ -343,7 +423,9 @@ class Supervisor:
             self._pause(min(_LONGEST_PAUSE, 2.0**again))
 
     def _pause(self, seconds: float) -> None:
-        """Wait before another attempt, updating the run's state; raise RunInterrupted if a stop is requested meanwhile."""
+        """Wait before another attempt, updating the run's state; raise RunInterrupted if a stop is
+        requested meanwhile.
+        """
         until, told = time.monotonic() + seconds, -float("inf")
         while time.monotonic() < until:
             if asked_by_file(self._run_dir) is Request.STOP:
@@ -354,7 +436,11 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _asked_to_stop(self) -> RunInterrupted:
-        return RunInterrupted("the run was asked to stop", where=str(self._run_dir), hint=f"Continue with: {self._how_to_resume()}")
+        return RunInterrupted(
+            "the run was asked to stop",
+            where=str(self._run_dir),
+            hint=f"Continue with: {self._how_to_resume()}",
+        )
 
     def _how_to_resume(self) -> str:
         return resume_command(self._run_dir)
@@ -362,15 +448,23 @@ class Supervisor:
     # Messages of the workers
 
     def _listen(self, monitor: Monitor) -> TrainloadError | None:
-        """Receive the workers' messages and send them the pending request; return the error of a worker that failed."""
+        """Receive the workers' messages and send them the pending request; return the error of a
+        worker that failed.
+        """
         wanted = asked_by_file(self._run_dir)
         self._stop_asked = self._stop_asked or wanted is Request.STOP
         wanted = Request.STOP if self._stop_asked or self._moving else wanted
         try:
-            found = ray.get(self._mailbox.collect.remote(wanted, self._journal.written, self._answer), timeout=_LISTEN_SECONDS)
+            found = ray.get(
+                self._mailbox.collect.remote(wanted, self._journal.written, self._answer),
+                timeout=_LISTEN_SECONDS,
+            )
         except RayError as error:
             self._unheard_since = self._unheard_since or time.monotonic()
-            if not isinstance(error, ActorDiedError) and time.monotonic() - self._unheard_since < _LOST_SECONDS:
+            if (
+                not isinstance(error, ActorDiedError)
+                and time.monotonic() - self._unheard_since < _LOST_SECONDS
+            ):
                 return None
             raise self._lost_cluster(error) from error
         self._unheard_since = None
@@ -387,8 +481,14 @@ class Supervisor:
         return failure
 
     def _tell_state(self, *, over: bool = False) -> None:
-        """Write the run's state for `trainload status`. If storage fails, this update is skipped."""
-        ranks = {beat.rank: RankSeen.of(beat.node, beat.pid, beat.age, beat.doing) for beat in self._beats}
+        """Write the run's state for `trainload status`.
+
+        If storage fails, this update is skipped.
+        """
+        ranks = {
+            beat.rank: RankSeen.of(beat.node, beat.pid, beat.age, beat.doing)
+            for beat in self._beats
+        }
         with suppress(OSError):
             write_state(self._run_dir, self._number, self._journal.summary, ranks, over=over)
 
@@ -408,7 +508,10 @@ class Supervisor:
                 replace_file(self._run_dir / RAY_FOLDER / "here", b"", durable=False)
                 return
             except OSError as error:
-                if not self._journal.stepped or time.monotonic() - began > self._spec.storage_patience:
+                if (
+                    not self._journal.stepped
+                    or time.monotonic() - began > self._spec.storage_patience
+                ):
                     raise StorageError(
                         f"the run's folder cannot be written: {error.strerror}",
                         where=str(self._run_dir),
@@ -416,11 +519,16 @@ class Supervisor:
                     ) from error
                 if time.monotonic() - said > _SAY_SECONDS:
                     said = time.monotonic()
-                    self._journal.write("waiting", message=f"for storage: {self._run_dir} cannot be written: {error.strerror}")
+                    self._journal.write(
+                        "waiting",
+                        message=f"for storage: {self._run_dir} cannot be written: {error.strerror}",
+                    )
             self._pause(POLL_SECONDS * 10)
 
     def _fitting(self, nodes: Sequence[Node]) -> tuple[Plan, list[str]] | None:
-        """Return the largest of the run's plans that fits these nodes, and the node of each of its ranks; None if none fits."""
+        """Return the largest of the run's plans that fits these nodes, and the node of each of its
+        ranks; None if none fits.
+        """
         for plan in reversed(self._spec.plans or (self._spec.plan,)):
             found = seats(plan, nodes, without=self._lost)
             if found is not None:
@@ -428,7 +536,8 @@ class Supervisor:
         return None
 
     def _find_seats(self) -> tuple[Plan, list[str]]:
-        """Wait until there is room for the workers; return the plan of the next attempt and the node of each rank.
+        """Wait until there is room for the workers; return the plan of the next attempt and the
+        node of each rank.
 
         Raises:
             ClusterError: there was no room for too long.
@@ -440,23 +549,38 @@ class Supervisor:
             there = nodes_of(least.cluster.device)
             self._probe.forget([node.id for node in there])
             if self._lost:
-                self._lost &= self._probe.unreachable([node.id for node in there if node.id in self._lost])
+                self._lost &= self._probe.unreachable(
+                    [node.id for node in there if node.id in self._lost]
+                )
             found = self._fitting(there)
             if found is not None:
                 return found
             name = resource_of(least.cluster.device)
-            free = ", ".join(f"{n.free} of {n.devices}" for n in there if n.id not in self._lost) or "none"
+            free = (
+                ", ".join(f"{n.free} of {n.devices}" for n in there if n.id not in self._lost)
+                or "none"
+            )
             if time.monotonic() - began > self._spec.node_patience:
                 raise ClusterError(
                     "there were too few free nodes for too long",
                     where=str(self._run_dir),
-                    expected=f"{least.world_size} free {name}s within {self._spec.node_patience:g} s",
+                    expected=(
+                        f"{least.world_size} free {name}s within {self._spec.node_patience:g} s"
+                    ),
                     got=free,
-                    hint=f"Continue on the available nodes with: {self._how_to_resume()} --workers N",
+                    hint=(
+                        f"Continue on the available nodes with: {self._how_to_resume()} --workers N"
+                    ),
                 )
-            if time.monotonic() - said > _SAY_SECONDS and time.monotonic() - began > POLL_SECONDS * 10:
+            if (
+                time.monotonic() - said > _SAY_SECONDS
+                and time.monotonic() - began > POLL_SECONDS * 10
+            ):
                 said = time.monotonic()
-                self._journal.write("waiting", message=f"for {least.world_size} free {name}s; by node there are {free}")
+                self._journal.write(
+                    "waiting",
+                    message=f"for {least.world_size} free {name}s; by node there are {free}",
+                )
             self._pause(POLL_SECONDS * 5)
 
 

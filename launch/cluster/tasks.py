@@ -36,8 +36,12 @@ def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
         TrainingError: the task fails with an error of Ray's.
         TrainloadError: an error of `trial.try_out`.
     """
-    options: dict[str, Any] = {"num_gpus": 1} if spec.plan.cluster.device == "cuda" else {"num_cpus": 1}
-    task = ray.remote(max_calls=1, max_retries=0, label_selector={NODE_LABEL: place})(_try_out).options(**options)
+    options: dict[str, Any] = (
+        {"num_gpus": 1} if spec.plan.cluster.device == "cuda" else {"num_cpus": 1}
+    )
+    task = ray.remote(max_calls=1, max_retries=0, label_selector={NODE_LABEL: place})(
+        _try_out
+    ).options(**options)
     asked = task.remote(spec, local_world)
     try:
         found: Trial | TrainloadError = ray.get(asked, timeout=spec.start_timeout)
@@ -51,7 +55,9 @@ def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
             hint="Check what else uses the node, or allow more time: --set start_timeout=SECONDS.",
         ) from error
     except RayError as error:
-        raise TrainingError("the trial step failed", where=f"node {place}", got=last_line(str(error))) from error
+        raise TrainingError(
+            "the trial step failed", where=f"node {place}", got=last_line(str(error))
+        ) from error
     if isinstance(found, TrainloadError):
         raise found
     return found
@@ -66,8 +72,8 @@ def last_line(text: str) -> str:
 class NodeProbe:
     """Liveness probes of nodes, since Ray takes some time to report that a node has died.
 
-    A busy node responds slowly, because a process must start there first. So each node has one pending
-    probe, and its response counts whenever it arrives.
+    A busy node responds slowly, because a process must start there first. So each node has one
+    pending probe, and its response counts whenever it arrives.
     """
 
     def __init__(self) -> None:
@@ -78,7 +84,11 @@ class NodeProbe:
         for node in set(nodes) - self._open.keys():
             self._open[node] = on_node(node)(_present).options(max_retries=0).remote()
         asked = {self._open[node]: node for node in nodes}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
+        answered, _ = (
+            ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS)
+            if asked
+            else ([], [])
+        )
         here = set()
         for reference in answered:
             del self._open[asked[reference]]
@@ -94,14 +104,17 @@ class NodeProbe:
 
 
 def end_workers(workers: Iterable[tuple[str, int]]) -> None:
-    """Kill workers, given as (node, pid), from a task on their node, since stopped processes do not respond to Ray."""
+    """Kill workers, given as (node, pid), from a task on their node, since stopped processes do not
+    respond to Ray.
+    """
     tasks = [on_node(node)(_kill).options(max_retries=0).remote(pid) for node, pid in workers]
     if tasks:
         ray.wait(tasks, num_returns=len(tasks), timeout=_ANSWER_SECONDS)
 
 
 def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
-    from trainload.launching.worker.trial import try_out  # slow to import, and the other tasks of this module do not need it
+    # slow to import, and the other tasks of this module do not need it
+    from trainload.launching.worker.trial import try_out
 
     try:
         with no_secrets_raised():

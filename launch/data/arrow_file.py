@@ -15,7 +15,9 @@ from trainload.core.errors import DataError, StorageError
 from trainload.launching.data.columns import DTYPES, Array, native
 
 Batch: TypeAlias = Mapping[str, Any] | pa.Table | pa.RecordBatch
-"""A batch of rows: column -> array, tensor or list of shape (n, *dims); or an Arrow table or record batch."""
+"""A batch of rows: column -> array, tensor or list of shape (n, *dims); or an Arrow table or record
+batch.
+"""
 
 
 def write_rows(batches: Iterable[Batch], path: str | Path) -> int:
@@ -31,8 +33,8 @@ def write_rows(batches: Iterable[Batch], path: str | Path) -> int:
         The number of rows.
 
     Raises:
-        DataError: a batch has other columns, dtypes or dims than the first, a value cannot be stored,
-            or there are no rows.
+        DataError: a batch has other columns, dtypes or dims than the first, a value cannot be
+            stored, or there are no rows.
         StorageError: the file cannot be written.
 
     Example:
@@ -45,7 +47,9 @@ def write_rows(batches: Iterable[Batch], path: str | Path) -> int:
         with replacing(path) as temporary:
             return _written(batches, temporary)
     except OSError as error:
-        raise StorageError(f"the rows cannot be written: {error.strerror or error}", where=str(path)) from error
+        raise StorageError(
+            f"the rows cannot be written: {error.strerror or error}", where=str(path)
+        ) from error
 
 
 def _written(batches: Iterable[Batch], draft: Path) -> int:
@@ -82,25 +86,49 @@ def _record_batches(given: Batch, number: int) -> list[Any]:
         return found
     if not isinstance(given, Mapping):
         expected = "a dict of arrays, a pyarrow.Table or a pyarrow.RecordBatch"
-        raise DataError("this is not a batch of rows", where=f"batch {number}", expected=expected, got=type(given).__name__)
-    arrays = {name: _array(value, f"batch {number}, column {name!r}") for name, value in given.items()}
+        raise DataError(
+            "this is not a batch of rows",
+            where=f"batch {number}",
+            expected=expected,
+            got=type(given).__name__,
+        )
+    arrays = {
+        name: _array(value, f"batch {number}, column {name!r}") for name, value in given.items()
+    }
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
-        raise DataError("the columns of a batch have different numbers of rows", where=f"batch {number}", got=str(lengths))
+        raise DataError(
+            "the columns of a batch have different numbers of rows",
+            where=f"batch {number}",
+            got=str(lengths),
+        )
     return [pa.record_batch({name: _lists(array) for name, array in arrays.items()})]
 
 
 def _array(value: Any, where: str) -> Array:
     try:
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        array = (
+            value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        )
     except (TypeError, ValueError) as error:  # numpy lacks the dtype, or the rows differ in length
         raise DataError("a column is not an array", where=where, got=str(error)) from error
     if array.dtype.name not in DTYPES:
         got = array.dtype.name
         hint = "Pad or truncate rows of different lengths." if got == "object" else ""
-        raise DataError("a column has a dtype that data files do not support", where=where, expected=", ".join(DTYPES), got=got, hint=hint)
+        raise DataError(
+            "a column has a dtype that data files do not support",
+            where=where,
+            expected=", ".join(DTYPES),
+            got=got,
+            hint=hint,
+        )
     if not array.ndim or 0 in array.shape[1:]:
-        raise DataError("a column has no values", where=where, expected="(n, *dims), each dim 1 or more", got=str(array.shape))
+        raise DataError(
+            "a column has no values",
+            where=where,
+            expected="(n, *dims), each dim 1 or more",
+            got=str(array.shape),
+        )
     return native(array)
 
 

@@ -1,4 +1,6 @@
-"""Convert Arrow columns to arrays: scalars, lists of equal length, nested to any depth, and tensors of a fixed shape."""
+"""Convert Arrow columns to arrays: scalars, lists of equal length, nested to any depth, and tensors
+of a fixed shape.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from trainload.launching.data.columns import Array, ColumnType, Sizes
 _SPELLING = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _WIDEST = 8
 """Item size of the largest dtype in bytes."""
-_TENSORS = frozenset({"arrow.fixed_shape_tensor", "ray.data.arrow_tensor", "ray.data.arrow_tensor_v2"})
-"""Extension types with the same shape in all rows. pyarrow knows Ray's types only in processes that have imported Ray Data."""
+_TENSORS = frozenset(
+    {"arrow.fixed_shape_tensor", "ray.data.arrow_tensor", "ray.data.arrow_tensor_v2"}
+)
+"""Extension types with the same shape in all rows. pyarrow knows Ray's types only in processes that
+have imported Ray Data.
+"""
 
 
 def column_types(schema: Any, where: str) -> dict[str, ColumnType]:
@@ -29,7 +35,10 @@ def column_types(schema: Any, where: str) -> dict[str, ColumnType]:
 
 
 def first_row_types(batch: Any, where: str) -> dict[str, ColumnType]:
-    """Return the columns of a record batch, with the shapes of its first row. Raises DataError if the first row has nulls."""
+    """Return the columns of a record batch, with the shapes of its first row.
+
+    Raises DataError if the first row has nulls.
+    """
     found = column_types(batch.schema, where)
     for name, kind in found.items():
         if None in kind.dims:
@@ -73,7 +82,9 @@ def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
     return _values(column, shape, place, start)
 
 
-def block_of(batch: Any, names: list[str], where: str, start: int, sizes: Sizes) -> dict[str, Array]:
+def block_of(
+    batch: Any, names: list[str], where: str, start: int, sizes: Sizes
+) -> dict[str, Array]:
     """Return some columns of a record batch; see `dense`."""
     return {name: dense(batch, name, where, start, sizes) for name in names}
 
@@ -81,7 +92,11 @@ def block_of(batch: Any, names: list[str], where: str, start: int, sizes: Sizes)
 def _column_type(field: Any) -> ColumnType:
     tensor, kind = _tensor_shape(field), field.type
     if tensor is not None:
-        kind = kind.storage_type.value_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+        kind = (
+            kind.storage_type.value_type
+            if isinstance(kind, pa.BaseExtensionType)
+            else kind.value_type
+        )
         return ColumnType(_SPELLING.get(str(kind), str(kind)), tensor)
     dims: list[int | None] = []
     kind = _decoded_type(kind)
@@ -92,12 +107,22 @@ def _column_type(field: Any) -> ColumnType:
 
 
 def _is_list(kind: Any) -> bool:
-    """Return True if a type's values are lists. Structs and maps are nested, too, but are not arrays."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) or _is_view(kind))
+    """Return True if a type's values are lists.
+
+    Structs and maps are nested, too, but are not arrays.
+    """
+    return bool(
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+        or _is_view(kind)
+    )
 
 
 def _is_view(kind: Any) -> bool:
-    """Return True if a type is a list view, whose lists may be in any order in memory, and may overlap."""
+    """Return True if a type is a list view, whose lists may be in any order in memory, and may
+    overlap.
+    """
     return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
@@ -114,28 +139,40 @@ def _decoded_type(kind: Any) -> Any:
 def _decoded(column: Any) -> Any:
     """Return a column without run-end or dictionary encoding."""
     while _is_encoded(column.type):
-        column = pc.run_end_decode(column) if pa.types.is_run_end_encoded(column.type) else column.dictionary_decode()
+        column = (
+            pc.run_end_decode(column)
+            if pa.types.is_run_end_encoded(column.type)
+            else column.dictionary_decode()
+        )
     return column
 
 
 def decoded_bytes(batch: Any) -> int:
-    """Return the approximate size in bytes of a record batch's columns as arrays, independent of their encoding."""
+    """Return the approximate size in bytes of a record batch's columns as arrays, independent of
+    their encoding.
+    """
     total = 0
     for column in batch.columns:
         entries = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
         while _is_list(_decoded_type(entries.type)):
             entries = _decoded(entries).flatten()
         kind = _decoded_type(entries.type)
-        total += len(entries) * (max(1, kind.bit_width // 8) if pa.types.is_primitive(kind) else _WIDEST)
+        total += len(entries) * (
+            max(1, kind.bit_width // 8) if pa.types.is_primitive(kind) else _WIDEST
+        )
     return max(total, int(batch.nbytes))
 
 
 def _tensor_shape(field: Any) -> tuple[int, ...] | None:
-    """Return the shape of a row if the column's type is one of tensors in C order; None otherwise."""
+    """Return the shape of a row if the column's type is one of tensors in C order; None
+    otherwise.
+    """
     if isinstance(field.type, pa.BaseExtensionType):
         order = getattr(field.type, "permutation", None)
         in_order = order is None or list(order) == sorted(order)
-        return tuple(field.type.shape) if field.type.extension_name in _TENSORS and in_order else None
+        return (
+            tuple(field.type.shape) if field.type.extension_name in _TENSORS and in_order else None
+        )
     about = field.metadata or {}
     if about.get(b"ARROW:extension:name", b"").decode() not in _TENSORS:
         return None
@@ -143,7 +180,11 @@ def _tensor_shape(field: Any) -> tuple[int, ...] | None:
         shape = json.loads(about[b"ARROW:extension:metadata"])
     except (KeyError, ValueError):  # treated as lists, whose lengths are known from their values
         return None
-    return tuple(shape) if isinstance(shape, list) and all(isinstance(length, int) for length in shape) else None
+    return (
+        tuple(shape)
+        if isinstance(shape, list) and all(isinstance(length, int) for length in shape)
+        else None
+    )
 
 
 def _dense_tensors(column: Any, shape: tuple[int, ...], place: str, start: int) -> Array:
@@ -151,7 +192,11 @@ def _dense_tensors(column: Any, shape: tuple[int, ...], place: str, start: int) 
     _check_no_nulls(storage, place, start, 1)
     flat = storage.flatten()
     wanted = prod(shape)
-    lengths = np.full(1, storage.type.list_size) if pa.types.is_fixed_size_list(storage.type) else np.diff(storage.offsets.to_numpy())
+    lengths = (
+        np.full(1, storage.type.list_size)
+        if pa.types.is_fixed_size_list(storage.type)
+        else np.diff(storage.offsets.to_numpy())
+    )
     wrong = np.flatnonzero(lengths != wanted)
     if wrong.size:
         raise DataError(
@@ -170,15 +215,29 @@ def _values(column: Any, shape: list[int], place: str, start: int) -> Array:
     return values.reshape(shape)
 
 
-def _common_length(column: Any, name: str, dim: int, place: str, start: int, lists_per_row: int, sizes: Sizes) -> int:
-    """Return the common length of all lists of a list array. Raises DataError for the first row with another length."""
-    lengths = pc.list_value_length(column).to_numpy() if _is_view(column.type) else np.diff(column.offsets.to_numpy())
+def _common_length(
+    column: Any, name: str, dim: int, place: str, start: int, lists_per_row: int, sizes: Sizes
+) -> int:
+    """Return the common length of all lists of a list array.
+
+    Raises DataError for the first row with another length.
+    """
+    lengths = (
+        pc.list_value_length(column).to_numpy()
+        if _is_view(column.type)
+        else np.diff(column.offsets.to_numpy())
+    )
     if not lengths.size:
         return sizes.bind(name, dim, 0)
     wanted = sizes.bind(name, dim, int(lengths[0]))
     wrong = np.flatnonzero(lengths != wanted)
     if wrong.size:
-        sizes.expect(name, dim, int(lengths[wrong[0]]), f"{place}, row {start + int(wrong[0]) // lists_per_row}")
+        sizes.expect(
+            name,
+            dim,
+            int(lengths[wrong[0]]),
+            f"{place}, row {start + int(wrong[0]) // lists_per_row}",
+        )
     return wanted
 
 

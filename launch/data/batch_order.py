@@ -1,8 +1,10 @@
-"""The order of a mixture's batches: the part and rows of a global batch as a pure function of the batch's number.
+"""The order of a mixture's batches: the part and rows of a global batch as a pure function of the
+batch's number.
 
-The stream of global batches is divided into cycles. In each cycle every part has a fixed number of batches, in a
-pseudorandom order keyed by (seed, cycle). The batches of a part are consecutive in its own shuffled stream of rows,
-so that every row of the part occurs exactly once in each of its epochs, however the parts are mixed.
+The stream of global batches is divided into cycles. In each cycle every part has a fixed number of
+batches, in a pseudorandom order keyed by (seed, cycle). The batches of a part are consecutive in
+its own shuffled stream of rows, so that every row of the part occurs exactly once in each of its
+epochs, however the parts are mixed.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ LONGEST_CYCLE = 1024
 class BatchOrder:
     """Order of the global batches of a run.
 
-    Laws: in each cycle of sum(counts) batches, part i has counts[i] batches; a single part is read in the
-    same order as without a mixture.
+    Laws: in each cycle of sum(counts) batches, part i has counts[i] batches; a single part is read
+    in the same order as without a mixture.
 
     Attributes:
         seed: seed of the order.
@@ -39,17 +41,23 @@ class BatchOrder:
     counts: tuple[int, ...] = (1,)
 
     def part(self, number: int) -> tuple[int, int]:
-        """Return the part of global batch `number`, and the number of earlier batches of that part."""
+        """Return the part of global batch `number`, and the number of earlier batches of that
+        part.
+        """
         if len(self.sizes) == 1:
             return 0, number
         length = sum(self.counts)
         cycle, place = divmod(number, length)
-        order = np.repeat(np.arange(len(self.counts)), self.counts)[rows(_seed(self.seed, "order"), length, cycle * length, length)]
+        order = np.repeat(np.arange(len(self.counts)), self.counts)[
+            rows(_seed(self.seed, "order"), length, cycle * length, length)
+        ]
         part = int(order[place])
         return part, cycle * self.counts[part] + int(np.count_nonzero(order[:place] == part))
 
     def rows(self, part: int, before: int, whole: int, first: int, count: int) -> Rows:
-        """Return rows [first, first + count) of a global batch of `whole` rows, the `before`-th (0-based) of its part."""
+        """Return rows [first, first + count) of a global batch of `whole` rows, the `before`-th
+        (0-based) of its part.
+        """
         seed = self.seed if len(self.sizes) == 1 else _seed(self.seed, str(part))
         return rows(seed, self.sizes[part], before * whole + first, count)
 

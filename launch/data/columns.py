@@ -1,7 +1,7 @@
 """Columns of data files, and their comparison with a package's inputs.
 
-The readers of the file formats (`columns_*.py`) return a `FileSchema` from the metadata alone, and yield the columns'
-values in blocks. All use `Sizes` to compare lengths with the declared ones.
+The readers of the file formats (`columns_*.py`) return a `FileSchema` from the metadata alone, and
+yield the columns' values in blocks. All use `Sizes` to compare lengths with the declared ones.
 """
 
 from __future__ import annotations
@@ -66,12 +66,14 @@ class FileSchema:
 class Reader(Protocol):
     """A module that reads files of one format.
 
-    Each function raises DataError if the file does not have the format, and the errors of `DataFile` if a URL
-    fails.
+    Each function raises DataError if the file does not have the format, and the errors of
+    `DataFile` if a URL fails.
     """
 
     def read_schema(self, file: DataFile) -> FileSchema:
-        """Return a file's columns and number of rows, without reading values if the format allows it."""
+        """Return a file's columns and number of rows, without reading values if the format allows
+        it.
+        """
 
     def first_row(self, file: DataFile) -> Mapping[str, ColumnType] | None:
         """Return the columns with all lengths of the first row's dims; None if there are no rows.
@@ -79,7 +81,9 @@ class Reader(Protocol):
         Raises DataError if the first row has nulls.
         """
 
-    def read_blocks(self, file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+    def read_blocks(
+        self, file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes
+    ) -> Iterator[dict[str, Array]]:
         """Yield the rows of a file whose schema was checked, in order, as blocks.
 
         A block maps input names to (n, *dims) arrays of the declared dtype.
@@ -90,7 +94,9 @@ class Reader(Protocol):
 
 
 def native(array: Array) -> Array:
-    """Return an array in this machine's byte order; it is not copied if it has that order already."""
+    """Return an array in this machine's byte order; it is not copied if it has that order
+    already.
+    """
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -105,16 +111,22 @@ class Sizes:
         self._bound: dict[str, int] = {}
 
     def expect(self, name: str, dim: int, length: int, where: str) -> None:
-        """Raise DataError, at `where`, unless dim `dim` (>= 1) of input `name` has its declared or bound length."""
+        """Raise DataError, at `where`, unless dim `dim` (>= 1) of input `name` has its declared or
+        bound length.
+        """
         wanted = self.bind(name, dim, length)
         if wanted != length:
             symbol = self._shapes[name][dim]
             raise DataError(
                 f"input {name!r} has the wrong shape",
                 where=where,
-                expected=f"length {wanted} in dim {dim}" + ("" if isinstance(symbol, int) else f" ({symbol}, as in the rows before)"),
+                expected=f"length {wanted} in dim {dim}"
+                + ("" if isinstance(symbol, int) else f" ({symbol}, as in the rows before)"),
                 got=f"length {length}",
-                hint="All rows of a data set must have the same shape: pad, truncate or drop the others.",
+                hint=(
+                    "All rows of a data set must have the same shape: pad, truncate or drop the"
+                    " others."
+                ),
             )
 
     def bind(self, name: str, dim: int, length: int) -> int:
@@ -138,12 +150,17 @@ def check_inputs(inputs: Sequence[InputSpec]) -> None:
                 f"input {spec.name!r} has no batch dim, so a data set cannot provide it",
                 expected="a shape that begins with the batch dim",
                 got="()",
-                hint="Freeze the job again with this input declared in Job.shared, or with a batch dim.",
+                hint=(
+                    "Freeze the job again with this input declared in Job.shared, or with a batch"
+                    " dim."
+                ),
             )
 
 
 def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) -> None:
-    """Raise DataError if a file's metadata does not fit the inputs: missing and extra columns, dtypes, shapes."""
+    """Raise DataError if a file's metadata does not fit the inputs: missing and extra columns,
+    dtypes, shapes.
+    """
     names = {spec.name for spec in inputs}
     expected, got = ", ".join(sorted(names)), ", ".join(sorted(schema.columns))
     missing = sorted(names - set(schema.columns))
@@ -153,7 +170,10 @@ def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) ->
             where=schema.name,
             expected=expected,
             got=got,
-            hint="Give the columns the names of the package's inputs (`trainload inspect` lists them).",
+            hint=(
+                "Give the columns the names of the package's inputs (`trainload inspect` lists"
+                " them)."
+            ),
         )
     extra = sorted(set(schema.columns) - names)
     if extra:
@@ -165,7 +185,9 @@ def check_file(schema: FileSchema, inputs: Sequence[InputSpec], sizes: Sizes) ->
             hint=f"Write the file with only these columns: {expected}.",
         )
     for spec in inputs:
-        _check_column(spec, schema.columns[spec.name], sizes, f"{schema.name}, column {spec.name!r}")
+        _check_column(
+            spec, schema.columns[spec.name], sizes, f"{schema.name}, column {spec.name!r}"
+        )
 
 
 def _check_column(spec: InputSpec, column: ColumnType, sizes: Sizes, where: str) -> None:
@@ -183,7 +205,10 @@ def _check_column(spec: InputSpec, column: ColumnType, sizes: Sizes, where: str)
             where=where,
             expected=f"rows of {len(spec.shape) - 1} dims, shape ({_shape(spec.shape)})",
             got=f"rows of {len(column.dims)} dims",
-            hint="A row's dims are nested lists in Parquet and Arrow files, and the trailing dims of arrays.",
+            hint=(
+                "A row's dims are nested lists in Parquet and Arrow files, and the trailing dims of"
+                " arrays."
+            ),
         )
     for dim, length in enumerate(column.dims, start=1):
         if length is not None:
@@ -199,7 +224,10 @@ def _shape(shape: tuple[SizeLike, ...]) -> str:
 
 
 def one_length(rows: Mapping[str, int], where: str) -> int:
-    """Return the common number of rows of a file's arrays; 0 if it has none. Raises DataError if they differ."""
+    """Return the common number of rows of a file's arrays; 0 if it has none.
+
+    Raises DataError if they differ.
+    """
     if len(set(rows.values())) > 1:
         raise DataError(
             "the arrays have different numbers of rows",
@@ -212,5 +240,14 @@ def one_length(rows: Mapping[str, int], where: str) -> int:
 
 
 def unreadable(file: DataFile, kind: str, error: Exception) -> DataError:
-    """Return the error for a file that does not have the format of its name. `kind` is the format with its article."""
-    return DataError("the file cannot be read", where=file.name, expected=kind, got=f"{error}", hint="Write it again, or omit it.")
+    """Return the error for a file that does not have the format of its name.
+
+    `kind` is the format with its article.
+    """
+    return DataError(
+        "the file cannot be read",
+        where=file.name,
+        expected=kind,
+        got=f"{error}",
+        hint="Write it again, or omit it.",
+    )

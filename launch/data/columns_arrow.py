@@ -1,4 +1,6 @@
-"""Reader of Arrow files: the IPC file format (Feather V2), and the IPC stream format, which Hugging Face datasets use."""
+"""Reader of Arrow files: the IPC file format (Feather V2), and the IPC stream format, which Hugging
+Face datasets use.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,34 @@ from typing import Any
 import pyarrow as pa
 
 from trainload.capture.program import InputSpec
-from trainload.launching.data.arrow_values import block_of, column_types, decoded_bytes, first_row_types
-from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
+from trainload.launching.data.arrow_values import (
+    block_of,
+    column_types,
+    decoded_bytes,
+    first_row_types,
+)
+from trainload.launching.data.columns import (
+    BLOCK_BYTES,
+    Array,
+    ColumnType,
+    FileSchema,
+    Sizes,
+    unreadable,
+)
 from trainload.launching.data.data_files import DataFile
 
 _FILE_BEGINS = b"ARROW1"
 
 
 def read_schema(file: DataFile) -> FileSchema:
-    """Read the schema (see `Reader`). The formats do not store the number of rows, so one column of each batch is read."""
+    """Read the schema (see `Reader`).
+
+    The formats do not store the number of rows, so one column of each batch is read.
+    """
     with record_batches(file, one_column=True) as (schema, batches):
-        return FileSchema(file.name, sum(batch.num_rows for batch in batches), column_types(schema, file.name))
+        return FileSchema(
+            file.name, sum(batch.num_rows for batch in batches), column_types(schema, file.name)
+        )
 
 
 def first_row(file: DataFile) -> dict[str, ColumnType] | None:
@@ -29,7 +48,9 @@ def first_row(file: DataFile) -> dict[str, ColumnType] | None:
         return None if batch is None else first_row_types(batch, file.name)
 
 
-def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+def read_blocks(
+    file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes
+) -> Iterator[dict[str, Array]]:
     """Yield blocks of rows (see `Reader`). One record batch is read at a time."""
     names = [spec.name for spec in inputs]
     with record_batches(file) as (_, batches):
@@ -43,7 +64,9 @@ def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> It
 
 
 @contextmanager
-def record_batches(file: DataFile, *, one_column: bool = False) -> Iterator[tuple[Any, Iterator[Any]]]:
+def record_batches(
+    file: DataFile, *, one_column: bool = False
+) -> Iterator[tuple[Any, Iterator[Any]]]:
     """Yield a file's schema and its record batches. Raises DataError if it is not an Arrow file.
 
     With `one_column`, record batches of the IPC file format have their first column only.
@@ -63,6 +86,9 @@ def record_batches(file: DataFile, *, one_column: bool = False) -> Iterator[tupl
                     stream.seek(0)
                     with pa.ipc.open_file(stream) as whole:
                         schema = whole.schema
-                yield schema, (opened.get_batch(number) for number in range(opened.num_record_batches))
+                yield (
+                    schema,
+                    (opened.get_batch(number) for number in range(opened.num_record_batches)),
+                )
     except (pa.ArrowException, OSError) as error:
         raise unreadable(file, "an Arrow IPC or Feather file", error) from error

@@ -1,7 +1,9 @@
-"""Cache of columns as memory-mapped .npy files, created once on each node, keyed by the content of their source.
+"""Cache of columns as memory-mapped .npy files, created once on each node, keyed by the content of
+their source.
 
-A folder of the cache contains `0000.npy`, ... and `columns.json`. It is created under a file lock, written to a
-temporary folder and renamed, so that the ranks of a node create it once and none of them sees a partial one.
+A folder of the cache contains `0000.npy`, ... and `columns.json`. It is created under a file lock,
+written to a temporary folder and renamed, so that the ranks of a node create it once and none of
+them sees a partial one.
 """
 
 from __future__ import annotations
@@ -44,9 +46,13 @@ class CachedColumns:
 
 
 def make_cached(
-    cache_dir: Path, files: Sequence[DataFile], inputs: Sequence[InputSpec], make: Callable[[], tuple[int, Iterable[Mapping[str, Array]]]]
+    cache_dir: Path,
+    files: Sequence[DataFile],
+    inputs: Sequence[InputSpec],
+    make: Callable[[], tuple[int, Iterable[Mapping[str, Array]]]],
 ) -> CachedColumns:
-    """Return the columns of a dataset from the cache, after calling `make` and writing them if they are not in it.
+    """Return the columns of a dataset from the cache, after calling `make` and writing them if they
+    are not in it.
 
     Args:
         cache_dir: data folder of the node's cache.
@@ -56,15 +62,23 @@ def make_cached(
             array of the input's dtype.
 
     Raises:
-        StorageError: the cache cannot be written or the disk is full, and nothing is left behind; or a
-            file's URL cannot be reached.
+        StorageError: the cache cannot be written or the disk is full, and nothing is left behind;
+            or a file's URL cannot be reached.
         DataError: a file does not exist any more, or an error of `make`.
     """
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(cache_dir / "digests.lock"):
             identities = [_identity(file, cache_dir) for file in files]
-        key = sha256_bytes(canonical_json([_VERSION, identities, [[spec.name, spec.dtype, list(spec.shape)] for spec in inputs]]))
+        key = sha256_bytes(
+            canonical_json(
+                [
+                    _VERSION,
+                    identities,
+                    [[spec.name, spec.dtype, list(spec.shape)] for spec in inputs],
+                ]
+            )
+        )
         with FileLock(cache_dir / f"{key}.lock"):
             folder = cache_dir / key
             use(folder)
@@ -95,14 +109,16 @@ def _identity(file: DataFile, cache_dir: Path) -> str:
     try:
         return file.identity(cache_dir)
     except FileNotFoundError as error:
-        raise MissingDataError("a file of the data set no longer exists", where=file.name) from error
+        raise MissingDataError(
+            "a file of the data set no longer exists", where=file.name
+        ) from error
 
 
 class _Column:
     """Sequential writer of a .npy file.
 
-    With plain writes instead of a memory mapping, a full disk is an error and not a SIGBUS, and the digest needs
-    no second pass.
+    With plain writes instead of a memory mapping, a full disk is an error and not a SIGBUS, and the
+    digest needs no second pass.
     """
 
     def __init__(self, path: Path, rows: int) -> None:
@@ -116,7 +132,11 @@ class _Column:
     def append(self, values: Array) -> None:
         if self._dims is None:
             self._dims, self._dtype = values.shape[1:], values.dtype.name
-            header = {"descr": np.lib.format.dtype_to_descr(values.dtype), "fortran_order": False, "shape": (self._rows, *self._dims)}
+            header = {
+                "descr": np.lib.format.dtype_to_descr(values.dtype),
+                "fortran_order": False,
+                "shape": (self._rows, *self._dims),
+            }
             np.lib.format.write_array_header_1_0(self._file, header)
         assert (values.shape[1:], values.dtype.name) == (self._dims, self._dtype)
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
@@ -128,7 +148,11 @@ class _Column:
         """Close the file, and return its entry in `columns.json`."""
         self.close()
         if self._written != self._rows or self._dims is None:
-            raise DataError("the data changed while it was being read", expected=f"{self._rows} rows", got=str(self._written))
+            raise DataError(
+                "the data changed while it was being read",
+                expected=f"{self._rows} rows",
+                got=str(self._written),
+            )
         shape = [self._rows, *self._dims]
         return {"dtype": self._dtype, "shape": shape, "sha256": self._digest.hexdigest()}
 
@@ -136,7 +160,9 @@ class _Column:
         self._file.close()
 
 
-def _convert(folder: Path, names: Sequence[str], rows: int, blocks: Iterable[Mapping[str, Array]]) -> None:
+def _convert(
+    folder: Path, names: Sequence[str], rows: int, blocks: Iterable[Mapping[str, Array]]
+) -> None:
     columns: dict[str, _Column] = {}
     try:
         for number, name in enumerate(names):
@@ -148,13 +174,18 @@ def _convert(folder: Path, names: Sequence[str], rows: int, blocks: Iterable[Map
     finally:
         for column in columns.values():
             column.close()
-    files = {name: {"file": column.path.name, "size": column.path.stat().st_size} for name, column in columns.items()}
+    files = {
+        name: {"file": column.path.name, "size": column.path.stat().st_size}
+        for name, column in columns.items()
+    }
     record = {"fingerprint": sha256_bytes(canonical_json(content)), "rows": rows, "columns": files}
     (folder / "columns.json").write_bytes(canonical_json(record))
 
 
 def _find(folder: Path) -> CachedColumns | None:
-    """Return the columns in a folder of the cache; None if it does not exist, or a file does not have its recorded size."""
+    """Return the columns in a folder of the cache; None if it does not exist, or a file does not
+    have its recorded size.
+    """
     index = folder / "columns.json"
     if not index.is_file():
         return None

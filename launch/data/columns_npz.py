@@ -12,11 +12,22 @@ import numpy as np
 
 from trainload.capture.program import InputSpec
 from trainload.core.errors import DataError
-from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, one_length, unreadable
+from trainload.launching.data.columns import (
+    BLOCK_BYTES,
+    Array,
+    ColumnType,
+    FileSchema,
+    Sizes,
+    native,
+    one_length,
+    unreadable,
+)
 from trainload.launching.data.data_files import DataFile
 
 _BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError)
-"""Exceptions of zipfile and numpy for files that are not npz files, are truncated or were changed."""
+"""Exceptions of zipfile and numpy for files that are not npz files, are truncated or were
+changed.
+"""
 
 
 def read_schema(file: DataFile) -> FileSchema:
@@ -29,8 +40,14 @@ def read_schema(file: DataFile) -> FileSchema:
             with archive.open(member) as stream:
                 shape, _, dtype = read_header(stream)
             if not shape:
-                raise DataError("an array has no rows", where=f"{file.name}, array {name!r}", expected="a leading dim", got="shape ()")
-            columns[name] = ColumnType(dtype.name, shape[1:])  # the name is the same for both byte orders
+                raise DataError(
+                    "an array has no rows",
+                    where=f"{file.name}, array {name!r}",
+                    expected="a leading dim",
+                    got="shape ()",
+                )
+            # the name is the same for both byte orders
+            columns[name] = ColumnType(dtype.name, shape[1:])
             rows[name] = shape[0]
     return FileSchema(file.name, one_length(rows, file.name), columns)
 
@@ -41,10 +58,18 @@ def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
     return schema.columns if schema.rows else None
 
 
-def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
-    """Yield blocks of rows (see `Reader`). Arrays are streamed; only those in Fortran order are read as a whole."""
+def read_blocks(
+    file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes
+) -> Iterator[dict[str, Array]]:
+    """Yield blocks of rows (see `Reader`).
+
+    Arrays are streamed; only those in Fortran order are read as a whole.
+    """
     with _archive(file) as archive, ExitStack() as stack:
-        readers = {spec.name: _Reader(stack.enter_context(archive.open(f"{spec.name}.npy"))) for spec in inputs}
+        readers = {
+            spec.name: _Reader(stack.enter_context(archive.open(f"{spec.name}.npy")))
+            for spec in inputs
+        }
         total = next(iter(readers.values())).rows
         step = max(1, BLOCK_BYTES // max(1, *(reader.row_bytes for reader in readers.values())))
         for start in range(0, total, step):
@@ -87,7 +112,9 @@ class _Reader:
         return self._read(count * self.row_bytes).reshape(count, *self._shape[1:])
 
     def finish(self) -> None:
-        """Read to the end, so that zipfile checks the checksum; raise ValueError if there are more bytes."""
+        """Read to the end, so that zipfile checks the checksum; raise ValueError if there are more
+        bytes.
+        """
         if self._stream.read(1):
             raise ValueError("an array is longer than its header says")
 
@@ -101,7 +128,10 @@ class _Reader:
 
 
 def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    """Return shape, Fortran order (bool) and dtype of an array. Raises ValueError if the stream is not an array."""
+    """Return shape, Fortran order (bool) and dtype of an array.
+
+    Raises ValueError if the stream is not an array.
+    """
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         return np.lib.format.read_array_header_1_0(stream)

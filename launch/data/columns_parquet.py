@@ -11,7 +11,14 @@ import pyarrow.parquet as pq
 
 from trainload.capture.program import InputSpec
 from trainload.launching.data.arrow_values import block_of, column_types, first_row_types
-from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, unreadable
+from trainload.launching.data.columns import (
+    BLOCK_BYTES,
+    Array,
+    ColumnType,
+    FileSchema,
+    Sizes,
+    unreadable,
+)
 from trainload.launching.data.data_files import DataFile
 
 _MOST_ROWS = 1 << 16
@@ -22,7 +29,9 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
 def read_schema(file: DataFile) -> FileSchema:
     """Read the schema from the footer alone (see `Reader`)."""
     with _parquet(file) as opened:
-        return FileSchema(file.name, opened.metadata.num_rows, column_types(opened.schema_arrow, file.name))
+        return FileSchema(
+            file.name, opened.metadata.num_rows, column_types(opened.schema_arrow, file.name)
+        )
 
 
 def first_row(file: DataFile) -> dict[str, ColumnType] | None:
@@ -32,7 +41,9 @@ def first_row(file: DataFile) -> dict[str, ColumnType] | None:
         return first_row_types(batch, file.name) if batch is not None and batch.num_rows else None
 
 
-def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+def read_blocks(
+    file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes
+) -> Iterator[dict[str, Array]]:
     """Yield blocks of rows (see `Reader`). One row group is read at a time."""
     names = [spec.name for spec in inputs]
     with _parquet(file) as opened:
@@ -52,7 +63,9 @@ def _parquet(file: DataFile) -> Iterator[Any]:
 
 
 def _rows_of_a_block(file: Any, names: Sequence[str]) -> int:
-    """Return the number of rows to read at once, from the decoded size of the values, since encoded ones may be tiny."""
+    """Return the number of rows to read at once, from the decoded size of the values, since encoded
+    ones may be tiny.
+    """
     metadata, size = file.metadata, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)

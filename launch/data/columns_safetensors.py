@@ -12,7 +12,15 @@ import numpy as np
 
 from trainload.capture.program import InputSpec
 from trainload.core.errors import DataError, IntegrityError
-from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, one_length, unreadable
+from trainload.launching.data.columns import (
+    BLOCK_BYTES,
+    Array,
+    ColumnType,
+    FileSchema,
+    Sizes,
+    one_length,
+    unreadable,
+)
 from trainload.launching.data.data_files import DataFile
 from trainload.packaging.tensors.safetensors_file import CODES, DTYPES, Place, header_length
 
@@ -24,9 +32,18 @@ def read_schema(file: DataFile) -> FileSchema:
     with _tensors(file) as (_, places):
         scalars = [name for name, place in places.items() if not place.shape]
         if scalars:
-            raise DataError("a tensor has no rows", where=f"{file.name}, tensor {scalars[0]!r}", expected="a leading dim", got="shape ()")
+            raise DataError(
+                "a tensor has no rows",
+                where=f"{file.name}, tensor {scalars[0]!r}",
+                expected="a leading dim",
+                got="shape ()",
+            )
         rows = one_length({name: place.shape[0] for name, place in places.items()}, file.name)
-        return FileSchema(file.name, rows, {name: ColumnType(place.dtype, place.shape[1:]) for name, place in places.items()})
+        return FileSchema(
+            file.name,
+            rows,
+            {name: ColumnType(place.dtype, place.shape[1:]) for name, place in places.items()},
+        )
 
 
 def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
@@ -35,14 +52,19 @@ def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
     return schema.columns if schema.rows else None
 
 
-def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+def read_blocks(
+    file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes
+) -> Iterator[dict[str, Array]]:
     """Yield blocks of rows (see `Reader`)."""
     with _tensors(file) as (stream, found):
         places = {spec.name: found[spec.name] for spec in inputs}
         total = next(iter(places.values())).shape[0]
         step = max(1, BLOCK_BYTES // max(1, *(_row_bytes(place) for place in places.values())))
         for start in range(0, total, step):
-            yield {name: _rows(stream, place, start, min(step, total - start)) for name, place in places.items()}
+            yield {
+                name: _rows(stream, place, start, min(step, total - start))
+                for name, place in places.items()
+            }
 
 
 def _rows(stream: BinaryIO, place: Place, start: int, count: int) -> Array:
@@ -82,7 +104,11 @@ def _places(stream: BinaryIO, where: str) -> dict[str, Place]:
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
         dtype, shape = _NAMES[entry["dtype"]], tuple(int(each) for each in entry["shape"])
-        if min((0, *shape)) < 0 or end - begin != prod(shape) * DTYPES[dtype].itemsize or not 0 <= begin <= end <= size - 8 - length:
+        if (
+            min((0, *shape)) < 0
+            or end - begin != prod(shape) * DTYPES[dtype].itemsize
+            or not 0 <= begin <= end <= size - 8 - length
+        ):
             raise ValueError(f"tensor {name!r} is not where the header says")
         places[name] = Place(dtype, shape, 8 + length + begin, 8 + length + end)
     return places

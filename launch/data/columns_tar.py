@@ -1,8 +1,10 @@
-"""Reader of tar files in the WebDataset format: consecutive files with the same name up to the first dot are a row.
+"""Reader of tar files in the WebDataset format: consecutive files with the same name up to the
+first dot are a row.
 
     000017.tokens.npy  000017.cls        ->  row 000017 of columns tokens and cls
 
-A file with the suffix .npy contains an array; a file with a suffix in `NUMBERS` contains an integer as text.
+A file with the suffix .npy contains an array; a file with a suffix in `NUMBERS` contains an integer
+as text.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ import numpy as np
 
 from trainload.capture.program import InputSpec
 from trainload.core.errors import DataError
-from trainload.launching.data.columns import BLOCK_BYTES, Array, ColumnType, FileSchema, Sizes, native, unreadable
+from trainload.launching.data.columns import (
+    BLOCK_BYTES,
+    Array,
+    ColumnType,
+    FileSchema,
+    Sizes,
+    native,
+    unreadable,
+)
 from trainload.launching.data.data_files import DataFile
 
 NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
@@ -48,7 +58,9 @@ def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
         return None if found is None else _types(archive, found[1], file.name)
 
 
-def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> Iterator[dict[str, Array]]:
+def read_blocks(
+    file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes
+) -> Iterator[dict[str, Array]]:
     """Yield blocks of rows (see `Reader`)."""
     wanted = {spec.name: spec for spec in inputs}
     with _opened(file) as archive:
@@ -57,7 +69,10 @@ def read_blocks(file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes) -> It
         for name, members in _rows(archive):
             if wanted.keys() - members.keys():
                 raise _other_columns(file.name, name, wanted, members)
-            row = {column: _value(archive, *members[column], f"{file.name}, {members[column][1].name}") for column in wanted}
+            row = {
+                column: _value(archive, *members[column], f"{file.name}, {members[column][1].name}")
+                for column in wanted
+            }
             for column, value in row.items():
                 _check(value, wanted[column], sizes, f"{file.name}, {members[column][1].name}")
             block.append(row)
@@ -83,7 +98,8 @@ def _opened(file: DataFile) -> Iterator[tarfile.TarFile]:
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """Yield the members in order.
 
-    Raises EOFError if the archive's end marker is missing, since tarfile treats anything unreadable as the end.
+    Raises EOFError if the archive's end marker is missing, since tarfile treats anything unreadable
+    as the end.
     """
     while (member := archive.next()) is not None:
         archive.members = []  # type: ignore[attr-defined]  # tarfile would keep all of them in memory
@@ -115,7 +131,9 @@ def _rows(archive: tarfile.TarFile) -> Iterator[_Row]:
         yield current
 
 
-def _types(archive: tarfile.TarFile, members: Mapping[str, tuple[str, tarfile.TarInfo]], where: str) -> dict[str, ColumnType]:
+def _types(
+    archive: tarfile.TarFile, members: Mapping[str, tuple[str, tarfile.TarInfo]], where: str
+) -> dict[str, ColumnType]:
     found: dict[str, ColumnType] = {}
     for column, (ending, member) in members.items():
         if _is_known(ending):
@@ -127,7 +145,9 @@ def _types(archive: tarfile.TarFile, members: Mapping[str, tuple[str, tarfile.Ta
 
 
 def _column(ending: str) -> str:
-    """Return the column of a suffix: the part before the format's suffix ("cls" for "cls", "tokens" for "tokens.npy")."""
+    """Return the column of a suffix: the part before the format's suffix ("cls" for "cls", "tokens"
+    for "tokens.npy").
+    """
     return (ending.rpartition(".")[0] or ending) if _is_known(ending) else ending
 
 
@@ -138,7 +158,12 @@ def _is_known(ending: str) -> bool:
 def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where: str) -> Array:
     """Read a member as an array of a row's shape."""
     if member.size > _MOST_BYTES:
-        raise DataError("a member is too large", where=where, expected=f"at most {_MOST_BYTES:,} bytes", got=f"{member.size:,}")
+        raise DataError(
+            "a member is too large",
+            where=where,
+            expected=f"at most {_MOST_BYTES:,} bytes",
+            got=f"{member.size:,}",
+        )
     stream = archive.extractfile(member)
     assert stream is not None, "only files are members of rows"
     data = stream.read()
@@ -151,16 +176,28 @@ def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where
         return np.asarray(int(data), dtype=np.int64)
     except (ValueError, OverflowError) as error:
         expected = "an array" if ending.endswith("npy") else "a whole number of 64 bits"
-        raise DataError("a member cannot be read", where=where, expected=expected, got=str(error)) from error
+        raise DataError(
+            "a member cannot be read", where=where, expected=expected, got=str(error)
+        ) from error
 
 
 def _check(value: Array, spec: InputSpec, sizes: Sizes, where: str) -> None:
     """Raise DataError if a row's value does not fit its input."""
     if value.dtype.name != spec.dtype:
-        raise DataError(f"input {spec.name!r} has the wrong dtype", where=where, expected=spec.dtype, got=value.dtype.name)
+        raise DataError(
+            f"input {spec.name!r} has the wrong dtype",
+            where=where,
+            expected=spec.dtype,
+            got=value.dtype.name,
+        )
     if value.ndim != len(spec.shape) - 1:
         wanted = str(len(spec.shape) - 1)
-        raise DataError(f"input {spec.name!r} has the wrong number of dims", where=where, expected=wanted, got=str(value.ndim))
+        raise DataError(
+            f"input {spec.name!r} has the wrong number of dims",
+            where=where,
+            expected=wanted,
+            got=str(value.ndim),
+        )
     for dim, length in enumerate(value.shape, 1):
         sizes.expect(spec.name, dim, length, where)
 
@@ -169,7 +206,9 @@ def _stacked(rows: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[
     return {name: np.stack([row[name] for row in rows]) for name in names}
 
 
-def _other_columns(where: str, row: str, expected: Mapping[str, object], got: Mapping[str, object]) -> DataError:
+def _other_columns(
+    where: str, row: str, expected: Mapping[str, object], got: Mapping[str, object]
+) -> DataError:
     return DataError(
         "a row has different columns than the previous rows",
         where=f"{where}, row {row!r}",

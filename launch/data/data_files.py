@@ -1,4 +1,6 @@
-"""The files of a dataset, on disk or at fsspec URLs: find them, identify their content, and open them."""
+"""The files of a dataset, on disk or at fsspec URLs: find them, identify their content, and open
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,29 @@ from trainload.core.reading import reading
 from trainload.core.storage.filesystem import failures, file_system, unreachable
 
 Source = str | Path | Sequence[str | Path]
-"""One or several files, folders of files or glob patterns, each a path or an fsspec URL. The files of a folder or pattern are
-sorted by name; several sources keep their order. A folder that has the name of a data file, or that a pattern matches,
-stands for the data files in it."""
+"""One or several files, folders of files or glob patterns, each a path or an fsspec URL. The files
+of a folder or pattern are sorted by name; several sources keep their order. A folder that has the
+name of a data file, or that a pattern matches, stands for the data files in it.
+"""
 
 _BLOCK = 8 << 20
 """Bytes of one request to a URL."""
 _SETTLED_NS = 2_000_000_000
-"""A file that was modified less than this time before it was read may change again with the same timestamp."""
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
+"""A file that was modified less than this time before it was read may change again with the same
+timestamp.
+"""
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "blob_id",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "created",
+)
 """Names that file systems use for a property that changes with a file's content."""
 
 
@@ -52,7 +68,10 @@ class DataFile(Protocol):
         """
 
     def identity(self, cache_dir: Path) -> str:
-        """Return a text that identifies the content; `cache_dir` caches digests. The errors are those of `opened`."""
+        """Return a text that identifies the content; `cache_dir` caches digests.
+
+        The errors are those of `opened`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +95,18 @@ class LocalFile:
         return self.path.open("rb")
 
     def identity(self, cache_dir: Path) -> str:
-        """Return its SHA-256, which is cached as long as path, inode, size and modification times are the same."""
+        """Return its SHA-256, which is cached as long as path, inode, size and modification times
+        are the same.
+        """
         status = self.path.stat()
-        facts = [str(self.path.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        facts = [
+            str(self.path.resolve()),
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+        ]
         memory = cache_dir / "digests" / sha256_bytes(canonical_json(facts))
         if memory.is_file():
             return memory.read_text("ascii")
@@ -86,7 +114,8 @@ class LocalFile:
         digest = sha256_file(self.path)
         if max(status.st_mtime_ns, status.st_ctime_ns) + _SETTLED_NS < began:
             memory.parent.mkdir(exist_ok=True)
-            replace_file(memory, digest.encode("ascii"), durable=False)  # several processes may write it concurrently
+            # several processes may write it concurrently
+            replace_file(memory, digest.encode("ascii"), durable=False)
         return digest
 
 
@@ -112,7 +141,9 @@ class UrlFile:
             yield stream
 
     def identity(self, cache_dir: Path) -> str:
-        """Return a hash of its version in the file system, or its SHA-256 if the file system reports no version."""
+        """Return a hash of its version in the file system, or its SHA-256 if the file system
+        reports no version.
+        """
         with _reaching(self.name):
             facts = self.fs.info(self.path)
         version = {name: str(facts[name]) for name in _VERSIONS if facts.get(name)}
@@ -167,8 +198,8 @@ def find_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
     Raises:
         MissingDataError: there are no files, or one is a broken link.
         DataError: a file is named twice.
-        StorageError: a path cannot be read, a URL cannot be reached, or the library for its protocol
-            is not installed.
+        StorageError: a path cannot be read, a URL cannot be reached, or the library for its
+            protocol is not installed.
     """
     files = list_files(source, endings)
     for file in files:
@@ -178,15 +209,26 @@ def find_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
 
 
 def list_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]:
-    """Return the files that a source names, as `find_files` does, including broken links in folders and patterns."""
+    """Return the files that a source names, as `find_files` does, including broken links in folders
+    and patterns.
+    """
     parts = [source] if isinstance(source, (str, Path)) else list(source)
     files = [file for part in parts for file in _files_of(part, endings)]
     if not files:
         raise _no_files(spelled(source), endings)
     names = [file.name for file in files]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    twice = (
+        sorted({name for name in names if names.count(name) > 1})
+        if len(set(names)) < len(names)
+        else []
+    )
     if twice:
-        raise DataError("a file is named twice", where=spelled(source), got=", ".join(twice), hint="Name it once.")
+        raise DataError(
+            "a file is named twice",
+            where=spelled(source),
+            got=", ".join(twice),
+            hint="Name it once.",
+        )
     return tuple(files)
 
 
@@ -202,7 +244,9 @@ def local_path(part: str | Path) -> Path:
 
 def spelled(source: Source) -> str:
     """Return a source as text for messages."""
-    return str(source) if isinstance(source, (str, Path)) else ", ".join(str(part) for part in source)
+    return (
+        str(source) if isinstance(source, (str, Path)) else ", ".join(str(part) for part in source)
+    )
 
 
 def _files_of(part: str | Path, endings: Collection[str]) -> Sequence[DataFile]:
@@ -215,14 +259,21 @@ def _files_of(part: str | Path, endings: Collection[str]) -> Sequence[DataFile]:
         if path.is_file():
             return [LocalFile(path)]
         matched = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
-        found = dict.fromkeys(file for name in matched for file in _file_or_files(Path(name), endings))
+        found = dict.fromkeys(
+            file for name in matched for file in _file_or_files(Path(name), endings)
+        )
     if not found:
         raise _no_files(str(part), endings)
     return list(found)
 
 
 def _files_in(folder: Path, endings: Collection[str]) -> list[LocalFile]:
-    return [file for path in sorted(folder.iterdir()) if _is_data(path.name, endings) for file in _file_or_files(path, endings)]
+    return [
+        file
+        for path in sorted(folder.iterdir())
+        if _is_data(path.name, endings)
+        for file in _file_or_files(path, endings)
+    ]
 
 
 def _file_or_files(path: Path, endings: Collection[str]) -> list[LocalFile]:
@@ -234,7 +285,12 @@ def _check_exists(path: Path) -> None:
         if path.exists():
             return
         link = f"a link to {path.readlink()}" if path.is_symlink() else "no file"
-    raise MissingDataError("a file of the data does not exist", where=str(path), got=link, hint="Restore it, or remove the link.")
+    raise MissingDataError(
+        "a file of the data does not exist",
+        where=str(path),
+        got=link,
+        hint="Restore it, or remove the link.",
+    )
 
 
 def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
@@ -242,8 +298,16 @@ def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
     with _reaching(url):
         try:
             if has_magic(path):
-                matched = {name: facts["type"] for name, facts in fs.glob(path, detail=True).items()}
-                found = list(dict.fromkeys(file for name in sorted(matched) for file in _names_of(fs, name, matched[name], endings)))
+                matched = {
+                    name: facts["type"] for name, facts in fs.glob(path, detail=True).items()
+                }
+                found = list(
+                    dict.fromkeys(
+                        file
+                        for name in sorted(matched)
+                        for file in _names_of(fs, name, matched[name], endings)
+                    )
+                )
             elif fs.info(path)["type"] == "directory":
                 found = _names_in(fs, path, endings)
             else:
@@ -256,7 +320,11 @@ def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
 
 
 def _names_in(fs: Any, folder: str, endings: Collection[str]) -> list[str]:
-    listed = {facts["name"]: facts["type"] for facts in fs.ls(folder, detail=True) if facts["name"].rstrip("/") != folder.rstrip("/")}
+    listed = {
+        facts["name"]: facts["type"]
+        for facts in fs.ls(folder, detail=True)
+        if facts["name"].rstrip("/") != folder.rstrip("/")
+    }
     data = [name for name in sorted(listed) if _is_data(PurePosixPath(name).name, endings)]
     return [file for name in data for file in _names_of(fs, name, listed[name], endings)]
 
@@ -266,7 +334,10 @@ def _names_of(fs: Any, name: str, kind: str, endings: Collection[str]) -> list[s
 
 
 def _is_data(name: str, endings: Collection[str]) -> bool:
-    """Return True if a file in a folder is data. Names with a leading dot or underscore are markers and drafts of other programs."""
+    """Return True if a file in a folder is data.
+
+    Names with a leading dot or underscore are markers and drafts of other programs.
+    """
     return PurePosixPath(name).suffix in endings and not name.startswith((".", "_"))
 
 
@@ -274,7 +345,10 @@ def _no_files(where: str, endings: Collection[str]) -> MissingDataError:
     return MissingDataError(
         "no data was found",
         where=where,
-        expected=f"a file that ends in {', '.join(sorted(endings))}, a folder that contains such files, or a pattern that matches some",
+        expected=(
+            f"a file that ends in {', '.join(sorted(endings))}, a folder that contains such files,"
+            " or a pattern that matches some"
+        ),
         got="no file",
         hint="Check the path; relative paths start at the current folder.",
     )

@@ -11,8 +11,21 @@ import torch
 
 from trainload.capture.program import InputSpec
 from trainload.core.errors import DataError
-from trainload.launching.data import columns_arrow, columns_npz, columns_parquet, columns_safetensors, columns_tar
-from trainload.launching.data.columns import Array, FileSchema, Reader, Sizes, check_file, check_inputs
+from trainload.launching.data import (
+    columns_arrow,
+    columns_npz,
+    columns_parquet,
+    columns_safetensors,
+    columns_tar,
+)
+from trainload.launching.data.columns import (
+    Array,
+    FileSchema,
+    Reader,
+    Sizes,
+    check_file,
+    check_inputs,
+)
 from trainload.launching.data.columns_cache import CachedColumns, make_cached
 from trainload.launching.data.data_files import DataFile, Source, find_files, spelled
 from trainload.launching.data.sampler import Rows
@@ -33,8 +46,8 @@ class Dataset:
 
     Attributes:
         size: number of rows, at least 1.
-        fingerprint: SHA-256 of names, dtypes, shapes and values. It does not depend on the files that
-            contain the rows.
+        fingerprint: SHA-256 of names, dtypes, shapes and values. It does not depend on the files
+            that contain the rows.
     """
 
     __slots__ = ("_columns", "fingerprint", "size")
@@ -42,7 +55,9 @@ class Dataset:
     def __init__(self, cached: CachedColumns) -> None:
         self.size = cached.rows
         self.fingerprint = cached.fingerprint
-        self._columns: dict[str, Array] = {name: np.load(path, mmap_mode="r") for name, path in cached.files.items()}
+        self._columns: dict[str, Array] = {
+            name: np.load(path, mmap_mode="r") for name, path in cached.files.items()
+        }
 
     def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
         """Return rows in the given order.
@@ -57,19 +72,24 @@ class Dataset:
             IndexError: the dataset does not have one of the rows.
         """
         if rows.size and int(rows.min()) < 0:
-            raise IndexError(f"row {int(rows.min())} is out of range for a data set of {self.size} rows")
-        return {name: torch.from_numpy(np.asarray(np.take(column, rows, axis=0))) for name, column in self._columns.items()}
+            raise IndexError(
+                f"row {int(rows.min())} is out of range for a data set of {self.size} rows"
+            )
+        return {
+            name: torch.from_numpy(np.asarray(np.take(column, rows, axis=0)))
+            for name, column in self._columns.items()
+        }
 
 
 def open_dataset(source: Source, inputs: Sequence[InputSpec], cache_dir: Path) -> Dataset:
     """Open a dataset for a package's inputs, converting it once per node into `cache_dir`.
 
-    The leading dim of an input is its rows. Its other sizes are ints, or symbols that stand for the same
-    length in all rows.
+    The leading dim of an input is its rows. Its other sizes are ints, or symbols that stand for the
+    same length in all rows.
 
     Raises:
-        DataError: the source is missing, empty or unreadable, or does not fit the inputs: a column is
-            missing or superfluous, has another dtype (nothing is cast), other lengths, or nulls.
+        DataError: the source is missing, empty or unreadable, or does not fit the inputs: a column
+            is missing or superfluous, has another dtype (nothing is cast), other lengths, or nulls.
         StorageError: the cache cannot be written, or a URL cannot be reached.
     """
     check_inputs(inputs)
@@ -78,18 +98,21 @@ def open_dataset(source: Source, inputs: Sequence[InputSpec], cache_dir: Path) -
     def read() -> tuple[int, Iterator[dict[str, Array]]]:
         schemas, sizes = _checked(source, files, inputs)
         full = [file for file, schema in zip(files, schemas, strict=True) if schema.rows]
-        blocks = chain.from_iterable(_reader(file).read_blocks(file, inputs, sizes) for file in full)
+        blocks = chain.from_iterable(
+            _reader(file).read_blocks(file, inputs, sizes) for file in full
+        )
         return sum(schema.rows for schema in schemas), blocks
 
     return Dataset(make_cached(cache_dir, files, inputs, read))
 
 
 def check_schema(source: Source, inputs: Sequence[InputSpec]) -> int:
-    """Check a source against a package's inputs by the files' metadata alone; return the number of rows.
+    """Check a source against a package's inputs by the files' metadata alone; return the number of
+    rows.
 
     Raises:
-        DataError: as for `open_dataset`, except for nulls and lists of unequal length, which metadata
-            does not show.
+        DataError: as for `open_dataset`, except for nulls and lists of unequal length, which
+            metadata does not show.
     """
     check_inputs(inputs)
     schemas, _ = _checked(source, _files(source), inputs)
@@ -105,7 +128,10 @@ def source_columns(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
     for file in _files(source):
         found = _reader(file).first_row(file)
         if found is not None:
-            return {name: (column.dtype, tuple(d for d in column.dims if d is not None)) for name, column in found.items()}
+            return {
+                name: (column.dtype, tuple(d for d in column.dims if d is not None))
+                for name, column in found.items()
+            }
     raise _empty(source)
 
 
@@ -128,7 +154,9 @@ def _reader(file: DataFile) -> Reader:
     return READERS[file.suffix]
 
 
-def _checked(source: Source, files: Sequence[DataFile], inputs: Sequence[InputSpec]) -> tuple[list[FileSchema], Sizes]:
+def _checked(
+    source: Source, files: Sequence[DataFile], inputs: Sequence[InputSpec]
+) -> tuple[list[FileSchema], Sizes]:
     sizes = Sizes(inputs)
     schemas: list[FileSchema] = []
     for file in files:
@@ -142,4 +170,6 @@ def _checked(source: Source, files: Sequence[DataFile], inputs: Sequence[InputSp
 
 
 def _empty(source: Source) -> DataError:
-    return DataError("the data set is empty", where=spelled(source), expected="at least one row", got="0 rows")
+    return DataError(
+        "the data set is empty", where=spelled(source), expected="at least one row", got="0 rows"
+    )

@@ -1,6 +1,8 @@
-"""Data that is not in files: rows of a Python function or a Ray dataset are written into the run's folder before the run begins.
+"""Data that is not in files: rows of a Python function or a Ray dataset are written into the run's
+folder before the run begins.
 
-So workers need neither of them, all nodes have the same rows, and a resumed run has the rows that it began with.
+So workers need neither of them, all nodes have the same rows, and a resumed run has the rows that
+it began with.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from trainload.launching.data.arrow_file import Batch, write_rows
 from trainload.launching.run.run_spec import RUN_FILE, made_file
 
 PYTHON = "python:"
-_FORM = "python:path/to/file.py:name or python:package.module:name, with ?argument=value&... if it takes arguments"
+_FORM = (
+    "python:path/to/file.py:name or python:package.module:name, with ?argument=value&... if it"
+    " takes arguments"
+)
 
 
 class RayDataset(Protocol):
@@ -37,7 +42,9 @@ class RayDataset(Protocol):
 
 Rows: TypeAlias = Iterable[Batch] | Batch | RayDataset
 Data: TypeAlias = str | Path | Callable[[], Rows] | RayDataset
-"""A run's data: files (`data_files.Source`) or a mixture; python:FILE.py:NAME; a function that returns rows; a ray.data.Dataset."""
+"""A run's data: files (`data_files.Source`) or a mixture; python:FILE.py:NAME; a function that
+returns rows; a ray.data.Dataset.
+"""
 
 
 Name: TypeAlias = Literal["data", "eval_data"]
@@ -45,7 +52,8 @@ Name: TypeAlias = Literal["data", "eval_data"]
 
 @dataclass(frozen=True, slots=True)
 class InFiles:
-    """Files of a run's data and held-out data; those that are made exist once `written` has been entered.
+    """Files of a run's data and held-out data; those that are made exist once `written` has been
+    entered.
 
     Attributes:
         data: files of the data.
@@ -73,22 +81,29 @@ def in_files(data: Data, eval_data: Data | None, run_dir: Path, *, alone: bool =
         DataError: an argument is not data, or must be written although several processes launch the
             run and each would write it.
     """
-    given: dict[Name, Data] = {"data": data} if eval_data is None else {"data": data, "eval_data": eval_data}
+    given: dict[Name, Data] = (
+        {"data": data} if eval_data is None else {"data": data, "eval_data": eval_data}
+    )
     sources = {name: each for name, each in given.items() if _must_be_made(each)}
     made = {name: _name_of(each) for name, each in sources.items()}
     if made and not alone:
         raise DataError(
-            "data from a function requires a single launching process, but torchrun starts one per rank",
+            "data from a function requires a single launching process, but torchrun starts one per"
+            " rank",
             where=", ".join(made.values()),
             hint="Write the rows to a file first, with trainload.write_rows.",
         )
-    files = {name: made_file(run_dir, name) if name in sources else _path(each) for name, each in given.items()}
+    files = {
+        name: made_file(run_dir, name) if name in sources else _path(each)
+        for name, each in given.items()
+    }
     return InFiles(files["data"], files.get("eval_data"), made, sources)
 
 
 @contextmanager
 def written(data: InFiles, run_dir: Path) -> Iterator[None]:
-    """Write data that is not in files into the run's folder; remove it at the end if the run was not created in the context.
+    """Write data that is not in files into the run's folder; remove it at the end if the run was
+    not created in the context.
 
     Raises:
         DataError: a function does not exist, fails, or does not return rows.
@@ -101,7 +116,9 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise StorageError(f"the run's folder cannot be written: {error.strerror}", where=str(folder)) from error
+                raise StorageError(
+                    f"the run's folder cannot be written: {error.strerror}", where=str(folder)
+                ) from error
             write_rows(_batches(source, data.made[name]), made_file(run_dir, name))
         yield
     finally:
@@ -120,12 +137,19 @@ def _path(data: Data) -> str | Path:
         "this is not a data source",
         expected=f"a path, a URL, {_FORM}, a function, or a ray.data.Dataset",
         got=type(data).__name__,
-        hint="For rows in memory, pass a function that returns them, or write them to a file with trainload.write_rows.",
+        hint=(
+            "For rows in memory, pass a function that returns them, or write them to a file with"
+            " trainload.write_rows."
+        ),
     )
 
 
 def _must_be_made(data: Data) -> bool:
-    return data.startswith(PYTHON) if isinstance(data, str) else _is_ray_dataset(data) or inspect.isroutine(data)
+    return (
+        data.startswith(PYTHON)
+        if isinstance(data, str)
+        else _is_ray_dataset(data) or inspect.isroutine(data)
+    )
 
 
 def _is_ray_dataset(data: object) -> bool:
@@ -156,12 +180,20 @@ def _batches(data: Data, name: str) -> Iterator[Batch]:
         elif isinstance(rows, Mapping | pa.Table | pa.RecordBatch):
             rows = (rows,)
         if not isinstance(rows, Iterable):
-            raise DataError("the function does not return rows", where=name, expected="batches of rows", got=type(rows).__name__)
+            raise DataError(
+                "the function does not return rows",
+                where=name,
+                expected="batches of rows",
+                got=type(rows).__name__,
+            )
         yield from rows
     except TrainloadError:
         raise
     except (Exception, SystemExit) as error:
-        raise DataError(f"the data source failed: {describe(error)}", where=f"{name} ({user_line(error, module)})") from error
+        raise DataError(
+            f"the data source failed: {describe(error)}",
+            where=f"{name} ({user_line(error, module)})",
+        ) from error
 
 
 def _function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
@@ -173,7 +205,9 @@ def _function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
     try:
         module = load_module(location)
     except JobError as error:
-        raise DataError(error.problem, where=f"{reference} ({error.where})", expected=_FORM) from error
+        raise DataError(
+            error.problem, where=f"{reference} ({error.where})", expected=_FORM
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise DataError(f"there is no function {name!r} in it", where=location)
@@ -185,5 +219,9 @@ def _function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
         inspect.signature(function).bind(**arguments)
     except (TypeError, ValueError) as error:
         expected = f"{name}{inspect.signature(function)}, all of them strings"
-        raise DataError(f"the function does not take these arguments: {error}", where=reference, expected=expected) from error
+        raise DataError(
+            f"the function does not take these arguments: {error}",
+            where=reference,
+            expected=expected,
+        ) from error
     return module, lambda: function(**arguments)

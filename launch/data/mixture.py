@@ -1,6 +1,7 @@
 """Mixtures: JSON files that list datasets, with constants and a weight for each.
 
-{"parts": [{"data": "images.parquet", "constants": {"task": "caption"}, "weight": 2.0}, {"data": "text.parquet", "name": "text"}]}
+{"parts": [{"data": "images.parquet", "constants": {"task": "caption"}, "weight": 2.0}, {"data":
+"text.parquet", "name": "text"}]}
 
 For held-out data, each part that has a name is also evaluated separately.
 """
@@ -63,8 +64,8 @@ def parts_of(source: Source) -> tuple[Part, ...]:
     """Return the parts of a mixture, or a single part for any other dataset.
 
     Args:
-        source: path of a mixture, which ends in .json, or a dataset. Relative paths in a mixture are
-            relative to its folder.
+        source: path of a mixture, which ends in .json, or a dataset. Relative paths in a mixture
+            are relative to its folder.
 
     Raises:
         DataError: the mixture does not exist or is invalid, or two parts have the same name.
@@ -76,7 +77,12 @@ def parts_of(source: Source) -> tuple[Part, ...]:
     with reading("the data", path):
         written = path.read_bytes() if path.is_file() else None
     if written is None:
-        raise MissingDataError("there is no such mixture", where=str(path), expected="a JSON file that lists parts", got="no file")
+        raise MissingDataError(
+            "there is no such mixture",
+            where=str(path),
+            expected="a JSON file that lists parts",
+            got="no file",
+        )
     try:
         mixture = _Mixture.model_validate_json(written)
     except ValidationError as error:
@@ -85,18 +91,27 @@ def parts_of(source: Source) -> tuple[Part, ...]:
         raise DataError(
             f"this is not a valid mixture: {place + ': ' if place else ''}{first['msg']}",
             where=str(path),
-            expected=json.dumps({"parts": [{"data": "rows.parquet", "constants": {}, "weight": 1.0}]}),
+            expected=json.dumps(
+                {"parts": [{"data": "rows.parquet", "constants": {}, "weight": 1.0}]}
+            ),
             hint="See docs/variants.md#mixtures.",
         ) from error
     names = [part.name for part in mixture.parts if part.name is not None]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(
-            "two parts of a mixture have the same name", where=str(path), got=", ".join(twice), hint="Give each part its own name."
+            "two parts of a mixture have the same name",
+            where=str(path),
+            got=", ".join(twice),
+            hint="Give each part its own name.",
         )
     return tuple(
         Part(
-            source=[_placed(path, each) for each in part.data] if isinstance(part.data, list) else _placed(path, part.data),
+            source=(
+                [_placed(path, each) for each in part.data]
+                if isinstance(part.data, list)
+                else _placed(path, part.data)
+            ),
             constants=part.constants,
             weight=part.weight,
             where=f"{path}, part {number}",

@@ -55,14 +55,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """Rows of a rank: `RankRows(...)(step)` returns its calls of a step, one for each microbatch of each global batch.
+    """Rows of a rank: `RankRows(...)(step)` returns its calls of a step, one for each microbatch of
+    each global batch.
 
-    With G = global_batch, global batch b of a single dataset is positions [b * G, (b + 1) * G) of the sampler's
-    stream, for any world size; in a mixture it is the next G positions of its part's stream. Microbatch m of
-    rank r of the data axis is the contiguous chunk m * data_ranks + r of the global batch.
+    With G = global_batch, global batch b of a single dataset is positions [b * G, (b + 1) * G) of
+    the sampler's stream, for any world size; in a mixture it is the next G positions of its part's
+    stream. Microbatch m of rank r of the data axis is the contiguous chunk m * data_ranks + r of
+    the global batch.
 
-    Law: over the data axis and all microbatches, the calls of a step have each position of its global batches
-    exactly once.
+    Law: over the data axis and all microbatches, the calls of a step have each position of its
+    global batches exactly once.
     """
 
     recipe: Recipe
@@ -73,25 +75,42 @@ class RankRows:
     def __call__(self, step: int) -> tuple[CallRows, ...]:
         count, whole = self.plan.rows_per_call, self.plan.global_batch
         lane = self.plan.data_index(self.rank)
-        firsts = [(microstep * self.plan.data_ranks + lane) * count for microstep in range(self.plan.accumulate)]
+        firsts = [
+            (microstep * self.plan.data_ranks + lane) * count
+            for microstep in range(self.plan.accumulate)
+        ]
         before = draws_before(self.recipe, step)
         places = [self.order.part(before + draw) for draw in range(draws_of(self.recipe, step))]
         return tuple(
-            CallRows(step, draw, microstep, first, self.order.rows(part, earlier, whole, first, count), part)
+            CallRows(
+                step,
+                draw,
+                microstep,
+                first,
+                self.order.rows(part, earlier, whole, first, count),
+                part,
+            )
             for draw, (part, earlier) in enumerate(places)
             for microstep, first in enumerate(firsts)
         )
 
 
 class BatchStream:
-    """An iterator over the batches of steps [start_step, stop_step), loaded by a thread that is `ahead` calls ahead.
+    """An iterator over the batches of steps [start_step, stop_step), loaded by a thread that is
+    `ahead` calls ahead.
 
-    An error in the thread is raised by the `next` that would have returned that batch. Close the stream, or use
-    it in a `with` statement; closing joins the thread.
+    An error in the thread is raised by the `next` that would have returned that batch. Close the
+    stream, or use it in a `with` statement; closing joins the thread.
     """
 
     def __init__(
-        self, data: RunData, rows_fn: Callable[[int], Iterable[CallRows]], start_step: int, stop_step: int, *, ahead: int = 2
+        self,
+        data: RunData,
+        rows_fn: Callable[[int], Iterable[CallRows]],
+        start_step: int,
+        stop_step: int,
+        *,
+        ahead: int = 2,
     ) -> None:
         assert ahead >= 1
         self._ready: deque[Call] = deque()
@@ -101,14 +120,18 @@ class BatchStream:
         self._closed = False
         self._ahead = ahead
         steps = range(start_step, stop_step)
-        self._thread = threading.Thread(target=self._load, args=(data, rows_fn, steps), name="batches", daemon=True)
+        self._thread = threading.Thread(
+            target=self._load, args=(data, rows_fn, steps), name="batches", daemon=True
+        )
         self._thread.start()
 
     def __iter__(self) -> Iterator[Call]:
         return self
 
     def __next__(self) -> Call:
-        """Return the next call's batch; raise StopIteration after the last one or after `close`, or the thread's error."""
+        """Return the next call's batch; raise StopIteration after the last one or after `close`, or
+        the thread's error.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
             if self._closed:
@@ -131,15 +154,32 @@ class BatchStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
-    def _load(self, data: RunData, rows_fn: Callable[[int], Iterable[CallRows]], steps: range) -> None:
+    def _load(
+        self, data: RunData, rows_fn: Callable[[int], Iterable[CallRows]], steps: range
+    ) -> None:
         try:
             for step in steps:
                 for call in rows_fn(step):
                     batch = data.batch(call.part, call.rows)
-                    if not self._put(Call(call.step, call.draw, call.microstep, call.first_row, call.rows, batch, call.part)):
+                    if not self._put(
+                        Call(
+                            call.step,
+                            call.draw,
+                            call.microstep,
+                            call.first_row,
+                            call.rows,
+                            batch,
+                            call.part,
+                        )
+                    ):
                         return
         except BaseException as error:  # noqa: BLE001  # raised by the consumer's `next`
             self._failure = error

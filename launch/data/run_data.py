@@ -46,23 +46,31 @@ class RunData:
 
     Attributes:
         parts: parts in the order of the mixture; one part if there is no mixture.
-        fingerprint: hash of all rows, constants and weights; for a single dataset without constants,
-            the dataset's fingerprint.
+        fingerprint: hash of all rows, constants and weights; for a single dataset without
+            constants, the dataset's fingerprint.
     """
 
     def __init__(self, parts: tuple[OpenPart, ...], weights: tuple[float, ...]) -> None:
         self.parts = parts
         self._counts = cycle_counts(weights)
         alone = len(parts) == 1 and not parts[0].constants
-        described = [[p.dataset.fingerprint, dict(p.constants), n] for p, n in zip(parts, self._counts, strict=True)]
-        self.fingerprint = parts[0].dataset.fingerprint if alone else sha256_bytes(canonical_json(described))
+        described = [
+            [p.dataset.fingerprint, dict(p.constants), n]
+            for p, n in zip(parts, self._counts, strict=True)
+        ]
+        self.fingerprint = (
+            parts[0].dataset.fingerprint if alone else sha256_bytes(canonical_json(described))
+        )
 
     def order(self, seed: int) -> BatchOrder:
         """Return the order of rows in the global batches of a run."""
         return BatchOrder(seed, tuple(part.dataset.size for part in self.parts), self._counts)
 
-    def origin(self, part: int, rows: Rows | None, index: int | None, source: str) -> tuple[int | None, str]:
-        """Return the number of a batch's row in its dataset, None if it is unknown, and the name of the dataset.
+    def origin(
+        self, part: int, rows: Rows | None, index: int | None, source: str
+    ) -> tuple[int | None, str]:
+        """Return the number of a batch's row in its dataset, None if it is unknown, and the name of
+        the dataset.
 
         Args:
             part: number of the batch's part.
@@ -85,19 +93,24 @@ class RunData:
 
 
 def run_dispatcher(package: Package) -> Dispatcher:
-    """Return the dispatcher that picks a batch's variant: one all of whose graphs, except predict, accept the batch."""
+    """Return the dispatcher that picks a batch's variant: one all of whose graphs, except predict,
+    accept the batch.
+    """
     manifest = package.manifest
     found: dict[str, list[Guard]] = {variant: [] for variant in ("", *manifest.variants)}
     for name, mode in manifest.modes().items():
         if mode is not Mode.PREDICT:
             found[variant_of(name)].append(graph_guard(manifest.graphs[name]))
-    graphs = sorted({graph_of(name) for name, mode in manifest.modes().items() if mode is not Mode.PREDICT})
+    graphs = sorted(
+        {graph_of(name) for name, mode in manifest.modes().items() if mode is not Mode.PREDICT}
+    )
     fed = {entry for feeds in package.recipe.feeds.values() for entry in feeds}
     return Dispatcher(", ".join(graphs), found, ignored=package.batch_names, fed=fed)
 
 
 def check_run_data(source: str | Path, package: Package, rows: int) -> int:
-    """Check a run's data against a package by the files' metadata and first rows, before anything is started.
+    """Check a run's data against a package by the files' metadata and first rows, before anything
+    is started.
 
     Args:
         source: a dataset or a mixture.
@@ -113,14 +126,18 @@ def check_run_data(source: str | Path, package: Package, rows: int) -> int:
     total = 0
     for part in resolved_parts(source):
         if not package.manifest.variants and not part.constants:
-            check_schema(part.source, data_specs(package.manifest, ""))  # its errors name missing and superfluous columns
+            # its errors name missing and superfluous columns
+            check_schema(part.source, data_specs(package.manifest, ""))
         variant = _variant(part, package, rows)
         total += check_schema(part.source, data_specs(package.manifest, variant))
     return total
 
 
 def open_run_data(source: str | Path, package: Package, rows: int, cache_dir: Path) -> RunData:
-    """Open a run's data, converting it once per node. For arguments and errors see `check_run_data` and `open_dataset`."""
+    """Open a run's data, converting it once per node.
+
+    For arguments and errors see `check_run_data` and `open_dataset`.
+    """
     opened: list[OpenPart] = []
     weights: list[float] = []
     for part in resolved_parts(source):
@@ -132,12 +149,21 @@ def open_run_data(source: str | Path, package: Package, rows: int, cache_dir: Pa
 
 
 def resolved_parts(source: str | Path) -> tuple[Part, ...]:
-    """Return the parts of a run's data, with references in their paths resolved. Raises StorageError if one is not set here."""
-    return tuple(replace(part, source=_resolved(part.source)) for part in parts_of(resolve(str(source))))
+    """Return the parts of a run's data, with references in their paths resolved.
+
+    Raises StorageError if one is not set here.
+    """
+    return tuple(
+        replace(part, source=_resolved(part.source)) for part in parts_of(resolve(str(source)))
+    )
 
 
 def _resolved(source: Source) -> Source:
-    return resolve(str(source)) if isinstance(source, str | Path) else [resolve(str(each)) for each in source]
+    return (
+        resolve(str(source))
+        if isinstance(source, str | Path)
+        else [resolve(str(each)) for each in source]
+    )
 
 
 def _variant(part: Part, package: Package, rows: int) -> str:
@@ -147,15 +173,21 @@ def _variant(part: Part, package: Package, rows: int) -> str:
     if strange:
         name, dtype = min(strange.items())
         raise DataError(
-            f"column {name!r} has a dtype that inputs do not support", where=_where(part), expected=", ".join(DTYPES), got=dtype
+            f"column {name!r} has a dtype that inputs do not support",
+            where=_where(part),
+            expected=", ".join(DTYPES),
+            got=dtype,
         )
     facts = {name: (DTYPES[dtype], (rows, *dims)) for name, (dtype, dims) in columns.items()}
-    constants = {name: fixed_value(value) for name, value in part.constants.items() if value is not None}
+    constants = {
+        name: fixed_value(value) for name, value in part.constants.items() if value is not None
+    }
     dispatcher = run_dispatcher(package)
     unknown = sorted({*facts, *constants} - dispatcher.names)
     if unknown:
         raise DataError(
-            f"the data has columns or constants that no graph takes: {', '.join(map(repr, unknown))}",
+            "the data has columns or constants that no graph takes:"
+            f" {', '.join(map(repr, unknown))}",
             where=_where(part),
             expected=", ".join(sorted(dispatcher.names)),
             got=", ".join(sorted({*facts, *constants})),

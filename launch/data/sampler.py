@@ -1,12 +1,14 @@
 """The row at each position of a training run, as a pure function of the position.
 
-The stream of rows is infinite, and divided into epochs of `size` positions: position p is in epoch p // size. In an epoch
-every row occurs exactly once, in a pseudorandom order keyed by (seed, epoch). So a run resumes from one integer, no row is
-dropped at the end of an epoch, and the rows of a step do not depend on the number of workers.
+The stream of rows is infinite, and divided into epochs of `size` positions: position p is in epoch
+p // size. In an epoch every row occurs exactly once, in a pseudorandom order keyed by (seed,
+epoch). So a run resumes from one integer, no row is dropped at the end of an epoch, and the rows of
+a step do not depend on the number of workers.
 
-The order is a Feistel network over the smallest power of two that is at least `size` (two halves of nearly equal width,
-mixed by splitmix64's finalizer), applied repeatedly until the value is below `size` (cycle walking; Black and Rogaway,
-"Ciphers with arbitrary finite domains", 2002). Any position is computed in constant expected time and memory.
+The order is a Feistel network over the smallest power of two that is at least `size` (two halves of
+nearly equal width, mixed by splitmix64's finalizer), applied repeatedly until the value is below
+`size` (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Any
+position is computed in constant expected time and memory.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _ROUNDS = 24  # with fewer rounds the orders of a handful of rows are not equall
 
 
 def rows(seed: int, size: int, start: int, count: int) -> Rows:
-    """Return the rows at positions [start, start + count) of the shuffled stream: (count,) int64, each in [0, size).
+    """Return the rows at positions [start, start + count) of the shuffled stream: (count,) int64,
+    each in [0, size).
 
     Law: rows(s, n, a, b + c) is rows(s, n, a, b) followed by rows(s, n, a + b, c).
 
@@ -46,7 +49,8 @@ def rows(seed: int, size: int, start: int, count: int) -> Rows:
 
 
 def sequential(size: int, start: int, count: int) -> Rows:
-    """Return the rows at positions [start, start + count) in the dataset's own order, which wraps around: (count,) int64.
+    """Return the rows at positions [start, start + count) in the dataset's own order, which wraps
+    around: (count,) int64.
 
     It is used for evaluation. The errors are those of `rows`.
     """
@@ -64,11 +68,14 @@ def _check(size: int, start: int, count: int) -> None:
 
 
 def _permute(values: _Words, keys: _Words, bits: int) -> _Words:
-    """Apply the network once to (n,) values in [0, 2**bits) with (n,) keys; it is a bijection for each key."""
+    """Apply the network once to (n,) values in [0, 2**bits) with (n,) keys; it is a bijection for
+    each key.
+    """
     widths = (bits // 2, bits - bits // 2)
     left, right = values >> np.uint64(widths[1]), values & np.uint64((1 << widths[1]) - 1)
     for number in range(_ROUNDS):
-        # The halves may differ in width. They are mixed in turn instead of swapped, so that each keeps its width.
+        # The halves may differ in width. They are mixed in turn instead of swapped, so that each
+        # keeps its width.
         constant = np.uint64((number + 1) * _GOLDEN & _WORD)
         if number % 2 == 0:
             left = left ^ (_mix(right + keys ^ constant) >> np.uint64(64 - widths[0]))
@@ -78,7 +85,9 @@ def _permute(values: _Words, keys: _Words, bits: int) -> _Words:
 
 
 def _mix(words: _Words) -> _Words:
-    """Apply splitmix64's finalizer (Steele, Lea and Flood, 2014) to each word, with arithmetic modulo 2**64."""
+    """Apply splitmix64's finalizer (Steele, Lea and Flood, 2014) to each word, with arithmetic
+    modulo 2**64.
+    """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

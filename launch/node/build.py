@@ -1,4 +1,6 @@
-"""Build callables from a package and a plan: compiled once per node into a content-addressed cache, loaded by every rank."""
+"""Build callables from a package and a plan: compiled once per node into a content-addressed cache,
+loaded by every rank.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.derivation.aot import NotCompiled, compile_graph, has_cpp_compiler, load_compiled
+from trainload.autograd_trace.derivation.aot import (
+    NotCompiled,
+    compile_graph,
+    has_cpp_compiler,
+    load_compiled,
+)
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
@@ -35,11 +42,22 @@ from trainload.sharding.pipeline.stages import Part, Value
 from trainload.sharding.plans.device_step_graphs import step_graphs
 from trainload.sharding.plans.plan import Plan
 from trainload.sharding.rewriting.local_step import Local, local_step
-from trainload.sharding.rewriting.rank_graphs import RankGraphs, phases, rank_graphs, stage_name, train_name, update_name, update_owners
+from trainload.sharding.rewriting.rank_graphs import (
+    RankGraphs,
+    phases,
+    rank_graphs,
+    stage_name,
+    train_name,
+    update_name,
+    update_owners,
+)
 from trainload.sharding.rewriting.rewrite import BETWEEN, Phase
 
 BUILD_VERSION = 14
-"""Part of every build key. Increase it when the graphs made from the same package and plan, or their compilation, change."""
+"""Part of every build key.
+
+Increase it when the graphs made from the same package and plan, or their compilation, change.
+"""
 _SHAPING = {
     "strategy",
     "shard_ranks",
@@ -61,7 +79,9 @@ Call = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class BuiltGraph:
-    """A callable over flat tensors, with its name within the build and its input and output ports, in order."""
+    """A callable over flat tensors, with its name within the build and its input and output ports,
+    in order.
+    """
 
     name: str
     call: Call
@@ -84,14 +104,20 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class BuiltStages:
-    """A pipeline rank's parts of a graph, by (stage, part). Parts that have nothing to do are left out."""
+    """A pipeline rank's parts of a graph, by (stage, part).
+
+    Parts that have nothing to do are left out.
+    """
 
     parts: dict[tuple[int, Part], BuiltGraph]
     crossing: Crossing
 
     def forget(self, stage: int, done: Part, between: dict[str, Tensor]) -> None:
         """Delete those of a stage's values that nothing needs once a part of the stage is done."""
-        later = {Part.FORWARD: (Part.BACKWARD, Part.INPUT, Part.WEIGHT), Part.INPUT: (Part.WEIGHT,)}[done]
+        later = {
+            Part.FORWARD: (Part.BACKWARD, Part.INPUT, Part.WEIGHT),
+            Part.INPUT: (Part.WEIGHT,),
+        }[done]
         graphs = [self.parts[stage, part] for part in later if (stage, part) in self.parts]
         taken = {port.name for graph in graphs for port in graph.inputs if port.role in BETWEEN}
         sent = {value.name for value in (self.crossing.down[stage - 1] if stage else ())}
@@ -101,7 +127,8 @@ class BuiltStages:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """All callables of a rank. Unless stated otherwise they are keyed by the name of the captured graph.
+    """All callables of a rank. Unless stated otherwise they are keyed by the name of the captured
+    graph.
 
     Attributes:
         train: a training graph for each phase of a step.
@@ -127,12 +154,17 @@ class Built:
 
     def names(self) -> set[str]:
         """Return the names of all graphs and updates, within the build."""
-        graphs = [graph for by_phase in self.train.values() for graph in by_phase.values()] + list(self.forward.values())
+        graphs = [graph for by_phase in self.train.values() for graph in by_phase.values()] + list(
+            self.forward.values()
+        )
         graphs += [part for stages in self.stages.values() for part in stages.parts.values()]
         return {graph.name for graph in graphs} | set(self.update_names.values())
 
     def replaced(self, chosen: Callable[[BuiltGraph], Call]) -> Built:
-        """Return a copy in which `chosen` has replaced each callable. It receives updates without inputs and outputs."""
+        """Return a copy in which `chosen` has replaced each callable.
+
+        It receives updates without inputs and outputs.
+        """
 
         def graph(given: BuiltGraph) -> BuiltGraph:
             return replace(given, call=chosen(given))
@@ -141,51 +173,83 @@ class Built:
         replaced = {name: chosen(BuiltGraph(name, call, (), ())) for name, call in updates.items()}
         return replace(
             self,
-            train={name: {phase: graph(each) for phase, each in by_phase.items()} for name, by_phase in self.train.items()},
+            train={
+                name: {phase: graph(each) for phase, each in by_phase.items()}
+                for name, by_phase in self.train.items()
+            },
             forward={name: graph(each) for name, each in self.forward.items()},
             update={name: replaced[self.update_names[name]] for name in self.update},
             stages={
-                name: replace(each, parts={key: graph(part) for key, part in each.parts.items()}) for name, each in self.stages.items()
+                name: replace(each, parts={key: graph(part) for key, part in each.parts.items()})
+                for name, each in self.stages.items()
             },
         )
 
 
 def device_of(plan: Plan) -> torch.device:
-    """Return the device of every rank. Each sees one GPU only, so that a compiled graph, which names its device, fits all."""
+    """Return the device of every rank.
+
+    Each sees one GPU only, so that a compiled graph, which names its device, fits all.
+    """
     return torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0)
 
 
 def build_key(
-    package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True, threads: int | None = None
+    package: Package,
+    plan: Plan,
+    device: torch.device,
+    pipeline_index: int = 0,
+    *,
+    evaluates: bool = True,
+    threads: int | None = None,
 ) -> str:
     """Return a hash of all that a compiled build depends on.
 
-    That is the program, its graphs, the parts of the plan that determine them, torch, the hardware and the
-    number of threads of a worker (by default, those of this process).
+    That is the program, its graphs, the parts of the plan that determine them, torch, the hardware
+    and the number of threads of a worker (by default, those of this process).
     """
     hardware = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
     )
     parts = {
         "build": BUILD_VERSION,
         "program": _without_rates(package.manifest).program_digest,
         "graphs": package.manifest.step_graphs(evaluates=evaluates),
-        "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size, "index": pipeline_index},
+        "plan": (
+            plan.model_dump(mode="json", include=_SHAPING)
+            | {
+                "world": plan.world_size,
+                "index": pipeline_index,
+            }
+        ),
         "torch": torch.__version__,
-        "device": [device.type, hardware, threads or torch.get_num_threads()],  # Inductor writes the number of threads into CPU kernels
+        # Inductor writes the number of threads into CPU kernels
+        "device": [device.type, hardware, threads or torch.get_num_threads()],
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:32]
 
 
 def _without_rates(manifest: Manifest) -> Manifest:
-    """Return a manifest with neutral values for what no graph depends on: learning rates (inputs of updates), seed, steps."""
-    groups = tuple(group.model_copy(update={"learning_rates": (0.0,), "schedule": None}) for group in manifest.recipe.groups)
-    recipe = manifest.recipe.model_copy(update={"groups": groups, "schedules": (), "seed": 0, "steps": 1})
+    """Return a manifest with neutral values for what no graph depends on: learning rates (inputs of
+    updates), seed, steps.
+    """
+    groups = tuple(
+        group.model_copy(update={"learning_rates": (0.0,), "schedule": None})
+        for group in manifest.recipe.groups
+    )
+    recipe = manifest.recipe.model_copy(
+        update={"groups": groups, "schedules": (), "seed": 0, "steps": 1}
+    )
     return manifest.model_copy(update={"recipe": recipe})
 
 
 def threads_of(local_world: int) -> int:
-    """Return the number of threads of each worker on a node: its share of the cores. CPU kernels are compiled for this number."""
+    """Return the number of threads of each worker on a node: its share of the cores.
+
+    CPU kernels are compiled for this number.
+    """
     return max(1, len(os.sched_getaffinity(0)) // local_world)
 
 
@@ -195,7 +259,10 @@ def is_compiled(package: Package, plan: Plan, cache_dir: Path, *, evaluates: boo
     A build with evaluation graphs always counts, one without them only if `evaluates` is False.
     """
     threads = threads_of(min(plan.world_size, plan.cluster.devices_per_node))
-    keys = {build_key(package, plan, device_of(plan), evaluates=whole, threads=threads) for whole in (True, evaluates)}
+    keys = {
+        build_key(package, plan, device_of(plan), evaluates=whole, threads=threads)
+        for whole in (True, evaluates)
+    }
     return any((cache_dir / "compiled" / key).is_dir() for key in keys)
 
 
@@ -209,10 +276,11 @@ def compile_build(
     *,
     evaluates: bool = True,
 ) -> Path:
-    """Ensure that the node's cache holds the build. The node's first process compiles it, the others wait.
+    """Ensure that the node's cache holds the build. The node's first process compiles it, the
+    others wait.
 
-    A build without evaluation graphs is not made if one with them exists, and a build with evaluation graphs
-    reuses the graphs of one without them.
+    A build without evaluation graphs is not made if one with them exists, and a build with
+    evaluation graphs reuses the graphs of one without them.
 
     Args:
         package: package that is trained.
@@ -228,7 +296,10 @@ def compile_build(
     """
     with _no_room_told(cache_dir):
         root = private_folder(cache_dir / "compiled")
-        smaller, larger = (root / build_key(package, plan, device, pipeline_index, evaluates=each) for each in (False, True))
+        smaller, larger = (
+            root / build_key(package, plan, device, pipeline_index, evaluates=each)
+            for each in (False, True)
+        )
         if not evaluates and _is_kept(larger):
             return larger
         final = larger if evaluates else smaller
@@ -240,15 +311,23 @@ def compile_build(
             remove_temporaries(final)
             before = smaller if _is_kept(smaller) else None
             make_room(cache_dir)
-            with new_folder(final) as temporary, _own_kernels(cache_dir, temporary), deterministic():
-                graphs, work = _make_graphs(package, plan, device, pipeline_index, on_stage, evaluates=evaluates)
+            with (
+                new_folder(final) as temporary,
+                _own_kernels(cache_dir, temporary),
+                deterministic(),
+            ):
+                graphs, work = _make_graphs(
+                    package, plan, device, pipeline_index, on_stage, evaluates=evaluates
+                )
                 _compile_into(temporary, graphs, work, plan, on_stage, before)
         return final
 
 
 @contextmanager
 def _no_room_told(cache_dir: Path) -> Iterator[None]:
-    """Convert an OSError within the context into a StorageError if the node's cache is full or not writable."""
+    """Convert an OSError within the context into a StorageError if the node's cache is full or not
+    writable.
+    """
     try:
         yield
     except OSError as error:
@@ -271,7 +350,9 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
     failed: dict[str, str] = index["failed"]
 
     def call(name: str) -> Call:
-        return _Failed(name, failed[name]) if name in failed else load_compiled(folder / f"{name}.bin")
+        return (
+            _Failed(name, failed[name]) if name in failed else load_compiled(folder / f"{name}.bin")
+        )
 
     def graph(name: str) -> BuiltGraph:
         entry = index["graphs"][name]
@@ -280,7 +361,9 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
     cuts = {name: _read_crossing(entry) for name, entry in index["cuts"].items()}
     updates = {owner: call(update_name(owner)) for owner in set(update_owners(package).values())}
     collectives, work = of_json(index["collectives"]), _read_work(index["work"])
-    built = _built(package, plan, set(index["graphs"]), graph, cuts, updates, collectives, work, compiled=True)
+    built = _built(
+        package, plan, set(index["graphs"]), graph, cuts, updates, collectives, work, compiled=True
+    )
     return replace(built, failed=failed)
 
 
@@ -296,7 +379,12 @@ class _Failed:
 
 
 def uncompiled_graphs(
-    package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True
+    package: Package,
+    plan: Plan,
+    device: torch.device,
+    pipeline_index: int = 0,
+    *,
+    evaluates: bool = True,
 ) -> dict[str, GraphModule]:
     """Return the graph modules from which a build is compiled, by their names within the build."""
     graphs, _ = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
@@ -308,15 +396,37 @@ def _modules(graphs: RankGraphs) -> dict[str, GraphModule]:
     return {name: graph.module for name, graph in graphs.ranks.items()} | updates
 
 
-def uncompiled_build(package: Package, plan: Plan, device: torch.device, pipeline_index: int = 0, *, evaluates: bool = True) -> Built:
+def uncompiled_build(
+    package: Package,
+    plan: Plan,
+    device: torch.device,
+    pipeline_index: int = 0,
+    *,
+    evaluates: bool = True,
+) -> Built:
     """Return an interpreted build, for machines without a compiler and for tests."""
     graphs, work = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
 
     def graph(name: str) -> BuiltGraph:
-        return BuiltGraph(name, graphs.ranks[name].module, graphs.ranks[name].inputs, graphs.ranks[name].outputs)
+        return BuiltGraph(
+            name, graphs.ranks[name].module, graphs.ranks[name].inputs, graphs.ranks[name].outputs
+        )
 
-    cuts = {name: Crossing(stages.up, stages.down, stages.symbols) for name, stages in graphs.cuts.items()}
-    return _built(package, plan, set(graphs.ranks), graph, cuts, dict(graphs.updates), graphs.collectives(plan), work, compiled=False)
+    cuts = {
+        name: Crossing(stages.up, stages.down, stages.symbols)
+        for name, stages in graphs.cuts.items()
+    }
+    return _built(
+        package,
+        plan,
+        set(graphs.ranks),
+        graph,
+        cuts,
+        dict(graphs.updates),
+        graphs.collectives(plan),
+        work,
+        compiled=False,
+    )
 
 
 def _make_graphs(
@@ -354,12 +464,22 @@ def _built(
     update = {name: updates[owner] for name, owner in owners.items()}
     named = {name: update_name(owner) for name, owner in owners.items()}
     if plan.pipeline is None:
-        train = {name: {phase: graph(train_name(name, phase)) for phase in phases(plan)} for name in owners}
-        forward = {name: graph(name) for name in package.manifest.step_graphs() if name not in owners and name in names}
+        train = {
+            name: {phase: graph(train_name(name, phase)) for phase in phases(plan)}
+            for name in owners
+        }
+        forward = {
+            name: graph(name)
+            for name in package.manifest.step_graphs()
+            if name not in owners and name in names
+        }
         return Built(train, forward, update, named, compiled, collectives, work)
     places = [(stage, part) for stage in range(len(plan.pipeline.stage_ranks)) for part in Part]
     stages = {
-        name: BuiltStages({p: graph(stage_name(name, *p)) for p in places if stage_name(name, *p) in names}, crossing)
+        name: BuiltStages(
+            {p: graph(stage_name(name, *p)) for p in places if stage_name(name, *p) in names},
+            crossing,
+        )
         for name, crossing in cuts.items()
     }
     return Built({}, {}, update, named, compiled, collectives, work, stages)
@@ -371,9 +491,16 @@ def can_compile() -> bool:
 
 
 def _compile_into(
-    draft: Path, graphs: RankGraphs, work: Work, plan: Plan, on_stage: Callable[[str, float], None], other: Path | None
+    draft: Path,
+    graphs: RankGraphs,
+    work: Work,
+    plan: Plan,
+    on_stage: Callable[[str, float], None],
+    other: Path | None,
 ) -> None:
-    """Compile the graphs of a build into its folder, or copy them from `other`, a build of some of the same graphs."""
+    """Compile the graphs of a build into its folder, or copy them from `other`, a build of some of
+    the same graphs.
+    """
     groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
     collectives = graphs.collectives(plan)  # compiling changes the graphs
     failed: dict[str, str] = {}
@@ -381,7 +508,8 @@ def _compile_into(
         began = time.perf_counter()
         file = draft / f"{name}.bin"
         if other is not None:
-            with suppress(FileNotFoundError):  # it does not have the graph, or was just evicted from the cache
+            # it does not have the graph, or was just evicted from the cache
+            with suppress(FileNotFoundError):
                 shutil.copyfile(other / file.name, file)
         if not file.exists():
             try:
@@ -390,8 +518,14 @@ def _compile_into(
                 failed[name] = str(error)
         on_stage(f"compile {name}", time.perf_counter() - began)
     index = {
-        "graphs": {n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)} for n, g in graphs.ranks.items()},
-        "cuts": {name: asdict(Crossing(cut.up, cut.down, cut.symbols)) for name, cut in graphs.cuts.items()},
+        "graphs": {
+            n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)}
+            for n, g in graphs.ranks.items()
+        },
+        "cuts": {
+            name: asdict(Crossing(cut.up, cut.down, cut.symbols))
+            for name, cut in graphs.cuts.items()
+        },
         "collectives": as_json(collectives),
         "failed": failed,
         "work": work,
@@ -403,13 +537,22 @@ def _compile_into(
 def _read_crossing(entry: Mapping[str, Any]) -> Crossing:
     """Decode a `Crossing` from the build's index."""
     up, down = (
-        tuple(tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in values) for values in entry[name]) for name in ("up", "down")
+        tuple(
+            tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in values)
+            for values in entry[name]
+        )
+        for name in ("up", "down")
     )
-    return Crossing(up, down, {symbol: (name, at) for symbol, (name, at) in entry["symbols"].items()})
+    return Crossing(
+        up, down, {symbol: (name, at) for symbol, (name, at) in entry["symbols"].items()}
+    )
 
 
 def _read_work(entry: Mapping[str, Any]) -> Work:
-    return {graph: {dtype: (fixed, each_row) for dtype, (fixed, each_row) in by_dtype.items()} for graph, by_dtype in entry.items()}
+    return {
+        graph: {dtype: (fixed, each_row) for dtype, (fixed, each_row) in by_dtype.items()}
+        for graph, by_dtype in entry.items()
+    }
 
 
 def _spelled(ports: Sequence[Port]) -> list[list[str]]:
@@ -421,7 +564,9 @@ def _ports(spelled: Sequence[Sequence[str]]) -> tuple[Port, ...]:
 
 
 def _is_kept(folder: Path) -> bool:
-    """Return True if the cache holds a complete build; it is then marked as used by this process, so that it is not evicted."""
+    """Return True if the cache holds a complete build; it is then marked as used by this process,
+    so that it is not evicted.
+    """
     if not folder.is_dir():
         return False
     use(folder)
@@ -433,14 +578,17 @@ def _is_whole(folder: Path) -> bool:
     if not (folder / _INDEX).is_file():
         return False
     digests = json.loads((folder / _INDEX).read_bytes())["digests"]
-    return all((folder / name).is_file() and sha256_file(folder / name) == digest for name, digest in digests.items())
+    return all(
+        (folder / name).is_file() and sha256_file(folder / name) == digest
+        for name, digest in digests.items()
+    )
 
 
 def _use_inductor_cache(cache_dir: Path) -> None:
     """Set Inductor's cache to the node's cache of kernels.
 
-    It is content-addressed, too, and shared by all builds, since plans of one package have most kernels in
-    common.
+    It is content-addressed, too, and shared by all builds, since plans of one package have most
+    kernels in common.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_kernels(cache_dir))
 
@@ -448,8 +596,8 @@ def _use_inductor_cache(cache_dir: Path) -> None:
 def _kernels(cache_dir: Path) -> Path:
     """Return the folder of the node's kernels, and mark it as used by this process.
 
-    There is one for each release of torch and each BUILD_VERSION, since Inductor would otherwise find kernels
-    that an earlier version has compiled.
+    There is one for each release of torch and each BUILD_VERSION, since Inductor would otherwise
+    find kernels that an earlier version has compiled.
     """
     folder = private_folder(cache_dir / "kernels") / f"torch-{torch.__version__}-{BUILD_VERSION}"
     use(folder)
@@ -458,11 +606,12 @@ def _kernels(cache_dir: Path) -> Path:
 
 @contextmanager
 def _own_kernels(cache_dir: Path, draft: Path) -> Iterator[None]:
-    """Make Inductor write new kernels into `draft` within the context, and add them to the node's kernels if it succeeds.
+    """Make Inductor write new kernels into `draft` within the context, and add them to the node's
+    kernels if it succeeds.
 
-    Inductor's C++ compiler writes libraries in place, and an existing library counts as complete. So a
-    process that is killed would leave a partial library that fails every later run, and a compiler that
-    outlives it could overwrite a library of the next process.
+    Inductor's C++ compiler writes libraries in place, and an existing library counts as complete.
+    So a process that is killed would leave a partial library that fails every later run, and a
+    compiler that outlives it could overwrite a library of the next process.
     """
     shared, own = _kernels(cache_dir), draft / "kernels"
     _link_files(shared, own)
@@ -476,11 +625,14 @@ def _own_kernels(cache_dir: Path, draft: Path) -> Iterator[None]:
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Hard-link the files of `source` into `target`, each atomically; existing files of `target` remain."""
+    """Hard-link the files of `source` into `target`, each atomically; existing files of `target`
+    remain.
+    """
     for folder, _, names in os.walk(source):
         there = target / Path(folder).relative_to(source)
         there.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in names:
             if not name.endswith(".lock"):
-                with suppress(FileExistsError, FileNotFoundError):  # another build of this node may run concurrently
+                # another build of this node may run concurrently
+                with suppress(FileExistsError, FileNotFoundError):
                     os.link(Path(folder) / name, there / name)

@@ -1,9 +1,11 @@
 """The node's cache, which all of its processes share, and its eviction.
 
 packages/NAME, data/NAME     entries: a fetched or derived package, a converted dataset,
-compiled/NAME, kernels/NAME  the compiled graphs of a package under a plan, all kernels of a torch release and BUILD_VERSION
+compiled/NAME                the compiled graphs of a package under a plan,
+kernels/NAME                 all kernels of a torch release and BUILD_VERSION
 .../NAME.lock                lock of the process that creates or removes the entry
-.../NAME.used                shared lock of the processes that use the entry; its mtime is the time of the last use
+.../NAME.used                shared lock of the processes that use the entry; its mtime is the time
+                             of the last use
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from trainload.core.errors import RequestError, StorageError
 LOCK_SECONDS = 3600.0
 """Time that a process waits for another process of the node that creates an entry."""
 SIZE_VARIABLE = "TRAINLOAD_CACHE_GIB"
-"""Environment variable with the maximum total size of all entries in GiB. By default, a tenth of the disk is left free."""
+"""Environment variable with the maximum total size of all entries in GiB.
+
+By default, a tenth of the disk is left free.
+"""
 _FREE = 0.1
 _KINDS = ("packages", "data", "compiled", "kernels")
 _AWAY = "removed"
@@ -32,13 +37,20 @@ _used: dict[Path, int] = {}
 
 
 def default_cache_dir() -> Path:
-    """Return the folder of a node's cache: $TRAINLOAD_CACHE_DIR, or trainload/ in the user's cache folder."""
+    """Return the folder of a node's cache: $TRAINLOAD_CACHE_DIR, or trainload/ in the user's cache
+    folder.
+    """
     named = os.environ.get("TRAINLOAD_CACHE_DIR")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainload"
+    return (
+        Path(named)
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainload"
+    )
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder if necessary, and check that only this user can write to it, since native code is loaded from it.
+    """Create a folder if necessary, and check that only this user can write to it, since native
+    code is loaded from it.
 
     Raises:
         StorageError: another user owns it, or may write to it.
@@ -57,9 +69,11 @@ def private_folder(path: Path) -> Path:
 
 
 def use(entry: Path) -> None:
-    """Mark an entry as used by this process, so that it is not evicted until the process ends or calls `leave`.
+    """Mark an entry as used by this process, so that it is not evicted until the process ends or
+    calls `leave`.
 
-    The entry need not exist yet. In a read-only cache, such as one in a container image, nothing is marked.
+    The entry need not exist yet. In a read-only cache, such as one in a container image, nothing is
+    marked.
 
     Raises:
         OSError: the disk is full.
@@ -93,7 +107,10 @@ def in_use() -> frozenset[Path]:
 
 
 def leave(but: Collection[Path] = ()) -> None:
-    """Release all entries that this process uses, except those in `but`. Call `use` before reading one again."""
+    """Release all entries that this process uses, except those in `but`.
+
+    Call `use` before reading one again.
+    """
     for entry in set(_used) - set(but):
         os.close(_used.pop(entry))
 
@@ -101,8 +118,8 @@ def leave(but: Collection[Path] = ()) -> None:
 def make_room(cache: Path) -> None:
     """Evict unused entries from a node's cache, least recently used first, until there is room.
 
-    It is called before an entry is created. The size of the new entry is unknown, so it may exceed the limit
-    until the next entry is created.
+    It is called before an entry is created. The size of the new entry is unknown, so it may exceed
+    the limit until the next entry is created.
 
     Args:
         cache: the node's cache.
@@ -111,7 +128,8 @@ def make_room(cache: Path) -> None:
         RequestError: $TRAINLOAD_CACHE_GIB is not a number.
     """
     for kind in _KINDS:
-        for left in (cache / kind).glob(f"*.{_AWAY}"):  # left by a process that was killed while it removed an entry
+        # left by a process that was killed while it removed an entry
+        for left in (cache / kind).glob(f"*.{_AWAY}"):
             shutil.rmtree(left, ignore_errors=True)
     if _has_room(cache):
         return
@@ -128,7 +146,9 @@ def _has_room(cache: Path) -> bool:
     try:
         most = float(limit) * 2**30
     except ValueError as error:
-        raise RequestError("this is not a size", where=f"${SIZE_VARIABLE}", expected="a number of GiB", got=limit) from error
+        raise RequestError(
+            "this is not a size", where=f"${SIZE_VARIABLE}", expected="a number of GiB", got=limit
+        ) from error
     return _bytes(cache) <= most
 
 
@@ -149,7 +169,11 @@ def _bytes(cache: Path) -> int:
 def _entries(cache: Path) -> Iterator[Path]:
     for kind in _KINDS:
         if (cache / kind).is_dir():
-            yield from (path for path in (cache / kind).iterdir() if path.is_dir() and _beside(path, "used").exists())
+            yield from (
+                path
+                for path in (cache / kind).iterdir()
+                if path.is_dir() and _beside(path, "used").exists()
+            )
 
 
 def _last_use(entry: Path) -> float:

@@ -13,15 +13,18 @@ from trainload.capture.job.ambient import deterministic_algorithms
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Compile graphs and run operators deterministically within the context: sums have a fixed order.
+    """Compile graphs and run operators deterministically within the context: sums have a fixed
+    order.
 
-    Otherwise scatter-adds, as in the gradient of an embedding, are atomic additions whose order changes from
-    run to run, both in eager mode and in Inductor's kernels. Operators without a deterministic form warn,
-    once each.
+    Otherwise scatter-adds, as in the gradient of an embedding, are atomic additions whose order
+    changes from run to run, both in eager mode and in Inductor's kernels. Operators without a
+    deterministic form warn, once each.
     """
-    settings: Any = torch.utils.deterministic  # a module that replaces itself by an object, which stubs cannot express
+    # a module that replaces itself by an object, which stubs cannot express
+    settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # a debugging aid that costs a pass over every new tensor
+    # a debugging aid that costs a pass over every new tensor
+    settings.fill_uninitialized_memory = False
     try:
         with deterministic_algorithms(True):
             yield

@@ -21,12 +21,20 @@ from trainload.packaging.format.manifest import FileEntry, Manifest, OpLibraryEn
 from trainload.packaging.format.package_files import copy_checked
 from trainload.packaging.graphs.graph_json import running_schema
 from trainload.packaging.libraries.providers import installed_version
-from trainload.packaging.libraries.wheels import fits, missing_requirements, required_names, running_tag, tags_of, unpack_wheel
+from trainload.packaging.libraries.wheels import (
+    fits,
+    missing_requirements,
+    required_names,
+    running_tag,
+    tags_of,
+    unpack_wheel,
+)
 from trainload.packaging.package import told_library, ways_to_allow
 
 
 def may_load_extensions(path: Path, manifest: Manifest, *, trusted: bool) -> str | None:
-    """Return the reason why a package's wheels may be loaded, which runs its author's code; None if they may not.
+    """Return the reason why a package's wheels may be loaded, which runs its author's code; None if
+    they may not.
 
     Args:
         path: the package's folder.
@@ -37,11 +45,12 @@ def may_load_extensions(path: Path, manifest: Manifest, *, trusted: bool) -> str
 
 
 def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozenset[str]:
-    """Import the operator libraries that a package contains, unless their operators are registered already.
+    """Import the operator libraries that a package contains, unless their operators are registered
+    already.
 
-    The caller must have checked `may_load_extensions`. Each wheel is unpacked once per node, in the cache
-    folder, under its digest in the manifest; its folder is put first on this process's `sys.path`.
-    Distributions that wheels require are not installed.
+    The caller must have checked `may_load_extensions`. Each wheel is unpacked once per node, in the
+    cache folder, under its digest in the manifest; its folder is put first on this process's
+    `sys.path`. Distributions that wheels require are not installed.
 
     Args:
         path: the package's folder.
@@ -54,15 +63,29 @@ def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozense
     Raises:
         IntegrityError: a wheel does not have the digest in the manifest.
         UnsafePackageError: a wheel has contents that no wheel needs.
-        PackageError: no wheel fits this Python and machine, a required distribution is missing, or a
-            wheel does not register the operators.
+        PackageError: no wheel fits this Python and machine, a required distribution is missing, or
+            a wheel does not register the operators.
         StorageError: the cache cannot be written.
     """
-    brought = {namespace: entry for namespace, entry in manifest.op_libraries.items() if entry.wheels and namespace not in named}
-    operators = {each: [name for name in manifest.ops if name.startswith(f"torch.ops.{each}.")] for each in brought}
-    lacking = {namespace: entry for namespace, entry in brought.items() if not _registered(operators[namespace])}
+    brought = {
+        namespace: entry
+        for namespace, entry in manifest.op_libraries.items()
+        if entry.wheels and namespace not in named
+    }
+    operators = {
+        each: [name for name in manifest.ops if name.startswith(f"torch.ops.{each}.")]
+        for each in brought
+    }
+    lacking = {
+        namespace: entry
+        for namespace, entry in brought.items()
+        if not _registered(operators[namespace])
+    }
     wheels = {namespace: _fitting(namespace, entry) for namespace, entry in lacking.items()}
-    folders = {wheel: unpacked(path, wheel, manifest.files[wheel]) for wheel in sorted(set(wheels.values()))}
+    folders = {
+        wheel: unpacked(path, wheel, manifest.files[wheel])
+        for wheel in sorted(set(wheels.values()))
+    }
     with _first_on_path(list(folders.values())):
         for wheel, folder in folders.items():
             _check_requirements(folder, wheel)
@@ -71,13 +94,17 @@ def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozense
                 _import(namespace, module, wheel, folders[wheel])
             if not _registered(operators[namespace]):
                 name = next(name for name in operators[namespace] if running_schema(name) is None)
-                raise PackageError("the bundled wheel does not register an operator", where=wheel, got=name)
+                raise PackageError(
+                    "the bundled wheel does not register an operator", where=wheel, got=name
+                )
     return frozenset(brought)
 
 
 @contextmanager
 def _first_on_path(folders: list[Path]) -> Iterator[None]:
-    """Put folders first on `sys.path`, permanently, since their modules may import more later; undo it if the block fails."""
+    """Put folders first on `sys.path`, permanently, since their modules may import more later; undo
+    it if the block fails.
+    """
     before = list(sys.path)
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in before]
     importlib.invalidate_caches()
@@ -112,7 +139,8 @@ def _import(namespace: str, name: str, wheel: str, folder: Path) -> None:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise PackageError(
-            f"the bundled wheel cannot be imported: {type(error).__name__}: {error}", where=f"{wheel}, module {name}"
+            f"the bundled wheel cannot be imported: {type(error).__name__}: {error}",
+            where=f"{wheel}, module {name}",
         ) from error
     file = getattr(module, "__file__", None)
     if file is None or folder not in Path(file).parents:
@@ -160,9 +188,15 @@ def unpacked(path: Path, wheel: str, entry: FileEntry) -> Path:
 
 
 def _check_requirements(folder: Path, wheel: str) -> None:
-    """Check that a wheel's requirements are installed, or provided by another wheel on `sys.path`."""
-    requires = [text for info in folder.glob("*.dist-info") for text in Distribution.at(info).requires or ()]
-    missing = missing_requirements(requires, {name: installed_version(name) for name in required_names(requires, wheel)})
+    """Check that a wheel's requirements are installed, or provided by another wheel on
+    `sys.path`.
+    """
+    requires = [
+        text for info in folder.glob("*.dist-info") for text in Distribution.at(info).requires or ()
+    ]
+    missing = missing_requirements(
+        requires, {name: installed_version(name) for name in required_names(requires, wheel)}
+    )
     if missing:
         raise PackageError(
             "a bundled operator library requires distributions that are not installed",

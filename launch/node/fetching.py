@@ -1,8 +1,9 @@
 """Fetch packages from a store or registry: once per node, into its cache, for all of its processes.
 
-A release is named STORE#LINE/RELEASE; STORE is a folder or fsspec URL. LINE may be omitted if the store has only
-one, and /RELEASE for the current release. An artifact of a registry is named oci://HOST/NAME:TAG, or with
-@sha256:DIGEST. A run records the immutable name, with the release's number or the artifact's digest.
+A release is named STORE#LINE/RELEASE; STORE is a folder or fsspec URL. LINE may be omitted if the
+store has only one, and /RELEASE for the current release. An artifact of a registry is named
+oci://HOST/NAME:TAG, or with @sha256:DIGEST. A run records the immutable name, with the release's
+number or the artifact's digest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from filelock import FileLock
 
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import IntegrityError, StorageError
-from trainload.launching.node.cache import LOCK_SECONDS, default_cache_dir, make_room, private_folder, use
+from trainload.launching.node.cache import (
+    LOCK_SECONDS,
+    default_cache_dir,
+    make_room,
+    private_folder,
+    use,
+)
 from trainload.packaging.derived import share_derived
 from trainload.packaging.format.manifest import MANIFEST, Manifest
 from trainload.packaging.package import read_manifest
@@ -26,11 +33,15 @@ from trainload.packaging.stores.store import Store
 def is_reference(name: str | Path) -> bool:
     """Return True if this names a package in a store or registry, not a folder on this machine."""
     text = str(name)
-    return is_oci(text) or (isinstance(name, str) and ("://" in text or ("#" in text and not Path(text).exists())))
+    return is_oci(text) or (
+        isinstance(name, str) and ("://" in text or ("#" in text and not Path(text).exists()))
+    )
 
 
 def run_name(package: str) -> str:
-    """Return the default name of a run of a package: that of the package, its line, or its artifact."""
+    """Return the default name of a run of a package: that of the package, its line, or its
+    artifact.
+    """
     if not is_reference(package):
         return Path(package).stem
     url, _, rest = package.partition("#")
@@ -41,7 +52,8 @@ def pinned(reference: str) -> tuple[str, str]:
     """Return the immutable name of a referenced package, and the package's digest.
 
     Raises:
-        StorageError: the store is not reachable, or there is no such store, line, release or artifact.
+        StorageError: the store is not reachable, or there is no such store, line, release or
+            artifact.
         IntegrityError: a record in the store is damaged.
     """
     if is_oci(reference):
@@ -53,8 +65,11 @@ def pinned(reference: str) -> tuple[str, str]:
     return f"{store.url}#{name}/{release.name}", release.package
 
 
-def fetched(reference: str, cache: Path, digest: str, *, on_progress: OnProgress = unwatched) -> Path:
-    """Return the folder of a package in the node's cache; the node's first process fetches it, and checks every byte.
+def fetched(
+    reference: str, cache: Path, digest: str, *, on_progress: OnProgress = unwatched
+) -> Path:
+    """Return the folder of a package in the node's cache; the node's first process fetches it, and
+    checks every byte.
 
     Args:
         reference: name of the package, as returned by `pinned`.
@@ -78,19 +93,29 @@ def fetched(reference: str, cache: Path, digest: str, *, on_progress: OnProgress
         make_room(cache)
         _, found = pinned(reference)
         if found != digest:
-            raise IntegrityError("this is not the package that the run was launched with", where=reference, expected=digest, got=found)
+            raise IntegrityError(
+                "this is not the package that the run was launched with",
+                where=reference,
+                expected=digest,
+                got=found,
+            )
         if is_oci(reference):
             pull_oci(reference, folder, on_progress=on_progress)
         else:
             url, line, number = parts_of(reference)
             pull(url, folder, line=line, release=number, on_progress=on_progress)
         program = Manifest.from_bytes(read_manifest(folder), MANIFEST).program_digest
-        share_derived(folder, program, (other for other in root.iterdir() if other.is_dir() and other != folder))
+        share_derived(
+            folder,
+            program,
+            (other for other in root.iterdir() if other.is_dir() and other != folder),
+        )
     return folder
 
 
 def here(name: str | Path, *, on_progress: OnProgress = unwatched) -> tuple[str | None, Path]:
-    """Return a package's immutable name (None if it is a local folder) and its folder on this machine, after fetching it.
+    """Return a package's immutable name (None if it is a local folder) and its folder on this
+    machine, after fetching it.
 
     The errors are those of `pinned` and `fetched`.
     """
@@ -101,7 +126,10 @@ def here(name: str | Path, *, on_progress: OnProgress = unwatched) -> tuple[str 
 
 
 def _is_there(folder: Path, digest: str) -> bool:
-    """Return True if the cache has a package; raise IntegrityError if its manifest has changed. Files are checked when read."""
+    """Return True if the cache has a package; raise IntegrityError if its manifest has changed.
+
+    Files are checked when read.
+    """
     if not (folder / MANIFEST).is_file():
         return False
     found = sha256_bytes(read_manifest(folder))
@@ -117,9 +145,16 @@ def _is_there(folder: Path, digest: str) -> bool:
 
 
 def parts_of(reference: str) -> tuple[str, str | None, str | None]:
-    """Split STORE, STORE#LINE or STORE#LINE/RELEASE; parts that are omitted are None. Raises StorageError if it is malformed."""
+    """Split STORE, STORE#LINE or STORE#LINE/RELEASE; parts that are omitted are None.
+
+    Raises StorageError if it is malformed.
+    """
     url, _, rest = reference.partition("#")
     line, slash, number = rest.partition("/")
     if not url or (slash and not (line and number)):
-        raise StorageError("this does not name a release", where=reference, expected="STORE#LINE/RELEASE, STORE#LINE or STORE")
+        raise StorageError(
+            "this does not name a release",
+            where=reference,
+            expected="STORE#LINE/RELEASE, STORE#LINE or STORE",
+        )
     return url, line or None, number or None

@@ -1,4 +1,6 @@
-"""Import custom operator libraries, only if the package's user requests it, never because the package does."""
+"""Import custom operator libraries, only if the package's user requests it, never because the
+package does.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from trainload.launching.node.extensions import load_extensions, may_load_extens
 from trainload.packaging.format.manifest import EXTENSIONS, MANIFEST, Manifest
 from trainload.packaging.libraries.op_libraries import Libraries, differences
 from trainload.packaging.package import Package, open_package, read_manifest
-from trainload.packaging.signatures.policy import Policy, check_policies, find_policies, which_trusts_extensions
+from trainload.packaging.signatures.policy import (
+    Policy,
+    check_policies,
+    find_policies,
+    which_trusts_extensions,
+)
 
 
 def open_with(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> Package:
@@ -29,11 +36,16 @@ def open_with(path: Path, libraries: Libraries, *, trust_extensions: bool = Fals
         PackageError: a library cannot be imported, a wheel cannot be loaded, or an error of
             `open_package`.
     """
-    return open_package(path, namespaces=import_for(path, libraries, trust_extensions=trust_extensions))
+    return open_package(
+        path, namespaces=import_for(path, libraries, trust_extensions=trust_extensions)
+    )
 
 
-def import_for(path: Path, libraries: Libraries, *, trust_extensions: bool = False) -> frozenset[str]:
-    """Do the imports of `open_with`, and return the namespaces whose operators the package's graphs may call.
+def import_for(
+    path: Path, libraries: Libraries, *, trust_extensions: bool = False
+) -> frozenset[str]:
+    """Do the imports of `open_with`, and return the namespaces whose operators the package's graphs
+    may call.
 
     Raises:
         PackageError: a library cannot be imported, or a wheel cannot be loaded.
@@ -44,7 +56,11 @@ def import_for(path: Path, libraries: Libraries, *, trust_extensions: bool = Fal
         manifest = Manifest.from_bytes(read_manifest(path), MANIFEST)
         if may_load_extensions(path, manifest, trusted=trust_extensions) is not None:
             # A namespace without a location is registered already, or else by the package's wheel.
-            brought = load_extensions(path, manifest, {name for name, location in libraries.items() if location is not None})
+            brought = load_extensions(
+                path,
+                manifest,
+                {name for name, location in libraries.items() if location is not None},
+            )
     return frozenset(libraries) | brought
 
 
@@ -56,7 +72,8 @@ def import_libraries(libraries: Libraries) -> None:
 
 
 def library_warnings(package: Package, libraries: Libraries) -> list[str]:
-    """Return the differences between this process's operator libraries and those that the package was made with.
+    """Return the differences between this process's operator libraries and those that the package
+    was made with.
 
     See `op_libraries.differences`.
     """
@@ -64,7 +81,12 @@ def library_warnings(package: Package, libraries: Libraries) -> list[str]:
 
 
 def open_for_run(
-    path: Path, libraries: Libraries, policies: Sequence[Policy], digest: str | None, *, trust_extensions: bool = False
+    path: Path,
+    libraries: Libraries,
+    policies: Sequence[Policy],
+    digest: str | None,
+    *,
+    trust_extensions: bool = False,
 ) -> Package:
     """Check policies, then open a package that is to be run in this process.
 
@@ -84,7 +106,9 @@ def open_for_run(
     """
     held = tuple(dict.fromkeys((*policies, *find_policies())))
     allowed = check_policies(path, held) if held else digest
-    trusted = trust_extensions or (allowed is not None and which_trusts_extensions(held, allowed) is not None)
+    trusted = trust_extensions or (
+        allowed is not None and which_trusts_extensions(held, allowed) is not None
+    )
     package = open_with(path, libraries, trust_extensions=trusted)
     for expected in (digest, allowed):
         if expected is not None and package.digest != expected:
@@ -106,13 +130,22 @@ def check_runnable(package: Package, policies: Sequence[Policy]) -> None:
         IntegrityError: the package was replaced since it was opened.
     """
     if policies and (now := check_policies(package.path, policies)) != package.digest:
-        raise IntegrityError("the package was replaced since it was opened", where=str(package.path), expected=package.digest, got=now)
+        raise IntegrityError(
+            "the package was replaced since it was opened",
+            where=str(package.path),
+            expected=package.digest,
+            got=now,
+        )
 
 
 def absolute(libraries: Libraries) -> dict[str, str | None]:
     """Return the libraries with absolute paths of files, since workers run in other folders."""
     return {
-        namespace: str(Path(location).absolute()) if location is not None and location.endswith(".py") else location
+        namespace: (
+            str(Path(location).absolute())
+            if location is not None and location.endswith(".py")
+            else location
+        )
         for namespace, location in libraries.items()
     }
 
@@ -124,7 +157,10 @@ def _import(namespace: str, location: str) -> None:
             importlib.import_module(location)
         except ImportError as error:
             raise PackageError(
-                f"it cannot be imported: {error}", where=where, got=location, hint="Install it on every node, or pass a .py file."
+                f"it cannot be imported: {error}",
+                where=where,
+                got=location,
+                hint="Install it on every node, or pass a .py file.",
             ) from error
         return
     path = Path(location).absolute()
@@ -136,7 +172,12 @@ def _import(namespace: str, location: str) -> None:
         return
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise PackageError("there is no such file", where=where, got=str(path), hint="Put it at a path that every node can read.")
+        raise PackageError(
+            "there is no such file",
+            where=where,
+            got=str(path),
+            hint="Put it at a path that every node can read.",
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

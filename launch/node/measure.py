@@ -31,7 +31,9 @@ _SECONDS = 0.2
 _PATIENCE = 300.0
 
 
-def measure(kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] = lambda _: None) -> DeviceProfile:
+def measure(
+    kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] = lambda _: None
+) -> DeviceProfile:
     """Measure the profile of this machine's devices.
 
     Args:
@@ -46,11 +48,17 @@ def measure(kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] 
     """
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda" and torch.cuda.device_count() < ranks:
-        raise ClusterError("there are not enough GPUs", expected=str(ranks), got=str(torch.cuda.device_count()))
-    torch.zeros(1, device=device)  # initializes the device, so that its context counts as reserved memory
+        raise ClusterError(
+            "there are not enough GPUs", expected=str(ranks), got=str(torch.cuda.device_count())
+        )
+    # initializes the device, so that its context counts as reserved memory
+    torch.zeros(1, device=device)
     reserved = _reserved(device)
     say("matrix products")
-    flops = {str(dtype).removeprefix("torch."): products(device, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    flops = {
+        str(dtype).removeprefix("torch."): products(device, dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
     say("attention")
     attention = min(1.0, _attention(device) / flops["float32" if kind == "cpu" else "bfloat16"])
     say("memory")
@@ -58,11 +66,18 @@ def measure(kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] 
     say(f"collectives of {ranks} processes")
     timed = _collectives(kind, ranks) if ranks > 1 else ()
     link = fit(timed) if timed else Link(seconds=0.0, bytes_per_second=speed)
-    total = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else _machine_memory() // ranks
+    total = (
+        torch.cuda.get_device_properties(device).total_memory
+        if kind == "cuda"
+        else _machine_memory() // ranks
+    )
     return DeviceProfile(
         name=name,
         kind=kind,
-        source=f"trainload profile: {_described(device)}, torch {torch.__version__}, {ranks} processes; network: as within a node",
+        source=(
+            f"trainload profile: {_described(device)}, torch {torch.__version__}, {ranks}"
+            " processes; network: as within a node"
+        ),
         memory_bytes=total,
         reserved_bytes=reserved,
         flops=flops,
@@ -76,11 +91,19 @@ def measure(kind: DeviceKind, name: str, ranks: int, say: Callable[[str], None] 
 
 
 def fit(timed: Sequence[Measured]) -> Link:
-    """Fit a link to ring collectives that were measured: latency from the smallest messages, bandwidth from the largest."""
+    """Fit a link to ring collectives that were measured: latency from the smallest messages,
+    bandwidth from the largest.
+    """
     small, large = min(each.bytes for each in timed), max(each.bytes for each in timed)
-    latency = median(each.seconds / (_rounds(each) * (each.ranks - 1)) for each in timed if each.bytes == small)
+    latency = median(
+        each.seconds / (_rounds(each) * (each.ranks - 1)) for each in timed if each.bytes == small
+    )
     speeds = [
-        _rounds(each) * each.bytes * (each.ranks - 1) / each.ranks / max(each.seconds - _rounds(each) * (each.ranks - 1) * latency, 1e-9)
+        _rounds(each)
+        * each.bytes
+        * (each.ranks - 1)
+        / each.ranks
+        / max(each.seconds - _rounds(each) * (each.ranks - 1) * latency, 1e-9)
         for each in timed
         if each.bytes == large
     ]
@@ -92,7 +115,9 @@ def _rounds(timed: Measured) -> int:
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median duration of a call in seconds, over a short time, after one warm-up call."""
+    """Return the median duration of a call in seconds, over a short time, after one warm-up
+    call.
+    """
     finish = torch.cuda.synchronize if device.type == "cuda" else _nothing
     call()
     finish()
@@ -113,7 +138,8 @@ def _nothing() -> None:
 def products(device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second of large matrix products on a device.
 
-    Smaller matrices are used if large ones would be slow, as for float16 on most CPUs, which have no instructions for it.
+    Smaller matrices are used if large ones would be slow, as for float16 on most CPUs, which have
+    no instructions for it.
     """
     small, large = (1024, 8192) if device.type == "cuda" else (256, 1024)
     seconds = _product(device, dtype, small)
@@ -128,15 +154,21 @@ def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 
 def _attention(device: torch.device) -> float:
-    rows, length, dtype = (4, 4096, torch.bfloat16) if device.type == "cuda" else (1, 1024, torch.float32)
-    query, key, value = (torch.randn(rows, 16, length, 64, device=device, dtype=dtype) for _ in range(3))
+    rows, length, dtype = (
+        (4, 4096, torch.bfloat16) if device.type == "cuda" else (1, 1024, torch.float32)
+    )
+    query, key, value = (
+        torch.randn(rows, 16, length, 64, device=device, dtype=dtype) for _ in range(3)
+    )
     seconds = _timed(lambda: functional.scaled_dot_product_attention(query, key, value), device)
     return 4.0 * rows * 16 * length * length * 64 / seconds
 
 
 def _memory(device: torch.device) -> float:
     """Return the bytes per second that an addition of large tensors reads and writes."""
-    first, second = (torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device) for _ in range(2))
+    first, second = (
+        torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device) for _ in range(2)
+    )
     result = torch.empty_like(first)
     return 3.0 * first.nbytes / _timed(lambda: torch.add(first, second, out=result), device)
 
@@ -157,7 +189,10 @@ def _collectives(kind: DeviceKind, ranks: int) -> tuple[Measured, ...]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "measured.json"
-        processes = [context.Process(target=_rank, args=(kind, rank, ranks, folder), daemon=True) for rank in range(ranks)]
+        processes = [
+            context.Process(target=_rank, args=(kind, rank, ranks, folder), daemon=True)
+            for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         until = time.monotonic() + _PATIENCE
@@ -169,7 +204,11 @@ def _collectives(kind: DeviceKind, ranks: int) -> tuple[Measured, ...]:
                 process.kill()
                 process.join()
         if any(codes) or None in codes:
-            raise ClusterError("the processes that measure collectives failed", expected="exit codes 0", got=str(codes))
+            raise ClusterError(
+                "the processes that measure collectives failed",
+                expected="exit codes 0",
+                got=str(codes),
+            )
         return tuple(Measured.model_validate(each) for each in json.loads(result.read_text()))
 
 
@@ -181,10 +220,14 @@ def _rank(kind: DeviceKind, rank: int, ranks: int, folder: str) -> None:
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.FileStore(str(Path(folder) / "store"), ranks)  # type: ignore[attr-defined]  # public, though not in __all__
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=ranks
+    )
     found = [_collective(operator, size, ranks, device) for size in SIZES for operator in OPERATORS]
     if rank == 0:
-        (Path(folder) / "measured.json").write_text(json.dumps([each.model_dump() for each in found]))
+        (Path(folder) / "measured.json").write_text(
+            json.dumps([each.model_dump() for each in found])
+        )
     dist.barrier()
     leave_groups()
 
@@ -234,4 +277,6 @@ def _machine_memory() -> int:
 def _described(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{os.cpu_count()} cores of {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    return (
+        f"{os.cpu_count()} cores of {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    )

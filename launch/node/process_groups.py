@@ -1,4 +1,6 @@
-"""Helpers for process groups: gather objects, create the groups of pipeline stages, destroy all groups."""
+"""Helpers for process groups: gather objects, create the groups of pipeline stages, destroy all
+groups.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ T = TypeVar("T")
 
 
 def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks of `control`, by rank; [value] if it is None. All ranks must call it."""
+    """Return the values of all ranks of `control`, by rank; [value] if it is None.
+
+    All ranks must call it.
+    """
     if control is None:
         return [value]
     found: list[Any] = [None] * dist.get_world_size(control)
@@ -21,8 +26,11 @@ def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:
     return found
 
 
-def group_of_stage(plan: Plan, rank: int, control: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that call the same graphs in the same order: all ranks, or those with the same pipeline stages.
+def group_of_stage(
+    plan: Plan, rank: int, control: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that call the same graphs in the same order: all ranks, or
+    those with the same pipeline stages.
 
     Args:
         plan: plan of the run.
@@ -41,9 +49,9 @@ def group_of_stage(plan: Plan, rank: int, control: dist.ProcessGroup | None) -> 
 def leave_groups() -> None:
     """Destroy all of this process's groups, and end their threads.
 
-    torch ends a group's threads when its last reference is dropped, and one may be left in a garbage cycle. A
-    gloo thread that is still alive when the interpreter ends, and only then releases a tensor, aborts a
-    process that has completed all of its work.
+    torch ends a group's threads when its last reference is dropped, and one may be left in a
+    garbage cycle. A gloo thread that is still alive when the interpreter ends, and only then
+    releases a tensor, aborts a process that has completed all of its work.
     """
     dist.destroy_process_group()
     gc.collect()

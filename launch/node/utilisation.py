@@ -1,4 +1,6 @@
-"""Model FLOPs utilization (MFU) of a run: the operations of its step graphs, relative to the peak rate of its devices."""
+"""Model FLOPs utilization (MFU) of a run: the operations of its step graphs, relative to the peak
+rate of its devices.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from trainload.sharding.planner.plan_costs import sizes_of
 from trainload.sharding.plans.plan import Plan
 
 Work = Mapping[str, Mapping[str, tuple[float, float]]]
-"""Captured graph -> dtype -> operations of matrix products in a call: (constant part, part for each row)."""
+"""Captured graph -> dtype -> operations of matrix products in a call: (constant part, part for each
+row).
+"""
 
 
 def work_of(steps: Mapping[str, StepGraph], rows: int) -> dict[str, dict[str, tuple[float, float]]]:
@@ -32,12 +36,16 @@ def work_of(steps: Mapping[str, StepGraph], rows: int) -> dict[str, dict[str, tu
 
     Args:
         steps: step graphs by the name of the captured graph.
-        rows: number of rows of a call. Near it, the operations are assumed to be linear in the rows.
+        rows: number of rows of a call. Near it, the operations are assumed to be linear in the
+            rows.
     """
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for name, step in steps.items():
         here, there = _operations(step, rows), _operations(step, 2 * rows)
-        found[name] = {dtype: (2 * here[dtype] - there[dtype], (there[dtype] - here[dtype]) / rows) for dtype in here}
+        found[name] = {
+            dtype: (2 * here[dtype] - there[dtype], (there[dtype] - here[dtype]) / rows)
+            for dtype in here
+        }
     return found
 
 
@@ -52,7 +60,11 @@ def _operations(step: StepGraph, rows: int) -> dict[str, float]:
     for node in step.module.graph.nodes:
         if count := flops(node, sizes):
             made = node.meta["val"]
-            first = next(each for each in (made if isinstance(made, tuple | list) else (made,)) if each is not None)
+            first = next(
+                each
+                for each in (made if isinstance(made, tuple | list) else (made,))
+                if each is not None
+            )
             dtype = str(first.dtype).removeprefix("torch.")
             found[dtype] = found.get(dtype, 0.0) + count
     return found
@@ -72,7 +84,8 @@ class Utilisation:
         self._work, self._recipe, self._plan, self._peaks = work, recipe, plan, peaks
 
     def of(self, step: int, variants: Sequence[str], seconds: float) -> float:
-        """Return the utilization of a step: the model's operations relative to the devices' peak in this time.
+        """Return the utilization of a step: the model's operations relative to the devices' peak in
+        this time.
 
         Args:
             step: number of the step.
@@ -90,27 +103,35 @@ class Utilisation:
 
 
 def rate(peaks: Mapping[str, float], dtype: str) -> float:
-    """Return the peak operations per second for a dtype; for an unknown dtype, those for float32."""
+    """Return the peak operations per second for a dtype; for an unknown dtype, those for
+    float32.
+    """
     return peaks.get(dtype) or peaks["float32"]
 
 
 def peaks_of(device: torch.device, dtypes: Iterable[str], cache_dir: Path) -> dict[str, float]:
     """Return the peak operations per second of a device by dtype.
 
-    They are from its data sheet (sharding/planner/devices). For a device without one, the rate of large matrix
-    products is measured once and stored in the node's cache.
+    They are from its data sheet (sharding/planner/devices). For a device without one, the rate of
+    large matrix products is measured once and stored in the node's cache.
 
     Args:
         device: device of this process. For a CPU, the process's number of threads counts.
         dtypes: dtypes of the run's products. The result always contains float32.
         cache_dir: the node's cache.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{torch.get_num_threads()}"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()}-{torch.get_num_threads()}"
+    )
     profile = profile_of_product(name) if device.type == "cuda" else None
     if profile is not None and profile.peak_flops:
         return dict(profile.peak_flops)
     folder = private_folder(cache_dir / "peaks")
-    path = folder / f"{socket.gethostname()}-{name.replace(os.sep, '-')}-torch{torch.__version__}.json"
+    path = (
+        folder / f"{socket.gethostname()}-{name.replace(os.sep, '-')}-torch{torch.__version__}.json"
+    )
     kept: dict[str, float] = json.loads(path.read_bytes()) if path.exists() else {}
     lacking = {"float32", *dtypes} - kept.keys()
     if lacking:
@@ -120,7 +141,9 @@ def peaks_of(device: torch.device, dtypes: Iterable[str], cache_dir: Path) -> di
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the memory usage of this process in bytes: on a GPU, reserved by torch's allocator; on a CPU, resident."""
+    """Return the memory usage of this process in bytes: on a GPU, reserved by torch's allocator; on
+    a CPU, resident.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     with Path("/proc/self/statm").open("rb") as file:

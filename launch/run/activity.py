@@ -1,4 +1,6 @@
-"""Current activity of a rank: updated by its training thread, read by the thread that reports it."""
+"""Current activity of a rank: updated by its training thread, read by the thread that reports
+it.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,12 @@ class Doing:
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step + 1}"
-        said = self.collective or (f"no collective of {self.graph} yet" if self.graph else "no collective yet")
-        return f"{self.phase}{at}, last collective: {said}" + (f", at {self.place}" if self.place else "")
+        said = self.collective or (
+            f"no collective of {self.graph} yet" if self.graph else "no collective yet"
+        )
+        return f"{self.phase}{at}, last collective: {said}" + (
+            f", at {self.place}" if self.place else ""
+        )
 
 
 class Activity:
@@ -78,7 +84,9 @@ class Activity:
         self._numbers: dict[str, dict[str, list[int]]] = {}
         self._count: Callable[[], dict[str, int]] = dict
 
-    def know(self, collectives: Mapping[str, Sequence[Collective]], count: Callable[[], dict[str, int]]) -> None:
+    def know(
+        self, collectives: Mapping[str, Sequence[Collective]], count: Callable[[], dict[str, int]]
+    ) -> None:
         """Set the information by which collectives are described from now on.
 
         Args:
@@ -86,7 +94,10 @@ class Activity:
             count: function that returns process group -> number of collectives that this rank has
                 begun in it.
         """
-        self._called = {graph: [each for each in listed if each.is_called] for graph, listed in collectives.items()}
+        self._called = {
+            graph: [each for each in listed if each.is_called]
+            for graph, listed in collectives.items()
+        }
         for graph, called in self._called.items():
             by_group = self._numbers[graph] = defaultdict(list)
             for number, each in enumerate(called, 1):
@@ -116,14 +127,28 @@ class Activity:
         self._marks += 1
 
     def now(self) -> Doing:
-        """Return a snapshot. Since the rank keeps running, its fields may be from slightly different moments."""
+        """Return a snapshot.
+
+        Since the rank keeps running, its fields may be from slightly different moments.
+        """
         begun = self._begun()
         issued = 0 if begun is None else begun[1]
         last = self._in_words(begun or self._last)
-        return Doing(self._phase, self._step, self._marks, self._graph, issued, last, self._place(), self._memory())
+        return Doing(
+            self._phase,
+            self._step,
+            self._marks,
+            self._graph,
+            issued,
+            last,
+            self._place(),
+            self._memory(),
+        )
 
     def _begun(self) -> tuple[str, int] | None:
-        """Return the current graph and the number (1-based) of the last collective that its call has begun; None if there is none."""
+        """Return the current graph and the number (1-based) of the last collective that its call
+        has begun; None if there is none.
+        """
         count = self._count()
         last = 0
         for group, numbers in self._numbers.get(self._graph, {}).items():

@@ -16,7 +16,14 @@ from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.run.activity import Activity
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event, Journal, last_word
-from trainload.launching.run.run_state import STATE_FILE, STATE_SECONDS, RankSeen, Summary, read_state, write_state
+from trainload.launching.run.run_state import (
+    STATE_FILE,
+    STATE_SECONDS,
+    RankSeen,
+    Summary,
+    read_state,
+    write_state,
+)
 
 
 class Request(IntEnum):
@@ -38,28 +45,42 @@ _FILES = {Request.CHECKPOINT: "checkpoint-now", Request.STOP: "stop"}
 def asked_by_file(run_dir: Path) -> Request:
     """Return the request that the files in a run's folder make; NONE if storage fails."""
     with suppress(OSError):
-        return max((request for request, name in _FILES.items() if (run_dir / name).exists()), default=Request.NONE)
+        return max(
+            (request for request, name in _FILES.items() if (run_dir / name).exists()),
+            default=Request.NONE,
+        )
     return Request.NONE
 
 
 def asked_since_lost(run_dir: Path) -> bool:
-    """Return True if a stop was requested after a lost driver last wrote the run's state, by the files' modification times."""
+    """Return True if a stop was requested after a lost driver last wrote the run's state, by the
+    files' modification times.
+    """
     state = read_state(run_dir)
     if state is None or (state.over and state.summary.error != LostClusterError.__name__):
         return False
     with suppress(OSError):
-        return (run_dir / Request.STOP.file).stat().st_mtime_ns > (run_dir / STATE_FILE).stat().st_mtime_ns
+        return (run_dir / Request.STOP.file).stat().st_mtime_ns > (
+            run_dir / STATE_FILE
+        ).stat().st_mtime_ns
     return False
 
 
 def take_back(run_dir: Path, *requests: Request) -> None:
-    """Remove the files of requests that were fulfilled or are obsolete; of all requests if none is passed. Raises OSError."""
+    """Remove the files of requests that were fulfilled or are obsolete; of all requests if none is
+    passed.
+
+    Raises OSError.
+    """
     for request in requests or _FILES:
         (run_dir / request.file).unlink(missing_ok=True)
 
 
 def clear_requests(run_dir: Path) -> None:
-    """Remove the files of all requests before a run begins. Raises StorageError if that fails, since they would apply again."""
+    """Remove the files of all requests before a run begins.
+
+    Raises StorageError if that fails, since they would apply again.
+    """
     try:
         take_back(run_dir)
     except OSError as error:
@@ -78,7 +99,9 @@ class Contact(Protocol):
         """Send an event to the journal. It may not have arrived when this returns."""
 
     def flush(self) -> None:
-        """Wait until the journal has all events so far, or the journal is not writable at the moment."""
+        """Wait until the journal has all events so far, or the journal is not writable at the
+        moment.
+        """
 
     def asked(self) -> Request:
         """Return the pending request. Only rank 0 calls it."""
@@ -94,7 +117,8 @@ class Contact(Protocol):
 
 
 class FileContact:
-    """A `Contact` without Ray: the worker itself writes the journal and reads request files. There is no hang detection.
+    """A `Contact` without Ray: the worker itself writes the journal and reads request files. There
+    is no hang detection.
 
     Args:
         run_dir: the run's folder.
@@ -105,7 +129,9 @@ class FileContact:
             written then.
     """
 
-    def __init__(self, run_dir: Path, rank: int, summary: Summary, check_driver: CheckDriver | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, rank: int, summary: Summary, check_driver: CheckDriver | None = None
+    ) -> None:
         self._run_dir, self._rank = run_dir, rank
         self._check_driver = check_driver
         self._journal = Journal(run_dir)
@@ -160,7 +186,11 @@ class FileContact:
     def _leave_word(self, *, over: bool) -> None:
         ranks = {}
         if self._activity is not None:
-            ranks = {self._rank: RankSeen.of(socket.gethostname(), os.getpid(), 0.0, self._activity.now())}
+            ranks = {
+                self._rank: RankSeen.of(
+                    socket.gethostname(), os.getpid(), 0.0, self._activity.now()
+                )
+            }
         with suppress(OSError, LeaseLostError):  # if storage fails, this update is skipped
             if self._check_driver is not None:
                 self._check_driver()

@@ -12,7 +12,15 @@ from pathlib import Path
 from trainload.core.errors import StorageError
 from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, OtherLease
-from trainload.launching.run.run_state import FRESH_SECONDS, STATE_FILE, RunState, Summary, put_state, read_state, write_state
+from trainload.launching.run.run_state import (
+    FRESH_SECONDS,
+    STATE_FILE,
+    RunState,
+    Summary,
+    put_state,
+    read_state,
+    write_state,
+)
 
 FOLDER = "driver"
 CheckDriver = Callable[[], None]
@@ -20,7 +28,10 @@ CheckDriver = Callable[[], None]
 
 
 def other_driver(run_dir: Path) -> str | None:
-    """Return who drives a run, for people; None if nobody else does. Raises: StorageError: its folder cannot be read."""
+    """Return who drives a run, for people; None if nobody else does.
+
+    Raises: StorageError: its folder cannot be read.
+    """
     leases = _leases(run_dir)
     if leases.last() is None:
         return _driver_without_lease(run_dir)
@@ -29,7 +40,10 @@ def other_driver(run_dir: Path) -> str | None:
 
 
 def check_no_driver(run_dir: Path) -> None:
-    """Check that nobody drives a run. Raises: StorageError: somebody does, or its folder cannot be read."""
+    """Check that nobody drives a run.
+
+    Raises: StorageError: somebody does, or its folder cannot be read.
+    """
     owner = other_driver(run_dir)
     if owner is not None:
         raise _driven_elsewhere(run_dir, owner)
@@ -39,8 +53,8 @@ def check_no_driver(run_dir: Path) -> None:
 def driving(run_dir: Path) -> Iterator[CheckDriver]:
     """Drive a run inside the block. If several processes try concurrently, exactly one does.
 
-    What runs inside replaces the run's state; if it never does, the state is left as it was before. If storage cannot be written now, no
-    lease is taken: what runs inside waits for the storage.
+    What runs inside replaces the run's state; if it never does, the state is left as it was before.
+    If storage cannot be written now, no lease is taken: what runs inside waits for the storage.
 
     Yields:
         A function that raises LeaseLostError if another process drives the run now.
@@ -53,7 +67,12 @@ def driving(run_dir: Path) -> Iterator[CheckDriver]:
     said = None
     with suppress(OSError):
         summary = Summary() if before is None else before.summary
-        said = write_state(run_dir, 0, summary.model_copy(update={"phase": "waiting", "message": "", "error": ""}), {})
+        said = write_state(
+            run_dir,
+            0,
+            summary.model_copy(update={"phase": "waiting", "message": "", "error": ""}),
+            {},
+        )
     try:
         yield _nobody_else if held is None else held.check
     finally:
@@ -64,7 +83,10 @@ def driving(run_dir: Path) -> Iterator[CheckDriver]:
 
 
 def _claimed(run_dir: Path) -> HeldLease[LeaseRecord] | None:
-    """Take the lease; None if storage cannot be written. Raises: StorageError: another process holds it."""
+    """Take the lease; None if storage cannot be written.
+
+    Raises: StorageError: another process holds it.
+    """
     leases = _leases(run_dir)
     if leases.last() is None and (owner := _driver_without_lease(run_dir)) is not None:
         raise _driven_elsewhere(run_dir, owner)
@@ -83,7 +105,9 @@ def _claimed(run_dir: Path) -> HeldLease[LeaseRecord] | None:
 def _driver_without_lease(run_dir: Path) -> str | None:
     """Return who drives a run that was begun before drivers had leases."""
     state = read_state(run_dir)
-    return f"process {state.pid} on {state.host}" if state is not None and state.of_another else None
+    return (
+        f"process {state.pid} on {state.host}" if state is not None and state.of_another else None
+    )
 
 
 def _restore(run_dir: Path, before: RunState | None) -> None:
@@ -96,7 +120,9 @@ def _restore(run_dir: Path, before: RunState | None) -> None:
 
 def _leases(run_dir: Path) -> Leases[LeaseRecord]:
     hint = "Another process is driving the run: watch it with `trainload status`."
-    return Leases(FolderFiles(run_dir), FOLDER, where=str(run_dir), kinds=PLAIN, hint=hint, regains=True)
+    return Leases(
+        FolderFiles(run_dir), FOLDER, where=str(run_dir), kinds=PLAIN, hint=hint, regains=True
+    )
 
 
 def _nobody_else() -> None:
@@ -105,4 +131,9 @@ def _nobody_else() -> None:
 
 def _driven_elsewhere(run_dir: Path, owner: str) -> StorageError:
     hint = "Watch it with `trainload status`, or end it with `trainload stop`."
-    return StorageError("the run is already being driven", where=str(run_dir), got=f"its driver is {owner}", hint=hint)
+    return StorageError(
+        "the run is already being driven",
+        where=str(run_dir),
+        got=f"its driver is {owner}",
+        hint=hint,
+    )

@@ -42,7 +42,10 @@ def append_log(run_dir: Path, rank: int, text: str) -> None:
 
 @contextmanager
 def tracebacks_to(write: Callable[[str], object]) -> Iterator[None]:
-    """Pass the traceback of an exception raised in the context to `write`, and re-raise it. RunInterrupted is only re-raised."""
+    """Pass the traceback of an exception raised in the context to `write`, and re-raise it.
+
+    RunInterrupted is only re-raised.
+    """
     try:
         yield
     except RunInterrupted:
@@ -57,10 +60,10 @@ class Event:
     """An event of a run. Credentials in its texts are redacted.
 
     Attributes:
-        kind: start (of an attempt), stage, step, eval, checkpoint (published), warning, waiting (for
-            nodes or storage), failure (of an attempt, with the action that follows), preemption (of a
-            node, announced), resize (of the world), end (after the last step), failed or stopped (the
-            run).
+        kind: start (of an attempt), stage, step, eval, checkpoint (published), warning, waiting
+            (for nodes or storage), failure (of an attempt, with the action that follows),
+            preemption (of a node, announced), resize (of the world), end (after the last step),
+            failed or stopped (the run).
         data: JSON data, which depends on the kind.
         time: seconds since 1970.
 
@@ -79,7 +82,9 @@ class Event:
 
 
 def event_of(line: str | bytes) -> Event | None:
-    """Parse a line of the journal; None for an incomplete line, whose writer was killed or had no disk space."""
+    """Parse a line of the journal; None for an incomplete line, whose writer was killed or had no
+    disk space.
+    """
     try:
         entry = json.loads(line)
     except ValueError:
@@ -88,7 +93,10 @@ def event_of(line: str | bytes) -> Event | None:
 
 
 class Journal:
-    """Writer of a journal. Lines are appended with a single write, so that those of several processes do not mix."""
+    """Writer of a journal.
+
+    Lines are appended with a single write, so that those of several processes do not mix.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / JOURNAL
@@ -102,9 +110,17 @@ class Journal:
         self.append([Event(kind, data, time.time())])
 
     def append(self, events: list[Event]) -> None:
-        """Append events, and remove those that were written from the list. The errors are those of `write`."""
+        """Append events, and remove those that were written from the list.
+
+        The errors are those of `write`.
+        """
         lines = [
-            json.dumps({"kind": each.kind, "time": each.time, "data": dict(each.data)}, separators=(",", ":")) + "\n" for each in events
+            json.dumps(
+                {"kind": each.kind, "time": each.time, "data": dict(each.data)},
+                separators=(",", ":"),
+            )
+            + "\n"
+            for each in events
         ]
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -118,18 +134,26 @@ class Journal:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            hint = "Free some disk space, then resume the run." if error.errno == errno.ENOSPC else ""
-            raise StorageError(f"the journal cannot be written: {error.strerror}", where=str(self._path), hint=hint) from error
+            hint = (
+                "Free some disk space, then resume the run." if error.errno == errno.ENOSPC else ""
+            )
+            raise StorageError(
+                f"the journal cannot be written: {error.strerror}", where=str(self._path), hint=hint
+            ) from error
 
 
 def _ends_whole(descriptor: int) -> bool:
-    """Return True if the last line of a file is complete. It need not be if its writer was killed or had no disk space."""
+    """Return True if the last line of a file is complete.
+
+    It need not be if its writer was killed or had no disk space.
+    """
     size = os.fstat(descriptor).st_size
     return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 class Follower:
-    """Reader of a growing journal. It reads line by line, since a journal may be larger than the memory.
+    """Reader of a growing journal. It reads line by line, since a journal may be larger than the
+    memory.
 
     Incomplete lines at the end, such as those of a worker that was killed, are ignored.
 
@@ -143,7 +167,10 @@ class Follower:
             self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
 
     def new(self) -> Iterator[Event]:
-        """Yield the events since the last call. Raises StorageError if the journal cannot be read."""
+        """Yield the events since the last call.
+
+        Raises StorageError if the journal cannot be read.
+        """
         with reading("the journal", self._path):
             if not self._path.exists():
                 return
@@ -192,12 +219,18 @@ def stream_events(run_dir: Path) -> Iterator[Event]:
 
 
 def read_events(run_dir: Path) -> list[Event]:
-    """Return all events of a run so far. Those of a million steps take 2.3 GiB of memory. The errors are those of `Follower`."""
+    """Return all events of a run so far.
+
+    Those of a million steps take 2.3 GiB of memory. The errors are those of `Follower`.
+    """
     return list(stream_events(run_dir))
 
 
 def losses(events: Iterable[Event]) -> list[float]:
-    """Return the loss of every step, in order. If a step was repeated after a restart, its last loss counts."""
+    """Return the loss of every step, in order.
+
+    If a step was repeated after a restart, its last loss counts.
+    """
     by_step = {int(e.data["step"]): float(e.data["loss"]) for e in events if e.kind == "step"}
     return [by_step[s] for s in sorted(by_step)]
 
@@ -205,5 +238,9 @@ def losses(events: Iterable[Event]) -> list[float]:
 def last_word(error: BaseException) -> Event:
     """Return the last event of a run that ends with an error before its last step."""
     kind = "stopped" if isinstance(error, RunInterrupted | KeyboardInterrupt) else "failed"
-    message = str(error) or ("ended at once, without a checkpoint" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
+    message = str(error) or (
+        "ended at once, without a checkpoint"
+        if isinstance(error, KeyboardInterrupt)
+        else type(error).__name__
+    )
     return Event(kind, {"error": type(error).__name__, "message": message}, time.time())

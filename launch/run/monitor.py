@@ -16,8 +16,8 @@ class Hang:
     Attributes:
         ranks: ranks that block it; all ranks if they wait in the same place.
         why: description for people.
-        seconds: time since the first of `ranks` last made progress; if they never reported, since the
-            first of the others did.
+        seconds: time since the first of `ranks` last made progress; if they never reported, since
+            the first of the others did.
         doing: last known activity of every rank.
     """
 
@@ -80,31 +80,54 @@ class Monitor:
         return {rank: seen.doing for rank, seen in sorted(self._ranks.items())}
 
     def hang(self) -> Hang | None:
-        """Return the hang, if there is one. If called rarely, it finds hangs late, but reports no false ones."""
+        """Return the hang, if there is one.
+
+        If called rarely, it finds hangs late, but reports no false ones.
+        """
         now = self._clock()
-        silent = [rank for rank, seen in self._ranks.items() if now - seen.heard > self._limit(seen)]
+        silent = [
+            rank for rank, seen in self._ranks.items() if now - seen.heard > self._limit(seen)
+        ]
         if silent:
-            return self._found(silent, "no heartbeat from {}: stopped, or its node is unreachable", now)
-        # Ranks wait for each other at every step: as long as one of them makes progress, nothing hangs.
-        if not self._ranks or any(now - seen.moved <= self._limit(seen) for seen in self._ranks.values()):
+            return self._found(
+                silent, "no heartbeat from {}: stopped, or its node is unreachable", now
+            )
+        # Ranks wait for each other at every step: as long as one of them makes progress, nothing
+        # hangs.
+        if not self._ranks or any(
+            now - seen.moved <= self._limit(seen) for seen in self._ranks.values()
+        ):
             return None
         unheard = sorted(set(range(self._world)) - set(self._ranks))
         if unheard:  # the ranks that have reported wait for them
             return self._found(unheard, "{} never reported, and the others wait", now)
         positions = {rank: _position(seen.doing) for rank, seen in self._ranks.items()}
-        behind = [rank for rank, position in positions.items() if position == min(positions.values())]
+        behind = [
+            rank for rank, position in positions.items() if position == min(positions.values())
+        ]
         if len(behind) == self._world and self._world > 1:
             return self._found(
-                behind, "{} wait in the same place: for the network between them, or for one of them inside an operator", now
+                behind,
+                "{} wait in the same place: for the network between them, or for one of them inside"
+                " an operator",
+                now,
             )
-        return self._found(behind, "{} made no progress" + ("" if self._world == 1 else ", and the others wait"), now)
+        return self._found(
+            behind,
+            "{} made no progress" + ("" if self._world == 1 else ", and the others wait"),
+            now,
+        )
 
     def _limit(self, seen: _Seen) -> float:
         return max(self._hang_timeout, self._others.get(seen.doing.phase, 0.0))
 
     def _found(self, ranks: list[int], why: str, now: float) -> Hang:
-        moved = [seen.moved for rank, seen in self._ranks.items() if rank in ranks] or [seen.moved for seen in self._ranks.values()]
-        return Hang(tuple(sorted(ranks)), why.format(in_words(sorted(ranks))), now - min(moved), self.doing)
+        moved = [seen.moved for rank, seen in self._ranks.items() if rank in ranks] or [
+            seen.moved for seen in self._ranks.values()
+        ]
+        return Hang(
+            tuple(sorted(ranks)), why.format(in_words(sorted(ranks))), now - min(moved), self.doing
+        )
 
 
 def in_words(ranks: Sequence[int]) -> str:

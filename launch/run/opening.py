@@ -15,19 +15,22 @@ from trainload.packaging.package import Package
 def frozen_package(spec: RunSpec) -> Package:
     """Open a run's package as it was frozen; the output of the run is based on it.
 
-    A package in a store is fetched into this node's cache first. The errors are those of `open_for_run` and
-    `fetched`.
+    A package in a store is fetched into this node's cache first. The errors are those of
+    `open_for_run` and `fetched`.
     """
     path, source = Path(spec.package), None
     if is_reference(spec.package):
         assert spec.digest is not None  # runs have recorded it for longer than stores have existed
         path, source = fetched(spec.package, default_cache_dir(), spec.digest), spec.package
-    package = open_for_run(path, spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions)
+    package = open_for_run(
+        path, spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions
+    )
     return replace(package, source=source)
 
 
 def trained_package(spec: RunSpec) -> Package:
-    """Open a run's package and apply the run's overrides: the package that is planned, compiled and trained.
+    """Open a run's package and apply the run's overrides: the package that is planned, compiled and
+    trained.
 
     The errors are those of `frozen_package`.
     """

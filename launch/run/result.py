@@ -37,7 +37,8 @@ class RunResult:
         steps: number of updates.
         first_loss: training loss of the first step.
         last_loss: training loss of the last step.
-        evaluations: {step, loss, metrics, seconds} of each evaluation on the held-out data, in order.
+        evaluations: {step, loss, metrics, seconds} of each evaluation on the held-out data, in
+            order.
         seconds: stage -> duration in seconds.
         restarts: number of restarts of the workers.
         checkpoint: folder or URL of the last checkpoint.
@@ -45,7 +46,9 @@ class RunResult:
         output_digest: digest of that package.
 
     Example:
-        result = trainload.launch(package, plan, "train.parquet", run_dir="runs/first", output="trained.tl")
+        result = trainload.launch(
+            package, plan, "train.parquet", run_dir="runs/first", output="trained.tl"
+        )
         print(result.last_loss, result.checkpoint, result.output)
     """
 
@@ -64,8 +67,8 @@ class RunResult:
 def finish(spec: RunSpec, package: Package) -> RunResult:
     """Write the outputs of a run, and return its result.
 
-    The outputs are the adapters, if there are any, and the trained package, if the run has an output path,
-    with adapters merged into its weights.
+    The outputs are the adapters, if there are any, and the trained package, if the run has an
+    output path, with adapters merged into its weights.
 
     Args:
         spec: the run.
@@ -73,13 +76,18 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
 
     Raises:
         TrainingError: the run has no complete checkpoint.
-        StorageError: the output's path exists, the disk is full, or the checkpoints cannot be reached.
+        StorageError: the output's path exists, the disk is full, or the checkpoints cannot be
+            reached.
     """
     run_dir = Path(spec.run_dir)
     place = place_of(run_dir, spec.checkpoints)
     usable = usable_checkpoint(place, patience=spec.storage_patience)
     if usable.path is None:
-        raise TrainingError("the run has no usable checkpoint", where=place.where, got="; ".join(usable.rejected) or "none")
+        raise TrainingError(
+            "the run has no usable checkpoint",
+            where=place.where,
+            got="; ".join(usable.rejected) or "none",
+        )
     checkpoint = Checkpoint.open(usable.path)
     mean = spec.weights == "mean"
     asked = spec.overrides.adapters
@@ -108,7 +116,8 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
 def check_output(spec: RunSpec, *, new: bool) -> None:
     """Check that the trained package can be written.
 
-    A resumed run may have been killed after it wrote its output; `finish` compares the existing one.
+    A resumed run may have been killed after it wrote its output; `finish` compares the existing
+    one.
 
     Raises:
         StorageError: something else exists there, or the folder is not writable.
@@ -118,15 +127,25 @@ def check_output(spec: RunSpec, *, new: bool) -> None:
     check_name(Path(spec.output))
     folder = Path(spec.output).parent
     if not folder.is_dir():
-        raise StorageError("there is no such folder", where=str(folder), hint="Create it, or choose another --output.")
-    check_writable_folder(folder, "the trained package cannot be written there", "Choose another --output.")
+        raise StorageError(
+            "there is no such folder",
+            where=str(folder),
+            hint="Create it, or choose another --output.",
+        )
+    check_writable_folder(
+        folder, "the trained package cannot be written there", "Choose another --output."
+    )
     if not Path(spec.output).exists() or (not new and _parent(Path(spec.output)) == spec.digest):
         return
-    raise StorageError("it exists already", where=spec.output, hint="Choose another --output, or remove it.")
+    raise StorageError(
+        "it exists already", where=spec.output, hint="Choose another --output, or remove it."
+    )
 
 
 def _parent(path: Path) -> str | None:
-    """Return the digest of the package from which a package was trained; None if there is none, or no package at this path."""
+    """Return the digest of the package from which a package was trained; None if there is none, or
+    no package at this path.
+    """
     try:
         return Manifest.from_bytes(read_manifest(path), MANIFEST).parent
     except (OSError, TrainloadError):
@@ -139,7 +158,9 @@ def _training(spec: RunSpec, checkpoint: Checkpoint) -> TrainingEntry:
     return TrainingEntry(steps=index.step, data=index.data.fingerprint, changed=settings_of(spec))
 
 
-def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str, Tensor]], training: TrainingEntry) -> Package:
+def _write_trained(
+    package: Package, spec: RunSpec, tensors: Iterable[tuple[str, Tensor]], training: TrainingEntry
+) -> Package:
     """Write a run's output.
 
     If the same output exists already, because the run was killed after writing it, it is kept.
@@ -152,7 +173,9 @@ def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str,
     if not output.exists():
         return with_weights(package, output, tensors, training=training, trained=names)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-        again = with_weights(package, Path(folder) / output.name, tensors, training=training, trained=names)
+        again = with_weights(
+            package, Path(folder) / output.name, tensors, training=training, trained=names
+        )
         if sha256_bytes(read_manifest(output)) != again.digest:
             raise StorageError(
                 "the run's result cannot be written: another file or folder is in its place",
@@ -164,7 +187,8 @@ def _write_trained(package: Package, spec: RunSpec, tensors: Iterable[tuple[str,
 
 
 class _Told:
-    """Summary of a whole journal, computed in one pass. If a step was repeated, its last occurrence counts.
+    """Summary of a whole journal, computed in one pass. If a step was repeated, its last occurrence
+    counts.
 
     Attributes:
         first: (step, loss) of the first step.

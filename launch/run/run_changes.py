@@ -30,10 +30,14 @@ def changed(spec: RunSpec, step: int, settings: RunSettings) -> RunSpec:
             values; the same holds for each override.
 
     Raises:
-        JobError: a setting cannot be changed in the middle of a run, or the run has already done the
-            new number of steps.
+        JobError: a setting cannot be changed in the middle of a run, or the run has already done
+            the new number of steps.
     """
-    given: dict[str, Any] = {name: getattr(settings, name) for name in settings.model_fields_set if name in RunSettings.model_fields}
+    given: dict[str, Any] = {
+        name: getattr(settings, name)
+        for name in settings.model_fields_set
+        if name in RunSettings.model_fields
+    }
     if given.get("steps", 0) is None:
         del given["steps"]
     overrides: Overrides = given.pop("overrides", Overrides())
@@ -41,7 +45,10 @@ def changed(spec: RunSpec, step: int, settings: RunSettings) -> RunSpec:
     _check_changeable(RunSettings, given)
     if given.get("steps", step + 1) <= step:
         raise JobError(
-            "the run has already completed this many steps", where="steps", expected=f"more than {step}", got=str(given["steps"])
+            "the run has already completed this many steps",
+            where="steps",
+            expected=f"more than {step}",
+            got=str(given["steps"]),
         )
     update = {name: getattr(overrides, name) for name in overrides.model_fields_set}
     update["group_lr"] = {**spec.overrides.group_lr, **overrides.group_lr}
@@ -59,14 +66,20 @@ def changed(spec: RunSpec, step: int, settings: RunSettings) -> RunSpec:
 def _check_changeable(model: type[BaseModel], names: Mapping[str, Any] | set[str]) -> None:
     for name, field in model.model_fields.items():
         if name in names and (reason := info_of(field).fixed):
-            raise JobError(f"{name} cannot be changed in the middle of a run: {reason}", where="resume")
+            raise JobError(
+                f"{name} cannot be changed in the middle of a run: {reason}", where="resume"
+            )
 
 
 def settings_of(spec: RunSpec) -> tuple[SettingsEntry, ...]:
     """Return the training settings that a run's output package records."""
     found = []
     for change in _history(spec):
-        settings = {n: value for n, value in change.settings.items() if n == "steps" or n.partition(".")[0] in Overrides.model_fields}
+        settings = {
+            n: value
+            for n, value in change.settings.items()
+            if n == "steps" or n.partition(".")[0] in Overrides.model_fields
+        }
         if settings:
             found.append(SettingsEntry(step=change.step, settings=settings))
     return tuple(found)

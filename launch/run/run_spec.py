@@ -1,4 +1,6 @@
-"""The description of a run, run.json: written at the launch, read by every worker and by `resume`."""
+"""The description of a run, run.json: written at the launch, read by every worker and by
+`resume`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ _ELSEWHERE = "; or name another folder"
 
 
 class Change(BaseModel):
-    """Settings that apply from a step on, by their names in `--set`. The first change has step 0 and the settings of the launch."""
+    """Settings that apply from a step on, by their names in `--set`.
+
+    The first change has step 0 and the settings of the launch.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,7 +40,10 @@ class Change(BaseModel):
 
 
 class RunSpec(RunSettings):
-    """A run: its settings, package, plans and data. Paths are absolute; `run_dir` and the data are on shared storage."""
+    """A run: its settings, package, plans and data.
+
+    Paths are absolute; `run_dir` and the data are on shared storage.
+    """
 
     version: int = 1
     package: str
@@ -52,22 +60,37 @@ class RunSpec(RunSettings):
     sinks: tuple[SinkName, ...] = ()
     eval_data: str | None = None
     made: dict[Literal["data", "eval_data"], str] = Field(default_factory=dict)
-    """Descriptions of the sources of data that was not in a file, and is stored in the run's folder."""
+    """Descriptions of the sources of data that was not in a file, and is stored in the run's
+    folder.
+    """
     output: str | None = None
     changes: tuple[Change, ...] = ()
-    """Changes in order; () if nothing was changed since the launch. `overrides` and the other settings are those in effect now."""
+    """Changes in order; () if nothing was changed since the launch.
+
+    `overrides` and the other settings are those in effect now.
+    """
     libraries: dict[str, str | None] = Field(default_factory=dict)
-    """Custom operators that the package may call: namespace -> the module or file that every worker imports for it."""
+    """Custom operators that the package may call: namespace -> the module or file that every worker
+    imports for it.
+    """
     trust_extensions: bool = False
     """True if every worker loads the operator libraries that the package contains."""
     had_checkpoint: bool = False
-    """True if the run has published a checkpoint: it does not start from step 0 if none is found."""
+    """True if the run has published a checkpoint: it does not start from step 0 if none is
+    found.
+    """
     versions: dict[str, str] = Field(default_factory=dict)
-    """Versions at the launch: python, trainload, torch, ray. Empty in runs of releases that did not record it."""
+    """Versions at the launch: python, trainload, torch, ray.
+
+    Empty in runs of releases that did not record it.
+    """
     digest: str | None = None
     """Digest of the package; None in runs of releases that did not record it."""
     policies: tuple[Policy, ...] = ()
-    """Policies that the driver found. Every worker checks the package against them, and against its own machine's."""
+    """Policies that the driver found.
+
+    Every worker checks the package against them, and against its own machine's.
+    """
 
     @property
     def evaluates(self) -> bool:
@@ -107,7 +130,9 @@ def check_new_run(run_dir: Path) -> None:
     if taken:
         raise _taken(run_dir)
     check_outside_packages(run_dir)
-    check_writable_folder(run_dir, "the run's folder cannot be written", "Choose another --run-dir.")
+    check_writable_folder(
+        run_dir, "the run's folder cannot be written", "Choose another --run-dir."
+    )
 
 
 def _taken(run_dir: Path) -> StorageError:
@@ -124,7 +149,8 @@ def write_spec(spec: RunSpec) -> None:
     If several processes create a run in the same folder concurrently, exactly one succeeds.
 
     Raises:
-        StorageError: the folder contains a run already, or cannot be written; nothing is left behind.
+        StorageError: the folder contains a run already, or cannot be written; nothing is left
+            behind.
     """
     folder = Path(spec.run_dir)
     check_new_run(folder)
@@ -138,7 +164,9 @@ def write_spec(spec: RunSpec) -> None:
             for path in made:
                 path.rmdir()
         raise StorageError(
-            f"the run's folder cannot be written: {error.strerror}", where=str(folder), hint="Choose another --run-dir."
+            f"the run's folder cannot be written: {error.strerror}",
+            where=str(folder),
+            hint="Choose another --run-dir.",
         ) from error
     if not made_here:
         raise _taken(folder)
@@ -154,7 +182,9 @@ def read_spec(run_dir: Path) -> RunSpec:
     with reading("it", path, _ELSEWHERE):
         written = path.read_bytes() if path.is_file() else None
     if written is None:
-        raise StorageError("there is no run here", where=str(run_dir), expected=f"a folder with {RUN_FILE}")
+        raise StorageError(
+            "there is no run here", where=str(run_dir), expected=f"a folder with {RUN_FILE}"
+        )
     try:
         spec = RunSpec.model_validate(parse_canonical(written, str(path)))
     except (PackageError, ValidationError) as error:

@@ -1,4 +1,6 @@
-"""State of a run, in a file that its driver replaces every second, for `trainload status` and other readers."""
+"""State of a run, in a file that its driver replaces every second, for `trainload status` and other
+readers.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,14 @@ STATE_FILE = "state.json"
 STATE_SECONDS = 1.0
 """Interval between two writes, in seconds."""
 FRESH_SECONDS = 15.0
-"""Seconds without a write after which a driver is considered lost, unless its process is known to be alive."""
+"""Seconds without a write after which a driver is considered lost, unless its process is known to
+be alive.
+"""
 
 Phase = Literal["waiting", "running", "ended", "stopped", "failed", "lost"]
-"""waiting: for nodes, or for its workers to restart. stopped: on request. lost: the driver is gone without a last word."""
+"""waiting: for nodes, or for its workers to restart. stopped: on request. lost: the driver is gone
+without a last word.
+"""
 
 
 class Summary(BaseModel):
@@ -34,15 +40,17 @@ class Summary(BaseModel):
         step: steps done. steps: all that there are to do.
         loss, gradient_norm, tokens_per_second, rows_per_second, seconds_left: of the last step.
         data_wait: share of the time of the last steps that rank 0 waited for data.
-        mfu: of the last steps, the share of what the devices could do that the model's products are. memory: bytes that the rank holds
-            which holds most.
+        mfu: of the last steps, the share of what the devices could do that the model's products
+            are. memory: bytes that the rank holds which holds most.
         evaluation: the last one's loss; evaluated_at: its step.
-        checkpoint: step of the last published one, None where there is none; checkpoint_time: when, in seconds since 1970.
+        checkpoint: step of the last published one, None where there is none; checkpoint_time: when,
+            in seconds since 1970.
         world: ranks of the last attempt. strategy: its plan's.
-        starts: attempts that got to the loop. failures: attempts that failed. warnings: how many there were.
+        starts: attempts that got to the loop. failures: attempts that failed. warnings: how many
+            there were.
         last_failure: what the driver said of the last one.
-        message: why the run stopped or failed, what it waits for, or what is done about a failure. error: the name of the error by which
-            it stopped or failed.
+        message: why the run stopped or failed, what it waits for, or what is done about a failure.
+            error: the name of the error by which it stopped or failed.
         phase: waiting, running, ended, stopped or failed.
         updated: time of the last event.
     """
@@ -88,13 +96,25 @@ class Summary(BaseModel):
         self.updated = event.time
         match event.kind:
             case "start":
-                self.step, self.steps, self.world, self.strategy = data["step"], data["steps"], data["world"], data["strategy"]
+                self.step, self.steps, self.world, self.strategy = (
+                    data["step"],
+                    data["steps"],
+                    data["world"],
+                    data["strategy"],
+                )
                 self.starts += 1
                 self.phase, self.message, self.error, self.data_wait = "running", "", "", None
                 self.mfu = None
             case "step":
-                self.step, self.loss, self.gradient_norm = data["step"] + 1, data["loss"], data["gradient_norm"]
-                self.tokens_per_second, self.rows_per_second = data.get("tokens_per_second"), data.get("rows_per_second")
+                self.step, self.loss, self.gradient_norm = (
+                    data["step"] + 1,
+                    data["loss"],
+                    data["gradient_norm"],
+                )
+                self.tokens_per_second, self.rows_per_second = (
+                    data.get("tokens_per_second"),
+                    data.get("rows_per_second"),
+                )
                 self.seconds_left = data.get("seconds_left")
                 share = min(1.0, data.get("data_wait", 0.0) / max(data["seconds"], 1e-9))
                 self.data_wait = _mean(self.data_wait, share)
@@ -124,7 +144,9 @@ def _mean(before: float | None, value: float) -> float:
 
 
 class RankSeen(BaseModel):
-    """A rank as the driver last heard of it. node: Ray's id, or a host. age: seconds since. doing: in words. memory: bytes it holds."""
+    """A rank as the driver last heard of it. node: Ray's id, or a host. age: seconds since. doing:
+    in words. memory: bytes it holds.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -139,14 +161,22 @@ class RankSeen(BaseModel):
     @classmethod
     def of(cls, node: str, pid: int, age: float, doing: Doing) -> RankSeen:
         """From what a rank says."""
-        return cls(node=node, pid=pid, age=round(age, 1), phase=doing.phase, step=doing.step, doing=str(doing), memory=doing.memory)
+        return cls(
+            node=node,
+            pid=pid,
+            age=round(age, 1),
+            phase=doing.phase,
+            step=doing.step,
+            doing=str(doing),
+            memory=doing.memory,
+        )
 
 
 class RunState(BaseModel):
     """A run at one moment.
 
-    time: seconds since 1970. host, pid: of its driver. process: what tells it from all others, as `this_process` has it; "" where that is
-    not known. attempt: its number since the driver began.
+    time: seconds since 1970. host, pid: of its driver. process: what tells it from all others, as
+    `this_process` has it; "" where that is not known. attempt: its number since the driver began.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -172,7 +202,9 @@ class RunState(BaseModel):
     def of_another(self) -> bool:
         """True if its driver is alive and is not this process."""
         return self.alive and (
-            self.process != this_process() if self.process else (self.host, self.pid) != (socket.gethostname(), os.getpid())
+            self.process != this_process()
+            if self.process
+            else (self.host, self.pid) != (socket.gethostname(), os.getpid())
         )
 
     @property
@@ -181,8 +213,13 @@ class RunState(BaseModel):
         return self.summary.phase if self.over or self.alive else "lost"
 
 
-def write_state(run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, RankSeen], *, over: bool = False) -> RunState:
-    """Replaces the file; this process is the driver. `over`: it ends now. Returns: what it says. Raises: OSError."""
+def write_state(
+    run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, RankSeen], *, over: bool = False
+) -> RunState:
+    """Replaces the file; this process is the driver.
+
+    `over`: it ends now. Returns: what it says. Raises: OSError.
+    """
     state = RunState(
         time=time.time(),
         host=socket.gethostname(),
@@ -199,14 +236,20 @@ def write_state(run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, 
 
 def put_state(run_dir: Path, state: RunState) -> None:
     """Replaces the file with what a driver, this one or another, says. Raises: OSError."""
-    replace_file(run_dir / STATE_FILE, canonical_json(_finite(state.model_dump(mode="json"))), durable=False)
+    replace_file(
+        run_dir / STATE_FILE, canonical_json(_finite(state.model_dump(mode="json"))), durable=False
+    )
 
 
 def _finite(value: object) -> object:
     """The value with null for what JSON has no number for."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
-    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
+    return (
+        None
+        if isinstance(value, float) and (value != value or abs(value) == float("inf"))
+        else value
+    )
 
 
 def read_state(run_dir: Path) -> RunState | None:

@@ -1,4 +1,6 @@
-"""Weights of low-rank adapters (Hu et al. 2021): their first values, the merge with the weights that they adapt, and peft's file."""
+"""Weights of low-rank adapters (Hu et al. 2021): their first values, the merge with the weights
+that they adapt, and peft's file.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ _PEFT = "base_model.model."
 def first_values(adapters: Sequence[LowRank], manifest: Manifest, seed: int) -> dict[str, Tensor]:
     """Return the initial values of adapters.
 
-    A is uniform within 1 / sqrt(in) of zero, which is Kaiming's bound for a = sqrt(5), as in peft; B is
-    zero. A value follows from the seed, the parameter's name and its place alone.
+    A is uniform within 1 / sqrt(in) of zero, which is Kaiming's bound for a = sqrt(5), as in peft;
+    B is zero. A value follows from the seed, the parameter's name and its place alone.
 
     Args:
         adapters: of a package's parameters.
@@ -52,8 +54,14 @@ def first_values(adapters: Sequence[LowRank], manifest: Manifest, seed: int) -> 
     return found
 
 
-def merged(checkpoint: Checkpoint, adapters: Sequence[LowRank], *, mean: bool) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a run's package as it was frozen: each adapter's W + scale B A in place of W. Otherwise as `full_parameters`."""
+def merged(
+    checkpoint: Checkpoint, adapters: Sequence[LowRank], *, mean: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a run's package as it was frozen: each adapter's W + scale B A in place of
+    W.
+
+    Otherwise as `full_parameters`.
+    """
     own = {name for each in adapters for name in (each.down, each.up)}
     adapted = {each.weight: each for each in adapters}
     for name, tensor in full_parameters(checkpoint, mean=mean):
@@ -64,12 +72,17 @@ def merged(checkpoint: Checkpoint, adapters: Sequence[LowRank], *, mean: bool) -
             yield name, tensor
             continue
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        up, down = (_parameter(checkpoint, part, mean=mean).to(wide) for part in (each.up, each.down))
+        up, down = (
+            _parameter(checkpoint, part, mean=mean).to(wide) for part in (each.up, each.down)
+        )
         yield name, (tensor.to(wide) + each.scale * (up @ down)).to(tensor.dtype)
 
 
-def write_adapters(checkpoint: Checkpoint, adapters: Sequence[LowRank], run_dir: Path, *, mean: bool) -> Path:
-    """Writes a checkpoint's adapters into the run's folder, under peft's names for them, in place of what lies there.
+def write_adapters(
+    checkpoint: Checkpoint, adapters: Sequence[LowRank], run_dir: Path, *, mean: bool
+) -> Path:
+    """Writes a checkpoint's adapters into the run's folder, under peft's names for them, in place
+    of what lies there.
 
     Raises:
         CheckpointError: a shard has changed.
@@ -78,7 +91,9 @@ def write_adapters(checkpoint: Checkpoint, adapters: Sequence[LowRank], run_dir:
     names = [name for each in adapters for name in (each.down, each.up)]
     path = run_dir / ADAPTERS_FILE
     with replacing(path) as temporary:
-        write_tensors(temporary, {_PEFT + name: _parameter(checkpoint, name, mean=mean) for name in names})
+        write_tensors(
+            temporary, {_PEFT + name: _parameter(checkpoint, name, mean=mean) for name in names}
+        )
     return path
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Adapters(BaseModel):
-    """Low-rank adapters in place of whole parameters: W becomes W + alpha / rank * B A, and only A and B are trained.
+    """Low-rank adapters in place of whole parameters: W becomes W + alpha / rank * B A, and only A
+    and B are trained.
 
     >>> Adapters(rank=8, layers=("*.q_proj.weight",)).scale
     1.0
@@ -28,11 +29,16 @@ class Adapters(BaseModel):
     rank: int = Field(ge=1)
     """Rows of A (rank, in) and columns of B (out, rank)."""
     layers: tuple[str, ...] = Field(min_length=1)
-    """Shell patterns of names of parameters W (out, in), each used as the weight of linear layers only."""
+    """Shell patterns of names of parameters W (out, in), each used as the weight of linear layers
+    only.
+    """
     alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Scale of B A, times the rank. Default: the rank."""
     also: tuple[str, ...] = ()
-    """Shell patterns of names of other parameters that are trained (norms, heads). All others keep their values."""
+    """Shell patterns of names of other parameters that are trained (norms, heads).
+
+    All others keep their values.
+    """
 
     @property
     def scale(self) -> float:
@@ -43,21 +49,31 @@ class Adapters(BaseModel):
         """The adapters of a package, in the order of its parameters.
 
         Raises:
-            JobError: a pattern fits nothing, or a parameter that cannot have an adapter of this rank; a name is taken.
+            JobError: a pattern fits nothing, or a parameter that cannot have an adapter of this
+                rank; a name is taken.
         """
         parameters = {entry.name: entry for entry in manifest.parameters}
         matrices = [entry.name for entry in manifest.parameters if len(entry.shape) == 2]
         wanted = _matched(self.layers, list(parameters), matrices, "adapters.layers")
-        tied = {entry.alias_of: entry.name for entry in manifest.parameters if entry.alias_of is not None}
+        tied = {
+            entry.alias_of: entry.name
+            for entry in manifest.parameters
+            if entry.alias_of is not None
+        }
         found = tuple(self._of(parameters[name], tied) for name in parameters if name in wanted)
         taken = {*parameters, *(buffer.name for buffer in manifest.buffers)}
-        clash = next((name for each in found for name in (each.down, each.up) if name in taken), None)
+        clash = next(
+            (name for each in found for name in (each.down, each.up) if name in taken), None
+        )
         if clash is not None:
             raise JobError(
                 "the package already has a parameter with an adapter's name",
                 where="adapters.layers",
                 got=clash,
-                hint="The package was frozen with adapters: choose other layers, or freeze it with the adapters merged.",
+                hint=(
+                    "The package was frozen with adapters: choose other layers, or freeze it with"
+                    " the adapters merged."
+                ),
             )
         return found
 
@@ -67,7 +83,9 @@ class Adapters(BaseModel):
         Raises:
             JobError: a pattern fits no trained parameter, or one that gets an adapter.
         """
-        names = list(dict.fromkeys(name for group in manifest.recipe.groups for name in group.parameters))
+        names = list(
+            dict.fromkeys(name for group in manifest.recipe.groups for name in group.parameters)
+        )
         found = _matched(self.also, names, names, "adapters.also")
         both = sorted(found & {each.weight for each in self.chosen(manifest)})
         if both:
@@ -80,12 +98,14 @@ class Adapters(BaseModel):
         return found
 
     def _of(self, entry: ParameterEntry, tied: Mapping[str, str]) -> LowRank:
-        from trainload.autograd_trace.low_rank import LowRank  # it imports torch, which `--help` must not
+        # it imports torch, which `--help` must not
+        from trainload.autograd_trace.low_rank import LowRank
 
         other = entry.alias_of or tied.get(entry.name)
         if other is not None:
             raise JobError(
-                f"{entry.name} and {other} are the same parameter, so an adapter would apply to both",
+                f"{entry.name} and {other} are the same parameter, so an adapter would apply to"
+                " both",
                 where="adapters.layers",
                 got=entry.name,
                 hint="Exclude it from the pattern, or train it without an adapter: adapters.also.",
@@ -102,16 +122,25 @@ class Adapters(BaseModel):
             raise JobError(
                 "the rank is greater than that of a layer",
                 where="adapters.rank",
-                expected=f"at most {min(entry.shape)}, as {entry.name} has shape {tuple(entry.shape)}",
+                expected=(
+                    f"at most {min(entry.shape)}, as {entry.name} has shape {tuple(entry.shape)}"
+                ),
                 got=str(self.rank),
             )
         module, _, last = entry.name.rpartition(".")
         prefix = f"{module}." if module else ""
-        return LowRank(entry.name, f"{prefix}lora_A.{last}", f"{prefix}lora_B.{last}", self.rank, self.scale)
+        return LowRank(
+            entry.name, f"{prefix}lora_A.{last}", f"{prefix}lora_B.{last}", self.rank, self.scale
+        )
 
 
-def _matched(patterns: Sequence[str], names: Sequence[str], like: Sequence[str], where: str) -> frozenset[str]:
-    """The names that some pattern fits. Raises: JobError where one fits none; it lists what is near among `like`."""
+def _matched(
+    patterns: Sequence[str], names: Sequence[str], like: Sequence[str], where: str
+) -> frozenset[str]:
+    """The names that some pattern fits.
+
+    Raises: JobError where one fits none; it lists what is near among `like`.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, like, n=5, cutoff=0.3) or list(like[:5])
@@ -119,6 +148,11 @@ def _matched(patterns: Sequence[str], names: Sequence[str], like: Sequence[str],
                 f"no {'trained ' if where == 'adapters.also' else ''}parameter matches {pattern!r}",
                 where=where,
                 expected=", ".join(near) + (", ..." if len(like) > len(near) else ""),
-                hint="Use shell patterns, such as `*.q_proj.weight`. `trainload inspect --json` lists the names.",
+                hint=(
+                    "Use shell patterns, such as `*.q_proj.weight`. `trainload inspect --json`"
+                    " lists the names."
+                ),
             )
-    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+    return frozenset(
+        name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)
+    )

@@ -1,7 +1,9 @@
-"""The package that a run trains where it changes a package's graphs: made of the frozen one once per node, kept in the node's cache.
+"""The package that a run trains where it changes a package's graphs: made of the frozen one once
+per node, kept in the node's cache.
 
-It is a package like others, with a digest of its own, so that plans, builds and checkpoints need to know nothing of where it comes from.
-Every node makes the same one of the same package: its bytes follow from the package, from what is changed and from the run's seed.
+It is a package like others, with a digest of its own, so that plans, builds and checkpoints need to
+know nothing of where it comes from. Every node makes the same one of the same package: its bytes
+follow from the package, from what is changed and from the run's seed.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Changes:
 
 @dataclass(slots=True)
 class _Made:
-    """A package in the making: what is changed of it so far. values: of parameters that it did not have."""
+    """A package in the making: what is changed of it so far. values: of parameters that it did not
+    have.
+    """
 
     program: Program
     recipe: Recipe
@@ -81,7 +85,11 @@ def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Pa
         StorageError: the cache cannot be written.
     """
     check_weights(package)
-    adapters = None if changes.adapters is None else {**changes.adapters.model_dump(mode="json"), "seed": seed}
+    adapters = (
+        None
+        if changes.adapters is None
+        else {**changes.adapters.model_dump(mode="json"), "seed": seed}
+    )
     asked = {"package": package.digest, "adapters": adapters, "precision": changes.precision}
     made_by = {"version": [VERSION, DERIVATION], "torch": torch.__version__}
     key = hashlib.sha256(canonical_json({**asked, **made_by})).hexdigest()[:32]
@@ -105,13 +113,22 @@ def _make(package: Package, changes: Changes, seed: int, path: Path) -> Package:
         _change_precision(made, changes.precision)
     if changes.adapters is not None:
         _add_adapters(made, package, changes.adapters, seed)
-    steps = {name: derive(made.program, name, _CPU) for name, capture in made.program.graphs.items() if capture.training}
+    steps = {
+        name: derive(made.program, name, _CPU)
+        for name, capture in made.program.graphs.items()
+        if capture.training
+    }
     if changes.adapters is not None:
-        made.program = replace(made.program, graphs={name: _reaching(made.program, name, steps) for name in made.program.graphs})
+        made.program = replace(
+            made.program,
+            graphs={name: _reaching(made.program, name, steps) for name in made.program.graphs},
+        )
     _check_gradients(made, steps)
     left = {group.name for group in made.recipe.groups}
     updates = [update for update in package.updates() if update.group in left]
-    written = with_program(package, path, made.program, updates, made.recipe, made.passes, made.values)
+    written = with_program(
+        package, path, made.program, updates, made.recipe, made.passes, made.values
+    )
     for name, step in steps.items():
         with suppress(StorageError):  # no place for keys: whoever needs the graph derives it again
             write_derived(written, derived_key(name, _CPU), step)
@@ -128,10 +145,13 @@ def _change_precision(made: _Made, precision: Precision) -> None:
             module = in_precision(capture, dtype)
             changed = changed or (capture.training and module is not None)
             module = capture.exported.graph_module if module is None else module
-            graphs[name] = replace(capture, exported=with_graph(capture.exported, module, f"graph {name}"))
+            graphs[name] = replace(
+                capture, exported=with_graph(capture.exported, module, f"graph {name}")
+            )
     if not changed:
         raise JobError(
-            f"it has no effect: everything that autocast would compute in {_spelled(dtype)} was already frozen that way",
+            f"it has no effect: everything that autocast would compute in {_spelled(dtype)} was"
+            " already frozen that way",
             where="precision",
             got=precision,
             hint="Omit it.",
@@ -148,30 +168,51 @@ def _add_adapters(made: _Made, package: Package, adapters: Adapters, seed: int) 
         _check_linear(made.program, each)
     made.recipe = adapted_recipe(package, chosen, kept)
     trained = {name for group in made.recipe.groups for name in group.parameters}
-    new = [ParameterSpec(name, _spelled(value.dtype), tuple(value.shape), name in trained) for name, value in made.values.items()]
-    old = [replace(spec, trainable=(spec.alias_of or spec.name) in trained) for spec in made.program.parameters]
+    new = [
+        ParameterSpec(name, _spelled(value.dtype), tuple(value.shape), name in trained)
+        for name, value in made.values.items()
+    ]
+    old = [
+        replace(spec, trainable=(spec.alias_of or spec.name) in trained)
+        for spec in made.program.parameters
+    ]
     meta = {name: torch.nn.Parameter(value.to("meta")) for name, value in made.values.items()}
-    graphs = {name: _adapted(capture, chosen, meta) for name, capture in made.program.graphs.items()}
+    graphs = {
+        name: _adapted(capture, chosen, meta) for name, capture in made.program.graphs.items()
+    }
     made.program = replace(made.program, graphs=graphs, parameters=(*old, *new))
-    options: dict[str, Option] = {"rank": adapters.rank, "layers": adapters.layers, "scale": adapters.scale, "also": adapters.also}
+    options: dict[str, Option] = {
+        "rank": adapters.rank,
+        "layers": adapters.layers,
+        "scale": adapters.scale,
+        "also": adapters.also,
+    }
     made.passes.append(_entry("add_adapters", options))
 
 
 def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozenset[str]) -> Recipe:
-    """The recipe of adapters, each in the groups of its parameter, and of the parameters that are trained beside them.
+    """The recipe of adapters, each in the groups of its parameter, and of the parameters that are
+    trained beside them.
 
     Raises:
-        JobError: a group's update cannot be that of an adapter, or a graph is left with nothing to train.
+        JobError: a group's update cannot be that of an adapter, or a graph is left with nothing to
+            train.
     """
     recipe = package.recipe
     pairs = {each.weight: (each.down, each.up) for each in adapters}
     grouped = {name for group in recipe.groups for name in group.parameters}
     # What was frozen with the job has no group: the first one that can takes its adapter.
-    homeless = tuple(name for weight, pair in pairs.items() if weight not in grouped for name in pair)
+    homeless = tuple(
+        name for weight, pair in pairs.items() if weight not in grouped for name in pair
+    )
     home = _home(package, pairs.keys() - grouped) if homeless else ""
     groups: list[GroupRecipe] = []
     for group in recipe.groups:
-        own = tuple(new for name in group.parameters for new in pairs.get(name, (name,) if name in kept else ()))
+        own = tuple(
+            new
+            for name in group.parameters
+            for new in pairs.get(name, (name,) if name in kept else ())
+        )
         own += homeless if group.name == home else ()
         if own:
             groups.append(group.model_copy(update={"parameters": own}))
@@ -179,7 +220,9 @@ def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozense
             _check_elementwise(package, group)
     left = {group.name for group in groups}
     graphs = {
-        name: graph.model_copy(update={"groups": tuple(group for group in graph.groups if group in left)})
+        name: graph.model_copy(
+            update={"groups": tuple(group for group in graph.groups if group in left)}
+        )
         for name, graph in recipe.graphs.items()
     }
     idle = next((name for name, graph in graphs.items() if not graph.groups), None)
@@ -198,12 +241,20 @@ def _home(package: Package, weights: set[str]) -> str:
     wanted = {dtypes[name] for name in weights}
     elementwise = {update.group for update in package.manifest.updates if update.elementwise}
     for group in package.recipe.groups:
-        if group.name in elementwise and wanted == {dtypes[group.parameters[0]]} and not package.recipe.graphs:
+        if (
+            group.name in elementwise
+            and wanted == {dtypes[group.parameters[0]]}
+            and not package.recipe.graphs
+        ):
             return group.name
     raise JobError(
-        f"{min(weights)} is not trained by the job, and no parameter group's update can be used for its adapter",
+        f"{min(weights)} is not trained by the job, and no parameter group's update can be used for"
+        " its adapter",
         where="adapters.layers",
-        expected="a job with one graph and a parameter group of the same dtype with an element-wise update",
+        expected=(
+            "a job with one graph and a parameter group of the same dtype with an element-wise"
+            " update"
+        ),
         hint="Freeze the job with this parameter in its optimizer.",
     )
 
@@ -215,16 +266,28 @@ def _check_elementwise(package: Package, group: GroupRecipe) -> None:
             f"the adapters of group {group.name} cannot be updated by {package.recipe.optimizer}",
             where="adapters.layers",
             expected="an element-wise update, which supports parameters of any shape",
-            got=f"an update captured for whole parameters of shape {update.shape}, since it mixes their elements",
-            hint="Freeze the job with AdamW, SGD or another element-wise optimizer for these parameters.",
+            got=(
+                f"an update captured for whole parameters of shape {update.shape}, since it mixes"
+                " their elements"
+            ),
+            hint=(
+                "Freeze the job with AdamW, SGD or another element-wise optimizer for these"
+                " parameters."
+            ),
         )
 
 
 def _check_linear(program: Program, adapter: LowRank) -> None:
-    """Raises: JobError where a graph uses the parameter otherwise than as a linear layer's weight, or none that trains uses it."""
+    """Raises: JobError where a graph uses the parameter otherwise than as a linear layer's weight,
+    or none that trains uses it.
+    """
     used = False
     for name, capture in program.graphs.items():
-        uses = [use for weight in _placeholders(capture, adapter.weight) for use in uses_of(capture.exported.graph_module, weight)]
+        uses = [
+            use
+            for weight in _placeholders(capture, adapter.weight)
+            for use in uses_of(capture.exported.graph_module, weight)
+        ]
         used = used or (capture.training and bool(uses))
         strange = next((use for use in uses if not use.linear), None)
         if strange is not None:
@@ -236,24 +299,43 @@ def _check_linear(program: Program, adapter: LowRank) -> None:
                 hint="Exclude it from the pattern, or train it without an adapter: adapters.also.",
             )
     if not used:
-        raise JobError(f"no training graph uses {adapter.weight}", where="adapters.layers", hint="Exclude it from the pattern.")
+        raise JobError(
+            f"no training graph uses {adapter.weight}",
+            where="adapters.layers",
+            hint="Exclude it from the pattern.",
+        )
 
 
 def _placeholders(capture: GraphCapture, parameter: str) -> list[Node]:
     """The inputs of a graph that stand for a parameter: one, or none."""
     nodes = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
     specs = zip(nodes, capture.exported.graph_signature.input_specs, strict=True)
-    return [node for node, spec in specs if spec.kind is InputKind.PARAMETER and spec.target == parameter]
+    return [
+        node
+        for node, spec in specs
+        if spec.kind is InputKind.PARAMETER and spec.target == parameter
+    ]
 
 
-def _adapted(capture: GraphCapture, adapters: Sequence[LowRank], values: Mapping[str, torch.Tensor]) -> GraphCapture:
+def _adapted(
+    capture: GraphCapture, adapters: Sequence[LowRank], values: Mapping[str, torch.Tensor]
+) -> GraphCapture:
     module = capture.exported.graph_module
     added: dict[str, tuple[str, torch.Tensor]] = {}
-    found = [(each, weight) for each in adapters for weight in _placeholders(capture, each.weight) if weight.users]
+    found = [
+        (each, weight)
+        for each in adapters
+        for weight in _placeholders(capture, each.weight)
+        if weight.users
+    ]
     for each, weight in found:
         down, up = adapt(module, weight, each, after=weight)
         added |= {down.name: (each.down, values[each.down]), up.name: (each.up, values[each.up])}
-    return replace(capture, exported=with_parameters(capture.exported, module, added, f"graph {capture.name}"), reached=None)
+    return replace(
+        capture,
+        exported=with_parameters(capture.exported, module, added, f"graph {capture.name}"),
+        reached=None,
+    )
 
 
 def _reaching(program: Program, name: str, steps: Mapping[str, StepGraph]) -> GraphCapture:
@@ -262,7 +344,9 @@ def _reaching(program: Program, name: str, steps: Mapping[str, StepGraph]) -> Gr
     if name not in steps:
         return capture
     found = sorted(port.name for port in steps[name].outputs if port.role is Role.GRADIENT)
-    trained = sorted(spec.name for spec in program.parameters if spec.trainable and spec.alias_of is None)
+    trained = sorted(
+        spec.name for spec in program.parameters if spec.trainable and spec.alias_of is None
+    )
     return replace(capture, reached=None if found == trained else tuple(found))
 
 
@@ -271,18 +355,28 @@ def _check_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
     members = {group.name: group.parameters for group in made.recipe.groups}
     for name, step in steps.items():
         reached = {port.name for port in step.outputs if port.role is Role.GRADIENT}
-        lacking = [each for group in made.recipe.graph(name).groups for each in members[group] if each not in reached]
+        lacking = [
+            each
+            for group in made.recipe.graph(name).groups
+            for each in members[group]
+            if each not in reached
+        ]
         if lacking:
             raise JobError(
                 f"{lacking[0]} gets no gradient from graph {name}",
                 where="adapters.layers",
-                hint="It is used under torch.no_grad(), or its output is detached: exclude it from the pattern.",
+                hint=(
+                    "It is used under torch.no_grad(), or its output is detached: exclude it from"
+                    " the pattern."
+                ),
             )
 
 
 def _entry(what: str, options: dict[str, Option]) -> PassEntry:
     name = f"trainload.launching.settings.derivation:{what}"
-    return PassEntry(name=name, distribution=None, version=None, source=None, options=options, preserving=False)
+    return PassEntry(
+        name=name, distribution=None, version=None, source=None, options=options, preserving=False
+    )
 
 
 def _spelled(dtype: torch.dtype) -> str:

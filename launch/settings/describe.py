@@ -45,7 +45,11 @@ def descriptions() -> tuple[Description, ...]:
 
 def _described(key: Key) -> Description:
     default = key.field_info.get_default(call_default_factory=False)
-    shown = "" if key.field_info.is_required() or not isinstance(default, bool | int | float | str) else f"{default}".lower()
+    shown = (
+        ""
+        if key.field_info.is_required() or not isinstance(default, bool | int | float | str)
+        else f"{default}".lower()
+    )
     return Description(
         key=key.name,
         option=key.info.option,
@@ -58,7 +62,8 @@ def _described(key: Key) -> Description:
 
 
 def settings_schema(without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the JSON schema of an object with settings by key, as `train.set` of a retraining takes them.
+    """Return the JSON schema of an object with settings by key, as `train.set` of a retraining
+    takes them.
 
     Args:
         without: keys that are excluded, beside those that have an option of their own.
@@ -66,13 +71,23 @@ def settings_schema(without: Collection[str] = ()) -> dict[str, Any]:
     >>> settings_schema()["properties"]["keep"]["minimum"]
     1
     """
-    properties = {name: _schema(key) for name, key in KEYS.items() if not key.info.option and name not in (GROUP_LR, *without)}
+    properties = {
+        name: _schema(key)
+        for name, key in KEYS.items()
+        if not key.info.option and name not in (GROUP_LR, *without)
+    }
     group = {**_schema(KEYS["lr"]), "description": _described(KEYS[GROUP_LR]).text}
-    return {"type": "object", "properties": properties, "patternProperties": {r"^lr\..+": group}, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "patternProperties": {r"^lr\..+": group},
+        "additionalProperties": False,
+    }
 
 
 def _schema(key: Key) -> dict[str, Any]:
     schema = adapter_of(key.field_info).json_schema()
-    if key.holds_several or "float" in str(key.field_info.annotation):  # 1e-4 is a string in YAML 1.1
+    # 1e-4 is a string in YAML 1.1
+    if key.holds_several or "float" in str(key.field_info.annotation):
         schema = {"anyOf": [schema, {"type": "string"}]}
     return {**schema, "description": _described(key).text}

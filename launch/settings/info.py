@@ -1,4 +1,6 @@
-"""Properties of a setting that its type does not express: unit, command-line option, and whether `resume` may change it."""
+"""Properties of a setting that its type does not express: unit, command-line option, and whether
+`resume` may change it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class SettingInfo:
     option: str = ""
     fixed: str = ""
 
-    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         """Add unit and option to the field's JSON schema."""
         schema = handler(core_schema)
         extra = {"x-unit": self.unit, "x-option": self.option, "x-fixed-at-resume": self.fixed}

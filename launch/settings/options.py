@@ -1,4 +1,6 @@
-"""Keyword arguments of a function, declared by a pydantic model: names, types, defaults and descriptions are written once, there."""
+"""Keyword arguments of a function, declared by a pydantic model: names, types, defaults and
+descriptions are written once, there.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,21 @@ class _Decorator(Protocol[M_co, P]):
     @overload
     def __call__(self, function: Callable[[A, M_co], R]) -> Callable[Concatenate[A, P], R]: ...
     @overload
-    def __call__(self, function: Callable[[A, B, C, M_co], R]) -> Callable[Concatenate[A, B, C, P], R]: ...
+    def __call__(
+        self, function: Callable[[A, B, C, M_co], R]
+    ) -> Callable[Concatenate[A, B, C, P], R]: ...
 
 
 def takes_options(model: Callable[P, M]) -> _Decorator[M, P]:
-    """Decorate a function whose last argument is an instance of `model`, so that callers give the model's fields as keyword arguments.
+    """Decorate a function whose last argument is an instance of `model`, so that callers give the
+    model's fields as keyword arguments.
 
     Args:
         model: a class of pydantic models.
 
     Returns:
-        A decorator. The decorated function raises RequestError, which names the argument, if one is unknown, missing or invalid.
+        A decorator. The decorated function raises RequestError, which names the argument, if one is
+        unknown, missing or invalid.
     """
     assert isinstance(model, type) and issubclass(model, BaseModel)
 
@@ -54,7 +60,9 @@ def takes_options(model: Callable[P, M]) -> _Decorator[M, P]:
 
 
 def _keywords(model: type[BaseModel]) -> list[inspect.Parameter]:
-    """Return the fields of a model as parameters, those that it declares itself before those of its bases."""
+    """Return the fields of a model as parameters, those that it declares itself before those of its
+    bases.
+    """
     declared = (name for base in model.__mro__ for name in inspect.get_annotations(base))
     names = dict.fromkeys(name for name in declared if name in model.model_fields)
     given = inspect.signature(model).parameters
@@ -62,7 +70,10 @@ def _keywords(model: type[BaseModel]) -> list[inspect.Parameter]:
 
 
 def model_of(model: type[R], options: dict[str, Any]) -> R:
-    """Make an instance of a model from a user's options. Raises: RequestError: one is unknown, missing or invalid."""
+    """Make an instance of a model from a user's options.
+
+    Raises: RequestError: one is unknown, missing or invalid.
+    """
     assert issubclass(model, BaseModel)
     try:
         return model(**options)
@@ -80,10 +91,16 @@ def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestErr
             "there is no such option",
             where=name,
             expected=f"one of {', '.join(sorted(model.model_fields))}",
-            hint=f"Did you mean {alike[0]}?" if alike else "Pass changes of the training settings in `overrides`.",
+            hint=(
+                f"Did you mean {alike[0]}?"
+                if alike
+                else "Pass changes of the training settings in `overrides`."
+            ),
         )
     if first["type"] == "missing":
         return RequestError("is missing", where=name, expected=field.description or "a value")
     if Path in get_args(field.annotation):
-        return RequestError("has the wrong type", where=name, expected="a path", got=shown(first["input"]))
+        return RequestError(
+            "has the wrong type", where=name, expected="a path", got=shown(first["input"])
+        )
     return out_of_range(error, RequestError)

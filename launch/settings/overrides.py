@@ -1,4 +1,6 @@
-"""Changes of a package's training at launch, without a new freeze: its recipe, and which parameters it trains."""
+"""Changes of a package's training at launch, without a new freeze: its recipe, and which parameters
+it trains.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,14 @@ if TYPE_CHECKING:
 _SHAPES = ("constant", "linear", "cosine")
 LAW = "it determines the rows of every step, including those already done: launch a new run"
 _UPDATE = "it is a constant of the captured update: freeze the job again with another value"
-_GRAPH = "it is part of the captured graph: freeze the job again with another value, or rewrite the graph with `trainload transform`"
+_GRAPH = (
+    "it is part of the captured graph: freeze the job again with another value, or rewrite the"
+    " graph with `trainload transform`"
+)
 FIXED: Mapping[str, str] = {
-    **dict.fromkeys(("optimizer", "weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad"), _UPDATE),
+    **dict.fromkeys(
+        ("optimizer", "weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad"), _UPDATE
+    ),
     **dict.fromkeys(("dropout", "dtype", "label_smoothing"), _GRAPH),
     "ema_decay": _UPDATE,
     "autocast": "set precision=bf16 or precision=fp32",
@@ -35,7 +42,10 @@ FIXED: Mapping[str, str] = {
 def _schedule(text: str) -> str:
     shape, colon, warmup = text.partition(":")
     if shape not in _SHAPES or (colon and not warmup.isdecimal()):
-        raise ValueError(f"must be one of {', '.join(_SHAPES)}, optionally followed by :WARMUP, a number of updates")
+        raise ValueError(
+            f"must be one of {', '.join(_SHAPES)}, optionally followed by :WARMUP, a number of"
+            " updates"
+        )
     return text
 
 
@@ -49,34 +59,56 @@ class Overrides(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Peak learning rate of the first parameter group; those of the other groups keep their ratio to it."""
-    group_lr: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    """Peak learning rate of the first parameter group; those of the other groups keep their ratio
+    to it.
+    """
+    group_lr: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict
+    )
     """Peak learning rate by parameter group."""
     schedule: Annotated[str, AfterValidator(_schedule)] | None = None
-    """Learning rate over the run's steps: `constant`, `linear` or `cosine` (to zero). `cosine:100`: after a warmup of 100 updates,
-    which must be fewer than the run has."""
+    """Learning rate over the run's steps: `constant`, `linear` or `cosine` (to zero). `cosine:100`:
+    after a warmup of 100 updates, which must be fewer than the run has.
+    """
     clip_norm: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Maximum norm of the gradient; 0 switches clipping off."""
     clip_value: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Maximum absolute value of the gradient's elements; 0 switches clipping off."""
     frozen: Annotated[
         tuple[str, ...],
-        SettingInfo(fixed="the run's checkpoints hold the optimizer state of the parameters trained so far: launch a new run"),
+        SettingInfo(
+            fixed=(
+                "the run's checkpoints hold the optimizer state of the parameters trained so far:"
+                " launch a new run"
+            )
+        ),
     ] = ()
-    """Shell patterns of names of parameters that are not trained: they have no gradient and no optimizer state."""
+    """Shell patterns of names of parameters that are not trained: they have no gradient and no
+    optimizer state.
+    """
     seed: Annotated[int | None, SettingInfo(fixed=LAW)] = Field(default=None, ge=0, lt=2**63)
     """Seed of the order of rows and of random numbers."""
     adapters: Annotated[
         Adapters | None,
-        SettingInfo(fixed="the run's checkpoints hold other parameters: launch a new run from this run's output package"),
+        SettingInfo(
+            fixed=(
+                "the run's checkpoints hold other parameters: launch a new run from this run's"
+                " output package"
+            )
+        ),
     ] = None
     """Low-rank adapters that are trained in place of whole parameters."""
     precision: Annotated[
         Literal["bf16", "fp32"] | None,
-        SettingInfo(fixed="the run's checkpoints are in the precision that it started with: launch a new run"),
+        SettingInfo(
+            fixed=(
+                "the run's checkpoints are in the precision that it started with: launch a new run"
+            )
+        ),
     ] = None
-    """`bf16`: all graphs run under autocast to bfloat16, while parameters and optimizer state keep their dtypes. `fp32`: without
-    autocast."""
+    """`bf16`: all graphs run under autocast to bfloat16, while parameters and optimizer state keep
+    their dtypes. `fp32`: without autocast.
+    """
 
     def settings(self) -> dict[str, Option]:
         """Return the changes by the names that `--set` has for them."""
@@ -86,23 +118,28 @@ class Overrides(BaseModel):
             if name == "group_lr":
                 found |= {f"lr.{group}": rate for group, rate in sorted(value.items())}
             elif isinstance(value, Adapters):
-                told = {f"{name}.{field}": getattr(value, field) for field in sorted(Adapters.model_fields)}
+                told = {
+                    f"{name}.{field}": getattr(value, field)
+                    for field in sorted(Adapters.model_fields)
+                }
                 found |= {field: each for field, each in told.items() if each not in (None, ())}
             elif value not in (None, ()):
                 found[name] = value
         return found
 
     def apply(self, package: Package, steps: int | None = None) -> Package:
-        """The package with these changes: what is planned and trained. Its files and its identity stay as they are, unless its graphs are
+        """The package with these changes: what is planned and trained. Its files and its identity
+        stay as they are, unless its graphs are
         changed: then it is another package, in the node's cache, which has this one as its parent.
 
         Args:
             package: what was frozen.
-            steps: of the run, over which a schedule is spread; None: the recipe's, where the run's are not known yet, as for a plan.
+            steps: of the run, over which a schedule is spread; None: the recipe's, where the run's
+                are not known yet, as for a plan.
 
         Raises:
-            JobError: the package has no such group or parameter, or leaves nothing to train; the adapters do not fit it; the schedule
-                rises throughout these steps.
+            JobError: the package has no such group or parameter, or leaves nothing to train; the
+                adapters do not fit it; the schedule rises throughout these steps.
             PackageError: it is abstract, and its graphs are to be changed.
         """
         if self == Overrides():
@@ -122,10 +159,19 @@ class Overrides(BaseModel):
         if self.seed is not None:
             recipe = recipe.model_copy(update={"seed": self.seed})
         parameters = tuple(
-            entry.model_copy(update={"trainable": False}) if (entry.alias_of or entry.name) in held else entry
+            (
+                entry.model_copy(update={"trainable": False})
+                if (entry.alias_of or entry.name) in held
+                else entry
+            )
             for entry in package.manifest.parameters
         )
-        return replace(package, manifest=package.manifest.model_copy(update={"recipe": recipe, "parameters": parameters}))
+        return replace(
+            package,
+            manifest=package.manifest.model_copy(
+                update={"recipe": recipe, "parameters": parameters}
+            ),
+        )
 
     def trained(self, manifest: Manifest) -> frozenset[str]:
         """The parameters, of a package as it was frozen, that are trained, or whose adapters are.
@@ -133,10 +179,18 @@ class Overrides(BaseModel):
         Raises:
             JobError: as of `Adapters.chosen`.
         """
-        names = {entry.name for entry in manifest.parameters if entry.trainable and entry.alias_of is None}
+        names = {
+            entry.name
+            for entry in manifest.parameters
+            if entry.trainable and entry.alias_of is None
+        }
         if self.adapters is not None:
-            names = {each.weight for each in self.adapters.chosen(manifest)} | self.adapters.kept(manifest)
-        return frozenset(name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.frozen))
+            names = {each.weight for each in self.adapters.chosen(manifest)} | self.adapters.kept(
+                manifest
+            )
+        return frozenset(
+            name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.frozen)
+        )
 
     def _frozen(self, package: Package) -> tuple[Recipe, frozenset[str]]:
         """The recipe without parameters that are not trained, and their names."""
@@ -148,13 +202,22 @@ class Overrides(BaseModel):
                     f"no trained parameter matches {pattern!r}",
                     where="frozen",
                     expected=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
-                    hint="Use shell patterns, such as `layers.0.*`. `trainload inspect` lists the names.",
+                    hint=(
+                        "Use shell patterns, such as `layers.0.*`. `trainload inspect` lists the"
+                        " names."
+                    ),
                 )
-        held = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in self.frozen))
+        held = frozenset(
+            name for name in names if any(fnmatchcase(name, pattern) for pattern in self.frozen)
+        )
         if not held:
             return recipe, held
         if held == set(names):
-            raise JobError("all parameters are frozen, so nothing is left to train", where="frozen", got=", ".join(self.frozen))
+            raise JobError(
+                "all parameters are frozen, so nothing is left to train",
+                where="frozen",
+                got=", ".join(self.frozen),
+            )
         groups = tuple(
             group.model_copy(update={"parameters": kept})
             for group in recipe.groups
@@ -162,7 +225,9 @@ class Overrides(BaseModel):
         )
         left = {group.name for group in groups}
         graphs = {
-            name: graph.model_copy(update={"groups": tuple(group for group in graph.groups if group in left)})
+            name: graph.model_copy(
+                update={"groups": tuple(group for group in graph.groups if group in left)}
+            )
             for name, graph in recipe.graphs.items()
         }
         return recipe.model_copy(update={"groups": groups, "graphs": graphs}), held
@@ -182,7 +247,9 @@ class Overrides(BaseModel):
         first = peaks[recipe.groups[0].name]
         if self.lr is not None and first == 0:
             raise JobError(
-                "the first group's learning rate is zero throughout, and cannot be scaled", where="lr", hint="Set lr.GROUP instead."
+                "the first group's learning rate is zero throughout, and cannot be scaled",
+                where="lr",
+                hint="Set lr.GROUP instead.",
             )
         scale = 1.0 if self.lr is None else self.lr / first
         wanted = {name: self.group_lr.get(name, peak * scale) for name, peak in peaks.items()}
@@ -195,18 +262,33 @@ class Overrides(BaseModel):
             )
         if self.schedule is not None:
             course = tuple(_course(self.schedule, step, steps) for step in range(steps))
-            groups = tuple(g.model_copy(update={"learning_rates": (wanted[g.name],), "schedule": 0}) for g in recipe.groups)
+            groups = tuple(
+                g.model_copy(update={"learning_rates": (wanted[g.name],), "schedule": 0})
+                for g in recipe.groups
+            )
             return recipe.model_copy(update={"groups": groups, "schedules": (course,)})
         groups = tuple(
-            g.model_copy(update={"learning_rates": tuple(rate * _ratio(wanted[g.name], peaks[g.name]) for rate in g.learning_rates)})
+            g.model_copy(
+                update={
+                    "learning_rates": tuple(
+                        rate * _ratio(wanted[g.name], peaks[g.name]) for rate in g.learning_rates
+                    )
+                }
+            )
             for g in recipe.groups
         )
         return recipe.model_copy(update={"groups": groups})
 
     def _clipped(self, recipe: Recipe) -> Recipe:
         if self.clip_norm and self.clip_value:
-            raise JobError("the gradient is clipped by its norm or by value, not both", where="clip_norm, clip_value")
-        update: dict[str, Any] = {"clip_norm": self.clip_norm or None, "clip_value": self.clip_value or None}
+            raise JobError(
+                "the gradient is clipped by its norm or by value, not both",
+                where="clip_norm, clip_value",
+            )
+        update: dict[str, Any] = {
+            "clip_norm": self.clip_norm or None,
+            "clip_value": self.clip_value or None,
+        }
         graphs = {name: graph.model_copy(update=update) for name, graph in recipe.graphs.items()}
         return recipe.model_copy(update={**update, "graphs": graphs})
 
@@ -220,7 +302,11 @@ def _table(recipe: Recipe, group: GroupRecipe) -> list[float]:
 
 def _ratio(wanted: float, peak: float) -> float:
     if peak == 0 and wanted != 0:
-        raise JobError("a group's learning rate is zero throughout, and cannot be scaled", where="lr", hint="Set a schedule as well.")
+        raise JobError(
+            "a group's learning rate is zero throughout, and cannot be scaled",
+            where="lr",
+            hint="Set a schedule as well.",
+        )
     return 1.0 if peak == 0 else wanted / peak
 
 
@@ -229,7 +315,8 @@ def _check_peak(schedule: str, steps: int) -> None:
     shape, _, warmup = schedule.partition(":")
     if warmup and int(warmup) >= steps:
         raise JobError(
-            "the warm-up does not end within the run, so the learning rate would never reach its value",
+            "the warm-up does not end within the run, so the learning rate would never reach its"
+            " value",
             where="schedule",
             expected=f"{shape}:N with N less than the run's {steps} steps",
             got=schedule,
@@ -244,4 +331,8 @@ def _course(schedule: str, step: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, steps - warmup)
-    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[shape]
+    return {
+        "constant": 1.0,
+        "linear": 1.0 - done,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+    }[shape]

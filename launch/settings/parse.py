@@ -40,8 +40,13 @@ class Key:
 
     @property
     def info(self) -> SettingInfo:
-        """Unit, option and whether `resume` may change it. An adapter's are those of all adapters."""
-        return info_of(Overrides.model_fields["adapters"] if self.model is Adapters else self.field_info)
+        """Unit, option and whether `resume` may change it.
+
+        An adapter's are those of all adapters.
+        """
+        return info_of(
+            Overrides.model_fields["adapters"] if self.model is Adapters else self.field_info
+        )
 
     @property
     def holds_several(self) -> bool:
@@ -52,7 +57,9 @@ class Key:
 def _keys() -> Iterator[Key]:
     for model in (RunSettings, Overrides, Adapters, BatchSettings):
         for field in model.model_fields:
-            name = {"group_lr": GROUP_LR}.get(field, f"adapters.{field}" if model is Adapters else field)
+            name = {"group_lr": GROUP_LR}.get(
+                field, f"adapters.{field}" if model is Adapters else field
+            )
             if field not in ("overrides", "adapters"):
                 yield Key(name, model, field)
 
@@ -80,8 +87,10 @@ def parse_settings(texts: Sequence[str], *, resuming: bool = False) -> GivenSett
     """Read settings.
 
     Args:
-        texts: KEY=VALUE. Values of several parts are separated by commas, or given by several texts.
-        resuming: they change a run that has begun. Otherwise settings that have an option of their own are excluded.
+        texts: KEY=VALUE. Values of several parts are separated by commas, or given by several
+            texts.
+        resuming: they change a run that has begun. Otherwise settings that have an option of their
+            own are excluded.
 
     Raises:
         RequestError: a text is malformed, its key is unknown or excluded, or its value is invalid.
@@ -89,7 +98,12 @@ def parse_settings(texts: Sequence[str], *, resuming: bool = False) -> GivenSett
     >>> parse_settings(["keep=3", "lr=1e-4"]).run
     {'keep': 3}
     """
-    values: dict[type[BaseModel], dict[str, Any]] = {RunSettings: {}, Overrides: {}, Adapters: {}, BatchSettings: {}}
+    values: dict[type[BaseModel], dict[str, Any]] = {
+        RunSettings: {},
+        Overrides: {},
+        Adapters: {},
+        BatchSettings: {},
+    }
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
@@ -103,13 +117,21 @@ def parse_settings(texts: Sequence[str], *, resuming: bool = False) -> GivenSett
             rate = _value(Overrides.model_fields["lr"], text, value)
             model["group_lr"] = {**model.get("group_lr", {}), group: rate}
         elif key.holds_several:
-            model[key.field] = _value(key.field_info, text, (*model.get(key.field, ()), *value.split(",")))
+            model[key.field] = _value(
+                key.field_info, text, (*model.get(key.field, ()), *value.split(","))
+            )
         else:
             model[key.field] = _value(key.field_info, text, value)
     if adapters := values[Adapters]:
-        lacking = [f"adapters.{field}" for field, info in Adapters.model_fields.items() if info.is_required() and field not in adapters]
+        lacking = [
+            f"adapters.{field}"
+            for field, info in Adapters.model_fields.items()
+            if info.is_required() and field not in adapters
+        ]
         if lacking:
-            raise RequestError(f"{' and '.join(lacking)} must be set as well", where="--set adapters")
+            raise RequestError(
+                f"{' and '.join(lacking)} must be set as well", where="--set adapters"
+            )
         values[Overrides]["adapters"] = Adapters(**adapters)
     return GivenSettings(values[RunSettings], Overrides(**values[Overrides]), values[BatchSettings])
 
@@ -119,8 +141,15 @@ def _check_allowed(key: Key | None, name: str, text: str, *, resuming: bool) -> 
     if name in FIXED:
         problem = f"{name} cannot be set at a launch: {FIXED[name]}"
     elif key is None:
-        known = [each.name for each in KEYS.values() if not (each.info.fixed if resuming else each.info.option)]
-        problem = f"there is no setting {name}{' to change' if resuming else ''}; available: {', '.join(sorted(known))}"
+        known = [
+            each.name
+            for each in KEYS.values()
+            if not (each.info.fixed if resuming else each.info.option)
+        ]
+        problem = (
+            f"there is no setting {name}{' to change' if resuming else ''}; available:"
+            f" {', '.join(sorted(known))}"
+        )
     elif resuming and key.info.fixed:
         problem = f"{name} cannot be changed in the middle of a run: {key.info.fixed}"
     elif key.info.option and not resuming:
@@ -131,7 +160,9 @@ def _check_allowed(key: Key | None, name: str, text: str, *, resuming: bool) -> 
 
 def adapter_of(field: FieldInfo) -> TypeAdapter[Any]:
     """Return what validates a value of a field, and gives its JSON schema."""
-    annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    annotation: Any = (
+        Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    )
     return TypeAdapter(annotation)
 
 
@@ -139,7 +170,9 @@ def _value(field: FieldInfo, text: str, value: str | tuple[str, ...]) -> Any:
     """Convert a text to the type of a field."""
     kind = adapter_of(field)
     try:
-        return kind.validate_strings(value) if isinstance(value, str) else kind.validate_python(value)
+        return (
+            kind.validate_strings(value) if isinstance(value, str) else kind.validate_python(value)
+        )
     except ValidationError as error:
         problem = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise RequestError(problem, where=f"--set {text}") from error

@@ -1,6 +1,7 @@
 """Settings of a run, each declared once.
 
-The command line, the Python API, `--set`, the tables of docs/runs.md and the JSON schema are made from these models:
+The command line, the Python API, `--set`, the tables of docs/runs.md and the JSON schema are made
+from these models:
 
     >>> RunSettings(steps=100, keep_best=2).keep
     2
@@ -33,51 +34,83 @@ class Settings(BaseModel):
 class EvaluationSettings(Settings):
     """Settings that evaluations and trainings have."""
 
-    eval_batches: Annotated[int | None, SettingInfo(unit="global batches")] = Field(default=None, ge=1)
+    eval_batches: Annotated[int | None, SettingInfo(unit="global batches")] = Field(
+        default=None, ge=1
+    )
     """Maximum length of an evaluation, for each part of the held-out data. Default: all rows."""
     compile: Annotated[bool, SettingInfo(option="--no-compile")] = True
     """Compile the graphs with Inductor. False runs them uncompiled."""
     max_failures: Annotated[int, SettingInfo(unit="failures")] = Field(default=3, ge=0)
-    """Number of consecutive failures, without a new checkpoint between them, after which a run fails. Failures of storage do not count."""
+    """Number of consecutive failures, without a new checkpoint between them, after which a run
+    fails.
+
+    Failures of storage do not count.
+    """
     hang_timeout: Annotated[float, SettingInfo(unit="s")] = Field(default=300.0, gt=0)
     """Time without progress of a rank after which it is restarted. On Ray."""
     start_timeout: Annotated[float, SettingInfo(unit="s")] = Field(default=3600.0, gt=0)
-    """Replaces `hang_timeout` before the first step (weights, data, compilation), and while a compiled graph is compared."""
+    """Replaces `hang_timeout` before the first step (weights, data, compilation), and while a
+    compiled graph is compared.
+    """
     node_patience: Annotated[float, SettingInfo(unit="s")] = Field(default=1800.0, ge=0)
     """Time to wait for nodes that were lost or are in use, and for the cluster to respond."""
     overrides: Overrides = Overrides()
-    """Changes of what the package trains. If they freeze parameters or add adapters, the plan is made for `overrides.apply(package)`."""
+    """Changes of what the package trains.
+
+    If they freeze parameters or add adapters, the plan is made for `overrides.apply(package)`.
+    """
 
 
 class RunSettings(EvaluationSettings):
     """Settings of a training run."""
 
-    steps: Annotated[int | None, SettingInfo(unit="updates", option="--steps")] = Field(default=None, ge=1, le=MAX_STEPS)
+    steps: Annotated[int | None, SettingInfo(unit="updates", option="--steps")] = Field(
+        default=None, ge=1, le=MAX_STEPS
+    )
     """Length of the run. Default: that of the package's recipe."""
-    eval_every: Annotated[int | None, SettingInfo(unit="updates", option="--eval-every")] = Field(default=None, ge=1)
-    """Updates between two evaluations. The held-out data is also evaluated before the first and after the last update."""
-    checkpoint_every: Annotated[int | None, SettingInfo(unit="updates", option="--checkpoint-every")] = Field(default=None, ge=1)
+    eval_every: Annotated[int | None, SettingInfo(unit="updates", option="--eval-every")] = Field(
+        default=None, ge=1
+    )
+    """Updates between two evaluations.
+
+    The held-out data is also evaluated before the first and after the last update.
+    """
+    checkpoint_every: Annotated[
+        int | None, SettingInfo(unit="updates", option="--checkpoint-every")
+    ] = Field(default=None, ge=1)
     """Updates between two checkpoints. There is always one at the end."""
     checkpoints: Annotated[
-        str | Path | None, SettingInfo(fixed="the run's checkpoints are stored there: launch a new run to store them elsewhere")
+        str | Path | None,
+        SettingInfo(
+            fixed="the run's checkpoints are stored there: launch a new run to store them elsewhere"
+        ),
     ] = None
-    """Folder or fsspec URL (`s3://bucket/folder`) for the checkpoints, which all nodes reach and no other run uses. Default: in the
-    run's folder."""
+    """Folder or fsspec URL (`s3://bucket/folder`) for the checkpoints, which all nodes reach and no
+    other run uses. Default: in the run's folder.
+    """
     keep: Annotated[int, SettingInfo(unit="checkpoints")] = Field(default=2, ge=1)
     """Number of newest checkpoints that are kept."""
     keep_best: Annotated[int, SettingInfo(unit="checkpoints")] = Field(default=0, ge=0)
-    """Number of checkpoints with the lowest evaluation losses that are kept as well. Choose `--eval-every` and `--checkpoint-every` so that
-    they coincide."""
+    """Number of checkpoints with the lowest evaluation losses that are kept as well. Choose
+    `--eval-every` and `--checkpoint-every` so that they coincide.
+    """
     keep_every: Annotated[int | None, SettingInfo(unit="updates")] = Field(default=None, ge=1)
     """Checkpoints whose step is a multiple of this are kept as well."""
-    optimizer_from: Annotated[str | Path | None, SettingInfo(fixed="it is fixed when the run starts: launch a new run")] = None
-    """Folder of the run that made the package, or of its checkpoints: optimizer state, running means and loss scales continue from
-    there. Schedule and step count start anew."""
+    optimizer_from: Annotated[
+        str | Path | None, SettingInfo(fixed="it is fixed when the run starts: launch a new run")
+    ] = None
+    """Folder of the run that made the package, or of its checkpoints: optimizer state, running
+    means and loss scales continue from there. Schedule and step count start anew.
+    """
     require_compiled: bool = False
-    """Fail the run, rather than run a graph uncompiled that cannot be compiled or whose compiled form differs."""
+    """Fail the run, rather than run a graph uncompiled that cannot be compiled or whose compiled
+    form differs.
+    """
     sinks: Sequence[SinkName] = ()
-    """Destinations of metrics beside the journal: `tensorboard` (files in the run's folder), `mlflow` (`MLFLOW_TRACKING_URI`),
-    `prometheus` (the endpoints of the Ray cluster). Each needs the extra of its name; one that is unavailable only causes a warning."""
+    """Destinations of metrics beside the journal: `tensorboard` (files in the run's folder),
+    `mlflow` (`MLFLOW_TRACKING_URI`), `prometheus` (the endpoints of the Ray cluster). Each needs
+    the extra of its name; one that is unavailable only causes a warning.
+    """
     storage_patience: Annotated[float, SettingInfo(unit="s")] = Field(default=600.0, ge=0)
     """Time for which storage may fail before the run does, counted from the last completed step."""
     weights: Weights = "mean"
@@ -87,10 +120,15 @@ class RunSettings(EvaluationSettings):
 class BatchSettings(Settings):
     """Settings of the plan that a launch makes if none is given."""
 
-    global_batch: Annotated[int | None, SettingInfo(unit="rows", fixed=LAW)] = Field(default=None, ge=1, le=_MAX_ROWS)
+    global_batch: Annotated[int | None, SettingInfo(unit="rows", fixed=LAW)] = Field(
+        default=None, ge=1, le=_MAX_ROWS
+    )
     """Rows of an update, over all ranks and microbatches."""
     accumulate: Annotated[
         int | None,
-        SettingInfo(unit="microbatches", fixed="it is part of the plan: pass another plan with the run's global batch as --plan"),
+        SettingInfo(
+            unit="microbatches",
+            fixed="it is part of the plan: pass another plan with the run's global batch as --plan",
+        ),
     ] = Field(default=None, ge=1, le=_MAX_ROWS)
     """Microbatches of an update (gradient accumulation)."""

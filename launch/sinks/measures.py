@@ -1,4 +1,7 @@
-"""Names and descriptions of a run's Prometheus metrics. It does not import Ray, so that dashboards can be written anywhere."""
+"""Names and descriptions of a run's Prometheus metrics.
+
+It does not import Ray, so that dashboards can be written anywhere.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 TAGS = ("run", "package")
-"""Tags of every measure: the name of the run's folder, and the first 12 digits of the package's digest."""
+"""Tags of every measure: the name of the run's folder, and the first 12 digits of the package's
+digest.
+"""
 METRIC = "metric"
 """Tag with the name of one of the job's own metrics."""
 _PREFIX = "ray_"
@@ -42,22 +47,38 @@ STEPS = Measure("trainload_steps", "Total steps of the run")
 LOSS = Measure("trainload_loss", "Training loss of the last step")
 GRADIENT_NORM = Measure("trainload_gradient_norm", "Norm of the gradient of the last step")
 LOSS_SCALE = Measure("trainload_loss_scale", "Loss scale, if the loss is scaled")
-TOKENS = Measure("trainload_tokens_per_second", "Tokens per second over all ranks, as a running mean")
+TOKENS = Measure(
+    "trainload_tokens_per_second", "Tokens per second over all ranks, as a running mean"
+)
 ROWS = Measure("trainload_rows_per_second", "Rows per second over all ranks, as a running mean")
 STEP_SECONDS = Measure("trainload_step_seconds", "Total time of all steps", "counter")
-DATA_WAIT = Measure("trainload_data_wait_seconds", "Total time that rank 0 waited for data", "counter")
+DATA_WAIT = Measure(
+    "trainload_data_wait_seconds", "Total time that rank 0 waited for data", "counter"
+)
 MFU = Measure("trainload_mfu_ratio", "Model FLOP/s as a share of the devices' peak FLOP/s")
 MEMORY = Measure("trainload_memory_bytes", "Largest memory usage of any rank")
 METRICS = Measure("trainload_metric", "The job's own metrics in the last step", own=True)
 EVALUATION_LOSS = Measure("trainload_evaluation_loss", "Loss of the last evaluation")
-EVALUATION_METRICS = Measure("trainload_evaluation_metric", "The job's own metrics in the last evaluation", own=True)
+EVALUATION_METRICS = Measure(
+    "trainload_evaluation_metric", "The job's own metrics in the last evaluation", own=True
+)
 CHECKPOINT_STEP = Measure("trainload_checkpoint_step", "Step of the last published checkpoint")
-CHECKPOINT_TIME = Measure("trainload_checkpoint_timestamp_seconds", "Time of the last published checkpoint, in seconds since 1970")
-CHECKPOINT_SECONDS = Measure("trainload_checkpoint_write_seconds", "Time to write the last checkpoint")
+CHECKPOINT_TIME = Measure(
+    "trainload_checkpoint_timestamp_seconds",
+    "Time of the last published checkpoint, in seconds since 1970",
+)
+CHECKPOINT_SECONDS = Measure(
+    "trainload_checkpoint_write_seconds", "Time to write the last checkpoint"
+)
 CHECKPOINT_BYTES = Measure("trainload_checkpoint_bytes", "Size of the last checkpoint")
-# Gauges, not counters: Prometheus' `increase` needs an earlier value, so a counter that begins with the first failure never shows it.
-FAILURES = Measure("trainload_failures", "Failed attempts of the run, including those under earlier drivers")
-WARNINGS = Measure("trainload_warnings", "Warnings of the run, including those under earlier drivers")
+# Gauges, not counters: Prometheus' `increase` needs an earlier value, so a counter that begins with
+# the first failure never shows it.
+FAILURES = Measure(
+    "trainload_failures", "Failed attempts of the run, including those under earlier drivers"
+)
+WARNINGS = Measure(
+    "trainload_warnings", "Warnings of the run, including those under earlier drivers"
+)
 
 OF_NUMBERS: Mapping[str, Measure] = {
     "loss": LOSS,
@@ -78,12 +99,22 @@ OF_TEXTS: Mapping[str, Measure] = {"failure": FAILURES, "warning": WARNINGS}
 """Kind of event -> the measure that counts such events."""
 OWN: Mapping[str, Measure] = {"metrics/": METRICS, "evaluation/": EVALUATION_METRICS}
 """Prefix of the names of the job's own metrics -> their measure."""
-MEASURES = (RUNNING, STEP, STEPS, *OF_NUMBERS.values(), *OWN.values(), CHECKPOINT_STEP, CHECKPOINT_TIME, *OF_TEXTS.values())
+MEASURES = (
+    RUNNING,
+    STEP,
+    STEPS,
+    *OF_NUMBERS.values(),
+    *OWN.values(),
+    CHECKPOINT_STEP,
+    CHECKPOINT_TIME,
+    *OF_TEXTS.values(),
+)
 """All measures."""
 
 
 def measure_of(name: str) -> tuple[Measure, str] | None:
-    """Return the measure of a number and the value of its tag `METRIC`, "" if it has none; None if it is not exported.
+    """Return the measure of a number and the value of its tag `METRIC`, "" if it has none; None if
+    it is not exported.
 
     `name` is the number's name in all sinks (`numbers_of`).
     """

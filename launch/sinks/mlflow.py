@@ -21,13 +21,18 @@ _MOST = 500
 """Number of metrics in one request."""
 _KEPT = 100 * _MOST
 """Number of the latest metrics that are buffered while the server is unavailable."""
-_STATUS: Mapping[Outcome, int] = {"ended": RunStatus.FINISHED, "stopped": RunStatus.KILLED, "failed": RunStatus.FAILED}
+_STATUS: Mapping[Outcome, int] = {
+    "ended": RunStatus.FINISHED,
+    "stopped": RunStatus.KILLED,
+    "failed": RunStatus.FAILED,
+}
 
 
 class Mlflow:
     """A `Sink` for MLflow.
 
-    The experiment is MLFLOW_EXPERIMENT_NAME, or "trainload". A resumed run continues the same MLflow run.
+    The experiment is MLFLOW_EXPERIMENT_NAME, or "trainload". A resumed run continues the same
+    MLflow run.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -41,7 +46,11 @@ class Mlflow:
                 return
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
             experiment = self._client.get_experiment_by_name(name)
-            number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+            number = (
+                self._client.create_experiment(name)
+                if experiment is None
+                else experiment.experiment_id
+            )
             self._run = self._client.create_run(number, run_name=run_dir.name).info.run_id
             kept.write_text(self._run + "\n")
             spec = read_spec(run_dir)
@@ -51,13 +60,24 @@ class Mlflow:
                 "strategy": spec.plan.strategy,
                 "global_batch": spec.plan.global_batch,
             }
-            described |= {f"set.{name}": value for name, value in spec.overrides.model_dump(exclude_defaults=True).items()}
-            self._client.log_batch(self._run, params=[Param(name, str(value)) for name, value in described.items()])
+            described |= {
+                f"set.{name}": value
+                for name, value in spec.overrides.model_dump(exclude_defaults=True).items()
+            }
+            self._client.log_batch(
+                self._run, params=[Param(name, str(value)) for name, value in described.items()]
+            )
         except MlflowException as error:
-            raise StorageError("MLflow did not accept the run", where="MLFLOW_TRACKING_URI", got=first_line(error)) from error
+            raise StorageError(
+                "MLflow did not accept the run", where="MLFLOW_TRACKING_URI", got=first_line(error)
+            ) from error
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
-        self._waiting += [Metric(name, value, int(time * 1000), step) for name, value in values.items() if math.isfinite(value)]
+        self._waiting += [
+            Metric(name, value, int(time * 1000), step)
+            for name, value in values.items()
+            if math.isfinite(value)
+        ]
         if len(self._waiting) >= _MOST:
             self._send()
 

@@ -1,4 +1,6 @@
-"""A sink that exports a run's numbers as metrics of its Ray cluster, from whose endpoints Prometheus scrapes them."""
+"""A sink that exports a run's numbers as metrics of its Ray cluster, from whose endpoints
+Prometheus scrapes them.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,10 @@ _REMIND_SECONDS = 5.0
 class Prometheus:
     """A `Sink` for Prometheus. Ray exports metrics every ten seconds by default.
 
-    Ray forgets a gauge that was not set again since its last export: a step count that was set once was gone
-    from the endpoint after 20 seconds. So a thread sets all gauges again every 5 seconds until the sink is
-    closed. After that the numbers vanish from the endpoints within half a minute, and only Prometheus has
-    them.
+    Ray forgets a gauge that was not set again since its last export: a step count that was set once
+    was gone from the endpoint after 20 seconds. So a thread sets all gauges again every 5 seconds
+    until the sink is closed. After that the numbers vanish from the endpoints within half a minute,
+    and only Prometheus has them.
 
     Raises:
         StorageError: this process is not connected to a cluster.
@@ -47,7 +49,12 @@ class Prometheus:
 
     def __init__(self, run_dir: Path) -> None:
         if not ray.is_initialized():
-            raise StorageError("prometheus requires Ray", where="sinks", got="no cluster", hint="Launch on Ray, or omit it.")
+            raise StorageError(
+                "prometheus requires Ray",
+                where="sinks",
+                got="no cluster",
+                hint="Launch on Ray, or omit it.",
+            )
         spec = read_spec(run_dir)
         tags = {"run": run_dir.name, "package": (spec.digest or spec.plan.package)[:_DIGITS]}
         assert tuple(tags) == TAGS
@@ -87,10 +94,14 @@ class Prometheus:
         self._closed.set()
         self._thread.join()
         self._give(RUNNING, 0.0)
-        self._give_again()  # so that the last export has all numbers, even if the run ends between two exports
+        # so that the last export has all numbers, even if the run ends between two exports
+        self._give_again()
 
     def _give(self, measure: Measure, value: float, own: str = "") -> None:
-        """Set a gauge or increase a counter; non-finite values are ignored. `own` is the name of one of the job's metrics."""
+        """Set a gauge or increase a counter; non-finite values are ignored.
+
+        `own` is the name of one of the job's metrics.
+        """
         made = self._made[measure]
         if not math.isfinite(value):
             return
@@ -119,6 +130,8 @@ class Prometheus:
 
 def _made(measure: Measure, tags: dict[str, str]) -> Gauge | Counter:
     keys = (*tags, METRIC) if measure.own else tuple(tags)
-    made = (Gauge if measure.kind == "gauge" else Counter)(measure.name, measure.description, tag_keys=keys)
+    made = (Gauge if measure.kind == "gauge" else Counter)(
+        measure.name, measure.description, tag_keys=keys
+    )
     made.set_default_tags(tags)
     return made

@@ -1,4 +1,7 @@
-"""Sinks of a run's numbers beside its journal. The driver feeds them, so there is one writer for any number of ranks."""
+"""Sinks of a run's numbers beside its journal.
+
+The driver feeds them, so there is one writer for any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,28 @@ from trainload.launching.sinks.protocol import Outcome, Sink
 _OUTCOMES: Mapping[str, Outcome] = {"end": "ended", "stopped": "stopped", "failed": "failed"}
 """Kind of a run's last event -> outcome of the run."""
 _END_SECONDS = 30.0
-_OF_STEPS = ("loss", "gradient_norm", "loss_scale", "seconds", "data_wait", "mfu", "memory", "tokens_per_second", "rows_per_second")
+_OF_STEPS = (
+    "loss",
+    "gradient_norm",
+    "loss_scale",
+    "seconds",
+    "data_wait",
+    "mfu",
+    "memory",
+    "tokens_per_second",
+    "rows_per_second",
+)
 
 
 @contextmanager
-def told(sinks: Sequence[SinkName], run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[Callable[[Event], None]]:
-    """Open sinks for the context, and yield a callback that passes events to them and to `on_event`.
+def told(
+    sinks: Sequence[SinkName], run_dir: Path, on_event: Callable[[Event], None]
+) -> Iterator[Callable[[Event], None]]:
+    """Open sinks for the context, and yield a callback that passes events to them and to
+    `on_event`.
 
-    Each sink has its own thread, so that an unresponsive server blocks nothing. Numbers that a sink fails to
-    accept are lost for it; the first of consecutive failures is reported as a warning.
+    Each sink has its own thread, so that an unresponsive server blocks nothing. Numbers that a sink
+    fails to accept are lost for it; the first of consecutive failures is reported as a warning.
 
     Raises:
         StorageError: the library of a sink is not installed, or its server does not respond at the
@@ -74,7 +90,13 @@ class _Feed(threading.Thread):
             call()
         except Exception as error:  # noqa: BLE001  # a server may fail in any way; the run continues with a warning
             if not self._failing:
-                self._on_event(Event("warning", {"message": f"{self.name} did not accept the run's metrics: {error}"}, time.time()))
+                self._on_event(
+                    Event(
+                        "warning",
+                        {"message": f"{self.name} did not accept the run's metrics: {error}"},
+                        time.time(),
+                    )
+                )
             self._failing = True
         else:
             self._failing = False
@@ -93,20 +115,28 @@ def check_sinks(sinks: Sequence[SinkName], backend: str) -> None:
 
 
 def check_sink_libraries(sinks: Sequence[SinkName]) -> None:
-    """Raise StorageError if the library of a sink is not installed. Only the driver of the run needs them."""
+    """Raise StorageError if the library of a sink is not installed.
+
+    Only the driver of the run needs them.
+    """
     for name in sinks:
         with _naming_the_extra(name):
             _kind(name)
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """Return the numbers of an event by their names in all sinks: "loss", "metrics/accuracy", "evaluation/loss"."""
+    """Return the numbers of an event by their names in all sinks: "loss", "metrics/accuracy",
+    "evaluation/loss".
+    """
     data = event.data
     if event.kind == "step":
         found = {name: data[name] for name in _OF_STEPS if name in data}
         return found | {f"metrics/{name}": value for name, value in data["metrics"].items()}
     if event.kind == "eval":
-        return {"evaluation/loss": data["loss"], **{f"evaluation/{name}": value for name, value in data["metrics"].items()}}
+        return {
+            "evaluation/loss": data["loss"],
+            **{f"evaluation/{name}": value for name, value in data["metrics"].items()},
+        }
     if event.kind == "checkpoint":
         return {"checkpoint/seconds": data["seconds"], "checkpoint/bytes": float(data["bytes"])}
     return {}
@@ -134,7 +164,9 @@ def _extra(name: SinkName) -> str:
 
 @contextmanager
 def _naming_the_extra(name: SinkName) -> Iterator[None]:
-    """Convert an ImportError within the context into a StorageError that names the extra to install."""
+    """Convert an ImportError within the context into a StorageError that names the extra to
+    install.
+    """
     try:
         yield
     except ImportError as error:
@@ -147,7 +179,10 @@ def _naming_the_extra(name: SinkName) -> Iterator[None]:
 
 
 def _kind(name: SinkName) -> Callable[[Path], Sink]:
-    """Return the class of a sink, which is called with a run's folder. Raises ImportError if its library is not installed."""
+    """Return the class of a sink, which is called with a run's folder.
+
+    Raises ImportError if its library is not installed.
+    """
     if name == "tensorboard":
         from trainload.launching.sinks.tensorboard import TensorBoard
 

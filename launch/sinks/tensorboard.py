@@ -1,4 +1,6 @@
-"""A sink that writes a run's numbers as TensorBoard event files, in the subfolder `tensorboard` of the run's folder."""
+"""A sink that writes a run's numbers as TensorBoard event files, in the subfolder `tensorboard` of
+the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """A `Sink` for TensorBoard. Steps that are repeated after a restart are written again; TensorBoard shows the later ones."""
+    """A `Sink` for TensorBoard.
+
+    Steps that are repeated after a restart are written again; TensorBoard shows the later ones.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._writer = SummaryWriter(str(run_dir / FOLDER), flush_secs=5)

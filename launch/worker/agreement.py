@@ -17,7 +17,9 @@ from trainload.sharding.planner.simulate import check_meeting
 from trainload.sharding.plans.plan import Plan
 
 
-def check_same_collectives(collectives: Mapping[str, Sequence[Collective]], plan: Plan, control: dist.ProcessGroup) -> None:
+def check_same_collectives(
+    collectives: Mapping[str, Sequence[Collective]], plan: Plan, control: dist.ProcessGroup
+) -> None:
     """Check that the collectives of this rank's graphs match those of the other ranks.
 
     All ranks of `control` must call it.

@@ -75,23 +75,36 @@ class Calls:
     """
 
     def __init__(
-        self, package: Package, plan: Plan, rank: int, device: torch.device, held: RankState, on_call: Callable[[str], None] = ignore
+        self,
+        package: Package,
+        plan: Plan,
+        rank: int,
+        device: torch.device,
+        held: RankState,
+        on_call: Callable[[str], None] = ignore,
     ) -> None:
         self._on_call = on_call
         self._recipe = package.recipe
         self._plan, self._rank, self._device, self._held = plan, rank, device, held
         self._buckets = {bucket.name: bucket for bucket in plan.buckets}
 
-    def call(self, graph: BuiltGraph, microbatch: Microbatch, given: Given) -> dict[Role, list[Tensor]]:
-        """Call a graph, and return its outputs without buffers, gradients and values between stages, which are stored."""
-        arguments = [self._argument(port.role, port.name, microbatch, given) for port in graph.inputs]
+    def call(
+        self, graph: BuiltGraph, microbatch: Microbatch, given: Given
+    ) -> dict[Role, list[Tensor]]:
+        """Call a graph, and return its outputs without buffers, gradients and values between
+        stages, which are stored.
+        """
+        arguments = [
+            self._argument(port.role, port.name, microbatch, given) for port in graph.inputs
+        ]
         self._on_call(graph.name)
         with torch.no_grad():
             results = graph.call(*arguments)
         found: dict[Role, list[Tensor]] = {}
         for port, value in zip(graph.outputs, results, strict=True):
             if port.role is Role.BUFFER:
-                self._held.buffers[port.name] = value.contiguous()  # the strides for which the graph was derived
+                # the strides for which the graph was derived
+                self._held.buffers[port.name] = value.contiguous()
             elif port.role is Role.BUCKET_GRADIENT:
                 given.gradients[port.name] = value
             elif port.role in BETWEEN:
@@ -101,14 +114,22 @@ class Calls:
         return found
 
     def scale(self, graph: str) -> Tensor:
-        """Return the factor by which a graph's loss is multiplied before its gradient is computed: 0-dim float32."""
-        scale = torch.tensor(1.0 / self._plan.global_batch, dtype=torch.float32, device=self._device)
+        """Return the factor by which a graph's loss is multiplied before its gradient is computed:
+        0-dim float32.
+        """
+        scale = torch.tensor(
+            1.0 / self._plan.global_batch, dtype=torch.float32, device=self._device
+        )
         return scale * self._held.scaling[graph][0] if graph in self._held.scaling else scale
 
     def zero_gradient(self, name: str) -> Tensor:
         """Return a bucket's accumulated gradient before the first microbatch: zeros."""
         bucket = self._buckets[name]
-        return torch.zeros(accumulated_length(self._plan, bucket), dtype=getattr(torch, bucket.dtype), device=self._device)
+        return torch.zeros(
+            accumulated_length(self._plan, bucket),
+            dtype=getattr(torch, bucket.dtype),
+            device=self._device,
+        )
 
     def _argument(self, role: Role, name: str, microbatch: Microbatch, given: Given) -> Tensor:
         graph = given.turn.graph
@@ -116,14 +137,20 @@ class Calls:
             case Role.BUCKET:
                 return self._held.params[name]
             case Role.BUCKET_GRADIENT:
-                return given.gradients[name] if name in given.gradients else self.zero_gradient(name)
+                return (
+                    given.gradients[name] if name in given.gradients else self.zero_gradient(name)
+                )
             case Role.BUFFER:
                 return self._held.buffers[name]
             case Role.CONSTANT:
                 return self._held.constants[name]
             case Role.BATCH:
                 source = self._recipe.feeds.get(graph, {}).get(name)
-                return microbatch.batch[name].to(self._device) if source is None else given.fed[source][given.number].contiguous()
+                return (
+                    microbatch.batch[name].to(self._device)
+                    if source is None
+                    else given.fed[source][given.number].contiguous()
+                )
             case Role.SCALE:
                 return self.scale(graph)
             case Role.ACTIVATION | Role.COTANGENT | Role.SAVED:
@@ -139,5 +166,11 @@ class Calls:
 
 
 def seed_of(seed: int, graph: str) -> int:
-    """Return the seed of a graph's random numbers: each graph of a job has its own, the main graph the job's seed."""
-    return seed if graph == MAIN else seed + int.from_bytes(hashlib.sha256(graph.encode()).digest()[:6])
+    """Return the seed of a graph's random numbers: each graph of a job has its own, the main graph
+    the job's seed.
+    """
+    return (
+        seed
+        if graph == MAIN
+        else seed + int.from_bytes(hashlib.sha256(graph.encode()).digest()[:6])
+    )

@@ -1,7 +1,7 @@
 """Find the operator at which a compiled graph diverges from the interpreted one.
 
-It bisects: parts of the graph are compiled, and called with the values that the interpreted graph has
-at that place.
+It bisects: parts of the graph are compiled, and called with the values that the interpreted graph
+has at that place.
 """
 
 from __future__ import annotations
@@ -28,16 +28,21 @@ _HOST = torch.device("cpu")
 
 Values = dict[Node, Any]
 Departs = Callable[[Sequence[Node]], bool | None]
-"""A predicate: True if a part of a graph diverges; None if the part cannot be compiled or called alone."""
+"""A predicate: True if a part of a graph diverges; None if the part cannot be compiled or called
+alone.
+"""
 
 
 class _Recorder(Interpreter):
-    """An interpreter that records the value of every node when it is computed; GPU values are copied to host memory."""
+    """An interpreter that records the value of every node when it is computed; GPU values are
+    copied to host memory.
+    """
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
         self.kept: Values = {}
-        self._writing = any(_writes(node) for node in module.graph.nodes)  # then recorded values may be overwritten later
+        # then recorded values may be overwritten later
+        self._writing = any(_writes(node) for node in module.graph.nodes)
 
     def run_node(self, node: Node) -> Any:
         value = super().run_node(node)
@@ -45,7 +50,11 @@ class _Recorder(Interpreter):
         return value
 
     def _as_it_is(self, value: Any) -> Any:
-        return _copied(value, _HOST) if isinstance(value, Tensor) and (self._writing or value.device != _HOST) else value
+        return (
+            _copied(value, _HOST)
+            if isinstance(value, Tensor) and (self._writing or value.device != _HOST)
+            else value
+        )
 
 
 def recorded(module: GraphModule, arguments: Sequence[Tensor]) -> Values:
@@ -77,14 +86,25 @@ def departing(module: GraphModule, values: Values, *, fails: bool = False) -> li
         def departs(part: Sequence[Node]) -> bool | None:
             return _departs(part, values, compiling, fails=fails)
 
-        nodes = [n for n in module.graph.nodes if n.op == "call_function" and holds_tensors(n) and not is_collective(n) and not _is_item(n)]
+        nodes = [
+            n
+            for n in module.graph.nodes
+            if n.op == "call_function"
+            and holds_tensors(n)
+            and not is_collective(n)
+            and not _is_item(n)
+        ]
         if not departs(nodes):
             return []
-        return (_first_of_those_before if any(_writes(node) for node in nodes) else _part_that_departs)(nodes, departs)
+        return (
+            _first_of_those_before if any(_writes(node) for node in nodes) else _part_that_departs
+        )(nodes, departs)
 
 
 def _part_that_departs(nodes: list[Node], departs: Departs) -> list[Node]:
-    """Halve a part that diverges: if the first half does not, the second one does, or only both together do."""
+    """Halve a part that diverges: if the first half does not, the second one does, or only both
+    together do.
+    """
     known = nodes
     while len(nodes) > 1:
         half = len(nodes) // 2
@@ -113,7 +133,9 @@ def _first_of_those_before(nodes: list[Node], departs: Departs) -> list[Node]:
 
 
 def named(nodes: Sequence[Node]) -> str:
-    """Return the operators' names for use in a sentence: "aten.amax.default", "aten.mul.Tensor with aten.sum.default"."""
+    """Return the operators' names for use in a sentence: "aten.amax.default", "aten.mul.Tensor with
+    aten.sum.default".
+    """
     names = list(dict.fromkeys(str(node.target) for node in nodes))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return " with ".join(names[:_SHOWN]) + more
@@ -133,8 +155,15 @@ class _Compiling:
         return load_compiled(path)
 
 
-def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphModule], Callable[..., Any]], *, fails: bool) -> bool | None:
-    """Return True if a part of a graph returns other values compiled than interpreted or, with `fails`, if it fails.
+def _departs(
+    nodes: Sequence[Node],
+    values: Values,
+    compiling: Callable[[GraphModule], Callable[..., Any]],
+    *,
+    fails: bool,
+) -> bool | None:
+    """Return True if a part of a graph returns other values compiled than interpreted or, with
+    `fails`, if it fails.
 
     Without `fails`, return None if the part cannot be compiled or called.
     """
@@ -149,7 +178,8 @@ def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphMo
     with torch.no_grad():
         expected = part(*given())
         try:
-            got = compiling(_part(nodes)[0])(*given())  # a new copy, since compiling changes the graph
+            # a new copy, since compiling changes the graph
+            got = compiling(_part(nodes)[0])(*given())
         except Exception:  # noqa: BLE001  # compilers and generated code may raise anything
             return True if fails else None
     if fails:
@@ -162,7 +192,8 @@ def _departs(nodes: Sequence[Node], values: Values, compiling: Callable[[GraphMo
 
 
 def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
-    """Return a graph of some nodes of another graph, with the nodes that are its inputs and outputs, in order.
+    """Return a graph of some nodes of another graph, with the nodes that are its inputs and
+    outputs, in order.
 
     It has each result of an operator with several results separately. Sizes are computed inside; so
     all inputs of the whole graph that have symbolic sizes are inputs of the part, too.
@@ -170,22 +201,45 @@ def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
     whole, nodes = nodes[0].graph, _with_items(nodes)
     sized = [node for node in whole.nodes if node.op == "placeholder" and _is_sized(node)]
     inside = _with_sizes(nodes)
-    sources = list(dict.fromkeys([*sized, *(source for node in inside for source in node.all_input_nodes if source not in inside)]))
+    sources = list(
+        dict.fromkeys(
+            [
+                *sized,
+                *(
+                    source
+                    for node in inside
+                    for source in node.all_input_nodes
+                    if source not in inside
+                ),
+            ]
+        )
+    )
     results = [
         node
         for node in nodes
-        if isinstance(node.meta.get("val"), Tensor) and (_writes(node) or any(user not in inside for user in node.users))
+        if isinstance(node.meta.get("val"), Tensor)
+        and (_writes(node) or any(user not in inside for user in node.users))
     ]
     graph = Graph()
     copies: dict[Node, Node] = {}
     for number, source in enumerate(sources):
-        copies[source] = graph.node_copy(source) if source.op == "get_attr" else graph.placeholder(f"source_{number}")
+        copies[source] = (
+            graph.node_copy(source)
+            if source.op == "get_attr"
+            else graph.placeholder(f"source_{number}")
+        )
         copies[source].meta = dict(source.meta)
     for node in whole.nodes:
         if node in inside:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in results)).meta["val"] = tuple(node.meta["val"] for node in results)
-    return GraphModule(whole.owning_module or {}, graph), [source for source in sources if source.op != "get_attr"], results
+    graph.output(tuple(copies[node] for node in results)).meta["val"] = tuple(
+        node.meta["val"] for node in results
+    )
+    return (
+        GraphModule(whole.owning_module or {}, graph),
+        [source for source in sources if source.op != "get_attr"],
+        results,
+    )
 
 
 def _is_item(node: Node) -> bool:
@@ -208,7 +262,11 @@ def _with_sizes(nodes: Sequence[Node]) -> set[Node]:
     """Return these nodes and the nodes that compute sizes for them."""
     found, open_ = set(nodes), list(nodes)
     while open_:
-        sizes = {each for each in open_.pop().all_input_nodes if each.op == "call_function" and not holds_tensors(each)} - found
+        sizes = {
+            each
+            for each in open_.pop().all_input_nodes
+            if each.op == "call_function" and not holds_tensors(each)
+        } - found
         found |= sizes
         open_ += sizes
     return found
@@ -229,7 +287,9 @@ def _given(node: Node, value: Any, *, copied: bool) -> Any:
 
 def _copied(value: Tensor, device: torch.device) -> Tensor:
     """Return a copy with the same strides, which a compiled graph requires."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(
+        value
+    )
 
 
 def _writes(node: Node) -> bool:

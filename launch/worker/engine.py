@@ -26,7 +26,8 @@ from trainload.sharding.rewriting.rewrite import Phase, stored_length, update_le
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A rank's part of a global batch: `plan.accumulate` microbatches for the graphs of one variant.
+    """A rank's part of a global batch: `plan.accumulate` microbatches for the graphs of one
+    variant.
 
     The variant is the same on every rank.
     """
@@ -39,8 +40,8 @@ class Draw:
 class GraphResult:
     """Result of a graph's update, the same on every rank.
 
-    The update is skipped if the weight is 0; loss and metrics are NaN then, and the norm is 0. It is
-    also skipped if the loss is scaled and the norm is not finite.
+    The update is skipped if the weight is 0; loss and metrics are NaN then, and the norm is 0. It
+    is also skipped if the loss is scaled and the norm is not finite.
 
     Attributes:
         loss: weighted mean over the global batch.
@@ -92,7 +93,13 @@ class Engine:
     """
 
     def __init__(
-        self, package: Package, plan: Plan, rank: int, device: torch.device, built: Built, on_call: Callable[[str], None] = ignore
+        self,
+        package: Package,
+        plan: Plan,
+        rank: int,
+        device: torch.device,
+        built: Built,
+        on_call: Callable[[str], None] = ignore,
     ) -> None:
         self._package = package
         self._plan = plan
@@ -103,16 +110,23 @@ class Engine:
         self._updates = package.updates()
         self._index = plan.pipeline_index(rank)
         buckets = plan.held_buckets(self._index)
-        self._parts = {name: bucket_updates(buckets, self._updates, self._recipe.graph(name).groups) for name in built.update}
+        self._parts = {
+            name: bucket_updates(buckets, self._updates, self._recipe.graph(name).groups)
+            for name in built.update
+        }
         self.held = RankState(package, plan, self._updates, rank, device)
         self._on_call = on_call
         self._calls = Calls(package, plan, rank, device, self.held, on_call)
-        self._pipeline = PipelineRunner(plan, rank, device, self._calls) if plan.pipeline is not None else None
+        self._pipeline = (
+            PipelineRunner(plan, rank, device, self._calls) if plan.pipeline is not None else None
+        )
         self.calling: list[tuple[str, Microbatch]] = []
 
     # Steps
 
-    def step(self, number: int, draws: Sequence[Draw], rates: Sequence[float] | None = None) -> StepResult:
+    def step(
+        self, number: int, draws: Sequence[Draw], rates: Sequence[float] | None = None
+    ) -> StepResult:
         """Run one round of the loop: one optimizer update if the recipe has one graph.
 
         Args:
@@ -123,17 +137,29 @@ class Engine:
         fed: dict[str, list[Tensor]] = {}
         results: dict[str, GraphResult] = {}
         turns: list[tuple[str, GraphResult]] = []
-        counts = {turn.graph: turns_before(self._recipe.turns, turn.graph, number) for turn in self._recipe.turns}
+        counts = {
+            turn.graph: turns_before(self._recipe.turns, turn.graph, number)
+            for turn in self._recipe.turns
+        }
         self.calling = []
         for call in calls_of(self._recipe, number):
             draw = draws[call.draw]
-            assert len(draw.microbatches) == self._plan.accumulate, "one microbatch for each accumulation"
+            assert len(draw.microbatches) == self._plan.accumulate, (
+                "one microbatch for each accumulation"
+            )
             computed = graph_name(call.graph, Mode.COMPUTE, draw.variant)
-            name = computed if computed in self._built.forward else graph_name(call.graph, Mode.TRAIN, draw.variant)
+            name = (
+                computed
+                if computed in self._built.forward
+                else graph_name(call.graph, Mode.TRAIN, draw.variant)
+            )
             self.calling += [(name, microbatch) for microbatch in draw.microbatches]
             if name in self._built.forward:
                 graph = self._built.forward[name]
-                outputs = [self._calls.call(graph, m, Given(call, i, fed)) for i, m in enumerate(draw.microbatches)]
+                outputs = [
+                    self._calls.call(graph, m, Given(call, i, fed))
+                    for i, m in enumerate(draw.microbatches)
+                ]
                 _feed(fed, call.graph, graph, outputs)
             else:
                 given = self._recipe.rates(counts) if rates is None else rates
@@ -141,24 +167,53 @@ class Engine:
                 turns.append((call.graph, results[call.graph]))
             counts[call.graph] += 1
         main = results.pop(self._recipe.main)
-        return StepResult(main.loss, main.weight, main.metrics, main.gradient_norm, main.loss_scale, results, turns)
+        return StepResult(
+            main.loss,
+            main.weight,
+            main.metrics,
+            main.gradient_norm,
+            main.loss_scale,
+            results,
+            turns,
+        )
 
-    def _train(self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]], rates: Sequence[float]) -> GraphResult:
-        """Run one turn of a training graph: forward and backward over the microbatches, then the update."""
+    def _train(
+        self,
+        name: str,
+        call: TurnCall,
+        draw: Draw,
+        fed: dict[str, list[Tensor]],
+        rates: Sequence[float],
+    ) -> GraphResult:
+        """Run one turn of a training graph: forward and backward over the microbatches, then the
+        update.
+        """
         names = self.metric_names(name)
-        totals, gradients = self._in_turn(name, call, draw, fed) if self._pipeline is None else self._piped(name, call, draw, len(names))
+        totals, gradients = (
+            self._in_turn(name, call, draw, fed)
+            if self._pipeline is None
+            else self._piped(name, call, draw, len(names))
+        )
         scaling = self.held.scaling.get(call.graph, [])
         loss_scale = scaling[0].item() if scaling else None
         if self._has_own_weight(name) and not totals[-1].item():
             return GraphResult(math.nan, 0.0, dict.fromkeys(names, math.nan), 0.0, loss_scale)
-        norm = self._update(name, gradients, totals[-1] * self._calls.scale(call.graph), rates, scaling)
+        norm = self._update(
+            name, gradients, totals[-1] * self._calls.scale(call.graph), rates, scaling
+        )
         values = totals.tolist()
         weight = values[-1]
-        metrics = {metric: value / weight for metric, value in zip(names, values[1:-1], strict=True)}
+        metrics = {
+            metric: value / weight for metric, value in zip(names, values[1:-1], strict=True)
+        }
         return GraphResult(values[0] / weight, weight, metrics, float(norm), loss_scale)
 
-    def _in_turn(self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run forward and backward over the microbatches, one by one; return the totals and the gradient of each bucket."""
+    def _in_turn(
+        self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run forward and backward over the microbatches, one by one; return the totals and the
+        gradient of each bucket.
+        """
         gradients: dict[str, Tensor] = {}
         outputs: list[dict[Role, list[Tensor]]] = []
         for number, microbatch in enumerate(draw.microbatches):
@@ -168,8 +223,13 @@ class Engine:
         first, *others = (found[Role.TOTALS][0] for found in outputs)
         return sum(others, first), gradients
 
-    def _piped(self, name: str, call: TurnCall, draw: Draw, metrics: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Do the same as `_in_turn` with the stages of a pipeline. The gradients are this rank's own."""
+    def _piped(
+        self, name: str, call: TurnCall, draw: Draw, metrics: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Do the same as `_in_turn` with the stages of a pipeline.
+
+        The gradients are this rank's own.
+        """
         assert self._pipeline is not None
         totals, gradients = self._pipeline.train(self._built.stages[name], call, draw.microbatches)
         return self._pipeline.shared(totals, metrics + 2), gradients
@@ -187,12 +247,18 @@ class Engine:
         found: dict[str, Tensor] = {}
         self.calling = []
         for graph in dict.fromkeys(turn.graph for turn in self._recipe.turns):
-            computed, evaluated = (graph_name(graph, mode, variant) for mode in (Mode.COMPUTE, Mode.EVAL))
+            computed, evaluated = (
+                graph_name(graph, mode, variant) for mode in (Mode.COMPUTE, Mode.EVAL)
+            )
             turn = TurnCall(graph, 0, 0)
-            self.calling.append((evaluated if evaluated in self._package.manifest.graphs else computed, microbatch))
+            self.calling.append(
+                (evaluated if evaluated in self._package.manifest.graphs else computed, microbatch)
+            )
             if self._pipeline is not None:
                 totals = self._pipeline.evaluate(self._built.stages[evaluated], turn, microbatch)
-                found[graph] = self._pipeline.shared(totals, len(self.metric_names(graph_name(graph, Mode.TRAIN, variant))) + 2)
+                found[graph] = self._pipeline.shared(
+                    totals, len(self.metric_names(graph_name(graph, Mode.TRAIN, variant))) + 2
+                )
                 continue
             built = self._built.forward[evaluated if evaluated in self._built.forward else computed]
             results = self._calls.call(built, microbatch, Given(turn, 0, fed))
@@ -203,10 +269,14 @@ class Engine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Make `evaluate` use the running mean of the parameters within the context, once there is one."""
+        """Make `evaluate` use the running mean of the parameters within the context, once there is
+        one.
+        """
         kept = self.held.params
         buckets = {bucket.name: bucket for bucket in self._plan.buckets}
-        means = {name: self._whole_stored(buckets[name], mean) for name, mean in self.held.means.items()}
+        means = {
+            name: self._whole_stored(buckets[name], mean) for name, mean in self.held.means.items()
+        }
         self.held.params = {**kept, **means}
         try:
             yield
@@ -219,15 +289,20 @@ class Engine:
         return self._built.compiled
 
     def metric_names(self, name: str) -> list[str]:
-        """Return the names of the metrics of a training graph; in its totals they are between loss and weight."""
+        """Return the names of the metrics of a training graph; in its totals they are between loss
+        and weight.
+        """
         return [o.name for o in self._package.manifest.graphs[name].outputs if o.role == "metric"]
 
     def _has_own_weight(self, name: str) -> bool:
         """Return True if a training graph computes its weight, which may be 0.
 
-        Otherwise the weight is the number of rows, and no device synchronization is needed to know it.
+        Otherwise the weight is the number of rows, and no device synchronization is needed to know
+        it.
         """
-        return any(output.role == "weight" for output in self._package.manifest.graphs[name].outputs)
+        return any(
+            output.role == "weight" for output in self._package.manifest.graphs[name].outputs
+        )
 
     def _phase(self, number: int) -> Phase:
         if self._plan.accumulate == 1:
@@ -236,28 +311,66 @@ class Engine:
 
     # Updates
 
-    def _update(self, name: str, gradients: Mapping[str, Tensor], divisor: Tensor, rates: Sequence[float], scaling: list[Tensor]) -> Tensor:
+    def _update(
+        self,
+        name: str,
+        gradients: Mapping[str, Tensor],
+        divisor: Tensor,
+        rates: Sequence[float],
+        scaling: list[Tensor],
+    ) -> Tensor:
         rate_tensor = torch.tensor(list(rates), dtype=torch.float32, device=self._device)
-        held, parts, mean = self.held, self._parts[name], self._recipe.graph(name).ema_decay is not None
+        held, parts, mean = (
+            self.held,
+            self._parts[name],
+            self._recipe.graph(name).ema_decay is not None,
+        )
         params = [self._updated_slice(part.bucket) for part in parts]
-        own = [gradients[b] if (b := part.bucket.name) in gradients else self._calls.zero_gradient(b) for part in parts]
+        own = [
+            gradients[b] if (b := part.bucket.name) in gradients else self._calls.zero_gradient(b)
+            for part in parts
+        ]
         lacking = held.lacking(parts, mean=mean)
         states = [value for part in parts for value in held.states.get(part.key, ())]
-        means = [held.means[part.bucket.name] for part in parts if mean and part.bucket.name in held.means]
-        arguments = (divisor, rate_tensor, self._rank_tensor(), *params, *own, *states, *means, *scaling)
+        means = [
+            held.means[part.bucket.name]
+            for part in parts
+            if mean and part.bucket.name in held.means
+        ]
+        arguments = (
+            divisor,
+            rate_tensor,
+            self._rank_tensor(),
+            *params,
+            *own,
+            *states,
+            *means,
+            *scaling,
+        )
         with torch.no_grad():
             if lacking:
-                step = UpdateStep(self._plan, self._updates, self._recipe, name, lacking, self._index)
+                step = UpdateStep(
+                    self._plan, self._updates, self._recipe, name, lacking, self._index
+                )
                 norm, *new = step(*arguments)
                 self._take(step, norm, params, new, scaling)
             else:
                 self._on_call(self._built.update_names[name])
                 (norm,) = self._built.update[name](*arguments)
             for part in parts:
-                held.params[part.bucket.name] = self._whole_stored(part.bucket, self._updated_slice(part.bucket))
+                held.params[part.bucket.name] = self._whole_stored(
+                    part.bucket, self._updated_slice(part.bucket)
+                )
         return norm
 
-    def _take(self, step: UpdateStep, norm: Tensor, params: Sequence[Tensor], new: Sequence[Tensor], scaling: list[Tensor]) -> None:
+    def _take(
+        self,
+        step: UpdateStep,
+        norm: Tensor,
+        params: Sequence[Tensor],
+        new: Sequence[Tensor],
+        scaling: list[Tensor],
+    ) -> None:
         """Store the results of an update that creates optimizer state or means.
 
         Nothing but the loss scale is stored if the loss is scaled and the gradient was not finite.
@@ -276,10 +389,14 @@ class Engine:
             self.held.means[part.bucket.name] = next(values).clone()
 
     def _whole_stored(self, bucket: Bucket, updated: Tensor) -> Tensor:
-        """Return the part of a bucket that this rank stores, gathered from the slices that the ranks have updated."""
+        """Return the part of a bucket that this rank stores, gathered from the slices that the
+        ranks have updated.
+        """
         if updated.numel() == stored_length(self._plan, bucket):
             return updated
-        full = torch.ops._c10d_functional.all_gather_into_tensor(updated, self._plan.shard_degree, self._plan.shard_group)
+        full = torch.ops._c10d_functional.all_gather_into_tensor(
+            updated, self._plan.shard_degree, self._plan.shard_group
+        )
         result: Tensor = torch.ops._c10d_functional.wait_tensor(full)
         return result
 
@@ -291,12 +408,21 @@ class Engine:
         stored = self.held.params[bucket.name]
         if update_length(self._plan, bucket) == stored_length(self._plan, bucket):
             return stored
-        start, stop = share(bucket.length, self._plan.shard_index(self._rank), self._plan.shard_degree)
+        start, stop = share(
+            bucket.length, self._plan.shard_index(self._rank), self._plan.shard_degree
+        )
         return stored[start:stop]
 
 
-def _feed(fed: dict[str, list[Tensor]], name: str, graph: BuiltGraph, outputs: Sequence[Mapping[Role, Sequence[Tensor]]]) -> None:
-    """Add a graph's predictions to `fed`, which other graphs read: "graph.output" -> one tensor for each microbatch."""
+def _feed(
+    fed: dict[str, list[Tensor]],
+    name: str,
+    graph: BuiltGraph,
+    outputs: Sequence[Mapping[Role, Sequence[Tensor]]],
+) -> None:
+    """Add a graph's predictions to `fed`, which other graphs read: "graph.output" -> one tensor for
+    each microbatch.
+    """
     ports = [port for port in graph.outputs if port.role is Role.PREDICTION]
     for place, port in enumerate(ports):
         fed[f"{name}.{port.name}"] = [found[Role.PREDICTION][place] for found in outputs]

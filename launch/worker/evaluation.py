@@ -36,7 +36,11 @@ class Evaluated:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that the journal stores."""
-        parts = {"parts": {name: part.as_json() for name, part in self.parts.items()}} if self.parts else {}
+        parts = (
+            {"parts": {name: part.as_json() for name, part in self.parts.items()}}
+            if self.parts
+            else {}
+        )
         return {"loss": self.loss, "metrics": self.metrics, "rows": self.rows, **parts}
 
 
@@ -55,7 +59,16 @@ class Evaluation:
     """
 
     def __init__(
-        self, engine: Engine, package: Package, plan: Plan, rank: int, data: RunData, where: str, *, batches: int | None, mean: bool
+        self,
+        engine: Engine,
+        package: Package,
+        plan: Plan,
+        rank: int,
+        data: RunData,
+        where: str,
+        *,
+        batches: int | None,
+        mean: bool,
     ) -> None:
         self._engine, self._package, self._plan, self._rank = engine, package, plan, rank
         self._data, self._where, self._batches, self._mean = data, where, batches, mean
@@ -87,36 +100,55 @@ class Evaluation:
         for graph, values in totals.items():
             if not values[-1]:
                 raise DataError(
-                    f"the total weight of the {rows} evaluated held-out rows is 0, so their mean loss is undefined",
+                    f"the total weight of the {rows} evaluated held-out rows is 0, so their mean"
+                    " loss is undefined",
                     where=f"{self._where}, graph {graph}",
-                    expected="rows that the loss counts: labels that are not all ignored, or a mask that is not all 0",
+                    expected=(
+                        "rows that the loss counts: labels that are not all ignored, or a mask that"
+                        " is not all 0"
+                    ),
                     got="a weight of 0",
-                    hint="Evaluate rows with labels. The job's Loss(weight=...) defines what is counted.",
+                    hint=(
+                        "Evaluate rows with labels. The job's Loss(weight=...) defines what is"
+                        " counted."
+                    ),
                 )
         return self._evaluated(totals, rows, parts)
 
-    def _evaluated(self, totals: Mapping[str, Tensor], rows: int, parts: Mapping[str, Evaluated] | None = None) -> Evaluated:
+    def _evaluated(
+        self, totals: Mapping[str, Tensor], rows: int, parts: Mapping[str, Evaluated] | None = None
+    ) -> Evaluated:
         means = {graph: self._means(graph, values.tolist()) for graph, values in totals.items()}
         own = means.pop(self._package.recipe.main)
         metrics = {name: value for name, value in own.items() if name != "loss"}
-        metrics |= {f"{graph}.{name}": value for graph, values in means.items() for name, value in values.items()}
+        metrics |= {
+            f"{graph}.{name}": value
+            for graph, values in means.items()
+            for name, value in values.items()
+        }
         return Evaluated(own["loss"], metrics, rows, parts or {})
 
     def _means(self, graph: str, totals: Sequence[float]) -> dict[str, float]:
-        """Return the means of loss and metrics, computed from the totals of `Engine.evaluate` for a graph."""
+        """Return the means of loss and metrics, computed from the totals of `Engine.evaluate` for a
+        graph.
+        """
         names = ["loss", *self._engine.metric_names(graph)]
         return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
 
     def _microbatches(self, number: int, part: OpenPart) -> Iterator[tuple[Microbatch, float, int]]:
-        """Yield this rank's batches, each with its factor in the sum over ranks and the number of rows on all ranks.
+        """Yield this rank's batches, each with its factor in the sum over ranks and the number of
+        rows on all ranks.
 
-        Every row of a part is evaluated. The last rows, fewer than there are ranks, are evaluated by
-        every rank, with a factor of 1 / ranks.
+        Every row of a part is evaluated. The last rows, fewer than there are ranks, are evaluated
+        by every rank, with a factor of 1 / ranks.
         """
         data = part.dataset
         each = self._plan.rows_per_call
         lanes, lane = self._plan.data_ranks, self._plan.data_index(self._rank)
-        static = any(isinstance(i.shape[0], int) for i in self._package.manifest.data_inputs(part.variant).values())
+        static = any(
+            isinstance(i.shape[0], int)
+            for i in self._package.manifest.data_inputs(part.variant).values()
+        )
         limit = data.size if self._batches is None else min(data.size, self._batches * each * lanes)
         start = 0
         while start < limit:

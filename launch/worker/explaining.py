@@ -1,4 +1,6 @@
-"""Explain to a user why a step failed: by the row of the data, or the model's operator and its line in the source."""
+"""Explain to a user why a step failed: by the row of the data, or the model's operator and its line
+in the source.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from trainload.sharding.plans.device_step_graphs import places_in_step, step_gra
 from trainload.sharding.plans.plan import Plan
 
 _CPU = torch.device("cpu")
-_OF_PEERS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket", "process group", "TCPStore")
+_OF_PEERS = (
+    "gloo",
+    "NCCL",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket",
+    "process group",
+    "TCPStore",
+)
 """Words in errors that are caused by the end of another rank, not by what this rank computes."""
 
 
@@ -41,8 +51,11 @@ class Failing:
     device: torch.device
 
 
-def explain(error: Exception, failing: Failing, data: RunData, source: str, when: str) -> TrainloadError | None:
-    """Return an error that explains a failed step to a user; None if another rank or the machine may be the cause.
+def explain(
+    error: Exception, failing: Failing, data: RunData, source: str, when: str
+) -> TrainloadError | None:
+    """Return an error that explains a failed step to a user; None if another rank or the machine
+    may be the cause.
 
     Args:
         error: error raised by a graph or by torch.
@@ -54,7 +67,15 @@ def explain(error: Exception, failing: Failing, data: RunData, source: str, when
     if isinstance(error, TrainloadError):
         return error
     if is_out_of_memory(error):
-        return explain_memory(error, failing.package, failing.plan, failing.engine.held, failing.device, failing.rank, when)
+        return explain_memory(
+            error,
+            failing.package,
+            failing.plan,
+            failing.engine.held,
+            failing.device,
+            failing.rank,
+            when,
+        )
     if _may_be_of_peers(error):
         return None
     package = failing.package
@@ -68,7 +89,8 @@ def explain(error: Exception, failing: Failing, data: RunData, source: str, when
 
 
 def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
-    """Return an error that explains one that no row of the data causes; None if another rank or the machine may be the cause.
+    """Return an error that explains one that no row of the data causes; None if another rank or the
+    machine may be the cause.
 
     Args:
         error: error raised by a graph or by torch.
@@ -81,8 +103,10 @@ def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
     return TrainingError(
         raised(error).rstrip("."),
         where=when,
-        hint="The traceback is in the rank's log: trainload logs RUN --rank N. An evaluation keeps its logs only with --run-dir. "
-        "The run is not retried, since it would fail again.",
+        hint=(
+            "The traceback is in the rank's log: trainload logs RUN --rank N. An evaluation keeps"
+            " its logs only with --run-dir. The run is not retried, since it would fail again."
+        ),
     )
 
 
@@ -95,7 +119,13 @@ def _may_be_of_the_machine(error: Exception) -> bool:
 
 
 def _data_error(
-    rejected: Rejected, package: Package, graph: str, microbatch: Microbatch, data: RunData, source: str, when: str
+    rejected: Rejected,
+    package: Package,
+    graph: str,
+    microbatch: Microbatch,
+    data: RunData,
+    source: str,
+    when: str,
 ) -> DataError:
     line = places_in_step(package, graph, _CPU).get(rejected.node, "")
     row, of = data.origin(microbatch.part, microbatch.rows, rejected.row, source)
@@ -104,5 +134,8 @@ def _data_error(
         where=f"{when}, {of if row is None else f'row {row} of {of}'}",
         expected=rejected.expected,
         got=rejected.got,
-        hint="Fix this row of the data (rows are counted from 0), or what the model computes from it.",
+        hint=(
+            "Fix this row of the data (rows are counted from 0), or what the model computes"
+            " from it."
+        ),
     )

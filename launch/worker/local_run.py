@@ -44,8 +44,11 @@ def run_in_process(spec: RunSpec, check_driver: CheckDriver) -> None:
 
 
 def _work(spec: RunSpec, place: Place, check_driver: CheckDriver | None) -> None:
-    before = Summary.of(stream_events(Path(spec.run_dir)))  # the same on every rank: none continues before all have read it
-    spec = spec.model_copy(update={"had_checkpoint": spec.had_checkpoint or before.checkpoint is not None})
+    # the same on every rank: none continues before all have read it
+    before = Summary.of(stream_events(Path(spec.run_dir)))
+    spec = spec.model_copy(
+        update={"had_checkpoint": spec.had_checkpoint or before.checkpoint is not None}
+    )
     contact = FileContact(Path(spec.run_dir), place.rank, before, check_driver)
     try:
         with tracebacks_to(lambda text: append_log(Path(spec.run_dir), place.rank, redacted(text))):
@@ -58,7 +61,9 @@ def _work(spec: RunSpec, place: Place, check_driver: CheckDriver | None) -> None
 
 
 def torchrun_place() -> Place:
-    """Return the position of this process from torchrun's environment; raise ClusterError if torchrun did not start it."""
+    """Return the position of this process from torchrun's environment; raise ClusterError if
+    torchrun did not start it.
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     missing = [n for n in names if n not in os.environ]
     if missing:
@@ -67,13 +72,21 @@ def torchrun_place() -> Place:
             where="environment",
             expected=", ".join(names),
             got=f"no {', '.join(missing)}",
-            hint="Start it with `torchrun --nproc-per-node N -m trainload launch ... --backend torchrun`.",
+            hint=(
+                "Start it with `torchrun --nproc-per-node N -m trainload launch ... --backend"
+                " torchrun`."
+            ),
         )
-    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    return Place(
+        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    )
 
 
 def _see_one_gpu() -> None:
-    """Hide all GPUs but this local rank's, since a compiled graph names its GPU. Call it before CUDA is first used."""
+    """Hide all GPUs but this local rank's, since a compiled graph names its GPU.
+
+    Call it before CUDA is first used.
+    """
     there = os.environ.get("CUDA_VISIBLE_DEVICES")
     local_rank = int(os.environ["LOCAL_RANK"])
     os.environ["CUDA_VISIBLE_DEVICES"] = there.split(",")[local_rank] if there else str(local_rank)
@@ -89,13 +102,19 @@ def check_torchrun(spec: RunSpec) -> Place:
     place = torchrun_place()
     if place.world != spec.plan.world_size:
         raise ClusterError(
-            "the number of workers that torchrun started differs from the plan's", expected=str(spec.plan.world_size), got=str(place.world)
+            "the number of workers that torchrun started differs from the plan's",
+            expected=str(spec.plan.world_size),
+            got=str(place.world),
         )
     return place
 
 
-def run_under_torchrun(spec: RunSpec, place: Place, check_driver: CheckDriver | None = None) -> None:
-    """Train as one of torchrun's workers; run.json exists where rank 0 is, which alone has `check_driver`."""
+def run_under_torchrun(
+    spec: RunSpec, place: Place, check_driver: CheckDriver | None = None
+) -> None:
+    """Train as one of torchrun's workers; run.json exists where rank 0 is, which alone has
+    `check_driver`.
+    """
     gpu = spec.plan.cluster.device == "cuda"
     if gpu:
         _see_one_gpu()
@@ -109,7 +128,8 @@ def run_under_torchrun(spec: RunSpec, place: Place, check_driver: CheckDriver | 
 
 @contextmanager
 def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]:
-    """Turn the first Ctrl-C, SIGTERM or SIGHUP within the context into a request to stop after the step.
+    """Turn the first Ctrl-C, SIGTERM or SIGHUP within the context into a request to stop after the
+    step.
 
     The second signal ends the run immediately, and so does the first one if the request cannot be
     written to storage. Handlers that the caller has set stay, and outside the main thread nothing

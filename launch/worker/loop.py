@@ -20,7 +20,13 @@ import torch.distributed as dist
 
 from trainload.autograd_trace.derivation.aot import begun_collectives, bind_groups
 from trainload.autograd_trace.optimizer.rounds import draws_before
-from trainload.core.errors import CheckpointError, CompileError, DataError, DivergedError, RunInterrupted
+from trainload.core.errors import (
+    CheckpointError,
+    CompileError,
+    DataError,
+    DivergedError,
+    RunInterrupted,
+)
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.index import DataPosition
 from trainload.launching.checkpoints.load import load_sharded
@@ -28,7 +34,15 @@ from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import RunData, open_run_data, run_dispatcher
-from trainload.launching.node.build import Built, can_compile, compile_build, device_of, load_build, threads_of, uncompiled_build
+from trainload.launching.node.build import (
+    Built,
+    can_compile,
+    compile_build,
+    device_of,
+    load_build,
+    threads_of,
+    uncompiled_build,
+)
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.libraries import library_warnings
@@ -58,7 +72,8 @@ GRAPHS = "graphs"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a worker: its rank among `world` workers, of which `local_world` share its node `node`.
+    """Position of a worker: its rank among `world` workers, of which `local_world` share its node
+    `node`.
 
     A worker sees at most one GPU, since a compiled graph names its GPU.
     """
@@ -74,8 +89,11 @@ def set_threads(local_world: int) -> None:
     torch.set_num_threads(threads_of(local_world))
 
 
-def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet: bool = False) -> None:
-    """Prepare a node before the process group is formed: compile into its cache, and convert the data.
+def prepare_node(
+    spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet: bool = False
+) -> None:
+    """Prepare a node before the process group is formed: compile into its cache, and convert the
+    data.
 
     It runs once per node, and nothing in it depends on other nodes.
 
@@ -103,20 +121,33 @@ def prepare_node(spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet
     if spec.compile and can_compile():
         began = time.perf_counter()
         for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
-            compile_build(package, spec.plan, device_of(spec.plan), default_cache_dir(), lambda *_: None, index, evaluates=spec.evaluates)
+            compile_build(
+                package,
+                spec.plan,
+                device_of(spec.plan),
+                default_cache_dir(),
+                lambda *_: None,
+                index,
+                evaluates=spec.evaluates,
+            )
         if not quiet:
             contact.write("stage", name="compile", seconds=time.perf_counter() - began)
 
 
 def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:
-    """Open a run's data and held-out data, converting them into the node's cache if they are not in it."""
+    """Open a run's data and held-out data, converting them into the node's cache if they are not in
+    it.
+    """
     cache, rows = default_cache_dir() / "data", spec.plan.rows_per_call
     train = open_run_data(spec.data, package, rows, cache)
-    return train, open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
+    return train, (
+        open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
+    )
 
 
 def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Built, Path | None]:
-    """Return the graphs that a rank calls, and the folder of their build; None if they are not compiled.
+    """Return the graphs that a rank calls, and the folder of their build; None if they are not
+    compiled.
 
     They are compiled, or loaded from the node's cache, if the run wants that and the machine has a
     compiler.
@@ -126,7 +157,15 @@ def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Bui
     """
     device, evaluates = device_of(spec.plan), spec.evaluates
     if spec.compile and can_compile():
-        folder = compile_build(package, spec.plan, device, default_cache_dir(), lambda *_: None, pipeline_index, evaluates=evaluates)
+        folder = compile_build(
+            package,
+            spec.plan,
+            device,
+            default_cache_dir(),
+            lambda *_: None,
+            pipeline_index,
+            evaluates=evaluates,
+        )
         return load_build(folder, package, spec.plan, default_cache_dir()), folder
     if spec.compile and spec.require_compiled:
         raise CompileError(
@@ -186,7 +225,14 @@ class _Worker:
             self._activity.know(built.collectives, begun_collectives(self._plan.groups()))
         checkpoint = None if path is None else Checkpoint.open(path)
         built = self._verified(built, folder, checkpoint)
-        self._engine = Engine(self._package, self._plan, place.rank, self._device, built, on_call=self._activity.calling)
+        self._engine = Engine(
+            self._package,
+            self._plan,
+            place.rank,
+            self._device,
+            built,
+            on_call=self._activity.calling,
+        )
         peaks = peaks_of(self._device, dtypes_of(built.work), default_cache_dir())
         self._utilisation = Utilisation(built.work, self._package.recipe, self._plan, peaks)
         self._memory = 0
@@ -199,9 +245,12 @@ class _Worker:
             place.rank,
             self._attempt,
             keep=spec.retention,
-            before_publishing=contact.flush,  # so the journal has every step that a restart from it does not repeat
+            # so the journal has every step that a restart from it does not repeat
+            before_publishing=contact.flush,
         )
-        self._saver = Saver(writer, contact, self._control, leading=place.rank == 0, patience=spec.storage_patience)
+        self._saver = Saver(
+            writer, contact, self._control, leading=place.rank == 0, patience=spec.storage_patience
+        )
         self._evaluation = None
         self._evaluated: tuple[int, float] | None = None
         if self._eval_data is not None:
@@ -219,8 +268,12 @@ class _Worker:
     # Start
 
     def _begin(self) -> tuple[str, str | None]:
-        """Return a unique name for this attempt, and the path of the checkpoint to resume from, if any."""
-        usable = usable_checkpoint(self._checkpoints, patience=self._spec.storage_patience, control=self._control)
+        """Return a unique name for this attempt, and the path of the checkpoint to resume from, if
+        any.
+        """
+        usable = usable_checkpoint(
+            self._checkpoints, patience=self._spec.storage_patience, control=self._control
+        )
         if self._place.rank == 0:
             for reason in usable.rejected:
                 self._contact.write("warning", message=f"a checkpoint cannot be used: {reason}")
@@ -229,13 +282,21 @@ class _Worker:
                 "none of the run's checkpoints can be used",
                 where=self._checkpoints.where,
                 got="; ".join(usable.rejected) or "no checkpoints",
-                hint="Restore one of them, or launch a new run. This run does not start over from step 0 automatically.",
+                hint=(
+                    "Restore one of them, or launch a new run. This run does not start over from"
+                    " step 0 automatically."
+                ),
             )
-        return gathered(uuid.uuid4().hex, self._control)[0], None if usable.path is None else str(usable.path)
+        return gathered(uuid.uuid4().hex, self._control)[0], (
+            None if usable.path is None else str(usable.path)
+        )
 
     def _build(self) -> tuple[Built, Path | None]:
         if self._spec.compile and not can_compile() and self._place.rank == 0:
-            self._contact.write("warning", message="no C++ compiler was found: the graphs run uncompiled, which is slower")
+            self._contact.write(
+                "warning",
+                message="no C++ compiler was found: the graphs run uncompiled, which is slower",
+            )
         try:
             return built_for(self._spec, self._package, self._plan.pipeline_index(self._place.rank))
         except Exception as error:
@@ -249,7 +310,8 @@ class _Worker:
 
         Args:
             built: the build.
-            folder: folder of the compiled build; None if it runs interpreted, and nothing is compared.
+            folder: folder of the compiled build; None if it runs interpreted, and nothing is
+                compared.
             checkpoint: checkpoint to resume from, which has earlier decisions.
         """
         self._verifier: Verifier | None = None
@@ -257,8 +319,9 @@ class _Worker:
             return built
         self._build_name = "+".join(sorted(set(gathered(folder.name, self._control))))
         kept: dict[str, Any] = {} if checkpoint is None else checkpoint.index.user.get(GRAPHS, {})
-        # The stages of a pipeline call different graphs at different times, so only the ranks that call
-        # a graph decide about it. Waiting for all ranks would deadlock: the next stage waits for this one.
+        # The stages of a pipeline call different graphs at different times, so only the ranks that
+        # call a graph decide about it. Waiting for all ranks would deadlock: the next stage waits
+        # for this one.
         alike = group_of_stage(self._plan, self._place.rank, self._control)
         self._speaks = alike is None or dist.get_rank(alike) == 0
         self._verifier = Verifier(
@@ -277,7 +340,11 @@ class _Worker:
 
     def _tell_interpreted(self, comparison: Comparison) -> None:
         if self._speaks:
-            self._contact.write("warning", message=f"{comparison}; it runs interpreted, which is slower", **asdict(comparison))
+            self._contact.write(
+                "warning",
+                message=f"{comparison}; it runs interpreted, which is slower",
+                **asdict(comparison),
+            )
 
     def _load(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
@@ -295,7 +362,10 @@ class _Worker:
                 got=self._data.fingerprint,
                 hint="Restore the data, or launch a new run from the trained package.",
             )
-        self._engine.held.load(load_sharded(checkpoint, self._plan, self._place.rank), checkpoint.index.user.get(SCALING))
+        self._engine.held.load(
+            load_sharded(checkpoint, self._plan, self._place.rank),
+            checkpoint.index.user.get(SCALING),
+        )
         self._start = checkpoint.index.step
 
     # The loop
@@ -314,7 +384,11 @@ class _Worker:
                 compiled=self._engine.compiled,
                 workers=workers,
                 nodes=nodes,
-                **({"overrides": changed} if (changed := spec.overrides.model_dump(mode="json", exclude_defaults=True)) else {}),
+                **(
+                    {"overrides": changed}
+                    if (changed := spec.overrides.model_dump(mode="json", exclude_defaults=True))
+                    else {}
+                ),
             )
             if note := note_on_coupled_rows(self._package.manifest, self._plan):
                 self._contact.write("warning", message=note)
@@ -323,7 +397,9 @@ class _Worker:
         recipe = self._package.recipe
         rows = RankRows(recipe, self._data.order(recipe.seed), self._plan, self._place.rank)
         step = self._start
-        with BatchStream(self._data, rows, self._start, spec.steps, ahead=2 * self._plan.accumulate) as stream:
+        with BatchStream(
+            self._data, rows, self._start, spec.steps, ahead=2 * self._plan.accumulate
+        ) as stream:
             clock = _Clock(self._tokens_per_row())
             while step < spec.steps:
                 self._step(step, stream, clock)
@@ -331,7 +407,11 @@ class _Worker:
                 request = self._asked()
                 if request is Request.STOP:
                     break
-                if spec.eval_every is not None and step % spec.eval_every == 0 and step < spec.steps:
+                if (
+                    spec.eval_every is not None
+                    and step % spec.eval_every == 0
+                    and step < spec.steps
+                ):
                     self._evaluate(step)
                     clock.skip()
                 due = spec.checkpoint_every is not None and step % spec.checkpoint_every == 0
@@ -340,7 +420,8 @@ class _Worker:
         if step == spec.steps > 0:
             self._evaluate(step)
         self._activity.at(Phase.ENDING)
-        if step > self._start:  # otherwise the checkpoint of this step exists, perhaps as the only one, and is not replaced
+        # otherwise the checkpoint of this step exists, perhaps as the only one, and is not replaced
+        if step > self._start:
             self._saver.finish(lambda: self._checkpoint(step))
         if step == spec.steps:
             if leading:
@@ -349,7 +430,9 @@ class _Worker:
         if leading:
             self._contact.met(Request.STOP)
         raise RunInterrupted(
-            "the run was asked to stop", where=f"step {step} of {spec.steps}", hint=f"Continue with: {resume_command(self._run_dir)}"
+            "the run was asked to stop",
+            where=f"step {step} of {spec.steps}",
+            hint=f"Continue with: {resume_command(self._run_dir)}",
         )
 
     def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
@@ -379,7 +462,11 @@ class _Worker:
                 mfu=self._utilisation.of(step, [draw.variant for draw in draws], rates["seconds"]),
                 memory=max(self._memory, used_bytes(self._device)),
                 **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
-                **({"variants": [draw.variant for draw in draws]} if self._package.manifest.variants else {}),
+                **(
+                    {"variants": [draw.variant for draw in draws]}
+                    if self._package.manifest.variants
+                    else {}
+                ),
                 **rates,
             )
 
@@ -389,14 +476,18 @@ class _Worker:
         try:
             yield
         except Exception as error:
-            failing = Failing(self._package, self._plan, self._place.rank, self._engine, self._device)
+            failing = Failing(
+                self._package, self._plan, self._place.rank, self._engine, self._device
+            )
             explained = explain(error, failing, data, source, when)
             if explained is None or explained is error:
                 raise
             raise explained from error
 
     def _compared(self) -> float:
-        """Return and report the seconds that comparing compiled graphs has taken since the last call."""
+        """Return and report the seconds that comparing compiled graphs has taken since the last
+        call.
+        """
         seconds = 0.0 if self._verifier is None else self._verifier.taken()
         if seconds and self._place.rank == 0:
             self._contact.write("stage", name="compare compiled graphs", seconds=seconds)
@@ -409,13 +500,16 @@ class _Worker:
                 name = f", graph {graph}" if result.others else ""
                 self._contact.write(
                     "warning",
-                    message=f"step {step + 1}{name}: the update was skipped, because the weight of its batch is 0: all labels are ignored, "
-                    "or a mask is 0 everywhere",
+                    message=(
+                        f"step {step + 1}{name}: the update was skipped, because the weight of its"
+                        " batch is 0: all labels are ignored, or a mask is 0 everywhere"
+                    ),
                     step=step,
                 )
 
     def _check_finite(self, step: int, result: StepResult, draws: Sequence[Draw]) -> None:
-        """Check that loss and gradient norm of every update of a step are finite, before it is saved.
+        """Check that loss and gradient norm of every update of a step are finite, before it is
+        saved.
 
         They are the same on every rank, so either all ranks raise or none does.
 
@@ -431,7 +525,13 @@ class _Worker:
                 what, value = "gradient's norm", found.gradient_norm
             else:
                 continue
-            of_data = next(filter(None, gathered(first_not_finite(draws, self._data, self._spec.data), self._control)), "")
+            of_data = next(
+                filter(
+                    None,
+                    gathered(first_not_finite(draws, self._data, self._spec.data), self._control),
+                ),
+                "",
+            )
             advice = "Lower the learning rate, clip the gradient, or inspect the data of this step."
             likely = f"Check the data: {of_data}." if of_data else advice
             raise DivergedError(
@@ -444,9 +544,11 @@ class _Worker:
 
     def _can_train(self, graph: str, found: GraphResult) -> bool:
         """Return True if the weights are finite after an update, judged by its gradient norm."""
-        if found.loss_scale is not None:  # if the norm is not finite, the update was skipped and the scale is lowered
+        # if the norm is not finite, the update was skipped and the scale is lowered
+        if found.loss_scale is not None:
             return True
-        if self._package.recipe.graph(graph).clip_value is not None:  # clipping by value makes infinities finite
+        # clipping by value makes infinities finite
+        if self._package.recipe.graph(graph).clip_value is not None:
             return not math.isnan(found.gradient_norm)
         return math.isfinite(found.gradient_norm)
 
@@ -459,11 +561,15 @@ class _Worker:
         return None
 
     def _asked(self) -> Request:
-        """Return the pending request, the same on every rank; the ranks also exchange their memory usage."""
+        """Return the pending request, the same on every rank; the ranks also exchange their memory
+        usage.
+        """
         self._activity.at(Phase.AGREEING)
         request = Request.NONE
         if self._place.rank == 0:
-            request = max(Request.CHECKPOINT if self._saver.wanted else Request.NONE, self._contact.asked())
+            request = max(
+                Request.CHECKPOINT if self._saver.wanted else Request.NONE, self._contact.asked()
+            )
         said = torch.tensor([request, used_bytes(self._device)])
         if self._control is not None:
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self._control)
@@ -474,15 +580,22 @@ class _Worker:
         self._activity.at(Phase.SAVING)
         recipe = self._package.recipe
         drawn = draws_before(recipe, step) * self._plan.global_batch
-        position = DataPosition(fingerprint=self._data.fingerprint, seed=recipe.seed, position=drawn)
+        position = DataPosition(
+            fingerprint=self._data.fingerprint, seed=recipe.seed, position=drawn
+        )
         scaling = self._engine.held.dump_scaling()
         if self._place.rank == 0:
             self._contact.met(Request.CHECKPOINT)
         user: dict[str, object] = {} if scaling is None else {SCALING: scaling}
         if self._verifier is not None:
-            decided = gathered(self._verifier.decided, self._control)  # in a pipeline, each rank decides about its own stages
+            # in a pipeline, each rank decides about its own stages
+            decided = gathered(self._verifier.decided, self._control)
             user[GRAPHS] = {self._build_name: dict(ChainMap(*decided))}
-        if self._evaluated is not None and self._evaluated[0] == step and math.isfinite(self._evaluated[1]):
+        if (
+            self._evaluated is not None
+            and self._evaluated[0] == step
+            and math.isfinite(self._evaluated[1])
+        ):
             user[EVALUATION] = self._evaluated[1]
         self._saver.save(step, self._engine.held.dump(), position, user)
 
@@ -492,16 +605,22 @@ class _Worker:
         self._activity.at(Phase.EVALUATING, step)
         began = time.perf_counter()
         assert self._eval_data is not None
-        with self._explaining(self._eval_data, str(self._spec.eval_data), f"the evaluation after step {step}"):
+        with self._explaining(
+            self._eval_data, str(self._spec.eval_data), f"the evaluation after step {step}"
+        ):
             found = self._evaluation()
         self._compared()
         self._evaluated = (step, found.loss)
         if self._place.rank == 0:
-            self._contact.write("eval", step=step, **found.as_json(), seconds=time.perf_counter() - began)
+            self._contact.write(
+                "eval", step=step, **found.as_json(), seconds=time.perf_counter() - began
+            )
 
 
 def _metrics(result: StepResult) -> dict[str, float]:
-    """Return the main graph's metrics, and losses, metrics and norms of the other graphs as "graph.loss", ..."""
+    """Return the main graph's metrics, and losses, metrics and norms of the other graphs as
+    "graph.loss", ...
+    """
     found = dict(result.metrics)
     for graph, other in result.others.items():
         if not other.weight:
@@ -528,14 +647,20 @@ class _Clock:
         self._last += seconds
 
     def tick(self, steps_left: int, rows: int) -> dict[str, float]:
-        """Record the end of a step with a number of rows; return its duration, the rates and the seconds left."""
+        """Record the end of a step with a number of rows; return its duration, the rates and the
+        seconds left.
+        """
         now = time.perf_counter()
         seconds = now - self._last
         self._last = now
         before = self._means or (seconds, float(rows))
         self._means = (0.9 * before[0] + 0.1 * seconds, 0.9 * before[1] + 0.1 * rows)
         rate = self._means[1] / self._means[0]
-        found = {"seconds": seconds, "rows_per_second": rate, "seconds_left": self._means[0] * steps_left}
+        found = {
+            "seconds": seconds,
+            "rows_per_second": rate,
+            "seconds_left": self._means[0] * steps_left,
+        }
         if self._tokens is not None:
             found["tokens_per_second"] = rate * self._tokens
         return found

@@ -11,7 +11,8 @@ from trainload.launching.worker.engine import Draw
 
 
 def first_not_finite(draws: Sequence[Draw], data: RunData, source: str) -> str:
-    """Return a clause that names the input and row of a NaN, or else of an infinity, in a rank's batches; "" if there is none.
+    """Return a clause that names the input and row of a NaN, or else of an infinity, in a rank's
+    batches; "" if there is none.
 
     Args:
         draws: the rank's part of a step.
@@ -24,7 +25,12 @@ def first_not_finite(draws: Sequence[Draw], data: RunData, source: str) -> str:
             for name, values in sorted(microbatch.batch.items()):
                 places = is_wanted(values).nonzero()
                 if len(places):
-                    row, of = data.origin(microbatch.part, microbatch.rows, int(places[0][0]), source)
+                    row, of = data.origin(
+                        microbatch.part, microbatch.rows, int(places[0][0]), source
+                    )
                     value = values[tuple(places[0])].item()
-                    return f"the input {name!r} is {value} in {'a row' if row is None else f'row {row}'} of {of}"
+                    return (
+                        f"the input {name!r} is {value} in"
+                        f" {'a row' if row is None else f'row {row}'} of {of}"
+                    )
     return ""

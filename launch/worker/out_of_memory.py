@@ -1,4 +1,6 @@
-"""Explain a failed allocation: memory held by the rank, the plan's estimate, and plans that need less."""
+"""Explain a failed allocation: memory held by the rank, the plan's estimate, and plans that need
+less.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,27 @@ _LESS = 0.8
 """A plan is suggested if it needs at most this fraction of the memory of the failed plan."""
 _GIB = 2**30
 _FIGURES = {"cpu": "cpu-2-cores", "cuda": "h100"}
-"""Device kind -> profile by which plans are ordered. The memory of tensors does not depend on it."""
+"""Device kind -> profile by which plans are ordered.
+
+The memory of tensors does not depend on it.
+"""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error reports a failed allocation."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in _WORDS)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        word in str(error) for word in _WORDS
+    )
 
 
 def explain_memory(
-    error: Exception, package: Package, plan: Plan, held: RankState, device: torch.device, rank: int, when: str
+    error: Exception,
+    package: Package,
+    plan: Plan,
+    held: RankState,
+    device: torch.device,
+    rank: int,
+    when: str,
 ) -> OutOfMemoryError:
     """Return an error that explains an allocator's error to a user.
 
@@ -48,18 +61,30 @@ def explain_memory(
         when: "step 3", "the evaluation after step 3".
     """
     used = used_bytes(device)
-    said = next((line.strip() for line in str(error).splitlines() if any(word in line for word in _WORDS)), type(error).__name__)
+    said = next(
+        (line.strip() for line in str(error).splitlines() if any(word in line for word in _WORDS)),
+        type(error).__name__,
+    )
     estimated, smaller = "", ""
     with suppress(PlanError, MemoryError, RuntimeError):  # the estimate may run out of memory, too
         source, figures = Source(package), read(_FIGURES[device.type])
         costs = costs_of(source, plan, figures)
-        estimated = f"; the plan was estimated to need {_spelled(costs.memory)} at its peak, in {costs.memory.at}"
-        smaller = ". ".join(_advice(each, costs.memory) for each in _smaller(source, plan, figures, costs.memory))
+        estimated = (
+            f"; the plan was estimated to need {_spelled(costs.memory)} at its peak, in"
+            f" {costs.memory.at}"
+        )
+        smaller = ". ".join(
+            _advice(each, costs.memory) for each in _smaller(source, plan, figures, costs.memory)
+        )
     return OutOfMemoryError(
         f"rank {rank} ran out of memory: {said.rstrip('.')}",
         where=when,
         got=f"{_gib(used)} held by the process, of which {_held(held)}{estimated}",
-        hint=smaller or "Use more microbatches (--set accumulate=N), --recompute full, or more ranks with --strategy zero3.",
+        hint=smaller
+        or (
+            "Use more microbatches (--set accumulate=N), --recompute full, or more ranks with"
+            " --strategy zero3."
+        ),
     )
 
 
@@ -70,11 +95,15 @@ def _held(held: RankState) -> str:
         "optimizer state": [*states, *held.means.values()],
         "buffers": [*held.buffers.values(), *held.constants.values()],
     }
-    return _listed({kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kinds.items()})
+    return _listed(
+        {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kinds.items()}
+    )
 
 
 def _smaller(source: Source, plan: Plan, figures: DeviceProfile, failed: Memory) -> list[Candidate]:
-    """Return plans for the same devices that need less memory: the fastest, and the one that needs the least."""
+    """Return plans for the same devices that need less memory: the fastest, and the one that needs
+    the least.
+    """
     found: list[Candidate] = []
     for choice in _choices(plan):
         try:
@@ -84,18 +113,43 @@ def _smaller(source: Source, plan: Plan, figures: DeviceProfile, failed: Memory)
     fitting = [each for each in found if each.costs.memory.tensors <= _LESS * failed.tensors]
     if not fitting:
         return []
-    fastest, least = min(fitting, key=lambda c: c.costs.time.seconds), min(fitting, key=lambda c: c.costs.memory.tensors)
+    fastest, least = (
+        min(fitting, key=lambda c: c.costs.time.seconds),
+        min(fitting, key=lambda c: c.costs.memory.tensors),
+    )
     return [fastest] if fastest is least else [fastest, least]
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:
-    """Yield variants of the plan's choice with other strategies, recomputation and numbers of microbatches."""
+    """Yield variants of the plan's choice with other strategies, recomputation and numbers of
+    microbatches.
+    """
     pipeline = plan.pipeline
-    schedule = None if pipeline is None else (pipeline.schedule, len(pipeline.stage_ranks) // pipeline.ranks)
-    own = Choice(plan.strategy, plan.tensor_ranks, plan.pipeline_ranks, plan.accumulate, plan.recompute, schedule, plan.divide)
-    strategies = [own.strategy] if plan.data_ranks == 1 or own.strategy in ("zero3", "hybrid") else [own.strategy, "zero3"]
+    schedule = (
+        None
+        if pipeline is None
+        else (pipeline.schedule, len(pipeline.stage_ranks) // pipeline.ranks)
+    )
+    own = Choice(
+        plan.strategy,
+        plan.tensor_ranks,
+        plan.pipeline_ranks,
+        plan.accumulate,
+        plan.recompute,
+        schedule,
+        plan.divide,
+    )
+    strategies = (
+        [own.strategy]
+        if plan.data_ranks == 1 or own.strategy in ("zero3", "hybrid")
+        else [own.strategy, "zero3"]
+    )
     rows = plan.rows_per_call
-    counts = [own.accumulate * each for each in range(1, rows + 1) if rows % each == 0 and math.log2(each).is_integer()]
+    counts = [
+        own.accumulate * each
+        for each in range(1, rows + 1)
+        if rows % each == 0 and math.log2(each).is_integer()
+    ]
     for strategy in strategies:
         for recompute in dict.fromkeys((own.recompute, "full")):
             for count in counts:
@@ -110,7 +164,10 @@ def _advice(found: Candidate, failed: Memory) -> str:
     options += [f"--recompute {choice.recompute}"] if choice.recompute != "job" else []
     options += [f"--accumulate {choice.accumulate}"] if choice.accumulate > 1 else []
     needs = _gib(found.costs.memory.tensors)
-    return f"A plan with {' '.join(options)} was estimated to need {needs} instead of {_gib(failed.tensors)}"
+    return (
+        f"A plan with {' '.join(options)} was estimated to need {needs} instead of"
+        f" {_gib(failed.tensors)}"
+    )
 
 
 def _spelled(memory: Memory) -> str:
@@ -122,7 +179,9 @@ def _spelled(memory: Memory) -> str:
         "communication": memory.communication,
         "buffers and rows": memory.buffers,
     }
-    return f"{_gib(memory.tensors)} ({_listed({name: size for name, size in parts.items() if size})})"
+    return (
+        f"{_gib(memory.tensors)} ({_listed({name: size for name, size in parts.items() if size})})"
+    )
 
 
 def _listed(sizes: Mapping[str, int]) -> str:

@@ -1,4 +1,6 @@
-"""Run a pipeline-parallel step on one rank: its actions in order, with sends and receives between them."""
+"""Run a pipeline-parallel step on one rank: its actions in order, with sends and receives between
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from trainload.autograd_trace.optimizer.rounds import TurnCall
 from trainload.launching.node.build import BuiltStages
 from trainload.launching.worker.calls import Calls, Given, Microbatch
 from trainload.sharding.pipeline.pipeline_axis import dtype_of, shape_of
-from trainload.sharding.pipeline.stage_schedule import Action, Instruction, Message, instructions, message_of
+from trainload.sharding.pipeline.stage_schedule import (
+    Action,
+    Instruction,
+    Message,
+    instructions,
+    message_of,
+)
 from trainload.sharding.pipeline.stages import Part, Value
 from trainload.sharding.plans.plan import PIPELINE, Plan
 
@@ -44,10 +52,14 @@ class PipelineRunner:
         assert plan.pipeline is not None
         self._pipeline, self._device, self._calls = plan.pipeline, device, calls
         self._index = plan.pipeline_index(rank)
-        self._instructions = instructions(plan.pipeline.order, plan.pipeline.stage_ranks, plan.accumulate)[self._index]
+        self._instructions = instructions(
+            plan.pipeline.order, plan.pipeline.stage_ranks, plan.accumulate
+        )[self._index]
         self._evaluation = _forward_only(plan.pipeline.stage_ranks)[self._index]
 
-    def train(self, stages: BuiltStages, turn: TurnCall, microbatches: Sequence[Microbatch]) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def train(
+        self, stages: BuiltStages, turn: TurnCall, microbatches: Sequence[Microbatch]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run forward and backward of this rank's stages over all microbatches.
 
         Returns:
@@ -56,19 +68,33 @@ class PipelineRunner:
         """
         return self._run(self._instructions, stages, turn, microbatches)
 
-    def evaluate(self, stages: BuiltStages, turn: TurnCall, microbatch: Microbatch) -> Tensor | None:
-        """Run forward of this rank's stages; return the totals on the rank with the last stage, None on others."""
+    def evaluate(
+        self, stages: BuiltStages, turn: TurnCall, microbatch: Microbatch
+    ) -> Tensor | None:
+        """Run forward of this rank's stages; return the totals on the rank with the last stage,
+        None on others.
+        """
         totals, _ = self._run(self._evaluation, stages, turn, [microbatch])
         return totals
 
     def shared(self, totals: Tensor | None, count: int) -> Tensor:
         """Return, on all ranks of the pipeline, the totals (count,) that one of them has."""
-        value = torch.zeros(count, dtype=torch.float32, device=self._device) if totals is None else totals
-        found: Tensor = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(value, "sum", PIPELINE))
+        value = (
+            torch.zeros(count, dtype=torch.float32, device=self._device)
+            if totals is None
+            else totals
+        )
+        found: Tensor = torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.all_reduce(value, "sum", PIPELINE)
+        )
         return found
 
     def _run(
-        self, program: Sequence[Instruction], stages: BuiltStages, turn: TurnCall, microbatches: Sequence[Microbatch]
+        self,
+        program: Sequence[Instruction],
+        stages: BuiltStages,
+        turn: TurnCall,
+        microbatches: Sequence[Microbatch],
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         gradients: dict[str, Tensor] = {}
         totals: Tensor | None = None
@@ -107,7 +133,9 @@ class PipelineRunner:
                     stages.forget(instruction.stage, instruction.part, mine.between)
             elif instruction.source == self._index:
                 leaving.append(self._send(instruction, outgoing.pop(instruction)))
-                leaving = [sent for sent in leaving if not all(work.is_completed() for work in sent.work)]
+                leaving = [
+                    sent for sent in leaving if not all(work.is_completed() for work in sent.work)
+                ]
             else:
                 target = instruction.boundary + int(instruction.up)
                 received = self._receive(instruction, stages, microbatches[instruction.microbatch])
@@ -123,8 +151,13 @@ class PipelineRunner:
         works = [dist.isend(value, group=group, group_dst=message.target) for value in values]
         return _Sent([work for work in works if work is not None], values)
 
-    def _receive(self, message: Message, stages: BuiltStages, microbatch: Microbatch) -> list[tuple[dist.Work, str, Tensor]]:
-        symbols = {symbol: microbatch.batch[name].shape[at] for symbol, (name, at) in stages.crossing.symbols.items()}
+    def _receive(
+        self, message: Message, stages: BuiltStages, microbatch: Microbatch
+    ) -> list[tuple[dist.Work, str, Tensor]]:
+        symbols = {
+            symbol: microbatch.batch[name].shape[at]
+            for symbol, (name, at) in stages.crossing.symbols.items()
+        }
         group = group_named(PIPELINE)
         found: list[tuple[dist.Work, str, Tensor]] = []
         for value in stages.crossing.at(message.boundary, up=message.up):

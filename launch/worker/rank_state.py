@@ -1,4 +1,6 @@
-"""State of one rank between steps: flat parameters, optimizer state, running means, buffers and loss scales."""
+"""State of one rank between steps: flat parameters, optimizer state, running means, buffers and
+loss scales.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import torch
 from torch import Tensor
 
 from trainload.autograd_trace.graphs import UpdateGraph
-from trainload.launching.checkpoints.sharded_state import MEAN, PARAM, ShardedState, StateKind, held, state_kind
+from trainload.launching.checkpoints.sharded_state import (
+    MEAN,
+    PARAM,
+    ShardedState,
+    StateKind,
+    held,
+    state_kind,
+)
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan, Slot
 from trainload.sharding.rewriting.rank_update import BucketUpdate, Lacking, StateKey, bucket_updates
@@ -31,7 +40,14 @@ class RankState:
             not scaled.
     """
 
-    def __init__(self, package: Package, plan: Plan, updates: Sequence[UpdateGraph], rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        package: Package,
+        plan: Plan,
+        updates: Sequence[UpdateGraph],
+        rank: int,
+        device: torch.device,
+    ) -> None:
         self._package = package
         self._plan = plan
         self._rank = rank
@@ -60,11 +76,15 @@ class RankState:
         self.states = {}
         self.means = {}
         self._load_scaling({})
-        self.buffers = {b.name: weights.tensor(b.name).to(self._device) for b in self._package.manifest.buffers}
+        self.buffers = {
+            b.name: weights.tensor(b.name).to(self._device) for b in self._package.manifest.buffers
+        }
         self._load_constants()
 
     def _fill(self, slot: Slot, start: int, into: Tensor) -> None:
-        """Read elements of this rank's share of a parameter from the package, beginning with element `start`."""
+        """Read elements of this rank's share of a parameter from the package, beginning with
+        element `start`.
+        """
         plan, weights = self._plan, self._package.weights
         shard = plan.tensor_shards.get(slot.parameter)
 
@@ -74,52 +94,92 @@ class RankState:
         if shard is None:
             whole(start, into)
         else:
-            fill_share(whole, slot.shape, shard, plan.tensor_ranks, plan.tensor_index(self._rank), start, into)
+            fill_share(
+                whole,
+                slot.shape,
+                shard,
+                plan.tensor_ranks,
+                plan.tensor_index(self._rank),
+                start,
+                into,
+            )
 
     def load(self, state: ShardedState, scaling: Mapping[str, Any] | None = None) -> None:
-        """Load a checkpoint's state, already cut for this rank and plan, and the result of `dump_scaling`."""
+        """Load a checkpoint's state, already cut for this rank and plan, and the result of
+        `dump_scaling`.
+        """
         self.params = {b.name: state.flats[b.name][PARAM].to(self._device) for b in self._buckets}
         self.buffers = {name: value.to(self._device) for name, value in state.buffers.items()}
         self._load_constants()
         self.load_optimizer(state, scaling)
 
     def load_optimizer(self, state: ShardedState, scaling: Mapping[str, Any] | None = None) -> None:
-        """Load the rest of a checkpoint beside parameters and buffers: optimizer state, running means and loss scales."""
-        kinds = {StateKind.FLAT: state.flats, StateKind.SCALAR: state.scalars, StateKind.STACK: state.stacks}
+        """Load the rest of a checkpoint beside parameters and buffers: optimizer state, running
+        means and loss scales.
+        """
+        kinds = {
+            StateKind.FLAT: state.flats,
+            StateKind.SCALAR: state.scalars,
+            StateKind.STACK: state.stacks,
+        }
         self.states = {}
         for part in self._kept:
             bucket, entries = part.bucket.name, list(_entries(part))
-            # There is no state of an update that never ran, or whose gradients have never been finite so far.
+            # There is no state of an update that never ran, or whose gradients have never been
+            # finite so far.
             if all(entry in kinds[kind].get(bucket, {}) for entry, kind in entries):
-                self.states[part.key] = [kinds[kind][bucket][entry].to(self._device) for entry, kind in entries]
-        self.means = {name: entries[MEAN].to(self._device) for name, entries in state.flats.items() if MEAN in entries}
+                self.states[part.key] = [
+                    kinds[kind][bucket][entry].to(self._device) for entry, kind in entries
+                ]
+        self.means = {
+            name: entries[MEAN].to(self._device)
+            for name, entries in state.flats.items()
+            if MEAN in entries
+        }
         self._load_scaling(scaling or {})
 
     def dump(self) -> ShardedState:
-        """Return the state that a checkpoint stores. The tensors are not copies: copy them before the next step."""
+        """Return the state that a checkpoint stores.
+
+        The tensors are not copies: copy them before the next step.
+        """
         kinds: dict[StateKind, dict[str, dict[str, Tensor]]] = {kind: {} for kind in StateKind}
         kinds[StateKind.FLAT] = {name: {PARAM: value} for name, value in self.params.items()}
         for part in self._kept:
-            for (entry, kind), value in zip(_entries(part), self.states.get(part.key, ()), strict=False):
+            for (entry, kind), value in zip(
+                _entries(part), self.states.get(part.key, ()), strict=False
+            ):
                 kinds[kind].setdefault(part.bucket.name, {})[entry] = value
         for name, mean in self.means.items():
             kinds[StateKind.FLAT][name][MEAN] = mean
-        return ShardedState(kinds[StateKind.FLAT], kinds[StateKind.SCALAR], self.buffers, kinds[StateKind.STACK])
+        return ShardedState(
+            kinds[StateKind.FLAT], kinds[StateKind.SCALAR], self.buffers, kinds[StateKind.STACK]
+        )
 
     def dump_scaling(self) -> dict[str, Any] | None:
         """Return the loss scales that a checkpoint stores; None if losses are not scaled."""
-        found = {graph: {"scale": scale.item(), "streak": streak.item()} for graph, (scale, streak) in self.scaling.items()}
+        found = {
+            graph: {"scale": scale.item(), "streak": streak.item()}
+            for graph, (scale, streak) in self.scaling.items()
+        }
         return found or None
 
     def lacking(self, parts: Sequence[BucketUpdate], *, mean: bool) -> Lacking:
-        """Return the optimizer states and means that do not exist yet, so an update of these parts must create them."""
+        """Return the optimizer states and means that do not exist yet, so an update of these parts
+        must create them.
+        """
         states = frozenset(part.key for part in parts if part.key not in self.states)
-        return Lacking(states, frozenset(p.bucket.name for p in parts if mean and p.bucket.name not in self.means))
+        return Lacking(
+            states,
+            frozenset(p.bucket.name for p in parts if mean and p.bucket.name not in self.means),
+        )
 
     def _load_scaling(self, found: Mapping[str, Any]) -> None:
         rule = self._package.recipe.loss_scale
         self.scaling = {}
-        for graph in {turn.graph: None for turn in self._package.recipe.turns} if rule is not None else ():
+        for graph in (
+            {turn.graph: None for turn in self._package.recipe.turns} if rule is not None else ()
+        ):
             assert rule is not None
             kept = found.get(graph, {"scale": rule.init_scale, "streak": 0})
             self.scaling[graph] = [
@@ -128,10 +188,17 @@ class RankState:
             ]
 
     def _load_constants(self) -> None:
-        self.constants = {name: value.to(self._device) for name, value in self._package.constants.items()}
+        self.constants = {
+            name: value.to(self._device) for name, value in self._package.constants.items()
+        }
 
 
 def _entries(part: BucketUpdate) -> Iterator[tuple[str, StateKind]]:
-    """Yield the names and kinds under which a checkpoint stores the entries of an optimizer state, in its order."""
+    """Yield the names and kinds under which a checkpoint stores the entries of an optimizer state,
+    in its order.
+    """
     for spec in part.state:
-        yield part.bucket.entry(part.update.group, spec.name), state_kind(part.update.elementwise, spec.like_parameter)
+        yield (
+            part.bucket.entry(part.update.group, spec.name),
+            state_kind(part.update.elementwise, spec.like_parameter),
+        )

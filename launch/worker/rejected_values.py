@@ -1,7 +1,8 @@
-"""Find the value of a batch that an operator rejected: a token outside the vocabulary, an invalid label, a singular matrix.
+"""Find the value of a batch that an operator rejected: a token outside the vocabulary, an invalid
+label, a singular matrix.
 
-Only the rejected value is computed again, on the CPU, from the batch and constants. So any rank can do
-it without parameters, and without the GPU, which an out-of-range index makes unusable.
+Only the rejected value is computed again, on the CPU, from the batch and constants. So any rank can
+do it without parameters, and without the GPU, which an out-of-range index makes unusable.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class _Use:
 
 
 def find_rejected(
-    step: StepGraph, batch: Mapping[str, Tensor], constants: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    step: StepGraph,
+    batch: Mapping[str, Tensor],
+    constants: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
 ) -> Rejected | None:
     """Return the first value that an operator of a step graph rejects.
 
@@ -77,7 +81,8 @@ def find_rejected(
         step: the whole step graph.
         batch: name -> (rows, ...) tensor on the CPU, with which the graph was called.
         constants: constants of the graph, by the names of its ports.
-        state: buffers by name. Only those that the graph does not update are used, such as positions.
+        state: buffers by name. Only those that the graph does not update are used, such as
+            positions.
     """
     placeholders, _ = ends(step.module)
     ports = dict(zip(placeholders, step.inputs, strict=True))
@@ -88,10 +93,18 @@ def find_rejected(
             known[node] = constants[port.name]
         elif port.role is Role.BUFFER and port.name not in updated:
             known[node] = state[port.name]
-    sizes = {symbol: batch[name].shape[at] for symbol, (name, at) in symbols_of(step).items() if name in batch}
+    sizes = {
+        symbol: batch[name].shape[at]
+        for symbol, (name, at) in symbols_of(step).items()
+        if name in batch
+    }
     values = _Values(ports, batch, known)
     for node in step.module.graph.nodes:
-        found = _failed_assertion(node, values) if node.target is aten._assert_async.msg else _bad_index(node, values, sizes)
+        found = (
+            _failed_assertion(node, values)
+            if node.target is aten._assert_async.msg
+            else _bad_index(node, values, sizes)
+        )
         if found is not None:
             return found
     return None
@@ -112,9 +125,19 @@ def _bad_index(node: Node, values: _Values, sizes: Mapping[str, int]) -> Rejecte
         inputs = values.inputs_of(use.index)
         named = ", ".join(map(repr, inputs))
         plain = len(inputs) == 1 and bool((values.batch[inputs[0]] == value).any())
-        what = f"the value {value} of input {named}" if plain else f"the index {value}, computed from {named},"
+        what = (
+            f"the value {value} of input {named}"
+            if plain
+            else f"the index {value}, computed from {named},"
+        )
         row = _row(values, use.index, inputs, lambda found: bool((found == value).any()))  # noqa: B023  # called before the next turn
-        return Rejected(f"{what} is out of range for {node.target}", f"{low} to {size - 1}", str(value), node.name, row)
+        return Rejected(
+            f"{what} is out of range for {node.target}",
+            f"{low} to {size - 1}",
+            str(value),
+            node.name,
+            row,
+        )
     return None
 
 
@@ -125,13 +148,21 @@ def _failed_assertion(node: Node, values: _Values) -> Rejected | None:
         return None
     inputs = values.inputs_of(condition)
     row = _row(values, condition, inputs, lambda found: not bool(found))
-    shown = {name: values.batch[name] if row is None else values.batch[name][row] for name in inputs}
-    got = ", ".join(f"{name} {value.tolist()}" for name, value in shown.items() if value.numel() <= _SHOWN)
+    shown = {
+        name: values.batch[name] if row is None else values.batch[name][row] for name in inputs
+    }
+    got = ", ".join(
+        f"{name} {value.tolist()}" for name, value in shown.items() if value.numel() <= _SHOWN
+    )
     return Rejected(str(message).rstrip("."), "", got, node.name, row)
 
 
-def _row(values: _Values, node: Node, inputs: Sequence[str], is_bad: Callable[[Any], bool]) -> int | None:
-    """Return the first row from which alone a bad value of a node is computed; None if there is none."""
+def _row(
+    values: _Values, node: Node, inputs: Sequence[str], is_bad: Callable[[Any], bool]
+) -> int | None:
+    """Return the first row from which alone a bad value of a node is computed; None if there is
+    none.
+    """
     counts = {values.batch[name].shape[0] for name in inputs if values.batch[name].ndim}
     if len(counts) != 1:
         return None
@@ -147,13 +178,21 @@ def _row(values: _Values, node: Node, inputs: Sequence[str], is_bad: Callable[[A
 class _Values:
     """Values of nodes that are computed from a batch and constants alone."""
 
-    def __init__(self, ports: Mapping[Node, Port], batch: Mapping[str, Tensor], constants: Mapping[Node, Tensor]) -> None:
+    def __init__(
+        self,
+        ports: Mapping[Node, Port],
+        batch: Mapping[str, Tensor],
+        constants: Mapping[Node, Tensor],
+    ) -> None:
         self._ports, self.batch, self._constants = ports, batch, constants
         self._known: dict[Node, Any] = {}
 
     def of_row(self, row: int, inputs: Collection[str]) -> _Values:
         """Return the values for one row of these inputs."""
-        batch = {name: tensor[row : row + 1] if name in inputs else tensor for name, tensor in self.batch.items()}
+        batch = {
+            name: tensor[row : row + 1] if name in inputs else tensor
+            for name, tensor in self.batch.items()
+        }
         return _Values(self._ports, batch, self._constants)
 
     def of(self, wanted: Node) -> Any:
@@ -172,27 +211,40 @@ class _Values:
 
     def inputs_of(self, wanted: Node) -> tuple[str, ...]:
         """Return the names of the batch inputs from which a node's value is computed."""
-        ports = [self._ports[node] for node in computed_from([wanted], values=True) if node.op == "placeholder"]
+        ports = [
+            self._ports[node]
+            for node in computed_from([wanted], values=True)
+            if node.op == "placeholder"
+        ]
         return tuple(sorted(port.name for port in ports if port.role is Role.BATCH))
 
     def _compute(self, node: Node) -> Any:
         if node.op == "placeholder":
             port = self._ports[node]
-            return self.batch.get(port.name) if port.role is Role.BATCH else self._constants.get(node)
+            return (
+                self.batch.get(port.name) if port.role is Role.BATCH else self._constants.get(node)
+            )
         sources = {source: self._known[source] for source in node.all_input_nodes}
         if node.op != "call_function" or any(value is None for value in sources.values()):
             return None
         given = torch.fx.node.map_arg((node.args, node.kwargs), sources.__getitem__)
-        given = torch.fx.node.map_aggregate(given, lambda each: torch.device("cpu") if isinstance(each, torch.device) else each)
+        given = torch.fx.node.map_aggregate(
+            given, lambda each: torch.device("cpu") if isinstance(each, torch.device) else each
+        )
         try:
             return node.target(*given[0], **given[1])  # type: ignore[operator]
-        except (RuntimeError, IndexError):  # an earlier index is out of range, or the graph contains a size of the whole batch
+        except (RuntimeError, IndexError):
+            # an earlier index is out of range, or the graph contains a size of the whole batch
             return None
 
 
 def _uses(node: Node) -> Iterator[_Use]:
     """Yield the indices that an operator uses, with their valid ranges."""
-    if node.op == "call_function" and is_overload(node.target) and node.target.overloadpacket in _INDEXING:
+    if (
+        node.op == "call_function"
+        and is_overload(node.target)
+        and node.target.overloadpacket in _INDEXING
+    ):
         yield from _INDEXING[node.target.overloadpacket](arguments(node))
 
 
@@ -235,7 +287,16 @@ _INDEXING: dict[Any, Callable[[dict[str, Any]], Iterator[_Use]]] = {
     aten.nll_loss_forward: _of_classes,
     aten.nll_loss2d_forward: _of_classes,
     **dict.fromkeys(
-        (aten.gather, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_select, aten.index_add, aten.index_copy), _along_dim
+        (
+            aten.gather,
+            aten.scatter,
+            aten.scatter_add,
+            aten.scatter_reduce,
+            aten.index_select,
+            aten.index_add,
+            aten.index_copy,
+        ),
+        _along_dim,
     ),
     aten.index_fill: partial(_along_dim, from_end=True),
     aten.index: _of_each_dim,

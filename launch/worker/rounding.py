@@ -1,9 +1,11 @@
-"""Measure how much rounding alone changes a graph's values, which bounds the error of a compiled graph.
+"""Measure how much rounding alone changes a graph's values, which bounds the error of a compiled
+graph.
 
-A compiler sums in another order, fuses multiplications with additions, and keeps low-precision values
-in registers with more digits. The effect on a result depends on the graph and its inputs: the gradient
-of a bias before a BatchNorm consists of rounding errors, and a comparison may have another outcome. So
-the graph is run again with a random error of one unit in the last place of every result.
+A compiler sums in another order, fuses multiplications with additions, and keeps low-precision
+values in registers with more digits. The effect on a result depends on the graph and its inputs:
+the gradient of a bias before a BatchNorm consists of rounding errors, and a comparison may have
+another outcome. So the graph is run again with a random error of one unit in the last place of
+every result.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ EXPLAINED = 1e-5
 _RUNS = 2
 """Number of runs, of which the greatest distance counts."""
 _FACTOR = 10.0
-"""A compiled graph may differ by this many times that distance: a sum of many terms rounds more than once."""
+"""A compiled graph may differ by this many times that distance: a sum of many terms rounds more
+than once.
+"""
 _FURTHER_RUNS = 6
-"""The number of further runs before a graph is said to differ, with errors that are `_FACTOR` times as large.
+"""The number of further runs before a graph is said to differ, with errors that are `_FACTOR` times
+as large.
 
-By chance both runs may move a value of few elements hardly at all. And a value may jump: the gradient of a ReLU whose input is zero but
-for rounding takes another branch, in one run or another, and in the compiled graph.
+By chance both runs may move a value of few elements hardly at all. And a value may jump: the
+gradient of a ReLU whose input is zero but for rounding takes another branch, in one run or another,
+and in the compiled graph.
 """
 _LANES = 8
 """Sums that a vectorised loop computes side by side."""
@@ -51,15 +57,22 @@ _NORMALIZATIONS = {
     "cudnn_batch_norm",
     "cudnn_batch_norm_backward",
 }
-"""Operators that subtract means of their first argument: batch normalizations where no other family is named."""
+"""Operators that subtract means of their first argument: batch normalizations where no other family
+is named.
+"""
 _CANCELLED = 0.1
-"""Distance above which a value consists of rounding errors, because its terms cancel, as in the mean of a normalized batch."""
+"""Distance above which a value consists of rounding errors, because its terms cancel, as in the
+mean of a normalized batch.
+"""
 _FACTOR_CANCELLED = 1000.0
-"""Factor for such a value: its size depends on the order of a sum, by up to the square root of the number of terms."""
+"""Factor for such a value: its size depends on the order of a sum, by up to the square root of the
+number of terms.
+"""
 
 
 class Rounding(Interpreter):
-    """An interpreter that changes each element of a floating-point result by up to some units in its last place.
+    """An interpreter that changes each element of a floating-point result by up to some units in
+    its last place.
 
     Results that share memory with an input are left as they are: they are views, or are written in
     place. So are results of collectives, which are not complete before a wait.
@@ -68,8 +81,8 @@ class Rounding(Interpreter):
         module: the graph.
         seed: seed of the random changes.
         units: the greatest change.
-        sums: a result in float32 of a sum of n terms is changed by up to sqrt(n / `_LANES`) units, if
-            that is more: a compiler adds terms of one sign one after another, torch in pairs. A
+        sums: a result in float32 of a sum of n terms is changed by up to sqrt(n / `_LANES`) units,
+            if that is more: a compiler adds terms of one sign one after another, torch in pairs. A
             normalization subtracts such a sum, so all elements that it normalizes together are
             shifted by its error.
 
@@ -77,7 +90,9 @@ class Rounding(Interpreter):
         Rounding(graph, 0).run(*arguments)
     """
 
-    def __init__(self, module: GraphModule, seed: int, units: float = 1.0, *, sums: bool = False) -> None:
+    def __init__(
+        self, module: GraphModule, seed: int, units: float = 1.0, *, sums: bool = False
+    ) -> None:
         super().__init__(module)
         self._seed, self._units, self._sums = seed, units, sums
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -95,7 +110,9 @@ class Rounding(Interpreter):
         return map_aggregate(value, lambda each: self._changed(each, shared, largest))
 
     def _shifted(self, node: Node, value: Tensor) -> Tensor:
-        """Return a normalization's result with the error of the mean of each group, relative to its root mean square."""
+        """Return a normalization's result with the error of the mean of each group, relative to its
+        root mean square.
+        """
         shape, repeats = _groups(node, value.shape)
         units = max(self._units, math.sqrt(value.numel() / math.prod(shape) / _LANES))
         errors = self._random(shape, value.device)
@@ -104,7 +121,11 @@ class Rounding(Interpreter):
         return value + torch.finfo(value.dtype).eps * units * value.square().mean().sqrt() * errors
 
     def _changed(self, value: Any, shared: set[int | None], largest: int) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or _storage(value) in shared:
+        if (
+            not isinstance(value, Tensor)
+            or not value.is_floating_point()
+            or _storage(value) in shared
+        ):
             return value
         units = self._units
         if self._sums and _is_nonempty_float32(value):
@@ -162,11 +183,15 @@ def rounded_runs(
     for seed in range(_RUNS, _RUNS + _FURTHER_RUNS) if further else range(_RUNS):
         arguments = given()
         with torch.no_grad():
-            results = Rounding(module, seed, _FACTOR if further else 1.0, sums=further).run(*arguments)
+            results = Rounding(module, seed, _FACTOR if further else 1.0, sums=further).run(
+                *arguments
+            )
         yield arguments, results
 
 
-def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], *, further: bool = False) -> list[float]:
+def explained_distances(
+    expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], *, further: bool = False
+) -> list[float]:
     """Return the greatest relative distance that rounding explains, for each value.
 
     Args:
@@ -174,7 +199,10 @@ def explained_distances(expected: Sequence[Tensor], runs: Sequence[Sequence[Tens
         runs: the same values in each run of `rounded_runs`.
         further: they are of the further runs.
     """
-    return [max(EXPLAINED, *(_explained(relative_distance(value, run[at]), further) for run in runs)) for at, value in enumerate(expected)]
+    return [
+        max(EXPLAINED, *(_explained(relative_distance(value, run[at]), further) for run in runs))
+        for at, value in enumerate(expected)
+    ]
 
 
 def _explained(distance: float, further: bool) -> float:

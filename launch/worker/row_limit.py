@@ -15,12 +15,17 @@ from trainload.sharding.analysis.liveness import held
 from trainload.sharding.planner.plan_costs import sizes_of
 
 _PART = 0.5
-"""Usable fraction of the free memory: kernels need workspace, and the allocator's memory is fragmented. With 0.8, fragments
-of 512 MiB on an H200 could not be used, and a call with one more row ran out of memory."""
+"""Usable fraction of the free memory: kernels need workspace, and the allocator's memory is
+fragmented. With 0.8, fragments of 512 MiB on an H200 could not be used, and a call with one more
+row ran out of memory.
+"""
 
 
-def fitting_rows(module: GraphModule, inputs: Sequence[Port], rows: int, device: torch.device) -> int:
-    """Return the number of rows, at least one and at most `rows`, with which a graph fits into a GPU's free memory.
+def fitting_rows(
+    module: GraphModule, inputs: Sequence[Port], rows: int, device: torch.device
+) -> int:
+    """Return the number of rows, at least one and at most `rows`, with which a graph fits into a
+    GPU's free memory.
 
     Args:
         module: the graph; every node has `meta["val"]`.
@@ -41,6 +46,8 @@ def rows_within(module: GraphModule, inputs: Sequence[Port], rows: int, memory: 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate on a GPU: the device's free memory, and the allocator's unused reserve."""
+    """Return the bytes that this process can still allocate on a GPU: the device's free memory, and
+    the allocator's unused reserve.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

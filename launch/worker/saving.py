@@ -1,4 +1,6 @@
-"""Write a rank's checkpoints; if storage fails, training continues and the checkpoint is retried."""
+"""Write a rank's checkpoints; if storage fails, training continues and the checkpoint is
+retried.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,22 @@ class Saver:
         patience: seconds that the end of a run waits for failing storage.
     """
 
-    def __init__(self, writer: CheckpointWriter, contact: Contact, control: dist.ProcessGroup | None, *, leading: bool, patience: float):
-        self._writer, self._contact, self._control, self._leading, self._patience = writer, contact, control, leading, patience
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        contact: Contact,
+        control: dist.ProcessGroup | None,
+        *,
+        leading: bool,
+        patience: float,
+    ):
+        self._writer, self._contact, self._control, self._leading, self._patience = (
+            writer,
+            contact,
+            control,
+            leading,
+            patience,
+        )
         self._failures = 0
         self._again_at = 0.0
         self._put_off = False
@@ -48,15 +64,22 @@ class Saver:
         self._settle()
         return (self._failures > 0 or self._put_off) and time.monotonic() >= self._again_at
 
-    def save(self, step: int, state: ShardedState, data: DataPosition, user: dict[str, object]) -> None:
+    def save(
+        self, step: int, state: ShardedState, data: DataPosition, user: dict[str, object]
+    ) -> None:
         """Start a checkpoint once the previous one is written, or defer it.
 
         The arguments are those of `CheckpointWriter.save`.
         """
         began = time.perf_counter()
-        if any(gathered(not self._writer.idle(0.0 if self._put_off else _HOLD_SECONDS), self._control)):
+        if any(
+            gathered(not self._writer.idle(0.0 if self._put_off else _HOLD_SECONDS), self._control)
+        ):
             if self._leading and not self._put_off:
-                message = f"the checkpoint of step {step} is delayed: the previous one is still being written"
+                message = (
+                    f"the checkpoint of step {step} is delayed: the previous one is still being"
+                    " written"
+                )
                 self._contact.write("warning", message=message)
             self._put_off = True
             return
@@ -64,10 +87,13 @@ class Saver:
         self._settle()
         self._writer.save(step, state, data, user)
         if self._leading:
-            self._contact.write("stage", name="checkpoint", step=step, seconds=time.perf_counter() - began)
+            self._contact.write(
+                "stage", name="checkpoint", step=step, seconds=time.perf_counter() - began
+            )
 
     def finish(self, save: Callable[[], None]) -> None:
-        """Start the last checkpoint by calling `save`, and wait until it is published; retry if that fails.
+        """Start the last checkpoint by calling `save`, and wait until it is published; retry if
+        that fails.
 
         Raises:
             StorageError, CheckpointError: storage has failed for longer than `patience`; raised on
@@ -97,12 +123,20 @@ class Saver:
             self._failures += 1
             self._again_at = time.monotonic() + _pause(self._failures)
             if self._leading:
-                self._contact.write("warning", message=f"a checkpoint could not be written; the run continues: {error}")
+                self._contact.write(
+                    "warning",
+                    message=f"a checkpoint could not be written; the run continues: {error}",
+                )
             return error
         if published is not None:
             self._failures = 0
             if self._leading:
-                self._contact.write("checkpoint", step=published.step, seconds=published.seconds, bytes=published.bytes)
+                self._contact.write(
+                    "checkpoint",
+                    step=published.step,
+                    seconds=published.seconds,
+                    bytes=published.bytes,
+                )
         return None
 
 

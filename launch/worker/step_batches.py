@@ -14,7 +14,9 @@ from trainload.launching.worker.calls import Microbatch
 from trainload.launching.worker.engine import Draw
 
 
-def next_calls(stream: Iterator[Call], recipe: Recipe, step: int, accumulate: int) -> list[list[Call]]:
+def next_calls(
+    stream: Iterator[Call], recipe: Recipe, step: int, accumulate: int
+) -> list[list[Call]]:
     """Return a rank's calls of a step, grouped by global batch. Waits until they are read."""
     return [list(itertools.islice(stream, accumulate)) for _ in range(draws_of(recipe, step))]
 
@@ -26,5 +28,6 @@ def draw_of(calls: Sequence[Call], data: RunData, dispatcher: Dispatcher) -> Dra
     """
     constants = data.parts[calls[0].part].constants
     return Draw(
-        [Microbatch(call.batch, call.first_row, call.rows, call.part) for call in calls], dispatcher.pick({**calls[0].batch, **constants})
+        [Microbatch(call.batch, call.first_row, call.rows, call.part) for call in calls],
+        dispatcher.pick({**calls[0].batch, **constants}),
     )

@@ -1,8 +1,8 @@
 """Trial steps of a run by its first rank alone, which a dry run executes on one node.
 
-Everything is as in the run (the node's cache, compiled graphs, weights, rows), except that the other
-ranks do not exist and buffers for their data stay unchanged. So the times are those of a rank that
-never waits, and the loss is meaningless.
+Everything is as in the run (the node's cache, compiled graphs, weights, rows), except that the
+other ranks do not exist and buffers for their data stay unchanged. So the times are those of a rank
+that never waits, and the loss is meaningless.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
     """
     plan = spec.plan
     if plan.pipeline is not None:
-        raise PlanError("a single rank of a pipeline cannot run a trial step without the others", where="plan.pipeline")
+        raise PlanError(
+            "a single rank of a pipeline cannot run a trial step without the others",
+            where="plan.pipeline",
+        )
     set_threads(local_world)
     seconds: dict[str, float] = {}
 
@@ -92,7 +95,16 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
             found: list[Comparison] = []
             verifier: Verifier | None = None
             if folder is not None:
-                verifier = Verifier(package, plan, 0, device_of(plan), folder, None, required=spec.require_compiled, tell=found.append)
+                verifier = Verifier(
+                    package,
+                    plan,
+                    0,
+                    device_of(plan),
+                    folder,
+                    None,
+                    required=spec.require_compiled,
+                    tell=found.append,
+                )
                 built = verifier.verified(built)
         if plan.world_size > 1:
             bind_groups(plan.groups())
@@ -111,4 +123,11 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
                 steps.append(time.perf_counter() - began)
     compare = 0.0 if verifier is None else verifier.taken()
     told = tuple(map(str, found))
-    return Trial(**seconds, first_step=steps[0], step=min(steps[1:]), compare=compare, compiled=built.compiled, interpreted=told)
+    return Trial(
+        **seconds,
+        first_step=steps[0],
+        step=min(steps[1:]),
+        compare=compare,
+        compiled=built.compiled,
+        interpreted=told,
+    )

@@ -1,11 +1,13 @@
-"""Compare each compiled graph with the interpreted one at its first call; if they differ, run it interpreted.
+"""Compare each compiled graph with the interpreted one at its first call; if they differ, run it
+interpreted.
 
-The freeze has compared the interpreted graph with eager PyTorch, but a run trains the code that Inductor
-generates from it. So the first call of every compiled graph is made twice, on the run's own arguments:
-parameters, optimizer state, and as many rows as there is memory for. A graph with a dynamic batch is then
-also called with one more row. All ranks together decide whether the results differ by more than rounding
-explains (`rounding.py`). Comparisons are stored beside the build in the node's cache; the decisions of a
-run are stored in its checkpoints, so that a restart anywhere continues with the same graphs.
+The freeze has compared the interpreted graph with eager PyTorch, but a run trains the code that
+Inductor generates from it. So the first call of every compiled graph is made twice, on the run's
+own arguments: parameters, optimizer state, and as many rows as there is memory for. A graph with a
+dynamic batch is then also called with one more row. All ranks together decide whether the results
+differ by more than rounding explains (`rounding.py`). Comparisons are stored beside the build in
+the node's cache; the decisions of a run are stored in its checkpoints, so that a restart anywhere
+continues with the same graphs.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class Comparison:
     Attributes:
         graph: its name within the build, such as "train.only".
         interpreted: True if it runs interpreted from now on.
-        output: value that differs, such as "gradient of layer.weight"; "" if none does, or the graph
-            cannot be compiled or called.
+        output: value that differs, such as "gradient of layer.weight"; "" if none does, or the
+            graph cannot be compiled or called.
         distance: L2 distance relative to the norm of the interpreted value; None if it is not
             finite.
         explained: greatest distance that rounding explains.
@@ -74,15 +76,17 @@ class Comparison:
     error: str = ""
 
     def __str__(self) -> str:
-        at = (f" at {self.operator}" if self.operator else "") + (f" ({self.place})" if self.place else "")
+        at = (f" at {self.operator}" if self.operator else "") + (
+            f" ({self.place})" if self.place else ""
+        )
         if self.error:
             return f"graph {self.graph} fails when compiled{at}: {self.error}"
         if not self.interpreted:
             return f"graph {self.graph} matches the interpreted one"
         far = "by NaN or infinity" if self.distance is None else f"by {self.distance:.2g}"
         return (
-            f"compiled graph {self.graph} differs from the interpreted one in the {self.output} {far}, "
-            f"where rounding explains {self.explained:.2g}{at}"
+            f"compiled graph {self.graph} differs from the interpreted one in the {self.output}"
+            f" {far}, where rounding explains {self.explained:.2g}{at}"
         )
 
 
@@ -126,7 +130,12 @@ class Verifier:
         comparing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._package, self._plan, self._rank, self.device = package, plan, rank, device
-        self._folder, self._control, self._required, self._tell = folder / _FOLDER, control, required, tell
+        self._folder, self._control, self._required, self._tell = (
+            folder / _FOLDER,
+            control,
+            required,
+            tell,
+        )
         self._index = plan.pipeline_index(rank)
         self._plain: Mapping[str, GraphModule] = {}
         self._buckets = {bucket.name: bucket for bucket in plan.held_buckets(self._index)}
@@ -137,20 +146,34 @@ class Verifier:
         self.seconds = 0.0
 
     def verified(self, built: Built) -> Built:
-        """Return the build with graphs that are compared at their first call, unless they are decided already.
+        """Return the build with graphs that are compared at their first call, unless they are
+        decided already.
 
         Raises:
             CompileError: a graph runs interpreted by an earlier decision, and the run requires
                 compiled graphs.
         """
         self._collectives, self._names = built.collectives, built.names()
-        self.decided = {name: interpreted for name, interpreted in self.decided.items() if name in self._names}
-        failed = [Comparison(name, interpreted=True, error=reason) for name, reason in built.failed.items()]
+        self.decided = {
+            name: interpreted for name, interpreted in self.decided.items() if name in self._names
+        }
+        failed = [
+            Comparison(name, interpreted=True, error=reason)
+            for name, reason in built.failed.items()
+        ]
         known = self._known(self._names)
-        found = {comparison.graph: comparison for each in gathered(failed, self._control) for comparison in each} | known
+        found = {
+            comparison.graph: comparison
+            for each in gathered(failed, self._control)
+            for comparison in each
+        } | known
         for name, comparison in found.items():
             self.decided.setdefault(name, comparison.interpreted)
-        interpreted = [found.get(name, Comparison(name, interpreted=True)) for name, decided in sorted(self.decided.items()) if decided]
+        interpreted = [
+            found.get(name, Comparison(name, interpreted=True))
+            for name, decided in sorted(self.decided.items())
+            if decided
+        ]
         for comparison in interpreted:
             self._tell(comparison)
         if interpreted and self._required:
@@ -164,7 +187,9 @@ class Verifier:
         if not self._plain:
             without = self._package.manifest.step_graphs(evaluates=False)
             evaluates = any(self._captured(each) not in without for each in self._names)
-            self._plain = uncompiled_graphs(self._package, self._plan, self.device, self._index, evaluates=evaluates)
+            self._plain = uncompiled_graphs(
+                self._package, self._plan, self.device, self._index, evaluates=evaluates
+            )
         return self._plain[name]
 
     def taken(self) -> float:
@@ -185,71 +210,129 @@ class Verifier:
         return min(gathered(count, self._control))
 
     def first(self, comparison: Comparison | None) -> Comparison | None:
-        """Return the comparison of the first rank that has one; None if none has. All ranks must call it."""
-        return next((each for each in gathered(comparison, self._control) if each is not None), None)
+        """Return the comparison of the first rank that has one; None if none has.
+
+        All ranks must call it.
+        """
+        return next(
+            (each for each in gathered(comparison, self._control) if each is not None), None
+        )
 
     def decide(self, comparison: Comparison) -> None:
-        """Store a comparison, which is the same on every rank, and report it if the graph will run interpreted.
+        """Store a comparison, which is the same on every rank, and report it if the graph will run
+        interpreted.
 
         Raises:
             CompileError: the graph will run interpreted, and the run requires compiled graphs.
         """
         self.decided[comparison.graph] = comparison.interpreted
         self._release()
-        with suppress(OSError):  # a read-only cache, such as one in a container image: the next run compares again
+        # a read-only cache, such as one in a container image: the next run compares again
+        with suppress(OSError):
             self._folder.mkdir(exist_ok=True)
-            replace_file(self._folder / f"{comparison.graph}.json", canonical_json(asdict(comparison)), durable=False)
+            replace_file(
+                self._folder / f"{comparison.graph}.json",
+                canonical_json(asdict(comparison)),
+                durable=False,
+            )
         if comparison.interpreted:
             self._tell(comparison)
             if self._required:
                 raise _refused(comparison)
 
-    def labelled(self, graph: BuiltGraph, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Labelled:
-        """Return the results of a call, or the values that an update wrote, with their names; buckets are split by parameter."""
+    def labelled(
+        self, graph: BuiltGraph, arguments: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> Labelled:
+        """Return the results of a call, or the values that an update wrote, with their names;
+        buckets are split by parameter.
+        """
         found: Labelled = []
         if not is_update(graph):
             for port, value in zip(graph.outputs, results, strict=True):
                 if port.role is Role.BUCKET_GRADIENT:
                     found += self._slots(self._buckets[port.name], value, "gradient of")
                 else:
-                    found.append(("loss, metrics and weight" if port.role is Role.TOTALS else f"{port.role.value} {port.name}", value))
+                    found.append(
+                        (
+                            (
+                                "loss, metrics and weight"
+                                if port.role is Role.TOTALS
+                                else f"{port.role.value} {port.name}"
+                            ),
+                            value,
+                        )
+                    )
             return found
         owner = graph.name.removesuffix(update_name(""))
-        parts = bucket_updates(tuple(self._buckets.values()), self._package.updates(), self._package.recipe.graph(owner).groups)
+        parts = bucket_updates(
+            tuple(self._buckets.values()),
+            self._package.updates(),
+            self._package.recipe.graph(owner).groups,
+        )
         first = UPDATE_SCALARS
         for part, value in zip(parts, arguments[first : first + len(parts)], strict=True):
             found += self._slots(part.bucket, value, "updated")
-        found += [(f"optimizer's state, number {n}", value) for n, value in enumerate(arguments[first + 2 * len(parts) :], 1)]
+        found += [
+            (f"optimizer's state, number {n}", value)
+            for n, value in enumerate(arguments[first + 2 * len(parts) :], 1)
+        ]
         return [*found, ("gradient's norm", results[0])]
 
     def place(self, graph: str, nodes: Sequence[str]) -> str:
-        """Return the user's line of the first of these nodes for which it is known; "" if there is none."""
+        """Return the user's line of the first of these nodes for which it is known; "" if there is
+        none.
+        """
         if graph.endswith(update_name("")) or not nodes:
             return ""
         places = places_in_step(self._package, self._captured(graph), self.device)
         return next((places[node] for node in nodes if node in places), "")
 
     def _release(self) -> None:
-        """Drop the interpreted graphs once all graphs are decided: their callers hold those that run."""
+        """Drop the interpreted graphs once all graphs are decided: their callers hold those that
+        run.
+        """
         if self.decided.keys() >= self._names:
             self._plain = {}
 
     def _captured(self, graph: str) -> str:
-        """Return the name of the captured graph from which a graph of the build is made, or whose update it is."""
-        return max((name for name in self._package.manifest.step_graphs() if f"{graph}.".startswith(f"{name}.")), key=len)
+        """Return the name of the captured graph from which a graph of the build is made, or whose
+        update it is.
+        """
+        return max(
+            (
+                name
+                for name in self._package.manifest.step_graphs()
+                if f"{graph}.".startswith(f"{name}.")
+            ),
+            key=len,
+        )
 
     def _chosen(self, graph: BuiltGraph) -> Call:
         if graph.name in self.decided:
             return self.plain(graph.name) if self.decided[graph.name] else graph.call
-        if self._control is None and self._plan.world_size > 1 and any(each.is_called for each in self._collectives.get(graph.name, ())):
+        if (
+            self._control is None
+            and self._plan.world_size > 1
+            and any(each.is_called for each in self._collectives.get(graph.name, ()))
+        ):
             return graph.call  # the other ranks do not exist
         return _Compared(self, graph)
 
     def _known(self, names: Collection[str]) -> dict[str, Comparison]:
-        """Return the stored comparisons of this build that are the same on the nodes of all ranks."""
-        mine = {name: comparison for name in sorted(names) if (comparison := self._read(name)) is not None}
+        """Return the stored comparisons of this build that are the same on the nodes of all
+        ranks.
+        """
+        mine = {
+            name: comparison
+            for name in sorted(names)
+            if (comparison := self._read(name)) is not None
+        }
         every = gathered(mine, self._control)
-        return {name: comparison for name, comparison in mine.items() if all(each.get(name) == comparison for each in every)}
+        return {
+            name: comparison
+            for name, comparison in mine.items()
+            if all(each.get(name) == comparison for each in every)
+        }
 
     def _read(self, name: str) -> Comparison | None:
         path = self._folder / f"{name}.json"
@@ -260,17 +343,24 @@ class Verifier:
 
     def _slots(self, bucket: Bucket, value: Tensor, what: str) -> Labelled:
         """Split a flat tensor of a bucket, or of this rank's share of it, by parameter."""
-        start = 0 if len(value) == bucket.length else self._plan.shard_index(self._rank) * len(value)
+        start = (
+            0 if len(value) == bucket.length else self._plan.shard_index(self._rank) * len(value)
+        )
         found: Labelled = []
         for slot in bucket.slots:
-            low, high = max(slot.offset - start, 0), min(slot.offset + slot.length - start, len(value))
+            low, high = (
+                max(slot.offset - start, 0),
+                min(slot.offset + slot.length - start, len(value)),
+            )
             if low < high:
                 found.append((f"{what} {slot.parameter}", value[low:high]))
         return found
 
 
 def is_update(graph: BuiltGraph) -> bool:
-    """Return True if a graph is an optimizer's update, which writes to its arguments; other graphs write nothing."""
+    """Return True if a graph is an optimizer's update, which writes to its arguments; other graphs
+    write nothing.
+    """
     return not graph.inputs
 
 
@@ -305,34 +395,50 @@ class _Compared:
         plain = verifier.plain(graph.name)
         batch = _batch(plain, graph.inputs)
         rows = len(arguments[batch[0]]) if batch else 0
-        compared = verifier.fewest(fitting_rows(plain, graph.inputs, rows, verifier.device)) if batch else 0
+        compared = (
+            verifier.fewest(fitting_rows(plain, graph.inputs, rows, verifier.device))
+            if batch
+            else 0
+        )
         few = arguments if compared == rows else _first_rows(arguments, batch, compared)
         trial = _Trial(verifier, graph, plain, few)
         comparison = trial.difference()
         if comparison is None and batch:
             try:
                 longer = _Trial(verifier, graph, plain, _one_more_row(few, batch))
-            except (RuntimeError, ValueError, IndexError) as error:  # the graph rejects this number of rows: nothing is compared
+            except (RuntimeError, ValueError, IndexError) as error:
+                # the graph rejects this number of rows: nothing is compared
                 if is_out_of_memory(error):
                     raise
             else:
                 comparison = longer.difference()
         verifier.decide(comparison or Comparison(graph.name))
         self._call = graph.call if comparison is None else plain
-        return trial.results(compiled=comparison is None) if few is arguments else self._call(*arguments)
+        return (
+            trial.results(compiled=comparison is None)
+            if few is arguments
+            else self._call(*arguments)
+        )
 
 
 class _Trial:
     """An interpreted and a compiled call of a graph on the same arguments.
 
-    The compared values are copied to host memory, so that a GPU needs memory for one call at a time. An
-    update writes to its arguments, so they are restored before each call.
+    The compared values are copied to host memory, so that a GPU needs memory for one call at a
+    time. An update writes to its arguments, so they are restored before each call.
 
     The constructor raises errors of the interpreted graph and of the allocator.
     """
 
-    def __init__(self, verifier: Verifier, graph: BuiltGraph, plain: GraphModule, arguments: Sequence[Tensor]) -> None:
-        self._verifier, self._graph, self._plain, self._arguments = verifier, graph, plain, arguments
+    def __init__(
+        self, verifier: Verifier, graph: BuiltGraph, plain: GraphModule, arguments: Sequence[Tensor]
+    ) -> None:
+        self._verifier, self._graph, self._plain, self._arguments = (
+            verifier,
+            graph,
+            plain,
+            arguments,
+        )
         _free_cached(verifier.device)
         self._before = self._written()
         self._expected = self._outcome(plain(*arguments))
@@ -342,8 +448,10 @@ class _Trial:
         try:
             self._got = graph.call(*self._again())
             if verifier.device.type == "cuda":
-                torch.cuda.synchronize(verifier.device)  # otherwise a kernel's error is raised by some later call
-        except Exception as error:  # generated code may raise anything; the interpreted graph succeeded
+                # otherwise a kernel's error is raised by some later call
+                torch.cuda.synchronize(verifier.device)
+        except Exception as error:
+            # generated code may raise anything; the interpreted graph succeeded
             if is_out_of_memory(error):
                 raise
             self._error = raised(error)
@@ -357,7 +465,9 @@ class _Trial:
         return [value.to(self._verifier.device) for value in chosen.results]
 
     def difference(self) -> Comparison | None:
-        """Return the difference that rounding does not explain, the same on every rank; None if there is none."""
+        """Return the difference that rounding does not explain, the same on every rank; None if
+        there is none.
+        """
         verifier = self._verifier
         labelled = self._labelled(self._expected)
         expected = [value for _, value in labelled]
@@ -374,30 +484,47 @@ class _Trial:
         differs = bool(self._error or beyond)
         if not verifier.agreed(differs):
             return None
-        values = recorded(self._plain, self._again())  # it calls the graph's collectives, so every rank does
+        # it calls the graph's collectives, so every rank does
+        values = recorded(self._plain, self._again())
         mine: Comparison | None = None
         if differs:
             nodes: Sequence[Node] = ()
             with suppress(torch.OutOfMemoryError):  # then the comparison does not name the operator
                 nodes = departing(self._plain, values, fails=bool(self._error))
             place = verifier.place(self._graph.name, [node.name for node in nodes])
-            mine = Comparison(self._graph.name, interpreted=True, operator=named(nodes), place=place, error=self._error)
+            mine = Comparison(
+                self._graph.name,
+                interpreted=True,
+                operator=named(nodes),
+                place=place,
+                error=self._error,
+            )
         if beyond and mine is not None:
             worst = max(beyond, key=lambda at: distances[at] / explained[at])
             distance = distances[worst] if math.isfinite(distances[worst]) else None
-            mine = replace(mine, output=labelled[worst][0], distance=distance, explained=explained[worst])
+            mine = replace(
+                mine, output=labelled[worst][0], distance=distance, explained=explained[worst]
+            )
         return verifier.first(mine)
 
     def _explained(self, expected: Sequence[Tensor], *, further: bool = False) -> list[float]:
-        """Return how far rounding may move each value. It calls the graph's collectives, so every rank does."""
+        """Return how far rounding may move each value.
+
+        It calls the graph's collectives, so every rank does.
+        """
         runs = rounded_runs(self._plain, self._again, further=further)
-        found = [[value for _, value in self._labelled(self._outcome(results))] for _, results in runs]
+        found = [
+            [value for _, value in self._labelled(self._outcome(results))] for _, results in runs
+        ]
         return explained_distances(expected, found, further=further)
 
     def _distances(self, expected: Sequence[Tensor]) -> list[float]:
         """Return the relative distances of the compiled graph's values from the expected ones."""
         found = self._verifier.labelled(self._graph, self._arguments, self._got)
-        return [relative_distance(value, other.cpu()) for value, (_, other) in zip(expected, found, strict=True)]
+        return [
+            relative_distance(value, other.cpu())
+            for value, (_, other) in zip(expected, found, strict=True)
+        ]
 
     def _labelled(self, outcome: _Outcome) -> Labelled:
         return self._verifier.labelled(self._graph, outcome.written, outcome.results)
@@ -407,7 +534,11 @@ class _Trial:
 
     def _written(self) -> list[Tensor]:
         """Return copies of the arguments if the graph writes to them, otherwise []."""
-        return [value.to("cpu", copy=True) for value in self._arguments] if is_update(self._graph) else []
+        return (
+            [value.to("cpu", copy=True) for value in self._arguments]
+            if is_update(self._graph)
+            else []
+        )
 
     def _write(self, values: Sequence[Tensor]) -> None:
         if values:
@@ -429,16 +560,22 @@ class _Outcome:
 
 
 def _free_cached(device: torch.device) -> None:
-    """Free the unused blocks of a GPU's allocator: those left by calls of one size cannot serve a call of another size."""
+    """Free the unused blocks of a GPU's allocator: those left by calls of one size cannot serve a
+    call of another size.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _batch(plain: GraphModule, inputs: Sequence[Port]) -> list[int]:
-    """Return the positions of the arguments with the batch's rows; [] if their number is fixed or other arguments depend on it."""
+    """Return the positions of the arguments with the batch's rows; [] if their number is fixed or
+    other arguments depend on it.
+    """
     values = [node.meta["val"] for node in plain.graph.nodes if node.op == "placeholder"]
     batch = [number for number, port in enumerate(inputs) if port.role is Role.BATCH]
-    fixed = any(not values[number].ndim or isinstance(values[number].shape[0], int) for number in batch)
+    fixed = any(
+        not values[number].ndim or isinstance(values[number].shape[0], int) for number in batch
+    )
     return [] if fixed or any(port.role in BETWEEN for port in inputs) else batch
 
 
@@ -448,4 +585,7 @@ def _first_rows(arguments: Sequence[Tensor], batch: Sequence[int], rows: int) ->
 
 def _one_more_row(arguments: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
     """Return a graph's arguments with the batch's first row repeated at the end."""
-    return [torch.cat([value, value[:1]]) if number in batch else value for number, value in enumerate(arguments)]
+    return [
+        torch.cat([value, value[:1]]) if number in batch else value
+        for number, value in enumerate(arguments)
+    ]

@@ -58,8 +58,15 @@ class GraphDifference:
 def graph_difference(name: str, before: GraphLines, after: GraphLines) -> GraphDifference:
     """Compare the lines of two graphs whose files differ."""
     calls = sorted({*before.calls, *after.calls})
-    counts = ((operator, before.calls.get(operator, 0), after.calls.get(operator, 0)) for operator in calls)
-    operators = tuple(Change(operator, str(was) if was else None, str(now) if now else None) for operator, was, now in counts if was != now)
+    counts = (
+        (operator, before.calls.get(operator, 0), after.calls.get(operator, 0))
+        for operator in calls
+    )
+    operators = tuple(
+        Change(operator, str(was) if was else None, str(now) if now else None)
+        for operator, was, now in counts
+        if was != now
+    )
     modules: list[ModuleDifference] = []
     values: list[Change] = []
     ours, theirs = _by_module(before), _by_module(after)
@@ -68,7 +75,9 @@ def graph_difference(name: str, before: GraphLines, after: GraphLines) -> GraphD
         if lines:
             modules.append(ModuleDifference(module, tuple(lines)))
         values += other
-    return GraphDifference(name, operators, tuple(modules), tuple(values), not (operators or modules or values))
+    return GraphDifference(
+        name, operators, tuple(modules), tuple(values), not (operators or modules or values)
+    )
 
 
 def _by_module(graph: GraphLines) -> dict[str, list[Line]]:
@@ -83,7 +92,9 @@ def _module(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[NodeLin
     while start < min(len(before), len(after)) and before[start].text == after[start].text:
         start += 1
     end = 0
-    while end < min(len(before), len(after)) - start and before[-1 - end].text == after[-1 - end].text:
+    while (
+        end < min(len(before), len(after)) - start and before[-1 - end].text == after[-1 - end].text
+    ):
         end += 1
     same = [*zip(before[:start], after[:start], strict=True)]
     a, b = before[start : len(before) - end], after[start : len(after) - end]
@@ -92,13 +103,21 @@ def _module(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[NodeLin
     if sum(often[line.text] for line in a) > MOST_PAIRS:
         lines += _counted(a, b)
     else:
-        for tag, i, j, k, m in SequenceMatcher(None, [line.text for line in a], [line.text for line in b], autojunk=False).get_opcodes():
+        for tag, i, j, k, m in SequenceMatcher(
+            None, [line.text for line in a], [line.text for line in b], autojunk=False
+        ).get_opcodes():
             if tag == "equal":
                 same += zip(a[i:j], b[k:m], strict=True)
             else:
-                lines += [NodeLine("-", _shown(line)) for line in a[i:j]] + [NodeLine("+", _shown(line)) for line in b[k:m]]
+                lines += [NodeLine("-", _shown(line)) for line in a[i:j]] + [
+                    NodeLine("+", _shown(line)) for line in b[k:m]
+                ]
     same += zip(before[len(before) - end :], after[len(after) - end :], strict=True)
-    return lines, [Change(_where(x), x.values or None, y.values or None) for x, y in same if x.values != y.values]
+    return lines, [
+        Change(_where(x), x.values or None, y.values or None)
+        for x, y in same
+        if x.values != y.values
+    ]
 
 
 def _counted(before: Sequence[Line], after: Sequence[Line]) -> Iterator[NodeLine]:

@@ -30,7 +30,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class GraphLines:
-    """A graph's lines in order, and operator -> number of calls, bodies of control flow included."""
+    """A graph's lines in order, and operator -> number of calls, bodies of control flow
+    included.
+    """
 
     lines: tuple[Line, ...]
     calls: Mapping[str, int]
@@ -52,13 +54,21 @@ def graph_lines(document: Mapping[str, Any], inputs: Sequence[str]) -> GraphLine
         if kind == "user_input":
             labels[_name(entry["arg"])] = next(names, f"input {number}")
         else:
-            labels[entry["arg"]["name"]] = entry[f"{kind}_name"] if kind != "tensor_constant" else f"constant {entry[f'{kind}_name']}"
+            labels[entry["arg"]["name"]] = (
+                entry[f"{kind}_name"]
+                if kind != "tensor_constant"
+                else f"constant {entry[f'{kind}_name']}"
+            )
     reader.nodes(module["graph"], labels, "", "")
     for spec in module["signature"]["output_specs"]:
         ((kind, entry),) = spec.items()
         target = entry.get("buffer_name") or entry.get("parameter_name") or ""
-        shown = reader.argument(entry["arg"] if kind == "user_output" else {"as_tensor": entry["arg"]}, labels, "")
-        reader.lines.append(Line("", " ".join(part for part in (kind.replace("_", " "), target, shown) if part), ""))
+        shown = reader.argument(
+            entry["arg"] if kind == "user_output" else {"as_tensor": entry["arg"]}, labels, ""
+        )
+        reader.lines.append(
+            Line("", " ".join(part for part in (kind.replace("_", " "), target, shown) if part), "")
+        )
     return GraphLines(tuple(reader.lines), dict(reader.calls))
 
 
@@ -68,7 +78,9 @@ class _Reader:
         self.calls: Counter[str] = Counter()
         self._seen: Counter[tuple[str, str]] = Counter()
 
-    def nodes(self, graph: Mapping[str, Any], labels: dict[str, str], outer: str, indent: str) -> None:
+    def nodes(
+        self, graph: Mapping[str, Any], labels: dict[str, str], outer: str, indent: str
+    ) -> None:
         """Add the lines of a graph or body.
 
         `labels` has its inputs' labels and receives those of its values; `outer` is its module.
@@ -81,10 +93,18 @@ class _Reader:
             self._seen[module, operator] += 1
             count = self._seen[module, operator]
             label = operator.rpartition("higher_order.")[2] + (f"#{count}" if count > 1 else "")
-            bodies = [entry["arg"]["as_graph"] for entry in node["inputs"] if "as_graph" in entry["arg"]]
-            numbers = {body["name"]: f"body {number}" for number, body in enumerate(bodies, 1)}  # own names depend on earlier bodies
-            given = ", ".join(self._named(entry, ChainMap(numbers, labels) if bodies else labels, module) for entry in node["inputs"])
-            self.lines.append(Line(module, f"{indent}{operator}({given})", self._values(node["outputs"], graph)))
+            bodies = [
+                entry["arg"]["as_graph"] for entry in node["inputs"] if "as_graph" in entry["arg"]
+            ]
+            # own names depend on earlier bodies
+            numbers = {body["name"]: f"body {number}" for number, body in enumerate(bodies, 1)}
+            given = ", ".join(
+                self._named(entry, ChainMap(numbers, labels) if bodies else labels, module)
+                for entry in node["inputs"]
+            )
+            self.lines.append(
+                Line(module, f"{indent}{operator}({given})", self._values(node["outputs"], graph))
+            )
             for body in bodies:
                 self._body(body, numbers[body["name"]], module, indent + "  ")
             values = [name for output in node["outputs"] for name in _names(output)]
@@ -93,7 +113,11 @@ class _Reader:
 
     def _body(self, body: Mapping[str, Any], title: str, module: str, indent: str) -> None:
         graph = body["graph"]
-        labels = {name: f"operand {number}" for number, entry in enumerate(graph["inputs"]) for name in _names(entry)}
+        labels = {
+            name: f"operand {number}"
+            for number, entry in enumerate(graph["inputs"])
+            for name in _names(entry)
+        }
         self.lines.append(Line(module, f"{indent}{title}:", ""))
         self.nodes(graph, labels, module, indent)
         given = ", ".join(self.argument(entry, labels, module) for entry in graph["outputs"])
@@ -142,7 +166,8 @@ def _meta(name: str, graph: Mapping[str, Any]) -> str:
                 return _size(graph[table][name])
         return ""
     device = "" if meta["device"]["type"] == "cpu" else f" {meta['device']['type']}"
-    return f"{SCALAR_TYPES.get(meta['dtype'], meta['dtype'])}[{', '.join(map(_size, meta['sizes']))}]{device}"
+    dtype = SCALAR_TYPES.get(meta["dtype"], meta["dtype"])
+    return f"{dtype}[{', '.join(map(_size, meta['sizes']))}]{device}"
 
 
 def _size(size: Mapping[str, Any]) -> str:
@@ -156,7 +181,11 @@ def _names(value: Any) -> list[str]:
         return [name for entry in value for name in _names(entry)]
     if not isinstance(value, dict):
         return []
-    return [name for key, entry in value.items() for name in ([entry] if key in ("name", "as_name") else _names(entry))]
+    return [
+        name
+        for key, entry in value.items()
+        for name in ([entry] if key in ("name", "as_name") else _names(entry))
+    ]
 
 
 def _name(value: Any) -> str:

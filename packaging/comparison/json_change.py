@@ -40,7 +40,9 @@ def changes(name: str, before: Any, after: Any) -> Iterator[Change]:
         return
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):
-            yield from changes(f"{name}.{key}" if name else key, before.get(key, ABSENT), after.get(key, ABSENT))
+            yield from changes(
+                f"{name}.{key}" if name else key, before.get(key, ABSENT), after.get(key, ABSENT)
+            )
         return
     if isinstance(before, list) and isinstance(after, list):
         a, b = _by_name(before), _by_name(after)
@@ -48,11 +50,22 @@ def changes(name: str, before: Any, after: Any) -> Iterator[Change]:
             yield from changes(name, a, b)
             return
         if _all(before, str) and _all(after, str) and set(before) != set(after):
-            yield from (Change(f"{name}: {entry}", "listed", None) for entry in before if entry not in after)
-            yield from (Change(f"{name}: {entry}", None, "listed") for entry in after if entry not in before)
+            yield from (
+                Change(f"{name}: {entry}", "listed", None) for entry in before if entry not in after
+            )
+            yield from (
+                Change(f"{name}: {entry}", None, "listed") for entry in after if entry not in before
+            )
             return
-        if _all(before, (int, float)) and _all(after, (int, float)) and max(len(before), len(after)) > 4:
-            at = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if not _same(x, y)), min(len(before), len(after)))
+        if (
+            _all(before, (int, float))
+            and _all(after, (int, float))
+            and max(len(before), len(after)) > 4
+        ):
+            at = next(
+                (i for i, (x, y) in enumerate(zip(before, after, strict=False)) if not _same(x, y)),
+                min(len(before), len(after)),
+            )
             yield Change(f"{name}[{at}]", _entry(before, at), _entry(after, at))
             return
     yield Change(name, spelled(before), spelled(after))
@@ -81,11 +94,19 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any] | None:
     not unique.
     """
     for key in _KEYS:
-        found = {value[key]: value for value in values if isinstance(value, Mapping) and isinstance(value.get(key), str)}
+        found = {
+            value[key]: value
+            for value in values
+            if isinstance(value, Mapping) and isinstance(value.get(key), str)
+        }
         if len(found) == len(values):
             return found
     return None
 
 
 def _entry(values: Sequence[Any], at: int) -> str:
-    return f"{canonical_json(values[at]).decode()}, of {len(values)}" if at < len(values) else f"nothing, of {len(values)}"
+    return (
+        f"{canonical_json(values[at]).decode()}, of {len(values)}"
+        if at < len(values)
+        else f"nothing, of {len(values)}"
+    )

@@ -105,7 +105,9 @@ def package_difference(before: Path, after: Path, *, weights: bool = True) -> Pa
         before=_side(a),
         after=_side(b),
         relation=_relation(a, b),
-        sections=tuple(section for section in _sections(a.manifest, b.manifest) if section.changes) if apart else (),
+        sections=tuple(section for section in _sections(a.manifest, b.manifest) if section.changes)
+        if apart
+        else (),
         graphs=tuple(_graphs(a, b)) if apart else (),
         texts=tuple(_texts(a, b)) if apart else (),
         weights=compared,
@@ -114,7 +116,12 @@ def package_difference(before: Path, after: Path, *, weights: bool = True) -> Pa
 
 
 def _side(package: Package) -> Side:
-    return Side(package.path, package.digest, package.manifest.program_digest, package.manifest.weights_digest)
+    return Side(
+        package.path,
+        package.digest,
+        package.manifest.program_digest,
+        package.manifest.weights_digest,
+    )
 
 
 def _relation(a: Package, b: Package) -> str:
@@ -143,13 +150,27 @@ def _sections(a: Manifest, b: Manifest) -> Iterator[Section]:
         ("operators", ("ops", "higher_order_ops")),
     ):
         found = [
-            change for field in fields for change in changes("" if len(fields) == 1 or field == "ops" else field, *_take(one, other, field))
+            change
+            for field in fields
+            for change in changes(
+                "" if len(fields) == 1 or field == "ops" else field, *_take(one, other, field)
+            )
         ]
         yield Section(title, tuple(found))
-    for title, spell in (("parameters", _parameter), ("buffers", _buffer), ("constants", _constant)):
-        tables = ({entry["name"]: spell(entry) for entry in entries} for entries in _take(one, other, title))
+    for title, spell in (
+        ("parameters", _parameter),
+        ("buffers", _buffer),
+        ("constants", _constant),
+    ):
+        tables = (
+            {entry["name"]: spell(entry) for entry in entries}
+            for entries in _take(one, other, title)
+        )
         yield Section(title, _ordered(title, *tables))
-    graphs = [{name: _graph(entry) for name, entry in entries.items()} for entries in _take(one, other, "graphs")]
+    graphs = [
+        {name: _graph(entry) for name, entry in entries.items()}
+        for entries in _take(one, other, "graphs")
+    ]
     yield Section("inputs, outputs and guards of graphs", tuple(changes("", *graphs)))
     yield Section("updates", tuple(changes("", *_take(one, other, "updates"))))
     yield Section("manifest", tuple(changes("", one, other)))
@@ -188,8 +209,13 @@ def _constant(entry: Mapping[str, Any]) -> str:
 def _graph(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a graph's entry with its inputs and outputs in readable form."""
     inputs = {f"input {i['name']}": _shape(i) for i in entry["inputs"]}
-    examples = {f"input {i['name']}, quantiles of the example": i["quantiles"] for i in entry["inputs"]}
-    outputs = {f"output {number}": f"{output['name']}, {output['role']}" for number, output in enumerate(entry["outputs"])}
+    examples = {
+        f"input {i['name']}, quantiles of the example": i["quantiles"] for i in entry["inputs"]
+    }
+    outputs = {
+        f"output {number}": f"{output['name']}, {output['role']}"
+        for number, output in enumerate(entry["outputs"])
+    }
     rest = {key: value for key, value in entry.items() if key not in ("inputs", "outputs")}
     return {**inputs, **examples, **outputs, **rest}
 
@@ -199,12 +225,20 @@ def _files(one: Mapping[str, FileEntry], other: Mapping[str, FileEntry]) -> Iter
         a, b = one.get(path), other.get(path)
         if a != b:
             yield Change(
-                path, *(None if entry is None else f"{entry.size} bytes, {entry.media_type}, {entry.sha256[:12]}" for entry in (a, b))
+                path,
+                *(
+                    None
+                    if entry is None
+                    else f"{entry.size} bytes, {entry.media_type}, {entry.sha256[:12]}"
+                    for entry in (a, b)
+                ),
             )
 
 
 def _graphs(a: Package, b: Package) -> Iterator[GraphDifference]:
-    ours, theirs = ({name: file for file, name in package.manifest.graph_files().items()} for package in (a, b))
+    ours, theirs = (
+        {name: file for file, name in package.manifest.graph_files().items()} for package in (a, b)
+    )
     for name in [name for name in ours if name in theirs]:
         if a.manifest.files[ours[name]] != b.manifest.files[theirs[name]]:
             yield graph_difference(name, _lines(a, name, ours[name]), _lines(b, name, theirs[name]))
@@ -217,30 +251,50 @@ def _lines(package: Package, name: str, file: str) -> GraphLines:
     entry = manifest.graphs.get(name)
     if entry is not None:
         return graph_lines(document, [given.name for given in entry.inputs])
-    states = next(update.state for update in manifest.updates if file in (update.first, update.following))
+    states = next(
+        update.state for update in manifest.updates if file in (update.first, update.following)
+    )
     return graph_lines(document, [*_UPDATE_INPUTS, *(state.name for state in states)])
 
 
 def _texts(a: Package, b: Package) -> Iterator[TextDifference]:
-    for path in sorted(path for path in a.manifest.files.keys() & b.manifest.files.keys() if path.startswith("assets/")):
+    for path in sorted(
+        path
+        for path in a.manifest.files.keys() & b.manifest.files.keys()
+        if path.startswith("assets/")
+    ):
         entries = (a.manifest.files[path], b.manifest.files[path])
-        if entries[0].sha256 == entries[1].sha256 or max(entry.size for entry in entries) > MAX_TEXT:
+        if (
+            entries[0].sha256 == entries[1].sha256
+            or max(entry.size for entry in entries) > MAX_TEXT
+        ):
             continue
         try:
-            texts = [read_checked(package.path, path, entry).decode("utf-8") for package, entry in zip((a, b), entries, strict=True)]
+            texts = [
+                read_checked(package.path, path, entry).decode("utf-8")
+                for package, entry in zip((a, b), entries, strict=True)
+            ]
         except UnicodeDecodeError:  # not text
             continue
-        lines = list(difflib.unified_diff(texts[0].splitlines(), texts[1].splitlines(), lineterm="", n=1))
+        lines = list(
+            difflib.unified_diff(texts[0].splitlines(), texts[1].splitlines(), lineterm="", n=1)
+        )
         yield TextDifference(path, tuple(lines[2:]))
 
 
 def _weights(a: Package, b: Package) -> tuple[tuple[TensorDifference, ...] | None, str]:
-    abstract = [name for name, package in (("first", a), ("second", b)) if package.manifest.abstract is not None]
+    abstract = [
+        name
+        for name, package in (("first", a), ("second", b))
+        if package.manifest.abstract is not None
+    ]
     if abstract:
-        return None, f"not compared: the {' and the '.join(abstract)} package is abstract" if len(abstract) == 1 else "both are abstract"
-    if a.manifest.weights_digest == b.manifest.weights_digest and a.manifest.files.get("constants.safetensors") == b.manifest.files.get(
+        return None, f"not compared: the {' and the '.join(abstract)} package is abstract" if len(
+            abstract
+        ) == 1 else "both are abstract"
+    if a.manifest.weights_digest == b.manifest.weights_digest and a.manifest.files.get(
         "constants.safetensors"
-    ):
+    ) == b.manifest.files.get("constants.safetensors"):
         return (), "the same"
     found = weight_differences(a, b)
     return found, "" if found else "the same values"

@@ -64,10 +64,14 @@ def weight_differences(before: Package, after: Package) -> tuple[TensorDifferenc
     for name in a.names():
         if name not in b or (a.dtype(name), a.shape(name)) != (b.dtype(name), b.shape(name)):
             continue
-        same_file = before.manifest.files[a.file(name)].sha256 == after.manifest.files[b.file(name)].sha256
+        same_file = (
+            before.manifest.files[a.file(name)].sha256 == after.manifest.files[b.file(name)].sha256
+        )
         if same_file or a.digests(name) == b.digests(name):
             continue
-        difference = tensor_difference(name, a.dtype(name), a.shape(name), _blocks(before, after, name))
+        difference = tensor_difference(
+            name, a.dtype(name), a.shape(name), _blocks(before, after, name)
+        )
         if difference.changed:
             found.append(difference)
     if before.manifest.files.get(CONSTANTS) != after.manifest.files.get(CONSTANTS):
@@ -75,7 +79,9 @@ def weight_differences(before: Package, after: Package) -> tuple[TensorDifferenc
     return tuple(sorted(found, key=lambda difference: (difference.rank, difference.name)))
 
 
-def _blocks(before: Package, after: Package, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _blocks(
+    before: Package, after: Package, name: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     count = math.prod(before.weights.shape(name))
     for start in range(0, count, BLOCK):
         stop = min(start + BLOCK, count)
@@ -87,13 +93,18 @@ def _constants(before: Package, after: Package) -> Iterator[TensorDifference]:
     for name in sorted(a.keys() & b.keys()):
         if (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape):
             pair = (a[name].reshape(-1), b[name].reshape(-1))
-            difference = tensor_difference(f"constant {name}", a[name].dtype, tuple(a[name].shape), [pair])
+            difference = tensor_difference(
+                f"constant {name}", a[name].dtype, tuple(a[name].shape), [pair]
+            )
             if difference.changed:
                 yield difference
 
 
 def tensor_difference(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    blocks: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> TensorDifference:
     """Return the difference of two tensors, given as pairs of blocks of the same elements, each of
     shape (n,).
@@ -103,7 +114,9 @@ def tensor_difference(
     lost = [0, 0]
     for before, after in blocks:
         size = before.element_size()
-        bits = before.view(torch.uint8).reshape(-1, size) != after.view(torch.uint8).reshape(-1, size)
+        bits = before.view(torch.uint8).reshape(-1, size) != after.view(torch.uint8).reshape(
+            -1, size
+        )
         changed += int(bits.any(1).sum())
         a, b = _numbers(before), _numbers(after)
         finite = (a.isfinite() & b.isfinite()).all(1)
@@ -115,7 +128,9 @@ def tensor_difference(
         reference += float(a[finite].square().sum())
     relative = math.sqrt(squares / reference) if reference else None if squares else 0.0
     spelled = str(dtype).removeprefix("torch.")
-    return TensorDifference(name, spelled, shape, math.prod(shape), changed, greatest, relative, (lost[0], lost[1]))
+    return TensorDifference(
+        name, spelled, shape, math.prod(shape), changed, greatest, relative, (lost[0], lost[1])
+    )
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,16 @@ _ROLES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("licence", re.compile(r"(LICEN[SC]E|COPYING|NOTICE)([.-][^/]*)?", re.IGNORECASE)),
     ("model card", re.compile(r"(README|MODEL_CARD)(\.(md|txt))?", re.IGNORECASE)),
     ("label map", re.compile(r"(labels|label_map|id2label)\.(json|txt|csv|tsv)")),
-    ("tokenizer", re.compile(r"tokenizer/.+|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json")),
-    ("tokenizer", re.compile(r"tokenizer\.model|spiece\.model|vocab\.txt|merges\.txt|chat_template\.jinja")),
+    (
+        "tokenizer",
+        re.compile(
+            r"tokenizer/.+|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
+        ),
+    ),
+    (
+        "tokenizer",
+        re.compile(r"tokenizer\.model|spiece\.model|vocab\.txt|merges\.txt|chat_template\.jinja"),
+    ),
     ("configuration", re.compile(r"([a-z]+_)?config\.json")),
 )
 _MEDIA_TYPE: TypeAdapter[str] = TypeAdapter(MediaType)
@@ -84,8 +92,15 @@ class AssetFile:
 
 def assets_of(manifest: Manifest) -> tuple[AssetFile, ...]:
     """Return the assets that a manifest lists, sorted by name."""
-    files = {file.removeprefix(ASSETS): entry for file, entry in manifest.files.items() if file.startswith(ASSETS)}
-    return tuple(AssetFile(name, role_of(name), entry.media_type, entry.size, entry.sha256) for name, entry in sorted(files.items()))
+    files = {
+        file.removeprefix(ASSETS): entry
+        for file, entry in manifest.files.items()
+        if file.startswith(ASSETS)
+    }
+    return tuple(
+        AssetFile(name, role_of(name), entry.media_type, entry.size, entry.sha256)
+        for name, entry in sorted(files.items())
+    )
 
 
 def role_of(name: str) -> str:
@@ -96,14 +111,22 @@ def role_of(name: str) -> str:
 def media_type_of(name: str) -> str:
     """Return a file's media type by its name."""
     base = name.rsplit("/", 1)[-1]
-    return "text/plain" if base.upper() in _PLAIN else _BY_SUFFIX.get(Path(base).suffix.lower(), UNKNOWN)
+    return (
+        "text/plain"
+        if base.upper() in _PLAIN
+        else _BY_SUFFIX.get(Path(base).suffix.lower(), UNKNOWN)
+    )
 
 
 def no_such_asset(manifest: Manifest, name: str) -> StorageError:
     """Return the error for an unknown asset, with a hint that lists the existing ones."""
     names = [asset.name for asset in assets_of(manifest)]
     close = difflib.get_close_matches(name, names, n=3) or names[:8]
-    hint = f"It has: {', '.join(close)}." if names else "It has none: add assets with Job(assets={...}) or freeze --asset."
+    hint = (
+        f"It has: {', '.join(close)}."
+        if names
+        else "It has none: add assets with Job(assets={...}) or freeze --asset."
+    )
     return StorageError("the package has no such asset", where=f"{ASSETS}{name}", hint=hint)
 
 
@@ -123,7 +146,9 @@ def save_assets(root: Path, manifest: Manifest, name: str, target: Path) -> tupl
         for asset in inner:
             place = folder / asset.name.removeprefix(prefix)
             place.parent.mkdir(parents=True, exist_ok=True)
-            copy_checked(root, f"{ASSETS}{asset.name}", manifest.files[f"{ASSETS}{asset.name}"], place)
+            copy_checked(
+                root, f"{ASSETS}{asset.name}", manifest.files[f"{ASSETS}{asset.name}"], place
+            )
     return inner
 
 
@@ -157,7 +182,10 @@ def asset_sources(assets: Mapping[str, AssetLike]) -> tuple[AssetSource, ...]:
                 raise PackageError(
                     "two assets have one name",
                     where=path,
-                    hint="Give each asset a different name; names are compared without regard to case.",
+                    hint=(
+                        "Give each asset a different name; names are compared without regard to"
+                        " case."
+                    ),
                 )
             found[path.casefold()] = AssetSource(path, source, media_type)
     return tuple(found.values())
@@ -191,7 +219,9 @@ def _files(name: str, source: str | os.PathLike[str] | bytes) -> Iterator[tuple[
         return
     path = Path(source)
     if path.is_dir():
-        inner = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        inner = sorted(
+            file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()
+        )
         if not inner:
             raise StorageError("an asset is an empty folder", where=str(path), hint="Omit it.")
         yield from ((f"{name.rstrip('/')}/{each}", _readable(path / each)) for each in inner)
@@ -216,7 +246,9 @@ def _path(name: str) -> str:
         raise PackageError(
             "an asset's name is not allowed in a package",
             where=name,
-            expected="letters, digits and _ . + - between slashes, and no part that begins with . + or -",
+            expected=(
+                "letters, digits and _ . + - between slashes, and no part that begins with . + or -"
+            ),
             got=repr(name),
             hint="Rename it. To omit some files of a folder, list the others one by one.",
         ) from error
@@ -227,5 +259,8 @@ def _check_media_type(name: str, media_type: str) -> None:
         _MEDIA_TYPE.validate_python(media_type)
     except ValidationError as error:
         raise PackageError(
-            "this is not a media type", where=name, expected='type/subtype, such as "text/plain"', got=repr(media_type)
+            "this is not a media type",
+            where=name,
+            expected='type/subtype, such as "text/plain"',
+            got=repr(media_type),
         ) from error

@@ -32,9 +32,13 @@ def write_debug(root: Path, documents: Mapping[str, object]) -> None:
     for name, document in sorted(documents.items()):
         data = canonical_json(document)
         write_bytes(root / f"debug/{name}.json", data)
-        entries[f"debug/{name}.json"] = FileEntry(media_type="application/json", sha256=sha256_bytes(data), size=len(data)).model_dump()
+        entries[f"debug/{name}.json"] = FileEntry(
+            media_type="application/json", sha256=sha256_bytes(data), size=len(data)
+        ).model_dump()
     body = {"files": entries}
-    write_bytes(root / INDEX, canonical_json({**body, "checksum": sha256_bytes(canonical_json(body))}))
+    write_bytes(
+        root / INDEX, canonical_json({**body, "checksum": sha256_bytes(canonical_json(body))})
+    )
 
 
 def read_debug(root: Path, name: str) -> Any:
@@ -44,7 +48,9 @@ def read_debug(root: Path, name: str) -> Any:
         index = _read_index(root)
         if path not in index:
             return None
-        return parse_canonical(read_checked(root, path, FileEntry.model_validate(index[path])), path)
+        return parse_canonical(
+            read_checked(root, path, FileEntry.model_validate(index[path])), path
+        )
     except (PackageError, ValidationError):
         return None
 
@@ -52,7 +58,11 @@ def read_debug(root: Path, name: str) -> Any:
 def _read_index(root: Path) -> dict[str, Any]:
     with open_inside(root, INDEX) as file:
         index = parse_canonical(file.read(_MAX + 1), INDEX, max_bytes=_MAX, max_depth=8)
-    if not isinstance(index, dict) or set(index) != {"files", "checksum"} or not isinstance(index["files"], dict):
+    if (
+        not isinstance(index, dict)
+        or set(index) != {"files", "checksum"}
+        or not isinstance(index["files"], dict)
+    ):
         raise IntegrityError("the index is malformed", where=INDEX)
     if index["checksum"] != sha256_bytes(canonical_json({"files": index["files"]})):
         raise IntegrityError("the index is damaged: its checksum does not match", where=INDEX)
@@ -61,14 +71,20 @@ def _read_index(root: Path) -> dict[str, Any]:
 
 def debug_problems(root: Path) -> list[tuple[str, str]]:
     """Return (file, problem) for every damaged, missing or unlisted file of debug/."""
-    present = {f"debug/{path}" for path, _ in walk(root / "debug")} if (root / "debug").is_dir() else set()
+    present = (
+        {f"debug/{path}" for path, _ in walk(root / "debug")}
+        if (root / "debug").is_dir()
+        else set()
+    )
     if not present:
         return []
     try:
         index = _read_index(root)
     except PackageError as error:
         return [(INDEX, str(error))]
-    problems: list[tuple[str, str]] = [(path, "not in debug/index.json") for path in sorted(present - set(index) - {INDEX})]
+    problems: list[tuple[str, str]] = [
+        (path, "not in debug/index.json") for path in sorted(present - set(index) - {INDEX})
+    ]
     for path, entry in index.items():
         try:
             if path not in present:

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from trainload.autograd_trace.graphs import StateSpec
 from trainload.capture.guard import Guard, InputGuard
-from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec
+from trainload.capture.program import (
+    BufferSpec,
+    GraphCapture,
+    InputSpec,
+    OutputRole,
+    OutputSpec,
+    ParameterSpec,
+)
 from trainload.packaging.format.guard_entries import guard_entry, guard_of
-from trainload.packaging.format.manifest import BufferEntry, GraphEntry, InputEntry, Manifest, OutputEntry, ParameterEntry, StateEntry
+from trainload.packaging.format.manifest import (
+    BufferEntry,
+    GraphEntry,
+    InputEntry,
+    Manifest,
+    OutputEntry,
+    ParameterEntry,
+    StateEntry,
+)
 
 
 def graph_entry(graph: GraphCapture, file: str) -> GraphEntry:
     """Return the manifest entry of a captured graph."""
     return GraphEntry(
         file=file,
-        inputs=tuple(InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape), quantiles=i.quantiles) for i in graph.inputs),
+        inputs=tuple(
+            InputEntry(name=i.name, dtype=i.dtype, shape=tuple(i.shape), quantiles=i.quantiles)
+            for i in graph.inputs
+        ),
         outputs=tuple(OutputEntry(name=o.name, role=o.role.value) for o in graph.outputs),
         reached=graph.reached,
         guard=None if graph.guard is None else guard_entry(graph.guard),
@@ -28,7 +46,10 @@ def graph_guard(entry: GraphEntry) -> Guard:
     if entry.guard is not None:
         return guard_of(entry.guard, [(i.name, i.dtype) for i in entry.inputs])
     symbols = {size for i in entry.inputs for size in i.shape if isinstance(size, str)}
-    return Guard(tuple(InputGuard(i.name, i.dtype, i.shape) for i in entry.inputs), dict.fromkeys(sorted(symbols), (0, None)))
+    return Guard(
+        tuple(InputGuard(i.name, i.dtype, i.shape) for i in entry.inputs),
+        dict.fromkeys(sorted(symbols), (0, None)),
+    )
 
 
 def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
@@ -39,12 +60,21 @@ def graph_specs(entry: GraphEntry) -> tuple[tuple[InputSpec, ...], tuple[OutputS
 
 def data_specs(manifest: Manifest, variant: str) -> tuple[InputSpec, ...]:
     """Return `Manifest.data_inputs` of one variant as specs."""
-    return tuple(InputSpec(i.name, i.dtype, i.shape, i.quantiles) for i in manifest.data_inputs(variant).values())
+    return tuple(
+        InputSpec(i.name, i.dtype, i.shape, i.quantiles)
+        for i in manifest.data_inputs(variant).values()
+    )
 
 
 def parameter_entry(spec: ParameterSpec) -> ParameterEntry:
     """Return the manifest entry of a parameter."""
-    return ParameterEntry(name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape), trainable=spec.trainable, alias_of=spec.alias_of)
+    return ParameterEntry(
+        name=spec.name,
+        dtype=spec.dtype,
+        shape=tuple(spec.shape),
+        trainable=spec.trainable,
+        alias_of=spec.alias_of,
+    )
 
 
 def parameter_spec(entry: ParameterEntry) -> ParameterSpec:
@@ -54,7 +84,9 @@ def parameter_spec(entry: ParameterEntry) -> ParameterSpec:
 
 def buffer_entry(spec: BufferSpec) -> BufferEntry:
     """Return the manifest entry of a buffer."""
-    return BufferEntry(name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape), persistent=spec.persistent)
+    return BufferEntry(
+        name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape), persistent=spec.persistent
+    )
 
 
 def buffer_spec(entry: BufferEntry) -> BufferSpec:
@@ -64,7 +96,9 @@ def buffer_spec(entry: BufferEntry) -> BufferSpec:
 
 def state_entry(spec: StateSpec) -> StateEntry:
     """Return the manifest entry of an optimizer's state entry."""
-    return StateEntry(name=spec.name, dtype=spec.dtype, like_parameter=spec.like_parameter, shape=spec.shape)
+    return StateEntry(
+        name=spec.name, dtype=spec.dtype, like_parameter=spec.like_parameter, shape=spec.shape
+    )
 
 
 def state_spec(entry: StateEntry) -> StateSpec:

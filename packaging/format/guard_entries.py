@@ -43,7 +43,10 @@ def guard_entry(guard: Guard) -> GuardEntry:
         sizes=tuple(entry.sizes for entry in guard.inputs),
         ranges={symbol: (least, most) for symbol, (least, most) in guard.ranges.items()},
         conditions=guard.conditions,
-        constants={name: FixedEntry(kind=value.kind, text=value.text) for name, value in guard.constants.items()},
+        constants={
+            name: FixedEntry(kind=value.kind, text=value.text)
+            for name, value in guard.constants.items()
+        },
         absent=guard.absent,
     )
 
@@ -54,15 +57,22 @@ def guard_of(entry: GuardEntry, inputs: Sequence[tuple[str, str]]) -> Guard:
     `inputs` has the name and dtype of each input of the graph.
     """
     return Guard(
-        inputs=tuple(InputGuard(name, dtype, sizes) for (name, dtype), sizes in zip(inputs, entry.sizes, strict=True)),
+        inputs=tuple(
+            InputGuard(name, dtype, sizes)
+            for (name, dtype), sizes in zip(inputs, entry.sizes, strict=True)
+        ),
         ranges=entry.ranges,
         conditions=entry.conditions,
-        constants={name: FixedValue(value.kind, value.text) for name, value in entry.constants.items()},
+        constants={
+            name: FixedValue(value.kind, value.text) for name, value in entry.constants.items()
+        },
         absent=entry.absent,
     )
 
 
-def check_guard(guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | str]]], where: str) -> None:
+def check_guard(
+    guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | str]]], where: str
+) -> None:
     """Check that a guard fits its graph's inputs, follows the grammar of guards, and that sizes
     determine its symbols.
 
@@ -81,7 +91,11 @@ def check_guard(guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | st
     for (name, shape), sizes in zip(inputs, guard.sizes, strict=True):
         for declared, size in zip(shape, sizes, strict=True):
             if isinstance(declared, int) and size != declared:
-                raise PackageError("a size of the guard differs from that of the input", where=f"{where}, {name}", got=str(size))
+                raise PackageError(
+                    "a size of the guard differs from that of the input",
+                    where=f"{where}, {name}",
+                    got=str(size),
+                )
             if isinstance(size, str):
                 expression = _parsed(size, where)
                 used.update(expression.symbols)
@@ -90,17 +104,29 @@ def check_guard(guard: GuardEntry, inputs: Sequence[tuple[str, Sequence[int | st
         used.update(_parsed(condition, where).symbols)
     if told != set(guard.ranges) or not used <= told:
         wrong = sorted((told ^ set(guard.ranges)) | (used - told))
-        raise PackageError("the guard's symbols do not match those that its sizes determine", where=where, got=", ".join(wrong[:5]))
+        raise PackageError(
+            "the guard's symbols do not match those that its sizes determine",
+            where=where,
+            got=", ".join(wrong[:5]),
+        )
     for symbol, (least, most) in guard.ranges.items():
         if most is not None and most < least:
-            raise PackageError("the guard has an empty range", where=where, got=f"{symbol}: {least} to {most}")
+            raise PackageError(
+                "the guard has an empty range", where=where, got=f"{symbol}: {least} to {most}"
+            )
     twice = set(guard.absent) & {name for name, _ in inputs}
     if twice:
-        raise PackageError("the guard requires that an input of the graph is absent", where=where, got=min(twice))
+        raise PackageError(
+            "the guard requires that an input of the graph is absent", where=where, got=min(twice)
+        )
 
 
 def _parsed(text: str, where: str) -> Expression:
     try:
         return parse(text)
     except GrammarError as error:
-        raise PackageError(f"the guard contains an invalid size expression: {error}", where=where, got=repr(text[:80])) from error
+        raise PackageError(
+            f"the guard contains an invalid size expression: {error}",
+            where=where,
+            got=repr(text[:80]),
+        ) from error

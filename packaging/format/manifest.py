@@ -31,25 +31,50 @@ FORMAT_VERSION = 2
 """History:
 
     1 (2026-11-21)  First version.
-    2 (2026-11-22)  `op_libraries` describes what registers each namespace: distribution, version, digest, modules, Triton
-                    kernels, and wheels in extensions/; feature `extensions`. 2026-11-23: feature `training`.
+    2 (2026-11-22)  `op_libraries` describes what registers each namespace: distribution, version,
+                    digest, modules, Triton kernels, and wheels in extensions/; feature
+                    `extensions`. 2026-11-23: feature `training`.
 
 A reader upgrades older manifests: packaging/format/upgrade.py. tests/golden keeps a package of each
 version.
 """
 FEATURES: Mapping[str, str] = {
-    "abstract": "the package has shapes and no weights, and cannot be trained: `abstract` says what was proven",
-    "custom-ops": "graphs call operators of other libraries, described in `op_libraries`; a reader needs permission to run them",
-    "extensions": "extensions/ holds wheels of operator libraries, which run code; a reader loads them only with permission",
-    "non-persistent-buffers": "weights/non-persistent.safetensors holds buffers that are not in the model's state dict",
+    "abstract": (
+        "the package has shapes and no weights, and cannot be trained: `abstract` says what was"
+        " proven"
+    ),
+    "custom-ops": (
+        "graphs call operators of other libraries, described in `op_libraries`; a reader needs"
+        " permission to run them"
+    ),
+    "extensions": (
+        "extensions/ holds wheels of operator libraries, which run code; a reader loads them only"
+        " with permission"
+    ),
+    "non-persistent-buffers": (
+        "weights/non-persistent.safetensors holds buffers that are not in the model's state dict"
+    ),
     "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
-    "several-graphs": "several graphs are trained in turns: `loop`, `graphs`, `feeds` and `main` in the recipe, `clock` in its groups",
+    "several-graphs": (
+        "several graphs are trained in turns: `loop`, `graphs`, `feeds` and `main` in the recipe,"
+        " `clock` in its groups"
+    ),
     "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
     "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
-    "schedules": "learning rates are one number for each group, multiplied by tables that groups share: `schedules` in the recipe",
-    "training": "the weights were trained from the parent's: `training` says how long, on what, and with which settings",
-    "variants": "graphs have variants, each with a guard, which are tried in the order of `variants`",
-    "whole-updates": "the update of a group takes whole parameters of one shape, which the update states",
+    "schedules": (
+        "learning rates are one number for each group, multiplied by tables that groups share:"
+        " `schedules` in the recipe"
+    ),
+    "training": (
+        "the weights were trained from the parent's: `training` says how long, on what, and with"
+        " which settings"
+    ),
+    "variants": (
+        "graphs have variants, each with a guard, which are tried in the order of `variants`"
+    ),
+    "whole-updates": (
+        "the update of a group takes whole parameters of one shape, which the update states"
+    ),
 }
 """Features that a package may require of its reader besides the version -> meaning.
 
@@ -84,8 +109,15 @@ def safe_path(path: str) -> str:
         ValueError: it is not a safe relative path.
     """
     parts = path.split("/")
-    if len(path) > 512 or not _PATH.fullmatch(path) or any(part.endswith(".") or _RESERVED.fullmatch(part) for part in parts):
-        raise ValueError(f"{path[:80]!r} is not a safe relative path (letters, digits and _ . + - between slashes)")
+    if (
+        len(path) > 512
+        or not _PATH.fullmatch(path)
+        or any(part.endswith(".") or _RESERVED.fullmatch(part) for part in parts)
+    ):
+        raise ValueError(
+            f"{path[:80]!r} is not a safe relative path (letters, digits and _ . + - between"
+            " slashes)"
+        )
     return path
 
 
@@ -109,13 +141,26 @@ MediaType = Annotated[str, Field(pattern=rf"^{_TOKEN}/{_TOKEN}(; charset={_TOKEN
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
 Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
-ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$", max_length=512)]
-DistributionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=256)]
+ModuleName = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$", max_length=512)
+]
+DistributionName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=256)
+]
 DistributionVersion = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.!+-]+$", max_length=256)]
 Quantile = Annotated[int | float, AfterValidator(_of_64_bits)]
-Option = bool | int | float | Annotated[str, Field(max_length=8192)] | tuple[Annotated[str, Field(max_length=8192)], ...] | None
+Option = (
+    bool
+    | int
+    | float
+    | Annotated[str, Field(max_length=8192)]
+    | tuple[Annotated[str, Field(max_length=8192)], ...]
+    | None
+)
 """Value of an option of a pass."""
-SettingName = Annotated[str, Field(pattern=r"^[a-z][a-z_]{0,31}(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,63})?$")]
+SettingName = Annotated[
+    str, Field(pattern=r"^[a-z][a-z_]{0,31}(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,63})?$")
+]
 """A setting's name as for `--set`: "lr", "lr.group0", "adapters.rank"."""
 
 
@@ -368,14 +413,20 @@ class Manifest(Record):
         _check_version(raw, where)
         checksum = raw.pop("checksum", None)
         if checksum != sha256_bytes(canonical_json(raw)):
-            raise IntegrityError("the manifest is damaged: its checksum does not match", where=where, hint="Fetch the package again.")
+            raise IntegrityError(
+                "the manifest is damaged: its checksum does not match",
+                where=where,
+                hint="Fetch the package again.",
+            )
         try:
             manifest = cls.model_validate_json(canonical_json(upgraded(raw, where)))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(str(part)[:80] for part in first["loc"] if part != "[key]")
             told = first["msg"].removeprefix("Value error, ")
-            raise PackageError(f"the manifest's field {place} is wrong: {told}", where=where) from error
+            raise PackageError(
+                f"the manifest's field {place} is wrong: {told}", where=where
+            ) from error
         manifest.check(where)
         return manifest
 
@@ -389,17 +440,28 @@ class Manifest(Record):
         """
         fields = oldest_form(self.model_dump(mode="json", exclude={"parent", "training"}))
         fields["features"] = [feature for feature in fields["features"] if feature != "training"]
-        fields["files"] = {path: entry for path, entry in fields["files"].items() if not path.startswith("weights/")}
+        fields["files"] = {
+            path: entry
+            for path, entry in fields["files"].items()
+            if not path.startswith("weights/")
+        }
         return sha256_bytes(canonical_json(fields))
 
     @property
     def weights_digest(self) -> str:
         """Digest of the weights: the sha256 of the canonical JSON of `files` under weights/."""
-        return sha256_bytes(canonical_json({p: e.model_dump() for p, e in self.files.items() if p.startswith("weights/")}))
+        return sha256_bytes(
+            canonical_json(
+                {p: e.model_dump() for p, e in self.files.items() if p.startswith("weights/")}
+            )
+        )
 
     def modes(self) -> dict[str, Mode]:
         """Return graph name -> mode."""
-        return {name: mode_of(name, any(o.role == "loss" for o in entry.outputs)) for name, entry in self.graphs.items()}
+        return {
+            name: mode_of(name, any(o.role == "loss" for o in entry.outputs))
+            for name, entry in self.graphs.items()
+        }
 
     def training_graphs(self) -> list[str]:
         """Return the names of the training graphs, those of the main graph first."""
@@ -413,7 +475,10 @@ class Manifest(Record):
             evaluates: True if the run has held-out data. Without it no evaluation graph is called.
         """
         called = (Mode.EVAL, Mode.COMPUTE) if evaluates else (Mode.COMPUTE,)
-        return [*self.training_graphs(), *(name for name, mode in self.modes().items() if mode in called)]
+        return [
+            *self.training_graphs(),
+            *(name for name, mode in self.modes().items() if mode in called),
+        ]
 
     def data_inputs(self, variant: str | None = None) -> dict[str, InputEntry]:
         """Return the inputs that a run reads from its data.
@@ -427,7 +492,9 @@ class Manifest(Record):
         for name, mode in self.modes().items():
             if mode is not Mode.PREDICT and variant in (None, variant_of(name)):
                 fed = self.recipe.feeds.get(graph_of(name), {})
-                found |= {entry.name: entry for entry in self.graphs[name].inputs if entry.name not in fed}
+                found |= {
+                    entry.name: entry for entry in self.graphs[name].inputs if entry.name not in fed
+                }
         return dict(sorted(found.items()))
 
     def graph_files(self) -> dict[str, str]:
@@ -446,42 +513,86 @@ class Manifest(Record):
         """
         parameters = {p.name: p for p in self.parameters}
         names = [*parameters, *(b.name for b in self.buffers)]
-        _unique([*(p.name for p in self.parameters), *(b.name for b in self.buffers)], "state entry", where)
+        _unique(
+            [*(p.name for p in self.parameters), *(b.name for b in self.buffers)],
+            "state entry",
+            where,
+        )
         _unique([c.name for c in self.constants], "constant", where)
         _unique(self.variants, "variant", where)
         for name, graph in self.graphs.items():
             if graph.guard is not None:
-                check_guard(graph.guard, [(i.name, i.shape) for i in graph.inputs], f"{where}, graph {name}")
-            if (variant := variant_of(name)) and (variant not in self.variants or graph.guard is None):
-                raise PackageError(
-                    "a graph of a variant has no guard, or its variant is not in the list of variants", where=where, got=name
+                check_guard(
+                    graph.guard, [(i.name, i.shape) for i in graph.inputs], f"{where}, graph {name}"
                 )
-            lacking = [] if variant else [each for each in self.variants if f"{name}-{each}" not in self.graphs]
+            if (variant := variant_of(name)) and (
+                variant not in self.variants or graph.guard is None
+            ):
+                raise PackageError(
+                    "a graph of a variant has no guard, or its variant is not in the list of"
+                    " variants",
+                    where=where,
+                    got=name,
+                )
+            lacking = (
+                []
+                if variant
+                else [each for each in self.variants if f"{name}-{each}" not in self.graphs]
+            )
             if lacking:
-                raise PackageError("a graph lacks one of the variants", where=where, got=f"{name}, {lacking[0]}")
+                raise PackageError(
+                    "a graph lacks one of the variants", where=where, got=f"{name}, {lacking[0]}"
+                )
         for parameter in self.parameters:
-            owner = parameters.get(parameter.alias_of) if parameter.alias_of is not None else parameter
+            owner = (
+                parameters.get(parameter.alias_of) if parameter.alias_of is not None else parameter
+            )
             if owner is None or (parameter.alias_of is not None and owner.alias_of is not None):
-                raise PackageError(f"parameter {parameter.name} is an alias of nothing", where=where, got=repr(parameter.alias_of))
-            if (owner.shape, owner.dtype, owner.trainable) != (parameter.shape, parameter.dtype, parameter.trainable):
+                raise PackageError(
+                    f"parameter {parameter.name} is an alias of nothing",
+                    where=where,
+                    got=repr(parameter.alias_of),
+                )
+            if (owner.shape, owner.dtype, owner.trainable) != (
+                parameter.shape,
+                parameter.dtype,
+                parameter.trainable,
+            ):
                 raise PackageError(f"alias {parameter.name} differs from {owner.name}", where=where)
         grouped = [name for group in self.recipe.groups for name in group.parameters]
         self._check_recipe(where)
         trainable = {p.name for p in self.parameters if p.trainable and p.alias_of is None}
         if set(grouped) - set(names) or trainable - set(grouped):
             wrong = sorted(set(grouped) - set(names)) or sorted(trainable - set(grouped))
-            raise PackageError("the recipe's groups do not fit the parameters", where=where, got=", ".join(wrong[:5]))
+            raise PackageError(
+                "the recipe's groups do not fit the parameters",
+                where=where,
+                got=", ".join(wrong[:5]),
+            )
         _unique([u.group for u in self.updates], "update group", where)
         members = {g.name: g.parameters for g in self.recipe.groups}
         for update in self.updates:
-            taken = {parameters[name].shape for name in members.get(update.group, ()) if name in parameters}
-            if update.elementwise != (update.shape is None) or (update.shape is not None and taken - {update.shape}):
+            taken = {
+                parameters[name].shape
+                for name in members.get(update.group, ())
+                if name in parameters
+            }
+            if update.elementwise != (update.shape is None) or (
+                update.shape is not None and taken - {update.shape}
+            ):
                 raise PackageError(
-                    f"the update of {update.group} does not fit its parameters", where=where, expected=str(update.shape), got=str(taken)
+                    f"the update of {update.group} does not fit its parameters",
+                    where=where,
+                    expected=str(update.shape),
+                    got=str(taken),
                 )
-            if any(entry.shape and (entry.like_parameter or update.elementwise) for entry in update.state):
+            if any(
+                entry.shape and (entry.like_parameter or update.elementwise)
+                for entry in update.state
+            ):
                 raise PackageError(
-                    "an optimizer state has its own shape where only the parameter's shape or none is allowed",
+                    "an optimizer state has its own shape where only the parameter's shape or none"
+                    " is allowed",
                     where=where,
                     got=update.group,
                 )
@@ -490,26 +601,49 @@ class Manifest(Record):
         modes = self.modes()
         for name in self.graphs:
             if name != graph_name(graph_of(name), modes[name], variant_of(name)):
-                raise PackageError("a graph has a name that no job can produce", where=where, got=name)
-        _unique([*(g.file for g in self.graphs.values()), *(f for u in self.updates for f in (u.first, u.following))], "graph file", where)
+                raise PackageError(
+                    "a graph has a name that no job can produce", where=where, got=name
+                )
+        _unique(
+            [
+                *(g.file for g in self.graphs.values()),
+                *(f for u in self.updates for f in (u.first, u.following)),
+            ],
+            "graph file",
+            where,
+        )
         _check_abstract(self, where)
         _check_extensions(self, where)
         if ("training" in self.features) != (self.training is not None):
-            raise PackageError("the feature training requires the field training, and the reverse", where=where)
-        needed = [*self.graph_files(), *([] if self.abstract is not None else [INDEX, CHUNKS]), *([CONSTANTS] if self.constants else [])]
+            raise PackageError(
+                "the feature training requires the field training, and the reverse", where=where
+            )
+        needed = [
+            *self.graph_files(),
+            *([] if self.abstract is not None else [INDEX, CHUNKS]),
+            *([CONSTANTS] if self.constants else []),
+        ]
         for path in needed:
             if path not in self.files:
-                raise PackageError("a file that the manifest needs is not in its list of files", where=where, got=path)
+                raise PackageError(
+                    "a file that the manifest needs is not in its list of files",
+                    where=where,
+                    got=path,
+                )
         folded: dict[str, str] = {}
         for path in self.files:
             if path == MANIFEST or path.split("/")[0] in OUTSIDE:
-                raise UnsafePackageError("this path is not allowed in the list of files", where=where, got=path)
+                raise UnsafePackageError(
+                    "this path is not allowed in the list of files", where=where, got=path
+                )
             parts = path.split("/")
             for end in range(1, len(parts) + 1):
                 prefix = "/".join(parts[:end])
                 other = folded.setdefault(prefix.casefold(), prefix)
                 if other != prefix:
-                    raise UnsafePackageError("two paths differ only in case", where=where, got=f"{other} and {prefix}")
+                    raise UnsafePackageError(
+                        "two paths differ only in case", where=where, got=f"{other} and {prefix}"
+                    )
 
     def _check_recipe(self, where: str) -> None:
         """Check that the recipe is consistent with the graphs.
@@ -519,30 +653,66 @@ class Manifest(Record):
         """
         recipe, modes = self.recipe, self.modes()
         trained = {name for name, mode in modes.items() if mode is Mode.TRAIN}
-        called = {graph_of(name) for name, mode in modes.items() if mode in (Mode.TRAIN, Mode.COMPUTE)}
+        called = {
+            graph_of(name) for name, mode in modes.items() if mode in (Mode.TRAIN, Mode.COMPUTE)
+        }
         trainable = {p.name for p in self.parameters if p.trainable and p.alias_of is None}
         groups = {group.name: group.parameters for group in recipe.groups}
         if recipe.graphs and set(recipe.graphs) != trained:
-            raise PackageError("the recipe's graphs do not match the training graphs", where=where, got=", ".join(sorted(recipe.graphs)))
+            raise PackageError(
+                "the recipe's graphs do not match the training graphs",
+                where=where,
+                got=", ".join(sorted(recipe.graphs)),
+            )
         if not recipe.graphs and {graph_of(name) for name in trained} - {recipe.main}:
-            raise PackageError("the recipe does not state which parameters each graph trains", where=where, got=", ".join(sorted(trained)))
+            raise PackageError(
+                "the recipe does not state which parameters each graph trains",
+                where=where,
+                got=", ".join(sorted(trained)),
+            )
         for name in trained:
             if set(self.graphs[name].reached or ()) - trainable:
-                raise PackageError("a graph reaches a parameter that is not trained", where=where, got=name)
+                raise PackageError(
+                    "a graph reaches a parameter that is not trained", where=where, got=name
+                )
         for name, graph in recipe.graphs.items():
             if set(graph.groups) - set(groups):
-                raise PackageError("the recipe names an unknown group", where=where, got=", ".join(sorted(graph.groups)))
-            _unique([p for group in graph.groups for p in groups[group]], f"parameter in the groups of graph {name}:", where)
+                raise PackageError(
+                    "the recipe names an unknown group",
+                    where=where,
+                    got=", ".join(sorted(graph.groups)),
+                )
+            _unique(
+                [p for group in graph.groups for p in groups[group]],
+                f"parameter in the groups of graph {name}:",
+                where,
+            )
         if not recipe.graphs:
-            _unique([p for parameters in groups.values() for p in parameters], "parameter in the recipe's groups", where)
-        fed = {graph for feeds in recipe.feeds.values() for source in feeds.values() for graph in [source.partition(".")[0]]}
+            _unique(
+                [p for parameters in groups.values() for p in parameters],
+                "parameter in the recipe's groups",
+                where,
+            )
+        fed = {
+            graph
+            for feeds in recipe.feeds.values()
+            for source in feeds.values()
+            for graph in [source.partition(".")[0]]
+        }
         clocks = {graph for group in recipe.groups for graph in group.clock}
         turns = {turn.graph for turn in recipe.turns}
         if trained and (turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called:
             wrong = sorted((turns | clocks | fed | set(recipe.feeds) | {recipe.main}) - called)
-            raise PackageError("the recipe names an unknown graph", where=where, got=", ".join(wrong))
-        if trained and not any(turn.graph == recipe.main and (turn.every, turn.start) == (1, 0) for turn in recipe.turns):
-            raise PackageError("the main graph does not run in every round", where=where, got=recipe.main)
+            raise PackageError(
+                "the recipe names an unknown graph", where=where, got=", ".join(wrong)
+            )
+        if trained and not any(
+            turn.graph == recipe.main and (turn.every, turn.start) == (1, 0)
+            for turn in recipe.turns
+        ):
+            raise PackageError(
+                "the main graph does not run in every round", where=where, got=recipe.main
+            )
         for fed_graph, feeds in recipe.feeds.items():
             self._check_feeds(fed_graph, feeds, where)
 
@@ -551,17 +721,32 @@ class Manifest(Record):
             if self.modes()[name] is Mode.PREDICT:
                 continue
             if graph_of(name) == graph and set(feeds) - {i.name for i in entry.inputs}:
-                raise PackageError("a graph is fed an input that it does not have", where=where, got=f"{name}: {', '.join(sorted(feeds))}")
+                raise PackageError(
+                    "a graph is fed an input that it does not have",
+                    where=where,
+                    got=f"{name}: {', '.join(sorted(feeds))}",
+                )
             given = {f"{graph_of(name)}.{o.name}" for o in entry.outputs if o.role == "output"}
-            lacking = [source for source in feeds.values() if source.partition(".")[0] == graph_of(name) and source not in given]
+            lacking = [
+                source
+                for source in feeds.values()
+                if source.partition(".")[0] == graph_of(name) and source not in given
+            ]
             if lacking:
-                raise PackageError("a graph is fed by an unknown output", where=where, got=lacking[0])
+                raise PackageError(
+                    "a graph is fed by an unknown output", where=where, got=lacking[0]
+                )
 
 
 def _check_version(raw: dict[str, Any], where: str) -> None:
     version = raw.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise PackageError("the manifest states no format version", where=where, expected=f"1 to {FORMAT_VERSION}", got=repr(version))
+        raise PackageError(
+            "the manifest states no format version",
+            where=where,
+            expected=f"1 to {FORMAT_VERSION}",
+            got=repr(version),
+        )
     if version > FORMAT_VERSION:
         raise PackageError(
             "the package was made in a newer format",
@@ -572,11 +757,17 @@ def _check_version(raw: dict[str, Any], where: str) -> None:
         )
     features = raw.get("features")
     if not isinstance(features, list) or not all(isinstance(feature, str) for feature in features):
-        raise PackageError("the manifest states no features", where=where, expected="a list of names", got=repr(features)[:80])
+        raise PackageError(
+            "the manifest states no features",
+            where=where,
+            expected="a list of names",
+            got=repr(features)[:80],
+        )
     for feature in features:
         if feature not in FEATURES:
             raise PackageError(
-                f"the package needs the feature {feature[:80]!r}, which this version of trainload does not support",
+                f"the package needs the feature {feature[:80]!r}, which this version of trainload"
+                " does not support",
                 where=where,
                 expected=f"features among {', '.join(sorted(FEATURES))}",
                 got=feature[:80],
@@ -590,15 +781,25 @@ def _check_abstract(manifest: Manifest, where: str) -> None:
         raise PackageError(
             "the feature abstract requires the field abstract, and the reverse",
             where=where,
-            got=", ".join(manifest.features) if manifest.abstract is None else "a field without its feature",
+            got=(
+                ", ".join(manifest.features)
+                if manifest.abstract is None
+                else "a field without its feature"
+            ),
         )
     weights = sorted(path for path in manifest.files if path.startswith("weights/"))
     if manifest.abstract is not None and weights:
-        raise PackageError("a package that says it is abstract has weights", where=where, got=", ".join(weights[:5]))
+        raise PackageError(
+            "a package that says it is abstract has weights",
+            where=where,
+            got=", ".join(weights[:5]),
+        )
 
 
 def _check_extensions(manifest: Manifest, where: str) -> None:
-    """Check that operator libraries name exactly the wheels in extensions/, and check the feature."""
+    """Check that operator libraries name exactly the wheels in extensions/, and check the
+    feature.
+    """
     named = {wheel for entry in manifest.op_libraries.values() for wheel in entry.wheels}
     there = {path for path in manifest.files if path.split("/")[0] == EXTENSIONS}
     if named != there:
@@ -611,7 +812,11 @@ def _check_extensions(manifest: Manifest, where: str) -> None:
     if wrong := sorted(path for path in there if path.count("/") != 1 or not path.endswith(".whl")):
         raise PackageError(f"a file in {EXTENSIONS}/ is not a wheel", where=where, got=wrong[0])
     if bool(there) != ("extensions" in manifest.features):
-        raise PackageError("the feature extensions requires wheels, and the reverse", where=where, got=", ".join(manifest.features))
+        raise PackageError(
+            "the feature extensions requires wheels, and the reverse",
+            where=where,
+            got=", ".join(manifest.features),
+        )
 
 
 def _unique(names: Iterable[str], what: str, where: str) -> None:

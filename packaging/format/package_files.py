@@ -24,7 +24,12 @@ def read_checked(root: Path, path: str, entry: FileEntry) -> bytes:
         UnsafePackageError: it is a link, or too large to be read at once.
     """
     if entry.size > MAX_BYTES:
-        raise UnsafePackageError("a file is too large", where=path, expected=f"at most {MAX_BYTES} bytes", got=str(entry.size))
+        raise UnsafePackageError(
+            "a file is too large",
+            where=path,
+            expected=f"at most {MAX_BYTES} bytes",
+            got=str(entry.size),
+        )
     with open_inside(root, path) as file:
         data = file.read(entry.size + 1)
     _check_listed(path, entry, len(data), sha256_bytes(data))
@@ -68,16 +73,26 @@ def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
             elif stat.S_ISREG(status.st_mode):
                 yield path, status
             else:
-                raise UnsafePackageError("a package may contain only regular files and folders", where=path, got="a link or a special file")
+                raise UnsafePackageError(
+                    "a package may contain only regular files and folders",
+                    where=path,
+                    got="a link or a special file",
+                )
 
     yield from visit(root, "")
 
 
 def check_outside_packages(path: Path) -> None:
-    """Raise StorageError if `path` is inside a package, which an unlisted file would make invalid."""
+    """Raise StorageError if `path` is inside a package, which an unlisted file would make
+    invalid.
+    """
     whole = path.absolute()
     for parent in whole.parents:
-        if (parent / MANIFEST).is_file() and (parent / "graphs").is_dir() and whole.relative_to(parent).parts[0] not in OUTSIDE:
+        if (
+            (parent / MANIFEST).is_file()
+            and (parent / "graphs").is_dir()
+            and whole.relative_to(parent).parts[0] not in OUTSIDE
+        ):
             raise StorageError(
                 "this path is inside a package, which could then no longer be opened",
                 where=str(path),
@@ -133,24 +148,38 @@ def _draft_beside(path: Path) -> Iterator[Path]:
     check_name(path)
     check_outside_packages(path)
     if os.path.lexists(path):
-        raise StorageError("the path already exists", where=str(path), hint="Choose another path, or remove it.")
+        raise StorageError(
+            "the path already exists", where=str(path), hint="Choose another path, or remove it."
+        )
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(temporary_folder(path))
         except OSError as error:
-            raise StorageError(f"the folder cannot be written: {error.strerror}", where=str(path.parent)) from error
+            raise StorageError(
+                f"the folder cannot be written: {error.strerror}", where=str(path.parent)
+            ) from error
         try:
             yield folder
         except OSError as error:
             if is_full(error):
-                raise StorageError("the disk is full", where=str(path), hint="Free some space, or choose another disk.") from error
-            raise StorageError(f"writing failed: {error.strerror or error}", where=str(path)) from error
+                raise StorageError(
+                    "the disk is full",
+                    where=str(path),
+                    hint="Free some space, or choose another disk.",
+                ) from error
+            raise StorageError(
+                f"writing failed: {error.strerror or error}", where=str(path)
+            ) from error
 
 
 def _put(made: Path, path: Path) -> None:
     """Move a finished file or folder to its path and sync the parent folder to disk."""
     if os.path.lexists(path):
-        raise StorageError("another process has created this path meanwhile", where=str(path), hint="Choose another path, or remove it.")
+        raise StorageError(
+            "another process has created this path meanwhile",
+            where=str(path),
+            hint="Choose another path, or remove it.",
+        )
     made.rename(path)
     sync_folder(path.parent)
 

@@ -1,6 +1,7 @@
 """debug/source-map.json: the origin of each node of a graph: module, file, line and its text.
 
-    {"files": [[PATH, SHA256 or null], ...], "graphs": {GRAPH: {NODE: [MODULE, FILE or null, LINE, TEXT]}}}
+    {"files": [[PATH, SHA256 or null], ...], "graphs": {GRAPH: {NODE: [MODULE, FILE or null, LINE,
+    TEXT]}}}
 
 FILE is an index into `files`. A node of a body is named NODE/BODY/NODE. Like all of debug/, the map
 is not part of the package's identity and may be absent or wrong: nothing depends on it.
@@ -24,7 +25,11 @@ from trainload.packaging.format.debug import read_debug
 NAME = "source-map"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n[ \t]*([^\n]*)')
 _STAGES = ("capture", "autograd_trace")
-_LIBRARIES = (str(Path(torch.__file__).parent), *(str(Path(__file__).resolve().parents[2] / stage) for stage in _STAGES), "<")
+_LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    *(str(Path(__file__).resolve().parents[2] / stage) for stage in _STAGES),
+    "<",
+)
 _INSTALLED = tuple(f"trainload/{stage}" for stage in _STAGES)
 _MAX_SOURCE = 16 * 2**20
 
@@ -53,11 +58,15 @@ def module_path(stack: str) -> str:
 
 
 def users_path(path: str) -> str:
-    """Return a module path relative to the user's model, which is `model` in the captured module."""
+    """Return a module path relative to the user's model, which is `model` in the captured
+    module.
+    """
     return "" if path == "model" else path.removeprefix("model.")
 
 
-def make_source_map(notes: Mapping[str, Mapping[str, Mapping[str, str]]], known: Mapping[str, str | None]) -> dict[str, Any]:
+def make_source_map(
+    notes: Mapping[str, Mapping[str, Mapping[str, str]]], known: Mapping[str, str | None]
+) -> dict[str, Any]:
     """Return the document.
 
     Args:
@@ -92,17 +101,30 @@ class SourceMap:
         self.files: dict[str, str | None] = {}
         self._graphs: dict[str, dict[str, Place]] = {}
         try:
-            listed = [(str(path), digest) for path, digest in document["files"]] if document is not None else []
+            listed = (
+                [(str(path), digest) for path, digest in document["files"]]
+                if document is not None
+                else []
+            )
             self.files = dict(listed)
             same = {path: digest is not None and _sha256(path) == digest for path, digest in listed}
             for graph, nodes in document["graphs"].items() if document is not None else ():
                 self._graphs[graph] = {
-                    node: Place(str(module), None, 0, "", False)
-                    if number is None
-                    else Place(str(module), _printable(listed[number][0]), int(line), _printable(str(text)), same[listed[number][0]])
+                    node: (
+                        Place(str(module), None, 0, "", False)
+                        if number is None
+                        else Place(
+                            str(module),
+                            _printable(listed[number][0]),
+                            int(line),
+                            _printable(str(text)),
+                            same[listed[number][0]],
+                        )
+                    )
                     for node, (module, number, line, text) in nodes.items()
                 }
-        except (TypeError, ValueError, LookupError, AttributeError):  # not a document of this format
+        except (TypeError, ValueError, LookupError, AttributeError):
+            # not a document of this format
             self.files, self._graphs = {}, {}
 
     def place(self, graph: str, node: str) -> Place | None:
@@ -131,7 +153,11 @@ def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]
     for node in module.graph.nodes:
         found.append((prefix + node.name, node))
         for source in node.args if node.op == "call_function" else ():
-            body = getattr(module, str(source.target), None) if isinstance(source, Node) and source.op == "get_attr" else None
+            body = (
+                getattr(module, str(source.target), None)
+                if isinstance(source, Node) and source.op == "get_attr"
+                else None
+            )
             if isinstance(body, GraphModule):
                 found += named_nodes(body, f"{prefix}{node.name}/{source.target}/")
     return found
@@ -159,7 +185,8 @@ def _printable(text: str) -> str:
 def _sha256(path: str) -> str | None:
     try:
         file = Path(path)
-        if not file.is_file() or file.stat().st_size > _MAX_SOURCE:  # an untrusted package may name any path
+        # an untrusted package may name any path
+        if not file.is_file() or file.stat().st_size > _MAX_SOURCE:
             return None
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except (OSError, ValueError):

@@ -16,16 +16,31 @@ from trainload.core.errors import PackageError
 Fields = dict[str, Any]
 """manifest.json without its checksum."""
 
-_UNKNOWN: Mapping[str, object] = {"distribution": None, "version": None, "digest": None, "modules": [], "kernels": [], "wheels": []}
+_UNKNOWN: Mapping[str, object] = {
+    "distribution": None,
+    "version": None,
+    "digest": None,
+    "modules": [],
+    "kernels": [],
+    "wheels": [],
+}
 """Entry of an operator library about which nothing is known."""
 
 
 def _from_1(fields: Fields, where: str) -> Fields:
     """Upgrade version 1, which recorded only the distribution (or null) of an operator library."""
     libraries = fields.get("op_libraries")
-    if not isinstance(libraries, dict) or not all(name is None or isinstance(name, str) for name in libraries.values()):
-        raise PackageError("the manifest's field op_libraries is wrong", where=where, expected="names of distributions, or null")
-    upgraded_libraries = {namespace: {**_UNKNOWN, "distribution": name} for namespace, name in libraries.items()}
+    if not isinstance(libraries, dict) or not all(
+        name is None or isinstance(name, str) for name in libraries.values()
+    ):
+        raise PackageError(
+            "the manifest's field op_libraries is wrong",
+            where=where,
+            expected="names of distributions, or null",
+        )
+    upgraded_libraries = {
+        namespace: {**_UNKNOWN, "distribution": name} for namespace, name in libraries.items()
+    }
     return {**fields, "format_version": 2, "op_libraries": upgraded_libraries}
 
 
@@ -33,7 +48,11 @@ def _to_1(fields: Fields) -> Fields | None:
     libraries: Mapping[str, Mapping[str, Any]] = fields["op_libraries"]
     if any({**entry, "distribution": None} != _UNKNOWN for entry in libraries.values()):
         return None
-    return {**fields, "format_version": 1, "op_libraries": {name: entry["distribution"] for name, entry in libraries.items()}}
+    return {
+        **fields,
+        "format_version": 1,
+        "op_libraries": {name: entry["distribution"] for name, entry in libraries.items()},
+    }
 
 
 UPGRADES: Mapping[int, Callable[[Fields, str], Fields]] = {1: _from_1}

@@ -22,20 +22,28 @@ def user_key(*, create: bool) -> bytes:
     if create and not path.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            create_file(path, secrets.token_bytes(_KEY_BYTES), mode=0o600)  # if another process was first, its key is used
+            # if another process was first, its key is used
+            create_file(path, secrets.token_bytes(_KEY_BYTES), mode=0o600)
         except OSError as error:
             raise StorageError(
-                f"the key cannot be created: {error.strerror}", where=str(folder), hint=f"Set {STATE_DIR} to a folder that you can write."
+                f"the key cannot be created: {error.strerror}",
+                where=str(folder),
+                hint=f"Set {STATE_DIR} to a folder that you can write.",
             ) from error
     try:
         status = path.stat()
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise StorageError(
-                "the key is readable by other users", where=str(path), expected="mode 0600", hint="Remove it; a new one is created."
+                "the key is readable by other users",
+                where=str(path),
+                expected="mode 0600",
+                hint="Remove it; a new one is created.",
             )
         secret = path.read_bytes()
     except FileNotFoundError:
         return b""
     if len(secret) != _KEY_BYTES:
-        raise StorageError("the key is damaged", where=str(path), hint="Remove it; a new one is created.")
+        raise StorageError(
+            "the key is damaged", where=str(path), hint="Remove it; a new one is created."
+        )
     return secret

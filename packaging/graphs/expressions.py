@@ -19,14 +19,41 @@ FUNCTIONS = frozenset(
     {"Integer", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "floor", "ceiling", "Abs"}
     | {"Equality", "Unequality", "GreaterThan", "LessThan", "StrictGreaterThan", "StrictLessThan"}
     | {"And", "Or", "Not", "Piecewise", "ExprCondPair", "Where", "Identity"}
-    | {"FloorDiv", "CeilDiv", "CleanDiv", "PythonMod", "ModularIndexing", "FloatTrueDiv", "IntTrueDiv"}
-    | {"CeilToInt", "FloorToInt", "TruncToInt", "TruncToFloat", "RoundToInt", "RoundDecimal", "ToFloat"}
+    | {
+        "FloorDiv",
+        "CeilDiv",
+        "CleanDiv",
+        "PythonMod",
+        "ModularIndexing",
+        "FloatTrueDiv",
+        "IntTrueDiv",
+    }
+    | {
+        "CeilToInt",
+        "FloorToInt",
+        "TruncToInt",
+        "TruncToFloat",
+        "RoundToInt",
+        "RoundDecimal",
+        "ToFloat",
+    }
     | {"LShift", "RShift", "PowByNatural", "FloatPow", "IsNonOverlappingAndDenseIndicator"}
 )
 """sympy's constructors and torch's functions of sizes."""
 _POWERS = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift", "RShift"})
 _ASSUMPTIONS = frozenset(
-    {"integer", "real", "extended_real", "finite", "positive", "negative", "nonnegative", "nonpositive", "zero", "nonzero"}
+    {
+        "integer",
+        "real",
+        "extended_real",
+        "finite",
+        "positive",
+        "negative",
+        "nonnegative",
+        "nonpositive",
+        "zero",
+        "nonzero",
+    }
 )
 
 MAX_LENGTH = 4096
@@ -78,7 +105,11 @@ class _Parser:
 
     def refuse(self, reason: str) -> UnsafePackageError:
         shown = self.text if len(self.text) <= 120 else self.text[:117] + "..."
-        return UnsafePackageError(f"a symbolic size is not a valid expression: {reason}", where=self.where, got=repr(shown))
+        return UnsafePackageError(
+            f"a symbolic size is not a valid expression: {reason}",
+            where=self.where,
+            got=repr(shown),
+        )
 
     def run(self) -> None:
         self.expression(0)
@@ -125,12 +156,18 @@ class _Parser:
                 raise self.refuse("Integer takes one integer")
             return arguments[0]
         if name in _POWERS:
-            # A power of a power, or of a number, could grow as large as memory; a size to a small power cannot.
+            # A power of a power, or of a number, could grow as large as memory; a size to a small
+            # power cannot.
             if len(arguments) != 2 or not arguments[0].symbolic or arguments[0].power:
                 raise self.refuse(f"{name} takes a base with a symbol and without powers")
             if arguments[1].literal is None or abs(arguments[1].literal) > MAX_EXPONENT:
-                raise self.refuse(f"{name} takes an integer of at most {MAX_EXPONENT} as its second argument")
-        return _Kind(symbolic=any(a.symbolic for a in arguments), power=name in _POWERS or any(a.power for a in arguments))
+                raise self.refuse(
+                    f"{name} takes an integer of at most {MAX_EXPONENT} as its second argument"
+                )
+        return _Kind(
+            symbolic=any(a.symbolic for a in arguments),
+            power=name in _POWERS or any(a.power for a in arguments),
+        )
 
     def symbol(self) -> None:
         if not _SYMBOL.fullmatch(self.next("text")[1:-1]):

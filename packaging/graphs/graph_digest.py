@@ -8,6 +8,10 @@ from trainload.packaging.graphs.graph_json import graph_to_json
 
 
 def graphs_digest(program: Program) -> str:
-    """Return the sha256, in hex, of the canonical JSON of a program's graphs, name -> graph file."""
-    graphs = {name: graph_to_json(graph.exported, name).document for name, graph in program.graphs.items()}
+    """Return the sha256, in hex, of the canonical JSON of a program's graphs, name -> graph
+    file.
+    """
+    graphs = {
+        name: graph_to_json(graph.exported, name).document for name, graph in program.graphs.items()
+    }
     return sha256_bytes(canonical_json(graphs))

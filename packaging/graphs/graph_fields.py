@@ -32,11 +32,16 @@ def strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: 
     """Keep the format's own fields, with module paths and calls; move other metadata to `notes`."""
     _keep(graph, _GRAPH_FIELDS, where)
     for meta in graph["tensor_values"].values():
-        meta["storage_offset"] = {"as_int": 0}  # torch's reader drops offsets; a graph that is read back must be written as it was
+        # torch's reader drops offsets; a graph that is read back must be written as it was
+        meta["storage_offset"] = {"as_int": 0}
     for node in graph["nodes"]:
         _keep(node, _NODE_FIELDS, where)
         metadata = node["metadata"]
-        told = {key: metadata[key] for key in ("stack_trace", "nn_module_stack", "torch_fn") if key in metadata}
+        told = {
+            key: metadata[key]
+            for key in ("stack_trace", "nn_module_stack", "torch_fn")
+            if key in metadata
+        }
         if told:
             notes[path + str(node["name"])] = told
         stack = _module_paths(metadata.get("nn_module_stack", ""))
@@ -51,7 +56,11 @@ def strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: 
 def _keep(record: dict[str, Any], fields: Sequence[str], where: str) -> None:
     for key in [key for key in record if key not in fields]:
         if record.pop(key):
-            raise PackageError(f"this torch writes the field {key}, which the format does not have", where=where, hint="Use torch 2.13.")
+            raise PackageError(
+                f"this torch writes the field {key}, which the format does not have",
+                where=where,
+                hint="Use torch 2.13.",
+            )
 
 
 def _module_paths(stack: str) -> str:
@@ -67,7 +76,10 @@ def _module_paths(stack: str) -> str:
         path = parts[1] if len(parts) >= 3 else ""
         call = _CALL.search(parts[0])
         entry = f"{path}{call[0] if call else ''},{path},{MODULE_TYPE}"
-        if all((letter.isalnum() and letter.isascii()) or letter in "_.@-" for letter in path) and entry not in entries:
+        if (
+            all((letter.isalnum() and letter.isascii()) or letter in "_.@-" for letter in path)
+            and entry not in entries
+        ):
             entries.append(entry)
     return ";".join(entries)
 
@@ -79,7 +91,11 @@ def plain_treespec(text: str) -> str:
         context = spec["context"]
         if isinstance(context, str):
             context = canonical_json(json.loads(context)).decode("utf-8")
-        return {"type": spec["type"], "context": context, "children_spec": [plain(child) for child in spec["children_spec"]]}
+        return {
+            "type": spec["type"],
+            "context": context,
+            "children_spec": [plain(child) for child in spec["children_spec"]],
+        }
 
     protocol, spec = json.loads(text)
     return canonical_json([protocol, plain(spec)]).decode("utf-8")

@@ -51,7 +51,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from trainload.capture.operators import calls_in, nodes_in
 from trainload.capture.source.quiet import quiet_torch
-from trainload.capture.watching import higher_order  # noqa: F401 - their operators must be registered before a graph that is read names them
+from trainload.capture.watching import higher_order  # noqa: F401 - registers operators of graphs
 from trainload.core.errors import PackageError
 from trainload.packaging.graphs.graph_fields import plain_treespec, strip_graph
 
@@ -75,7 +75,9 @@ _REFUSALS = (
 
 
 class GraphJson(NamedTuple):
-    """A graph as JSON, and separately everything that names the machine, the folder and the source."""
+    """A graph as JSON, and separately everything that names the machine, the folder and the
+    source.
+    """
 
     document: dict[str, Any]
     debug: dict[str, Any]
@@ -96,7 +98,8 @@ def graph_to_json(exported: ExportedProgram, where: str = "graph") -> GraphJson:
         exported.graph_module,
         exported.graph_signature,
         [entry for entry in exported.module_call_graph if entry.fqn == ""],
-        # torch.export keeps a range for a derived dim (2*s0) too, although it follows from its root's.
+        # torch.export keeps a range for a derived dim (2*s0) too, although it follows from its
+        # root's.
         {symbol: span for symbol, span in exported.range_constraints.items() if symbol.is_Symbol},
         list(exported._guards_code),
         where,
@@ -104,7 +107,10 @@ def graph_to_json(exported: ExportedProgram, where: str = "graph") -> GraphJson:
 
 
 def graph_from_json(
-    document: Mapping[str, Any], state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor], where: str = "graph"
+    document: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    constants: Mapping[str, torch.Tensor],
+    where: str = "graph",
 ) -> ExportedProgram:
     """Rebuild a graph from a validated document.
 
@@ -127,8 +133,12 @@ def graph_from_json(
         target = str(spec.target)
         source = constants if spec.kind == InputKind.CONSTANT_TENSOR else state
         if target not in source:
-            raise PackageError(f"the graph reads {target}, which the package does not contain", where=where)
-        separate = spec.kind == InputKind.CONSTANT_TENSOR or (spec.kind == InputKind.BUFFER and not spec.persistent)
+            raise PackageError(
+                f"the graph reads {target}, which the package does not contain", where=where
+            )
+        separate = spec.kind == InputKind.CONSTANT_TENSOR or (
+            spec.kind == InputKind.BUFFER and not spec.persistent
+        )
         (held if separate else bound)[target] = source[target]
     with _refused(where):
         return ExportedProgram(
@@ -136,7 +146,9 @@ def graph_from_json(
             graph=module.graph,
             graph_signature=signature,
             state_dict=bound,
-            range_constraints={symbols[name]: span for name, span in ranges.items() if name in symbols},
+            range_constraints={
+                symbols[name]: span for name, span in ranges.items() if name in symbols
+            },
             module_call_graph=calls,
             example_inputs=None,
             constants=held,
@@ -144,7 +156,9 @@ def graph_from_json(
         )
 
 
-def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: str = "graph") -> ExportedProgram:
+def with_graph(
+    exported: ExportedProgram, module: torch.fx.GraphModule, where: str = "graph"
+) -> ExportedProgram:
     """Return the program with another graph of the same inputs and the same number of outputs.
 
     Raises:
@@ -161,11 +175,16 @@ def with_graph(exported: ExportedProgram, module: torch.fx.GraphModule, where: s
             expected="those of the old graph",
             got=f"a change of {', '.join(changed[:4])}",
         )
-    return _of_graph(exported, module, list(signature.input_specs), dict(exported.state_dict), where)
+    return _of_graph(
+        exported, module, list(signature.input_specs), dict(exported.state_dict), where
+    )
 
 
 def with_parameters(
-    exported: ExportedProgram, module: torch.fx.GraphModule, added: Mapping[str, tuple[str, torch.Tensor]], where: str = "graph"
+    exported: ExportedProgram,
+    module: torch.fx.GraphModule,
+    added: Mapping[str, tuple[str, torch.Tensor]],
+    where: str = "graph",
 ) -> ExportedProgram:
     """Return the program with another graph, which has additional parameters.
 
@@ -182,23 +201,38 @@ def with_parameters(
     """
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     for name, (parameter, _) in added.items():
-        specs[name] = InputSpec(kind=InputKind.PARAMETER, arg=TensorArgument(name=name), target=parameter)
+        specs[name] = InputSpec(
+            kind=InputKind.PARAMETER, arg=TensorArgument(name=name), target=parameter
+        )
     inputs = [specs[node.name] for node in module.graph.nodes if node.op == "placeholder"]
-    return _of_graph(exported, module, inputs, {**exported.state_dict, **dict(added.values())}, where)
+    return _of_graph(
+        exported, module, inputs, {**exported.state_dict, **dict(added.values())}, where
+    )
 
 
 def _of_graph(
-    exported: ExportedProgram, module: torch.fx.GraphModule, inputs: list[InputSpec], state: dict[str, torch.Tensor], where: str
+    exported: ExportedProgram,
+    module: torch.fx.GraphModule,
+    inputs: list[InputSpec],
+    state: dict[str, torch.Tensor],
+    where: str,
 ) -> ExportedProgram:
     signature = exported.graph_signature
     results = next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]
     if not isinstance(results, tuple | list) or len(results) != len(signature.output_specs):
         got = str(len(results)) if isinstance(results, tuple | list) else "something else"
         raise PackageError(
-            "the new graph has a different number of outputs", where=where, expected=f"{len(signature.output_specs)} values", got=got
+            "the new graph has a different number of outputs",
+            where=where,
+            expected=f"{len(signature.output_specs)} values",
+            got=got,
         )
     outputs = [
-        OutputSpec(kind=spec.kind, arg=_argument(node) if isinstance(node, torch.fx.Node) else spec.arg, target=spec.target)
+        OutputSpec(
+            kind=spec.kind,
+            arg=_argument(node) if isinstance(node, torch.fx.Node) else spec.arg,
+            target=spec.target,
+        )
         for spec, node in zip(signature.output_specs, results, strict=True)
     ]
     with _refused(where), serialisable_values(module):
@@ -224,8 +258,14 @@ def flat_to_json(module: torch.fx.GraphModule, where: str = "graph") -> GraphJso
     """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     output = next(node for node in module.graph.nodes if node.op == "output")
-    inputs = [InputSpec(kind=InputKind.USER_INPUT, arg=_argument(node), target=None) for node in placeholders]
-    outputs = [OutputSpec(kind=OutputKind.USER_OUTPUT, arg=_argument(node), target=None) for node in output.args[0]]
+    inputs = [
+        InputSpec(kind=InputKind.USER_INPUT, arg=_argument(node), target=None)
+        for node in placeholders
+    ]
+    outputs = [
+        OutputSpec(kind=OutputKind.USER_OUTPUT, arg=_argument(node), target=None)
+        for node in output.args[0]
+    ]
     return _to_json(module, ExportGraphSignature(inputs, outputs), [], _ranges(module), [], where)
 
 
@@ -247,7 +287,9 @@ def running_schema(name: str) -> str | None:
 
 
 def has_higher_order(name: str) -> bool:
-    """Return True if there is a higher-order operator of this name ("cond") in torch or trainload."""
+    """Return True if there is a higher-order operator of this name ("cond") in torch or
+    trainload.
+    """
     return isinstance(getattr(torch.ops.higher_order, name, None), HigherOrderOperator)
 
 
@@ -261,7 +303,8 @@ def schema_still_fits(name: str, recorded: str) -> bool:
     try:
         running: Any = overload._schema  # the stubs lack its methods
         return bool(running.is_backward_compatible_with(torch._C.parse_schema(recorded)))
-    except (RuntimeError, UnicodeDecodeError):  # not a schema; torch's message may be cut within a UTF-8 character
+    except (RuntimeError, UnicodeDecodeError):
+        # not a schema; torch's message may be cut within a UTF-8 character
         return False
 
 
@@ -284,18 +327,25 @@ def registered_by(name: str) -> tuple[str, ...]:
     definition = custom_ops.OPDEFS.get(qualified)
     if definition is not None:
         found.append(str(definition._init_fn.__module__))
-    places = re.findall(r"^debug: registered at (.+):\d+$", torch._C._dispatch_dump(name_of(overload)), re.MULTILINE)
+    places = re.findall(
+        r"^debug: registered at (.+):\d+$", torch._C._dispatch_dump(name_of(overload)), re.MULTILINE
+    )
     entry: Any = simple_registry.singleton.find(qualified)
     kernel = getattr(getattr(entry, "fake_impl", None), "kernel", None)
     places += [str(kernel.source).rpartition(":")[0]] if kernel is not None else []
     own = os.path.dirname(torch.__file__) + os.sep
-    return (*found, *(place for place in places if place.endswith(".py") and not place.startswith(own)))
+    return (
+        *found,
+        *(place for place in places if place.endswith(".py") and not place.startswith(own)),
+    )
 
 
 def triton_kernels(name: str) -> tuple[Any, ...]:
     """Return the Triton kernels that torch found in the source of a `triton_op`, otherwise ()."""
     overload = _overload(name)
-    found = [] if overload is None else get_triton_kernels_for_op(name_of(overload).partition(".")[0])
+    found = (
+        [] if overload is None else get_triton_kernels_for_op(name_of(overload).partition(".")[0])
+    )
     functions = []
     for kernel in found:
         while hasattr(kernel, "fn"):  # unwrap autotuners and triton.jit
@@ -331,11 +381,17 @@ def _refused(where: str) -> Iterator[None]:
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1].strip() if lines else type(error).__name__
         head = f"{lines[0].strip()[:200]}: " if len(lines) > 1 else ""
-        raise PackageError(f"torch {torch.__version__} rejects the graph: {head}{reason[:400]}", where=where) from error
+        raise PackageError(
+            f"torch {torch.__version__} rejects the graph: {head}{reason[:400]}", where=where
+        ) from error
 
 
 def _argument(node: torch.fx.Node) -> TensorArgument | SymIntArgument:
-    return TensorArgument(name=node.name) if isinstance(node.meta["val"], torch.Tensor) else SymIntArgument(name=node.name)
+    return (
+        TensorArgument(name=node.name)
+        if isinstance(node.meta["val"], torch.Tensor)
+        else SymIntArgument(name=node.name)
+    )
 
 
 def _ranges(module: torch.fx.GraphModule) -> dict[Any, Any]:
@@ -363,18 +419,38 @@ def _to_json(
 ) -> GraphJson:
     with _refused(where), serialisable_values(module), quiet_torch():
         serialised = GraphModuleSerializer(signature, list(calls)).serialize(module)
-        document = _plain({"graph_module": serialised, "range_constraints": serialize_range_constraints(dict(ranges))})
+        document = _plain(
+            {
+                "graph_module": serialised,
+                "range_constraints": serialize_range_constraints(dict(ranges)),
+            }
+        )
     graph_module = document["graph_module"]
     notes: dict[str, Any] = {}
     strip_graph(graph_module["graph"], "", notes, where)
     for entry in graph_module["module_call_graph"]:
         call = entry["signature"]
         call["inputs"], call["outputs"] = [], []
-        call["in_spec"], call["out_spec"] = plain_treespec(call["in_spec"]), plain_treespec(call["out_spec"])
+        call["in_spec"], call["out_spec"] = (
+            plain_treespec(call["in_spec"]),
+            plain_treespec(call["out_spec"]),
+        )
     kept = {key: graph_module[key] for key in ("graph", "signature", "module_call_graph")}
-    debug = {"nodes": notes, "guards": guards, "torch": torch.__version__, "schema": list(serde.SCHEMA_VERSION)}
-    limits, used = document["range_constraints"], _symbols(kept)  # torch keeps ranges of symbols that it has replaced everywhere
-    return GraphJson({"graph_module": kept, "range_constraints": {name: limits[name] for name in limits if name in used}}, debug)
+    debug = {
+        "nodes": notes,
+        "guards": guards,
+        "torch": torch.__version__,
+        "schema": list(serde.SCHEMA_VERSION),
+    }
+    # torch keeps ranges of symbols that it has replaced everywhere
+    limits, used = document["range_constraints"], _symbols(kept)
+    return GraphJson(
+        {
+            "graph_module": kept,
+            "range_constraints": {name: limits[name] for name in limits if name in used},
+        },
+        debug,
+    )
 
 
 def _symbols(value: Any) -> set[str]:
@@ -421,7 +497,9 @@ def serialisable_values(module: torch.fx.GraphModule) -> Iterator[None]:
     before: list[tuple[torch.fx.Node, bool, Any]] = []
     for node in calls_in(module):
         value = node.meta.get("val")
-        if isinstance(node.target, HigherOrderOperator) and (value is None or isinstance(value, list)):
+        if isinstance(node.target, HigherOrderOperator) and (
+            value is None or isinstance(value, list)
+        ):
             before.append((node, "val" in node.meta, value))
             node.meta["val"] = tuple(value or ())
     try:
@@ -453,7 +531,13 @@ def _decoded(kind: Any, data: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         fields, make = _fields(kind), cast(Any, kind)
         if not issubclass(kind, _Union):
-            return make(**{name: _decoded(field, data[name]) for name, field in fields.items() if name in data})
+            return make(
+                **{
+                    name: _decoded(field, data[name])
+                    for name, field in fields.items()
+                    if name in data
+                }
+            )
         ((name, value),) = data.items()
         return make.create(**{name: _decoded(fields[name], value)})
     match get_origin(kind), get_args(kind):
@@ -468,11 +552,20 @@ def _decoded(kind: Any, data: Any) -> Any:
 
 def _from_json(
     document: Mapping[str, Any], where: str
-) -> tuple[torch.fx.GraphModule, ExportGraphSignature, list[Any], dict[str, Any], dict[str, ValueRanges[Any]]]:
+) -> tuple[
+    torch.fx.GraphModule,
+    ExportGraphSignature,
+    list[Any],
+    dict[str, Any],
+    dict[str, ValueRanges[Any]],
+]:
     with _refused(where):
         serialised = _decoded(serde.GraphModule, document["graph_module"])
         ranges = {
-            name: ValueRanges(_int_to_sympy_int(span["min_val"], -int_oo), _int_to_sympy_int(span["max_val"], int_oo))
+            name: ValueRanges(
+                _int_to_sympy_int(span["min_val"], -int_oo),
+                _int_to_sympy_int(span["max_val"], int_oo),
+            )
             for name, span in document["range_constraints"].items()
         }
         reader = GraphModuleDeserializer()
@@ -482,9 +575,17 @@ def _from_json(
     _check_whole(result.graph_module, document["graph_module"]["graph"], where)
     for node in calls_in(result.graph_module):
         if "val" not in node.meta and node.target is not operator.getitem:
-            node.meta["val"] = ()  # a region that only writes to buffers returns nothing, but torch's verifier requires a value
+            # a region that only writes to buffers returns nothing, but torch's verifier requires a
+            # value
+            node.meta["val"] = ()
     _forget_hints_of_expressions(result.graph_module)
-    return result.graph_module, result.signature, result.module_call_graph, result.names_to_symbols, ranges
+    return (
+        result.graph_module,
+        result.signature,
+        result.module_call_graph,
+        result.names_to_symbols,
+        ranges,
+    )
 
 
 def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
@@ -498,13 +599,28 @@ def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: s
     """
     for node in module.graph.nodes:
         _check_examples(node, told, where)
-    calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    calls = [
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    ]
     if len(calls) != len(told["nodes"]):
-        raise PackageError("torch reads a different number of nodes", where=where, expected=str(len(told["nodes"])), got=str(len(calls)))
+        raise PackageError(
+            "torch reads a different number of nodes",
+            where=where,
+            expected=str(len(told["nodes"])),
+            got=str(len(calls)),
+        )
     for node, entry in zip(calls, told["nodes"], strict=True):
         names = [argument["name"] for argument in entry["inputs"]]
-        known = [argument.name for argument in node.target._schema.arguments] if isinstance(node.target, OpOverload) else names
-        ordered = [name for name in known if name in names] == names and names[: len(node.args)] == known[: len(node.args)]
+        known = (
+            [argument.name for argument in node.target._schema.arguments]
+            if isinstance(node.target, OpOverload)
+            else names
+        )
+        ordered = [name for name in known if name in names] == names and names[
+            : len(node.args)
+        ] == known[: len(node.args)]
         if len(node.args) + len(node.kwargs) != len(names) or not ordered:
             raise PackageError(
                 "a node's arguments do not match those of its operator, in order",
@@ -514,11 +630,22 @@ def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: s
             )
         kinds = [argument["kind"] for argument in entry["inputs"]]
         if kinds != [_POSITIONAL] * len(node.args) + [_KEYWORD] * len(node.kwargs):
-            raise PackageError("a node's arguments are not passed in the stated way", where=f"{where}, node {entry['name']}")
+            raise PackageError(
+                "a node's arguments are not passed in the stated way",
+                where=f"{where}, node {entry['name']}",
+            )
         if entry["outputs"] and "as_none" not in entry["outputs"][0] and node.name != entry["name"]:
             raise PackageError("two nodes have one name", where=where, got=entry["name"])
-        bodies = [argument["arg"]["as_graph"] for argument in entry["inputs"] if "as_graph" in argument["arg"]]
-        held = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.fx.Node) and value.op == "get_attr"]
+        bodies = [
+            argument["arg"]["as_graph"]
+            for argument in entry["inputs"]
+            if "as_graph" in argument["arg"]
+        ]
+        held = [
+            value
+            for value in (*node.args, *node.kwargs.values())
+            if isinstance(value, torch.fx.Node) and value.op == "get_attr"
+        ]
         for value, body in zip(held, bodies, strict=True):
             _check_whole(getattr(module, str(value.target)), body["graph"], where)
 
@@ -532,7 +659,9 @@ def _check_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) ->
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and node.name in told["tensor_values"]:
         meta = told["tensor_values"][node.name]
-        sizes = zip((*value.shape, *value.stride()), (*meta["sizes"], *meta["strides"]), strict=True)
+        sizes = zip(
+            (*value.shape, *value.stride()), (*meta["sizes"], *meta["strides"]), strict=True
+        )
     elif isinstance(value, torch.SymInt) and node.name in told["sym_int_values"]:
         sizes = zip((value,), (told["sym_int_values"][node.name],), strict=True)
     else:
@@ -558,7 +687,11 @@ def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:
         if mode is not None and mode.shape_env is not None:
             environment = mode.shape_env
             # torch 2.11 uses the older name.
-            hints = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
+            hints = (
+                environment.backed_var_to_val
+                if hasattr(environment, "backed_var_to_val")
+                else environment.var_to_val
+            )
             for key in [k for k in hints if not k.is_Symbol]:
                 del hints[key]
             return
@@ -566,4 +699,6 @@ def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:
 
 def operator_namespaces(module: torch.fx.GraphModule) -> frozenset[str]:
     """Return the namespaces of the operators that a graph and its bodies call."""
-    return frozenset(node.target.namespace for node in nodes_in(module) if isinstance(node.target, OpOverload))
+    return frozenset(
+        node.target.namespace for node in nodes_in(module) if isinstance(node.target, OpOverload)
+    )

@@ -124,7 +124,16 @@ _ARGUMENTS: Mapping[str, Schema] = {
     "as_float_lists": Many(Many("number")),
     "as_operator": "operator",
 }
-_VALUES = ("as_none", "as_tensor", "as_tensors", "as_sym_int", "as_sym_ints", "as_sym_bool", "as_sym_float", "as_sym_floats")
+_VALUES = (
+    "as_none",
+    "as_tensor",
+    "as_tensors",
+    "as_sym_int",
+    "as_sym_ints",
+    "as_sym_bool",
+    "as_sym_float",
+    "as_sym_floats",
+)
 
 
 def _arguments(*names: str) -> Union:
@@ -196,6 +205,8 @@ GRAPH_MODULE = Record(
 DOCUMENT = Record(
     {
         "graph_module": "graph_module",
-        "range_constraints": Table("symbol", Record({"min_val": Maybe("integer"), "max_val": Maybe("integer")})),
+        "range_constraints": Table(
+            "symbol", Record({"min_val": Maybe("integer"), "max_val": Maybe("integer")})
+        ),
     }
 )

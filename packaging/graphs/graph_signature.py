@@ -33,7 +33,13 @@ SCALAR_TYPES = {
 
 
 def check_signature(
-    document: Mapping[str, Any], manifest: Manifest, prefix: str, where: str, *, inputs: Sequence[str] | int, outputs: int
+    document: Mapping[str, Any],
+    manifest: Manifest,
+    prefix: str,
+    where: str,
+    *,
+    inputs: Sequence[str] | int,
+    outputs: int,
 ) -> None:
     """Check a validated graph file against the manifest.
 
@@ -55,7 +61,9 @@ def check_signature(
         "parameter": {p.name: (p.dtype, p.shape) for p in manifest.parameters},
         "buffer": {b.name: (b.dtype, b.shape) for b in manifest.buffers},
         "tensor_constant": {
-            c.name.removeprefix(f"{prefix}/"): (c.dtype, c.shape) for c in manifest.constants if c.name.startswith(f"{prefix}/")
+            c.name.removeprefix(f"{prefix}/"): (c.dtype, c.shape)
+            for c in manifest.constants
+            if c.name.startswith(f"{prefix}/")
         },
     }
     persistent = {b.name: b.persistent for b in manifest.buffers}
@@ -67,21 +75,44 @@ def check_signature(
             continue
         name = entry[f"{kind}_name"]
         if name not in state[kind]:
-            raise PackageError(f"the graph reads the {kind.replace('_', ' ')} {name}, which the manifest lacks", where=where)
+            raise PackageError(
+                f"the graph reads the {kind.replace('_', ' ')} {name}, which the manifest lacks",
+                where=where,
+            )
         meta = metas.get(entry["arg"]["name"])
-        got = None if meta is None else (SCALAR_TYPES.get(meta["dtype"]), tuple(size.get("as_int") for size in meta["sizes"]))
+        got = (
+            None
+            if meta is None
+            else (
+                SCALAR_TYPES.get(meta["dtype"]),
+                tuple(size.get("as_int") for size in meta["sizes"]),
+            )
+        )
         if got != state[kind][name]:
             raise PackageError(
-                f"the graph reads {name} with another dtype or shape", where=where, expected=str(state[kind][name]), got=str(got)
+                f"the graph reads {name} with another dtype or shape",
+                where=where,
+                expected=str(state[kind][name]),
+                got=str(got),
             )
         if kind == "buffer" and entry["persistent"] != persistent[name]:
-            raise PackageError(f"the graph and the manifest disagree on whether buffer {name} is persistent", where=where)
+            raise PackageError(
+                f"the graph and the manifest disagree on whether buffer {name} is persistent",
+                where=where,
+            )
     for spec in signature["output_specs"]:
         ((kind, entry),) = spec.items()
-        for field, known in (("parameter_name", state["parameter"]), ("buffer_name", state["buffer"])):
+        for field, known in (
+            ("parameter_name", state["parameter"]),
+            ("buffer_name", state["buffer"]),
+        ):
             if field in entry and entry[field] not in known:
-                raise PackageError(f"the graph writes {entry[field]}, which the manifest lacks", where=where)
-    returned = sum("user_output" in spec or "loss_output" in spec for spec in signature["output_specs"])
+                raise PackageError(
+                    f"the graph writes {entry[field]}, which the manifest lacks", where=where
+                )
+    returned = sum(
+        "user_output" in spec or "loss_output" in spec for spec in signature["output_specs"]
+    )
     expected = inputs if isinstance(inputs, int) else len(inputs)
     if (users, returned) != (expected, outputs):
         raise PackageError(
@@ -100,12 +131,23 @@ def _check_keys(document: Mapping[str, Any], names: list[str], where: str) -> No
         raise PackageError("the graph does not state how it is called", where=where)
     tree = json.loads(calls[0]["signature"]["in_spec"])[1]
     leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
-    batch = {"type": "builtins.dict", "context": canonical_json(names).decode("utf-8"), "children_spec": [leaf] * len(names)}
+    batch = {
+        "type": "builtins.dict",
+        "context": canonical_json(names).decode("utf-8"),
+        "children_spec": [leaf] * len(names),
+    }
     nothing = {"type": "builtins.dict", "context": "[]", "children_spec": []}
     wanted = {
         "type": "builtins.tuple",
         "context": "null",
-        "children_spec": [{"type": "builtins.tuple", "context": "null", "children_spec": [batch]}, nothing],
+        "children_spec": [
+            {"type": "builtins.tuple", "context": "null", "children_spec": [batch]},
+            nothing,
+        ],
     }
     if tree != wanted:
-        raise PackageError("the graph does not take one dict of tensors with the manifest's names", where=where, expected=", ".join(names))
+        raise PackageError(
+            "the graph does not take one dict of tensors with the manifest's names",
+            where=where,
+            expected=", ".join(names),
+        )

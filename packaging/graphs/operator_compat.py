@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from trainload.packaging.format.manifest import Manifest
-from trainload.packaging.graphs.graph_json import has_higher_order, running_schema, schema_still_fits
+from trainload.packaging.graphs.graph_json import (
+    has_higher_order,
+    running_schema,
+    schema_still_fits,
+)
 
 
 class Verdict(Enum):
@@ -56,7 +60,14 @@ def compare_operators(manifest: Manifest) -> tuple[Comparison, ...]:
     found = [_compare(name, was) for name, was in manifest.ops.items()]
     for name in manifest.higher_order_ops:
         there = has_higher_order(name)
-        found.append(Comparison(f"torch.ops.higher_order.{name}", "", "" if there else None, Verdict.SAME if there else Verdict.MISSING))
+        found.append(
+            Comparison(
+                f"torch.ops.higher_order.{name}",
+                "",
+                "" if there else None,
+                Verdict.SAME if there else Verdict.MISSING,
+            )
+        )
     return tuple(sorted(found, key=lambda each: each.name))
 
 
@@ -66,10 +77,16 @@ def _compare(name: str, was: str) -> Comparison:
         return Comparison(name, was, None, Verdict.MISSING)
     if now == was:
         return Comparison(name, was, now, Verdict.SAME)
-    return Comparison(name, was, now, Verdict.COMPATIBLE if schema_still_fits(name, was) else Verdict.INCOMPATIBLE)
+    return Comparison(
+        name, was, now, Verdict.COMPATIBLE if schema_still_fits(name, was) else Verdict.INCOMPATIBLE
+    )
 
 
 def _is_operator(name: str) -> bool:
     """Return True if a name from a manifest has the form of a dispatcher operator's."""
     parts = name.split(".")
-    return len(parts) == 5 and parts[:2] == ["torch", "ops"] and all(part.isidentifier() for part in parts)
+    return (
+        len(parts) == 5
+        and parts[:2] == ["torch", "ops"]
+        and all(part.isidentifier() for part in parts)
+    )

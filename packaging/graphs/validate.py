@@ -89,7 +89,9 @@ def parse_graph(data: bytes, where: str) -> Any:
     """
     nodes = data.count(_NODE)
     if nodes > MAX_NODES:
-        raise UnsafePackageError(f"a file must contain at most {MAX_NODES} nodes", where=where, got=str(nodes))
+        raise UnsafePackageError(
+            f"a file must contain at most {MAX_NODES} nodes", where=where, got=str(nodes)
+        )
     return parse_canonical(data, where)
 
 
@@ -107,7 +109,11 @@ def validate_graph(document: object, where: str, namespaces: Set[str] = frozense
     validator = _Validator(where, namespaces)
     validator.document(document)
     validator.check_known_symbols(document)
-    return GraphFacts(frozenset(validator.operators), frozenset(validator.higher_order), frozenset(validator.used_namespaces))
+    return GraphFacts(
+        frozenset(validator.operators),
+        frozenset(validator.higher_order),
+        frozenset(validator.used_namespaces),
+    )
 
 
 class _Validator:
@@ -136,7 +142,12 @@ class _Validator:
     def _compile(self, schema: Schema) -> Check:
         match schema:
             case Record(required, optional):
-                return self.record(*({key: self.compiled(each) for key, each in fields.items()} for fields in (required, optional)))
+                return self.record(
+                    *(
+                        {key: self.compiled(each) for key, each in fields.items()}
+                        for fields in (required, optional)
+                    )
+                )
             case Union(members):
                 return self.union({key: self.compiled(each) for key, each in members.items()})
             case Many(item, most):
@@ -153,7 +164,11 @@ class _Validator:
 
     def refuse(self, rule: str, got: object) -> NoReturn:
         shown = repr(got)
-        raise UnsafePackageError(rule, where=f"{self.file}, {self.at}", got=shown if len(shown) <= 120 else shown[:117] + "...")
+        raise UnsafePackageError(
+            rule,
+            where=f"{self.file}, {self.at}",
+            got=shown if len(shown) <= 120 else shown[:117] + "...",
+        )
 
     def record(self, required: Mapping[str, Check], optional: Mapping[str, Check]) -> Check:
         fields = {**required, **optional}
@@ -185,7 +200,10 @@ class _Validator:
     def many(self, item: Check, most: int) -> Check:
         def check(value: Any) -> None:
             if not isinstance(value, list) or len(value) > most:
-                self.refuse(f"must be a list of at most {most} items", value if not isinstance(value, list) else f"{len(value)} items")
+                self.refuse(
+                    f"must be a list of at most {most} items",
+                    value if not isinstance(value, list) else f"{len(value)} items",
+                )
             for entry in value:
                 item(entry)
 
@@ -222,7 +240,12 @@ class _Validator:
             self.refuse("must be true or false", value)
 
     def zero(self, value: Any) -> None:
-        if not isinstance(value, dict) or set(value) != {"as_int"} or type(value["as_int"]) is not int or value["as_int"] != 0:
+        if (
+            not isinstance(value, dict)
+            or set(value) != {"as_int"}
+            or type(value["as_int"]) is not int
+            or value["as_int"] != 0
+        ):
             self.refuse("a storage offset must be 0", value)
 
     def integer(self, value: Any) -> None:
@@ -263,7 +286,13 @@ class _Validator:
             key, _, rest = item.partition(",")
             path, _, kind = rest.partition(",")
             self.matching(path, _MODULE, "a module's path")
-            if not (key == path or (key.startswith(f"{path}@") and _CALL.fullmatch(key[len(path) :]))) or kind != MODULE_TYPE:
+            if (
+                not (
+                    key == path
+                    or (key.startswith(f"{path}@") and _CALL.fullmatch(key[len(path) :]))
+                )
+                or kind != MODULE_TYPE
+            ):
                 self.refuse("a module stack must contain only paths", item)
 
     def expression(self, value: Any) -> None:
@@ -286,14 +315,23 @@ class _Validator:
 
     def embedded(self, text: str, most: int, depth: int) -> Any:
         try:
-            return parse_canonical(text.encode("utf-8", "replace"), f"{self.file}, {self.at}, treespec", max_bytes=most, max_depth=depth)
+            return parse_canonical(
+                text.encode("utf-8", "replace"),
+                f"{self.file}, {self.at}, treespec",
+                max_bytes=most,
+                max_depth=depth,
+            )
         except UnsafePackageError:
             raise
         except PackageError as error:
             self.refuse(f"a treespec is not canonical JSON: {error.problem}", text)
 
     def tree(self, spec: Any) -> None:
-        if not isinstance(spec, dict) or set(spec) != {"type", "context", "children_spec"} or not isinstance(spec["children_spec"], list):
+        if (
+            not isinstance(spec, dict)
+            or set(spec) != {"type", "context", "children_spec"}
+            or not isinstance(spec["children_spec"], list)
+        ):
             self.refuse("a treespec must have type, context and children_spec", spec)
         kind, context, children = spec["type"], spec["context"], spec["children_spec"]
         if kind is None:
@@ -304,7 +342,11 @@ class _Validator:
                 self.refuse("a tuple of a treespec must have no context", context)
         elif kind == "builtins.dict":
             keys = self.embedded(context, 100_000, 2) if isinstance(context, str) else None
-            if not isinstance(keys, list) or len(keys) != len(children) or len(set(map(str, keys))) != len(keys):
+            if (
+                not isinstance(keys, list)
+                or len(keys) != len(children)
+                or len(set(map(str, keys))) != len(keys)
+            ):
                 self.refuse("a dict of a treespec must list its keys", context)
             for key in keys:
                 self.fqn(key)
@@ -338,7 +380,9 @@ class _Validator:
     def named_argument(self, value: Any) -> None:
         if not isinstance(value, dict) or set(value) != {"name", "arg", "kind"}:
             self.refuse("an argument must have name, arg and kind", value)
-        if not isinstance(value["name"], str) or (value["name"] and not _IDENTIFIER.fullmatch(value["name"])):
+        if not isinstance(value["name"], str) or (
+            value["name"] and not _IDENTIFIER.fullmatch(value["name"])
+        ):
             self.refuse("an argument's name must be an identifier or empty", value["name"])
         if type(value["kind"]) is not int or value["kind"] not in (1, 2):
             self.refuse("an argument's kind must be 1 or 2", value["kind"])
@@ -349,7 +393,9 @@ class _Validator:
     def graph(self, value: Any) -> None:
         self._checks["graph"](value)
         defined = {name for result in value["inputs"] for name in _names(result)}
-        defined |= {name for node in value["nodes"] for result in node["outputs"] for name in _names(result)}
+        defined |= {
+            name for node in value["nodes"] for result in node["outputs"] for name in _names(result)
+        }
         for table in ("tensor_values", "sym_int_values", "sym_bool_values", "sym_float_values"):
             strangers = sorted(value[table].keys() - defined)
             if strangers:
@@ -365,9 +411,18 @@ class _Validator:
         results = [name for result in value["outputs"] for name in _names(result)]
         is_hop = value["target"].startswith("torch.ops.higher_order.")
         if value["is_hop_single_tensor_return"] is not None and not is_hop:
-            self.refuse("only an operator that takes graphs may state whether it returns one tensor", value["is_hop_single_tensor_return"])
+            self.refuse(
+                "only an operator that takes graphs may state whether it returns one tensor",
+                value["is_hop_single_tensor_return"],
+            )
         single = value["is_hop_single_tensor_return"] or not is_hop
-        if single and len(value["outputs"]) == 1 and set(value["outputs"][0]) <= _SINGLE and results and results != [value["name"]]:
+        if (
+            single
+            and len(value["outputs"]) == 1
+            and set(value["outputs"][0]) <= _SINGLE
+            and results
+            and results != [value["name"]]
+        ):
             self.refuse("a node that computes one value must have its name", results[0])
         self.at = before
 
@@ -382,13 +437,18 @@ class _Validator:
 
     def operator(self, value: Any) -> None:
         self.target(value)
-        if not value.startswith("torch.ops.") or value.removeprefix("torch.ops.higher_order.") in HIGHER_ORDER:
+        if (
+            not value.startswith("torch.ops.")
+            or value.removeprefix("torch.ops.higher_order.") in HIGHER_ORDER
+        ):
             self.refuse("an operator passed as an argument must have a schema", value)
 
     def body(self, value: Any) -> None:
         self.bodies += 1
         if self.bodies > MAX_BODIES:
-            self.refuse(f"control flow must be nested at most {MAX_BODIES} levels deep", self.bodies)
+            self.refuse(
+                f"control flow must be nested at most {MAX_BODIES} levels deep", self.bodies
+            )
         self.graph(value)
         self.bodies -= 1
 
@@ -400,7 +460,15 @@ def _argument(spec: Mapping[str, Any]) -> Any:
 
 
 def _names(result: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values that an entry of a node's outputs or a graph's inputs defines."""
+    """Return the names of the values that an entry of a node's outputs or a graph's inputs
+    defines.
+    """
     ((_, entry),) = result.items()
     entries = entry if isinstance(entry, list) else [entry]
-    return [name for each in entries if isinstance(each, dict) for name in (each.get("name"), each.get("as_name")) if isinstance(name, str)]
+    return [
+        name
+        for each in entries
+        if isinstance(each, dict)
+        for name in (each.get("name"), each.get("as_name"))
+        if isinstance(name, str)
+    ]

@@ -13,7 +13,12 @@ from typing import Any
 from trainload.core.canonical_json import sha256_file
 from trainload.packaging.format.manifest import KernelEntry, Manifest, OpLibraryEntry
 from trainload.packaging.graphs.graph_json import registered_by, triton_kernels
-from trainload.packaging.libraries.providers import Provider, import_name, module_of_file, provider_of
+from trainload.packaging.libraries.providers import (
+    Provider,
+    import_name,
+    module_of_file,
+    provider_of,
+)
 
 Libraries = Mapping[str, str | None]
 """Namespace -> module or path of a Python file that registers its operators; None: they are
@@ -21,7 +26,9 @@ registered already.
 """
 
 
-def describe_libraries(operators: Iterable[str], namespaces: Iterable[str], named: Libraries) -> dict[str, OpLibraryEntry]:
+def describe_libraries(
+    operators: Iterable[str], namespaces: Iterable[str], named: Libraries
+) -> dict[str, OpLibraryEntry]:
     """Return manifest entries, without wheels, of the libraries that register operators here.
 
     Args:
@@ -49,7 +56,9 @@ def describe_libraries(operators: Iterable[str], namespaces: Iterable[str], name
     return found
 
 
-def modules_of(namespace: str, operators: Sequence[str], named: str | None) -> tuple[ModuleType, ...]:
+def modules_of(
+    namespace: str, operators: Sequence[str], named: str | None
+) -> tuple[ModuleType, ...]:
     """Return the imported modules that register the operators of a namespace; () if unknown.
 
     `named` is the module or file that registers them according to the user. Without it, torch is
@@ -57,12 +66,18 @@ def modules_of(namespace: str, operators: Sequence[str], named: str | None) -> t
     module with the namespace's name is used, if it is imported.
     """
     if named is not None:
-        told = module_of_file(str(Path(named).absolute())) if named.endswith(".py") else sys.modules.get(named)
+        told = (
+            module_of_file(str(Path(named).absolute()))
+            if named.endswith(".py")
+            else sys.modules.get(named)
+        )
         return () if told is None else (told,)
     found: dict[str, ModuleType] = {}
     for name in operators:
         places = registered_by(name)
-        module = next((module for place in places if (module := _imported(place)) is not None), None)
+        module = next(
+            (module for place in places if (module := _imported(place)) is not None), None
+        )
         if module is not None:
             found[module.__name__] = module
     if not found and (module := sys.modules.get(namespace)) is not None:
@@ -74,7 +89,11 @@ def one_provider(modules: Sequence[ModuleType]) -> Provider | None:
     """Return the provider of all of the modules; None if it is unknown, or if there are several."""
     providers = [provider_of(module) for module in modules]
     known = [provider for provider in providers if provider is not None]
-    if not known or len(known) < len(providers) or len({(each.distribution, *sorted(each.files)) for each in known}) > 1:
+    if (
+        not known
+        or len(known) < len(providers)
+        or len({(each.distribution, *sorted(each.files)) for each in known}) > 1
+    ):
         return None
     return known[0]
 
@@ -91,7 +110,11 @@ def differences(manifest: Manifest, named: Libraries) -> list[str]:
     Raises:
         PackageError: a file of a library cannot be read.
     """
-    recorded = {namespace: entry for namespace, entry in manifest.op_libraries.items() if namespace in named and entry.digest is not None}
+    recorded = {
+        namespace: entry
+        for namespace, entry in manifest.op_libraries.items()
+        if namespace in named and entry.digest is not None
+    }
     here = describe_libraries(manifest.ops, recorded, named)
     found = []
     for namespace, was in recorded.items():
@@ -100,9 +123,15 @@ def differences(manifest: Manifest, named: Libraries) -> list[str]:
             continue
         if (now.distribution, now.version) != (was.distribution, was.version):
             before, after = spelled_library(was), spelled_library(now)
-            found.append(f"the package was made with the operators {namespace} of {before}; here they come from {after}")
+            found.append(
+                f"the package was made with the operators {namespace} of {before}; here they come"
+                f" from {after}"
+            )
         else:
-            found.append(f"the package was made with the operators {namespace} of {spelled_library(was)}, whose files differ here")
+            found.append(
+                f"the package was made with the operators {namespace} of {spelled_library(was)},"
+                " whose files differ here"
+            )
     return found
 
 

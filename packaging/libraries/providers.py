@@ -12,7 +12,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, packages_distributions
+from importlib.metadata import (
+    Distribution,
+    PackageNotFoundError,
+    distribution,
+    distributions,
+    packages_distributions,
+)
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from urllib.parse import unquote, urlparse
@@ -20,7 +26,17 @@ from urllib.parse import unquote, urlparse
 from trainload.core.canonical_json import canonical_json, sha256_bytes, sha256_file
 from trainload.core.errors import PackageError
 
-_OF_INSTALLERS = frozenset({"RECORD", "RECORD.jws", "RECORD.p7s", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"})
+_OF_INSTALLERS = frozenset(
+    {
+        "RECORD",
+        "RECORD.jws",
+        "RECORD.p7s",
+        "INSTALLER",
+        "REQUESTED",
+        "direct_url.json",
+        "uv_cache.json",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -52,17 +68,29 @@ class Provider:
             return digest_of((path, sha256_file(file)) for path, file in self.files.items())
         except OSError as error:
             raise PackageError(
-                f"an operator library's file cannot be read: {error.strerror}", where=str(error.filename), hint="Reinstall the library."
+                f"an operator library's file cannot be read: {error.strerror}",
+                where=str(error.filename),
+                hint="Reinstall the library.",
             ) from error
 
 
 def digest_of(files: Iterable[tuple[str, str]]) -> str:
     """Return a provider's digest from pairs of (path in a wheel, sha256 of the file)."""
-    return sha256_bytes(canonical_json({path: digest for path, digest in files if not path.partition("/")[0].endswith(".dist-info")}))
+    return sha256_bytes(
+        canonical_json(
+            {
+                path: digest
+                for path, digest in files
+                if not path.partition("/")[0].endswith(".dist-info")
+            }
+        )
+    )
 
 
 def counts(path: str) -> bool:
-    """Return True if a file comes from a wheel, and was not written by an installer or by Python."""
+    """Return True if a file comes from a wheel, and was not written by an installer or by
+    Python.
+    """
     parts = PurePosixPath(path).parts
     if ".." in parts or "__pycache__" in parts or path.startswith("/") or path.endswith(".pyc"):
         return False
@@ -82,7 +110,14 @@ def import_name(module: ModuleType) -> str:
 
 def module_of_file(file: str) -> ModuleType | None:
     """Return the imported module whose source is `file`, or None."""
-    return next((module for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file), None)
+    return next(
+        (
+            module
+            for module in list(sys.modules.values())
+            if getattr(module, "__file__", None) == file
+        ),
+        None,
+    )
 
 
 def provider_of(module: ModuleType) -> Provider | None:
@@ -93,20 +128,30 @@ def provider_of(module: ModuleType) -> Provider | None:
     file, name = Path(named), import_name(module)
     for known in distributions_with(name):
         installed = distribution(known)
-        files = {str(path): Path(str(installed.locate_file(path))) for path in installed.files or () if counts(str(path))}
-        same = any(each.name == file.name and each.resolve() == file.resolve() for each in files.values())
+        files = {
+            str(path): Path(str(installed.locate_file(path)))
+            for path in installed.files or ()
+            if counts(str(path))
+        }
+        same = any(
+            each.name == file.name and each.resolve() == file.resolve() for each in files.values()
+        )
         if same and any(path.endswith(".dist-info/METADATA") for path in files):
             return Provider(installed.metadata["Name"], installed.version, files)
     loose = _beside(name, file)
     in_place = _editable(file)
     if in_place is not None:
-        return Provider(in_place.metadata["Name"], in_place.version, loose, in_place.read_text("METADATA"))
+        return Provider(
+            in_place.metadata["Name"], in_place.version, loose, in_place.read_text("METADATA")
+        )
     return Provider(None, None, loose)
 
 
 def distributions_with(module: str) -> Sequence[str]:
     """Return the names of the installed distributions that provide a module's outermost package."""
-    places = tuple((place, Path(place).stat().st_mtime_ns) for place in sys.path if Path(place).is_dir())
+    places = tuple(
+        (place, Path(place).stat().st_mtime_ns) for place in sys.path if Path(place).is_dir()
+    )
     return _by_package(places).get(module.partition(".")[0], ())
 
 
@@ -130,7 +175,10 @@ def _editable(file: Path) -> Distribution | None:
     """Return the editable distribution whose source folder contains a file, or None."""
     for installed in distributions():
         url = json.loads(installed.read_text("direct_url.json") or "{}")
-        if url.get("dir_info", {}).get("editable") and Path(unquote(urlparse(url["url"]).path)) in file.parents:
+        if (
+            url.get("dir_info", {}).get("editable")
+            and Path(unquote(urlparse(url["url"]).path)) in file.parents
+        ):
             return installed
     return None
 
@@ -146,7 +194,15 @@ def _beside(name: str, file: Path) -> dict[str, Path]:
         start = getattr(package, "__file__", None)
         if start is not None and Path(start).name == "__init__.py":
             root, prefix = Path(start).parent, "/".join(parts[:end])
-            found = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
-            visible = {path: each for path, each in found.items() if not any(part.startswith(".") for part in path.split("/"))}
+            found = {
+                path.relative_to(root).as_posix(): path
+                for path in sorted(root.rglob("*"))
+                if path.is_file()
+            }
+            visible = {
+                path: each
+                for path, each in found.items()
+                if not any(part.startswith(".") for part in path.split("/"))
+            }
             return {f"{prefix}/{path}": each for path, each in visible.items() if counts(path)}
     return {"/".join([*parts[:-1], file.name]): file}

@@ -60,7 +60,9 @@ class Wheel:
         """Return True if the wheel contains a module of this name."""
         base = name.replace(".", "/")
         native = re.compile(rf"{re.escape(base)}(\.[^/]*)?\.(so|pyd)")
-        return not self.paths.isdisjoint({f"{base}.py", f"{base}/__init__.py"}) or any(native.fullmatch(path) for path in self.paths)
+        return not self.paths.isdisjoint({f"{base}.py", f"{base}/__init__.py"}) or any(
+            native.fullmatch(path) for path in self.paths
+        )
 
 
 def normalised(name: str) -> str:
@@ -101,7 +103,10 @@ def missing_requirements(requires: Sequence[str], installed: Mapping[str, str | 
             continue
         version = installed.get(normalised(requirement.name))
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            left.append(f"{requirement.name}{requirement.specifier}" + (f" (here: {version})" if version is not None else ""))
+            left.append(
+                f"{requirement.name}{requirement.specifier}"
+                + (f" (here: {version})" if version is not None else "")
+            )
     return left
 
 
@@ -114,7 +119,9 @@ def required_names(requires: Sequence[str], where: str) -> list[str]:
     try:
         return [normalised(_requirements.Requirement(text).name) for text in requires]
     except _requirements.InvalidRequirement as error:
-        raise PackageError(f"a wheel has an invalid requirement: {' '.join(str(error).split())[:200]}", where=where) from error
+        raise PackageError(
+            f"a wheel has an invalid requirement: {' '.join(str(error).split())[:200]}", where=where
+        ) from error
 
 
 def make_wheel(provider: Provider, name: str, folder: Path) -> Path:
@@ -134,18 +141,29 @@ def make_wheel(provider: Provider, name: str, folder: Path) -> Path:
         StorageError: a file cannot be read, or the disk is full.
     """
     contents: dict[str, Path | bytes] = dict(provider.files)
-    info = next((path.partition("/")[0] for path in contents if path.endswith(".dist-info/METADATA")), None)
+    info = next(
+        (path.partition("/")[0] for path in contents if path.endswith(".dist-info/METADATA")), None
+    )
     if info is None:
         name, version = provider.distribution or name, provider.version or "0"
         info = f"{_escaped(name)}-{version}.dist-info"
         pure = not any(Path(path).suffix in _NATIVE for path in contents)
         tag = "py3-none-any" if pure else running_tag()
-        contents[f"{info}/METADATA"] = (provider.metadata or f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n").encode()
-        contents[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: trainload\nRoot-Is-Purelib: {str(pure).lower()}\nTag: {tag}\n".encode()
+        contents[f"{info}/METADATA"] = (
+            provider.metadata or f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        ).encode()
+        contents[f"{info}/WHEEL"] = (
+            "Wheel-Version: 1.0\n"
+            "Generator: trainload\n"
+            f"Root-Is-Purelib: {str(pure).lower()}\n"
+            f"Tag: {tag}\n".encode()
+        )
     try:
         return _write(contents, info, folder)
     except OSError as error:
-        raise StorageError(f"a wheel cannot be made: {error.strerror}", where=str(error.filename or folder)) from error
+        raise StorageError(
+            f"a wheel cannot be made: {error.strerror}", where=str(error.filename or folder)
+        ) from error
 
 
 def _write(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
@@ -155,13 +173,19 @@ def _write(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
     tags = re.findall(r"^Tag: *([^\s-]+-[^\s-]+-[^\s-]+)\s*$", described, re.MULTILINE)
     if not tags:
         raise PackageError(
-            "an installed distribution does not record the wheel that it was installed from", where=info, hint="Specify its wheel."
+            "an installed distribution does not record the wheel that it was installed from",
+            where=info,
+            hint="Specify its wheel.",
         )
     triple = "-".join(".".join(sorted({tag.split("-")[part] for tag in tags})) for part in range(3))
     plain, _, version = info.removesuffix(".dist-info").rpartition("-")
     file_name = f"{_escaped(plain)}-{version}-{triple}.whl"
     if not re.fullmatch(SAFE_PART, file_name):
-        raise PackageError("a wheel's name is not allowed in a package", where=file_name, expected="letters, digits and _ . + -")
+        raise PackageError(
+            "a wheel's name is not allowed in a package",
+            where=file_name,
+            expected="letters, digits and _ . + -",
+        )
     record = "".join(f"{path},{_recorded(data)}\n" for path, data in sorted(contents.items()))
     contents[f"{info}/RECORD"] = (record + f"{info}/RECORD,,\n").encode()
     _zip(folder / file_name, contents)
@@ -181,7 +205,9 @@ def read_wheel(file: IO[bytes], file_name: str) -> Wheel:
         entries = list(_entries(archive, file_name))
         texts = [path for path, _ in entries if re.fullmatch(r"[^/]+\.dist-info/METADATA", path)]
         if len(texts) != 1:
-            raise PackageError("a wheel has no metadata, or several", where=file_name, got=", ".join(texts))
+            raise PackageError(
+                "a wheel has no metadata, or several", where=file_name, got=", ".join(texts)
+            )
         metadata = b""
         digests = []
         for path, entry in entries:
@@ -225,7 +251,10 @@ def _parsed(file_name: str) -> tuple[Any, Any, Any, Any]:
         found: tuple[Any, Any, Any, Any] = _utils.parse_wheel_filename(file_name)
     except _utils.InvalidWheelFilename as error:
         raise PackageError(
-            "this is not a valid wheel name", where=file_name[:200], expected="NAME-VERSION-PYTHON-ABI-PLATFORM.whl", got=str(error)[:200]
+            "this is not a valid wheel name",
+            where=file_name[:200],
+            expected="NAME-VERSION-PYTHON-ABI-PLATFORM.whl",
+            got=str(error)[:200],
         ) from error
     return found
 
@@ -255,18 +284,32 @@ def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile
     total = sum(entry.file_size for entry in found)
     if len(found) > MAX_FILES or total > MAX_UNPACKED:
         got = f"{len(found)} files, {total} bytes"
-        raise UnsafePackageError("a wheel is too large", where=name, expected=f"at most {MAX_FILES} files, {MAX_UNPACKED} bytes", got=got)
+        raise UnsafePackageError(
+            "a wheel is too large",
+            where=name,
+            expected=f"at most {MAX_FILES} files, {MAX_UNPACKED} bytes",
+            got=got,
+        )
     seen: set[str] = set()
     for entry in found:
-        # zipfile changes some names: it cuts them at NUL, and replaces backslashes on Windows. Such names are rejected.
+        # zipfile changes some names: it cuts them at NUL, and replaces backslashes on Windows. Such
+        # names are rejected.
         parts = entry.filename.removesuffix("/").split("/")
-        plain = entry.orig_filename == entry.filename and not any(ord(letter) < 32 or letter in '\\:*?"<>|' for letter in entry.filename)
+        plain = entry.orig_filename == entry.filename and not any(
+            ord(letter) < 32 or letter in '\\:*?"<>|' for letter in entry.filename
+        )
         if not plain or any(part in ("", ".", "..") for part in parts):
             raise UnsafePackageError(
-                "a wheel contains a path that is invalid or leaves its folder", where=name, got=repr(entry.filename)[:200]
+                "a wheel contains a path that is invalid or leaves its folder",
+                where=name,
+                got=repr(entry.filename)[:200],
             )
         kind = stat.S_IFMT(entry.external_attr >> 16)
-        if kind not in (0, stat.S_IFREG, stat.S_IFDIR) or entry.flag_bits & 1 or entry.compress_type not in _COMPRESSION:
+        if (
+            kind not in (0, stat.S_IFREG, stat.S_IFDIR)
+            or entry.flag_bits & 1
+            or entry.compress_type not in _COMPRESSION
+        ):
             got = f"{entry.filename[:200]}: a link, encrypted, or compressed in an unsupported way"
             raise UnsafePackageError("a wheel may contain only regular files", where=name, got=got)
         if entry.is_dir():

@@ -113,10 +113,17 @@ def identity_of(pem: str, name: str) -> Identity:
     try:
         if "-----BEGIN CERTIFICATE-----" in pem:
             first = library("cryptography.x509").load_pem_x509_certificates(pem.encode())[0]
-            return Identity(name, "certificate", hashlib.sha256(first.public_bytes(serialization.Encoding.DER)).hexdigest(), pem)
+            return Identity(
+                name,
+                "certificate",
+                hashlib.sha256(first.public_bytes(serialization.Encoding.DER)).hexdigest(),
+                pem,
+            )
         key = serialization.load_pem_public_key(pem.encode())
     except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm) as error:
-        raise SignatureError("the key cannot be read", where=name, expected=_KINDS, got=first_line(error)) from error
+        raise SignatureError(
+            "the key cannot be read", where=name, expected=_KINDS, got=first_line(error)
+        ) from error
     public = _public_pem(key, name)
     return Identity(name, "key", hashlib.sha256(public.encode()).hexdigest(), public)
 
@@ -155,11 +162,21 @@ def read_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
         key = serialization.load_pem_private_key(data, password)
     except TypeError as error:  # a password is missing, or was given for a key without one
         if password is None:
-            raise SignatureError("the private key is encrypted", where=str(path), hint=f"Set {PASSWORD}.") from error
-        raise SignatureError("the private key is not encrypted, but a password was given", where=str(path)) from error
+            raise SignatureError(
+                "the private key is encrypted", where=str(path), hint=f"Set {PASSWORD}."
+            ) from error
+        raise SignatureError(
+            "the private key is not encrypted, but a password was given", where=str(path)
+        ) from error
     except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm) as error:
-        wrong = "the password is wrong, or the private key is damaged" if password is not None else "this is not a private key"
-        raise SignatureError(wrong, where=str(path), expected=f"PEM of {', '.join(CURVES)}", got=first_line(error)) from error
+        wrong = (
+            "the password is wrong, or the private key is damaged"
+            if password is not None
+            else "this is not a private key"
+        )
+        raise SignatureError(
+            wrong, where=str(path), expected=f"PEM of {', '.join(CURVES)}", got=first_line(error)
+        ) from error
     public = _public_pem(key.public_key(), str(path))
     return PrivateKey(path, hashlib.sha256(public.encode()).hexdigest(), public, password)
 
@@ -173,7 +190,9 @@ def certificate_key(der: bytes, where: str) -> str:
     try:
         key = library("cryptography.x509").load_der_x509_certificate(der).public_key()
     except (ValueError, library("cryptography.exceptions").UnsupportedAlgorithm) as error:
-        raise SignatureError(f"its certificate cannot be read: {first_line(error)}", where=where) from error
+        raise SignatureError(
+            f"its certificate cannot be read: {first_line(error)}", where=where
+        ) from error
     return hashlib.sha256(_public_pem(key, where).encode()).hexdigest()
 
 
@@ -181,7 +200,14 @@ def _public_pem(key: Any, name: str) -> str:
     """Return a public key as PEM, in the canonical form from which its fingerprint is computed."""
     curve = getattr(getattr(key, "curve", None), "name", type(key).__name__)
     if curve not in CURVES:
-        raise SignatureError("a key of this kind cannot sign packages", where=name, expected=", ".join(CURVES), got=curve)
+        raise SignatureError(
+            "a key of this kind cannot sign packages",
+            where=name,
+            expected=", ".join(CURVES),
+            got=curve,
+        )
     serialization = library("cryptography.hazmat.primitives.serialization")
-    pem: bytes = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    pem: bytes = key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
     return pem.decode()

@@ -62,13 +62,21 @@ class Policy(BaseModel):
     def _check(self) -> Self:
         wanted = self.require_signature or self.extensions == "signed"
         if wanted and self.signatures > len(self.identities):
-            raise ValueError(f"{self.signatures} signatures are required, but there are {len(self.identities)} identities")
+            raise ValueError(
+                f"{self.signatures} signatures are required, but there are {len(self.identities)}"
+                " identities"
+            )
         if not wanted and (self.identities or self.signatures > 1):
-            raise ValueError('identities and signatures have no effect without require_signature = true or extensions = "signed"')
+            raise ValueError(
+                "identities and signatures have no effect without require_signature = true or"
+                ' extensions = "signed"'
+            )
         if len(set(self.identities)) < len(self.identities):
             raise ValueError("an identity is listed twice")
         if set(self.allow) & set(self.deny):
-            raise ValueError(f"the digest {min(set(self.allow) & set(self.deny))} is both allowed and denied")
+            raise ValueError(
+                f"the digest {min(set(self.allow) & set(self.deny))} is both allowed and denied"
+            )
         return self
 
 
@@ -88,7 +96,9 @@ def read_policy(path: Path) -> Policy:
     except OSError as error:
         raise PolicyError(f"the policy cannot be read: {error.strerror}", where=where) from error
     if len(data) > MAX_POLICY:
-        raise PolicyError("the policy is too large", where=where, expected=f"at most {MAX_POLICY} bytes")
+        raise PolicyError(
+            "the policy is too large", where=where, expected=f"at most {MAX_POLICY} bytes"
+        )
     try:
         fields = tomllib.loads(data.decode("utf-8"))
     except ValueError as error:
@@ -97,7 +107,10 @@ def read_policy(path: Path) -> Policy:
         raise PolicyError("the policy has an unknown key", where=where, got="source")
     identities = fields.get("identities")
     if isinstance(identities, list):
-        fields["identities"] = [_pem(identity, path) if isinstance(identity, str) else identity for identity in identities]
+        fields["identities"] = [
+            _pem(identity, path) if isinstance(identity, str) else identity
+            for identity in identities
+        ]
     return _policy({**fields, "source": where}, where)
 
 
@@ -131,7 +144,12 @@ def find_policies(named: Path | None = None) -> tuple[Policy, ...]:
     files = [Path(from_environment)] if from_environment else []
     files += [named] if named is not None else []
     found = [read_policy(SYSTEM_POLICY)] if os.path.lexists(SYSTEM_POLICY) else []
-    return tuple({policy.source: policy for policy in (*found, *(read_policy(path.absolute()) for path in files))}.values())
+    return tuple(
+        {
+            policy.source: policy
+            for policy in (*found, *(read_policy(path.absolute()) for path in files))
+        }.values()
+    )
 
 
 def check_policies(path: Path, policies: Sequence[Policy]) -> str:
@@ -154,7 +172,9 @@ def check_policies(path: Path, policies: Sequence[Policy]) -> str:
         PackageError: the manifest cannot be read.
     """
     from trainload.packaging.package import (
-        read_manifest,  # imported late: it imports torch's serialization, which modules that only name a policy do not need
+        # imported late: it imports torch's serialization, which modules that only name a policy do
+        # not need
+        read_manifest,
     )
 
     data = read_manifest(path)
@@ -174,13 +194,24 @@ def which_trusts_extensions(policies: Sequence[Policy], digest: str) -> Policy |
         digest: the digest that it returned. A policy whose `allow` lists it has not checked
             signatures, and so does not count.
     """
-    return next((policy for policy in policies if policy.extensions == "signed" and digest not in policy.allow), None)
+    return next(
+        (
+            policy
+            for policy in policies
+            if policy.extensions == "signed" and digest not in policy.allow
+        ),
+        None,
+    )
 
 
 def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
     def refuse(problem: str, got: str, expected: str = "", hint: str = "") -> PolicyError:
         return PolicyError(
-            f"the policy {policy.source} forbids running it: {problem}", where=str(path), expected=expected, got=got, hint=hint
+            f"the policy {policy.source} forbids running it: {problem}",
+            where=str(path),
+            expected=expected,
+            got=got,
+            hint=hint,
         )
 
     if digest in policy.deny:
@@ -190,19 +221,38 @@ def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
     bundled = sorted(file for file in manifest.files if file.startswith("extensions/"))
     if bundled and policy.extensions == "never":
         raise refuse(
-            "it contains operator libraries", ", ".join(bundled[:3]), hint="Install the libraries on every node, and freeze without them."
+            "it contains operator libraries",
+            ", ".join(bundled[:3]),
+            hint="Install the libraries on every node, and freeze without them.",
         )
-    others = sorted(set(manifest.op_libraries) - set(policy.namespaces)) if policy.namespaces is not None else []
+    others = (
+        sorted(set(manifest.op_libraries) - set(policy.namespaces))
+        if policy.namespaces is not None
+        else []
+    )
     if others:
         allowed = ", ".join(policy.namespaces or ()) or "none"
-        raise refuse("it calls operators of libraries that are not allowed", ", ".join(others), expected=f"only {allowed}")
+        raise refuse(
+            "it calls operators of libraries that are not allowed",
+            ", ".join(others),
+            expected=f"only {allowed}",
+        )
     if policy.require_signature or (bundled and policy.extensions == "signed"):
-        identities = [identity_of(pem, f"identity {number} of {policy.source}") for number, pem in enumerate(policy.identities, 1)]
+        identities = [
+            identity_of(pem, f"identity {number} of {policy.source}")
+            for number, pem in enumerate(policy.identities, 1)
+        ]
         held, lacking = vouched_for(path, manifest, digest, identities)
-        count = min(len(held), len({vouched.signer for vouched in held}))  # two identities with the same key count once
+        # two identities with the same key count once
+        count = min(len(held), len({vouched.signer for vouched in held}))
         if count < policy.signatures:
             wanted = f"{policy.signatures} of {len(identities)} identities to have signed it"
-            raise refuse("it is not signed as required", _why(count, lacking), expected=wanted, hint="Have it signed: trainload sign.")
+            raise refuse(
+                "it is not signed as required",
+                _why(count, lacking),
+                expected=wanted,
+                hint="Have it signed: trainload sign.",
+            )
 
 
 def _why(count: int, lacking: Sequence[Refused]) -> str:

@@ -77,8 +77,13 @@ class SignatureFile:
             digest: sha256 of manifest.json.
         """
         wanted = signed_files(manifest, digest)
-        missing, extra = sorted(set(wanted) - set(self.files)), sorted(set(self.files) - set(wanted))
-        changed = sorted(path for path in set(wanted) & set(self.files) if wanted[path] != self.files[path])
+        missing, extra = (
+            sorted(set(wanted) - set(self.files)),
+            sorted(set(self.files) - set(wanted)),
+        )
+        changed = sorted(
+            path for path in set(wanted) & set(self.files) if wanted[path] != self.files[path]
+        )
         found = [("changed", changed), ("missing", missing), ("extra", extra)]
         if not (changed or missing or extra):
             return None
@@ -103,7 +108,9 @@ def signature_paths(root: Path) -> tuple[str, ...]:
     """
     folder = root / FOLDER
     if folder.is_symlink():
-        raise UnsafePackageError("a package may contain only regular files and folders", where=FOLDER, got="a link")
+        raise UnsafePackageError(
+            "a package may contain only regular files and folders", where=FOLDER, got="a link"
+        )
     if not folder.is_dir():
         return ()
     found: list[str] = []
@@ -111,7 +118,9 @@ def signature_paths(root: Path) -> tuple[str, ...]:
         if not path.startswith("."):
             found.append(f"{FOLDER}/{path}")
         if len(found) > MAX_SIGNATURES:
-            raise UnsafePackageError("there are too many signatures", where=FOLDER, expected=f"at most {MAX_SIGNATURES}")
+            raise UnsafePackageError(
+                "there are too many signatures", where=FOLDER, expected=f"at most {MAX_SIGNATURES}"
+            )
     return tuple(found)
 
 
@@ -124,7 +133,12 @@ def read_signature(root: Path, path: str) -> SignatureFile:
     """
     name = path.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
     if not path.endswith(SUFFIX) or not NAME.fullmatch(name):
-        raise IntegrityError("this is not a signature file", where=path, expected=f"{FOLDER}/NAME{SUFFIX}", hint="Remove it.")
+        raise IntegrityError(
+            "this is not a signature file",
+            where=path,
+            expected=f"{FOLDER}/NAME{SUFFIX}",
+            hint="Remove it.",
+        )
     with open_inside(root, path) as file:
         return parse_signature(file.read(MAX_SIGNATURE + 1), path)
 
@@ -140,11 +154,20 @@ def parse_signature(data: bytes, where: str) -> SignatureFile:
     files: dict[str, str] = {}
     for resource in statement.predicate.resources:
         if resource.name in files:
-            raise IntegrityError("the signature is malformed: it lists a file twice", where=where, got=resource.name)
+            raise IntegrityError(
+                "the signature is malformed: it lists a file twice", where=where, got=resource.name
+            )
         files[resource.name] = resource.digest
     kind, certificate = _signer(bundle.verification_material, where)
     key = bundle.verification_material.public_key
-    return SignatureFile(where, kind, key.hint if key is not None else hashlib.sha256(certificate).hexdigest(), files, data, certificate)
+    return SignatureFile(
+        where,
+        kind,
+        key.hint if key is not None else hashlib.sha256(certificate).hexdigest(),
+        files,
+        data,
+        certificate,
+    )
 
 
 def _some(paths: Sequence[str]) -> str:
@@ -157,7 +180,12 @@ class _Strict(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, alias_generator=to_camel, validate_by_alias=True, validate_by_name=False
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=False,
     )
 
 
@@ -176,7 +204,9 @@ class _Certificate(_Strict):
 
 
 class _Chain(_Strict):
-    certificates: Annotated[tuple[_Certificate, ...], Field(min_length=1, max_length=16, strict=False)]
+    certificates: Annotated[
+        tuple[_Certificate, ...], Field(min_length=1, max_length=16, strict=False)
+    ]
 
 
 class _Material(_Strict):
@@ -223,7 +253,9 @@ class _Predicate(_Open):
 
 class _Statement(_Open):
     type_: Annotated[Literal["https://in-toto.io/Statement/v1"], Field(alias="_type")]
-    predicate_type: Annotated[Literal["https://model_signing/signature/v1.0"], Field(alias="predicateType")]
+    predicate_type: Annotated[
+        Literal["https://model_signing/signature/v1.0"], Field(alias="predicateType")
+    ]
     predicate: _Predicate
 
 
@@ -243,9 +275,15 @@ def _record(kind: type[Parsed], value: object, where: str) -> Parsed:
 
 def _signer(material: _Material, where: str) -> tuple[Kind, bytes]:
     """Return the kind of signature, and the signer's certificate."""
-    given = [value for value in (material.public_key, material.x509_certificate_chain, material.certificate) if value is not None]
+    given = [
+        value
+        for value in (material.public_key, material.x509_certificate_chain, material.certificate)
+        if value is not None
+    ]
     if len(given) != 1:
-        raise IntegrityError("the signature is malformed: it names no signer, or several", where=where)
+        raise IntegrityError(
+            "the signature is malformed: it names no signer, or several", where=where
+        )
     if isinstance(given[0], _PublicKey):
         return "key", b""
     if isinstance(given[0], _Chain):
@@ -257,23 +295,39 @@ def _decoded(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise IntegrityError("the signature is malformed: it contains invalid base64", where=where) from error
+        raise IntegrityError(
+            "the signature is malformed: it contains invalid base64", where=where
+        ) from error
 
 
 def _parse(data: bytes, where: str) -> Any:
     """Decode JSON of any writer: it need not be canonical, but keys must be unique."""
     if len(data) > MAX_SIGNATURE:
-        raise UnsafePackageError("a signature is too large", where=where, expected=f"at most {MAX_SIGNATURE} bytes", got="more")
+        raise UnsafePackageError(
+            "a signature is too large",
+            where=where,
+            expected=f"at most {MAX_SIGNATURE} bytes",
+            got="more",
+        )
     if (depth := nesting(data)) > MAX_DEPTH:
-        raise UnsafePackageError("JSON is nested too deeply", where=where, expected=f"at most {MAX_DEPTH} levels", got=str(depth))
+        raise UnsafePackageError(
+            "JSON is nested too deeply",
+            where=where,
+            expected=f"at most {MAX_DEPTH} levels",
+            got=str(depth),
+        )
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _once(pairs, where))
     except ValueError as error:
-        raise IntegrityError(f"the signature is malformed: it is not JSON in UTF-8: {error}", where=where) from error
+        raise IntegrityError(
+            f"the signature is malformed: it is not JSON in UTF-8: {error}", where=where
+        ) from error
 
 
 def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise IntegrityError("the signature is malformed: an object has a duplicate key", where=where)
+        raise IntegrityError(
+            "the signature is malformed: an object has a duplicate key", where=where
+        )
     return found

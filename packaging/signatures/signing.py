@@ -13,13 +13,24 @@ from trainload.core.paths import is_full
 from trainload.packaging.format.manifest import MANIFEST, OUTSIDE, Manifest
 from trainload.packaging.package import read_manifest
 from trainload.packaging.signatures.keys import PrivateKey, identity_of, library, read_pem
-from trainload.packaging.signatures.signature_file import FOLDER, NAME, SUFFIX, SignatureFile, parse_signature
+from trainload.packaging.signatures.signature_file import (
+    FOLDER,
+    NAME,
+    SUFFIX,
+    SignatureFile,
+    parse_signature,
+)
 from trainload.packaging.signatures.verify import verify_package
 from trainload.packaging.signatures.vouching import check_signed_by, listed
 
 
 def sign_package(
-    path: Path, key: PrivateKey, name: str | None = None, *, certificate: Path | None = None, chain: Sequence[Path] = ()
+    path: Path,
+    key: PrivateKey,
+    name: str | None = None,
+    *,
+    certificate: Path | None = None,
+    chain: Sequence[Path] = (),
 ) -> SignatureFile:
     """Sign a package: write signatures/NAME.sig.
 
@@ -46,15 +57,26 @@ def sign_package(
         read_pem(pem)
     if certificate is not None and key.password is not None:
         raise SignatureError(
-            "an encrypted key cannot be used with a certificate", where=str(key.path), hint="Decrypt it to a file that only you can read."
+            "an encrypted key cannot be used with a certificate",
+            where=str(key.path),
+            hint="Decrypt it to a file that only you can read.",
         )
     if not NAME.fullmatch(name):
-        raise SignatureError("this is not a valid signature name", got=repr(name), expected="letters, digits and _ . + -")
+        raise SignatureError(
+            "this is not a valid signature name",
+            got=repr(name),
+            expected="letters, digits and _ . + -",
+        )
     file = f"{FOLDER}/{name}{SUFFIX}"
     report = verify_package(path)
-    wrong = next((problem for problem in report.problems if problem.file.split("/")[0] not in OUTSIDE), None)
+    wrong = next(
+        (problem for problem in report.problems if problem.file.split("/")[0] not in OUTSIDE), None
+    )
     if wrong is not None:
-        raise SignatureError(f"the package has problems, so it was not signed: {wrong.problem}", where=str(path / wrong.file))
+        raise SignatureError(
+            f"the package has problems, so it was not signed: {wrong.problem}",
+            where=str(path / wrong.file),
+        )
     if (path / file).exists():
         raise StorageError(
             "a signature of this name already exists",
@@ -65,21 +87,32 @@ def sign_package(
     manifest = Manifest.from_bytes(data, MANIFEST)
     if sha256_bytes(data) != report.digest:
         raise SignatureError("the package was changed while it was being checked", where=str(path))
-    config = library("model_signing.signing").Config().set_hashing_config(listed(manifest, report.digest))
+    config = (
+        library("model_signing.signing")
+        .Config()
+        .set_hashing_config(listed(manifest, report.digest))
+    )
     refusals = (ValueError, TypeError, library("cryptography.exceptions").UnsupportedAlgorithm)
     try:
         if certificate is not None:
-            issuers = chain or (certificate,)  # the library requires a chain; the certificate itself changes nothing
-            config.use_certificate_signer(private_key=key.path, signing_certificate=certificate, certificate_chain=issuers)
+            # the library requires a chain; the certificate itself changes nothing
+            issuers = chain or (certificate,)
+            config.use_certificate_signer(
+                private_key=key.path, signing_certificate=certificate, certificate_chain=issuers
+            )
         else:
             config.use_elliptic_key_signer(private_key=key.path, password=key.password)
         with tempfile.TemporaryDirectory() as folder:
             config.sign(path, Path(folder) / "signature")
             made = parse_signature((Path(folder) / "signature").read_bytes(), file)
     except refusals as error:
-        raise SignatureError(f"the key cannot sign: {error}", where=str(certificate or key.path)) from error
+        raise SignatureError(
+            f"the key cannot sign: {error}", where=str(certificate or key.path)
+        ) from error
     if certificate is None:
-        check_signed_by(made, path, manifest, report.digest, identity_of(key.public_pem, str(key.path)))
+        check_signed_by(
+            made, path, manifest, report.digest, identity_of(key.public_pem, str(key.path))
+        )
     _put(path, made)
     return made
 
@@ -97,8 +130,12 @@ def _put(path: Path, signature: SignatureFile) -> None:
         sync_folder(target.parent)
     except OSError as error:
         reason = "the disk is full" if is_full(error) else error.strerror or str(error)
-        raise StorageError(f"the signature cannot be written: {reason}", where=str(target)) from error
+        raise StorageError(
+            f"the signature cannot be written: {reason}", where=str(target)
+        ) from error
     if not created:
         raise StorageError(
-            "a signature of this name already exists", where=str(target), hint="Choose another --name, or remove the existing signature."
+            "a signature of this name already exists",
+            where=str(target),
+            hint="Choose another --name, or remove the existing signature.",
         )

@@ -83,7 +83,9 @@ def verify_package(path: Path, identities: Sequence[Identity] = ()) -> VerifyRep
     """
     path = Path(path)
     if not path.is_dir():
-        raise StorageError("there is no package here", where=str(path), expected=f"a folder with {MANIFEST}")
+        raise StorageError(
+            "there is no package here", where=str(path), expected=f"a folder with {MANIFEST}"
+        )
     try:
         data = read_manifest(path)
     except PackageError as error:
@@ -102,7 +104,10 @@ def verify_package(path: Path, identities: Sequence[Identity] = ()) -> VerifyRep
         return VerifyReport(digest, 1, len(data), tuple(problems))
     problems += _listed_files(path, manifest, sizes)
     problems += [Problem(file, text) for file, text in debug_problems(path)]
-    problems += [Problem(file, text) for file, text in derived_problems(path, frozenset(manifest.op_libraries))]
+    problems += [
+        Problem(file, text)
+        for file, text in derived_problems(path, frozenset(manifest.op_libraries))
+    ]
     signatures, wrong = _signatures(path, manifest, digest, identities)
     problems += wrong
     damaged = {problem.file for problem in problems}
@@ -135,7 +140,9 @@ def _signatures(
         else:
             found.append(SignatureState(file, signature.kind, signature.signer, known.get(file)))
     broken = {problem.file for problem in problems}
-    problems += [Problem(lacking.file, lacking.reason) for lacking in refused if lacking.file not in broken]
+    problems += [
+        Problem(lacking.file, lacking.reason) for lacking in refused if lacking.file not in broken
+    ]
     return tuple(found), problems
 
 
@@ -143,15 +150,21 @@ def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list
     problems = [
         Problem(file, "not in the manifest")
         for file in sizes
-        if file not in manifest.files and file != MANIFEST and not (file.split("/")[0] in OUTSIDE and "/" in file)
+        if file not in manifest.files
+        and file != MANIFEST
+        and not (file.split("/")[0] in OUTSIDE and "/" in file)
     ]
     for file, entry in manifest.files.items():
         if file not in sizes:
             problems.append(Problem(file, "missing"))
         elif sizes[file] != entry.size:
-            problems.append(Problem(file, f"has {sizes[file]} bytes, but the manifest says {entry.size}"))
+            problems.append(
+                Problem(file, f"has {sizes[file]} bytes, but the manifest says {entry.size}")
+            )
         elif (got := sha256_file(path / file)) != entry.sha256:
-            problems.append(Problem(file, f"damaged: its sha256 is {got}, but the manifest says {entry.sha256}"))
+            problems.append(
+                Problem(file, f"damaged: its sha256 is {got}, but the manifest says {entry.sha256}")
+            )
     return problems
 
 
@@ -162,7 +175,9 @@ def _contents(path: Path, manifest: Manifest) -> list[Problem]:
     problems: list[Problem] = []
     for file in manifest.graph_files():
         try:
-            check_graph(manifest, read_graph(path, manifest, file), file, frozenset(manifest.op_libraries))
+            check_graph(
+                manifest, read_graph(path, manifest, file), file, frozenset(manifest.op_libraries)
+            )
         except PackageError as error:
             problems.append(Problem(file, str(error)))
     problems += _wheels(path, manifest)
@@ -186,7 +201,13 @@ def _wheels(path: Path, manifest: Manifest) -> list[Problem]:
                 with open_inside(path, wheel) as file:
                     found = read_wheel(file, wheel.rpartition("/")[2])
                 if lacking := [module for module in entry.modules if not found.has_module(module)]:
-                    problems.append(Problem(wheel, f"it has no module {lacking[0]}, which the manifest says registers operators"))
+                    problems.append(
+                        Problem(
+                            wheel,
+                            f"it has no module {lacking[0]}, which the manifest says registers"
+                            " operators",
+                        )
+                    )
             except PackageError as error:
                 problems.append(Problem(wheel, str(error)))
     return problems

@@ -18,7 +18,13 @@ from trainload.core.errors import PackageError, SignatureError
 from trainload.core.paths import write_bytes
 from trainload.packaging.format.manifest import OUTSIDE, Manifest
 from trainload.packaging.signatures.keys import Identity, certificate_key, library
-from trainload.packaging.signatures.signature_file import FOLDER, SignatureFile, read_signature, signature_paths, signed_files
+from trainload.packaging.signatures.signature_file import (
+    FOLDER,
+    SignatureFile,
+    read_signature,
+    signature_paths,
+    signed_files,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,8 @@ def vouched_for(
         SignatureError: the libraries are missing.
     """
     if identities:
-        library("model_signing.verifying")  # raise here if it is missing, since that is not a problem of a signature
+        # raise here if it is missing, since that is not a problem of a signature
+        library("model_signing.verifying")
     signatures: list[SignatureFile] = []
     broken: list[tuple[str, str]] = []
     for file in signature_paths(path):
@@ -70,7 +77,13 @@ def vouched_for(
         tried: list[Refused] = [Refused(identity, file, reason) for file, reason in broken]
         for signature in signatures:
             try:
-                held.append(Vouched(identity, signature.file, check_signed_by(signature, path, manifest, digest, identity)))
+                held.append(
+                    Vouched(
+                        identity,
+                        signature.file,
+                        check_signed_by(signature, path, manifest, digest, identity),
+                    )
+                )
                 break
             except SignatureError as error:
                 tried.append(Refused(identity, signature.file, error.problem))
@@ -79,7 +92,9 @@ def vouched_for(
     return tuple(held), tuple(refused)
 
 
-def check_signed_by(signature: SignatureFile, path: Path, manifest: Manifest, digest: str, identity: Identity) -> str:
+def check_signed_by(
+    signature: SignatureFile, path: Path, manifest: Manifest, digest: str, identity: Identity
+) -> str:
     """Check that a signature is by this identity and of this package.
 
     Return the sha256 of its key as PEM.
@@ -89,19 +104,34 @@ def check_signed_by(signature: SignatureFile, path: Path, manifest: Manifest, di
     """
     where = signature.file
     if signature.kind != identity.kind:
-        other = ", which `model_signing verify sigstore` can check" if signature.kind == "keyless" else ""
-        raise SignatureError(f"it is signed by {signature.by}{other}, not by {identity}", where=where)
+        other = (
+            ", which `model_signing verify sigstore` can check"
+            if signature.kind == "keyless"
+            else ""
+        )
+        raise SignatureError(
+            f"it is signed by {signature.by}{other}, not by {identity}", where=where
+        )
     if identity.kind == "key" and signature.signer != identity.fingerprint:
-        raise SignatureError(f"it is signed by another key, {signature.signer}, not by {identity}", where=where)
-    signer = signature.signer if identity.kind == "key" else certificate_key(signature.certificate, where)
+        raise SignatureError(
+            f"it is signed by another key, {signature.signer}, not by {identity}", where=where
+        )
+    signer = (
+        signature.signer
+        if identity.kind == "key"
+        else certificate_key(signature.certificate, where)
+    )
     different = signature.difference(manifest, digest)
     if different is not None:
         raise SignatureError(different, where=where)
-    with tempfile.TemporaryDirectory() as folder:  # the library reads files: give it the bytes that were parsed, even if the file changed
+    # the library reads files: give it the bytes that were parsed, even if the file changed
+    with tempfile.TemporaryDirectory() as folder:
         signed, pem = Path(folder) / "signature", Path(folder) / "identity"
         write_bytes(signed, signature.data)
         write_bytes(pem, identity.pem.encode())
-        config = library("model_signing.verifying").Config().set_hashing_config(listed(manifest, digest))
+        config = (
+            library("model_signing.verifying").Config().set_hashing_config(listed(manifest, digest))
+        )
         if identity.kind == "key":
             config.use_elliptic_key_verifier(public_key=pem)
         else:
@@ -114,9 +144,13 @@ def _verify(config: Any, path: Path, signed: Path, where: str, identity: Identit
     try:
         config.verify(path, signed)
     except library("cryptography.exceptions").InvalidSignature as error:
-        raise SignatureError(f"it was not made by {identity}, or it is damaged", where=where) from error
+        raise SignatureError(
+            f"it was not made by {identity}, or it is damaged", where=where
+        ) from error
     except library("OpenSSL.crypto").X509StoreContextError as error:
-        raise SignatureError(f"its certificate was not issued by {identity}: {error}", where=where) from error
+        raise SignatureError(
+            f"its certificate was not issued by {identity}: {error}", where=where
+        ) from error
     except ValueError as error:
         raise SignatureError(f"it is not valid for {identity}: {error}", where=where) from error
 
@@ -129,12 +163,22 @@ def listed(manifest: Manifest, digest: str) -> Any:
     manifests = library("model_signing.manifest")
     of_digest = library("model_signing._hashing.hashing").Digest  # there is no public constructor
     kind = manifests.SerializationType.from_args(
-        {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": sorted(OUTSIDE)}
+        {
+            "method": "files",
+            "hash_type": "sha256",
+            "allow_symlinks": False,
+            "ignore_paths": sorted(OUTSIDE),
+        }
     )
-    items = [kind.new_item(file, of_digest("sha256", bytes.fromhex(sha))) for file, sha in signed_files(manifest, digest).items()]
+    items = [
+        kind.new_item(file, of_digest("sha256", bytes.fromhex(sha)))
+        for file, sha in signed_files(manifest, digest).items()
+    ]
 
     class Listed(base):  # type: ignore[misc]  # the library may be missing, so that its class is Any
         def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
-            return manifests.Manifest(Path(model_path).name or Path(model_path).resolve().name, items, kind)
+            return manifests.Manifest(
+                Path(model_path).name or Path(model_path).resolve().name, items, kind
+            )
 
     return Listed()

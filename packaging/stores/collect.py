@@ -73,14 +73,25 @@ def gc(
         print(report.removed_releases, report.removed_bytes)
     """
     if keep is not None and keep < 1:
-        raise StorageError("gc must keep at least one release of each line", where="keep", got=str(keep))
+        raise StorageError(
+            "gc must keep at least one release of each line", where="keep", got=str(keep)
+        )
     if grace < 0:
         raise StorageError("the grace period must not be negative", where="grace", got=str(grace))
     place = Store(store, options)
     unknown = sorted(set(lines or ()) - set(place.lines()))
     if unknown:
-        raise StorageError("the store has no such line", where=place.url, expected=", ".join(place.lines()) or "none", got=unknown[0])
-    rule = None if keep is None else _Rule(keep, tuple(place.lines() if lines is None else lines), frozenset(spared))
+        raise StorageError(
+            "the store has no such line",
+            where=place.url,
+            expected=", ".join(place.lines()) or "none",
+            got=unknown[0],
+        )
+    rule = (
+        None
+        if keep is None
+        else _Rule(keep, tuple(place.lines() if lines is None else lines), frozenset(spared))
+    )
     if dry_run:
         return _collect(place, None, rule, grace)
     guard = gc_lease(place)
@@ -101,8 +112,11 @@ class _Rule:
     spared: frozenset[tuple[str, str]]
 
 
-def _collect(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule | None, grace: float) -> GcReport:
-    # The order matters: list pushes before releases, since a push releases its lease after publishing its release.
+def _collect(
+    store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule | None, grace: float
+) -> GcReport:
+    # The order matters: list pushes before releases, since a push releases its lease after
+    # publishing its release.
     pushes = push_leases(store)
     began = time.time()
     live = {path for path, lease in pushes.items() if began - lease.renewed < grace}
@@ -123,7 +137,8 @@ def _collect(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule | N
             drafts.append(file)
     dead = [path for path in pushes if path not in live]
     if guard is not None:
-        for path in dead:  # leases first: a push that is still alive must notice that its lease is gone
+        # leases first: a push that is still alive must notice that its lease is gone
+        for path in dead:
             guard.check()
             store.files.delete(path)
         for file in (*unneeded, *drafts):
@@ -154,10 +169,17 @@ def _retire(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule) -> 
             if guard is not None:
                 guard.check()
                 before = store.mark_of(line, release.id)
-                store.mark(line, release.name, "removed", f"gc kept the last {rule.keep} releases, {now()}")
+                store.mark(
+                    line, release.name, "removed", f"gc kept the last {rule.keep} releases, {now()}"
+                )
                 pointer = store.current(line)
-                if pointer is not None and pointer.release == release.id:  # promoted meanwhile: keep it
-                    verdict, reason = (before.verdict, before.reason) if before is not None else (release.verdict, release.reason)
+                # promoted meanwhile: keep it
+                if pointer is not None and pointer.release == release.id:
+                    verdict, reason = (
+                        (before.verdict, before.reason)
+                        if before is not None
+                        else (release.verdict, release.reason)
+                    )
                     store.mark(line, release.name, verdict, reason)
                     continue
             retired.append(f"{line} {release.name}")

@@ -1,8 +1,9 @@
 """Leases that keep `gc` from removing the blobs of a push that is in progress.
 
-A push records which blobs it relies on before it looks which of them are in the store, and waits while a gc is at work. A gc takes its
-lease before it reads what pushes have recorded. So one of the two sees the other, whichever comes first. One gc works at a time: its
-lease is that of `trainload.core.storage.lease`, in the folder `gc`.
+A push records which blobs it relies on before it looks which of them are in the store, and waits
+while a gc is at work. A gc takes its lease before it reads what pushes have recorded. So one of the
+two sees the other, whichever comes first. One gc works at a time: its lease is that of
+`trainload.core.storage.lease`, in the folder `gc`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from contextlib import contextmanager
 
 from trainload.core.errors import StorageError
 from trainload.core.records import MAX_RECORD, Nonce, Sealed
-from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, LeaseTakenError, OtherLease
+from trainload.core.storage.lease import (
+    PLAIN,
+    HeldLease,
+    LeaseRecord,
+    Leases,
+    LeaseTakenError,
+    OtherLease,
+)
 from trainload.packaging.format.manifest import Sha256
 from trainload.packaging.stores.store import Store
 
@@ -73,7 +81,9 @@ class PushedBlobs:
         """
         if self._store.files.size(self.path) is None:
             raise StorageError(
-                "the push was idle for so long that gc considered it dead", where=f"{self._store.url}/{self.path}", hint="Push again."
+                "the push was idle for so long that gc considered it dead",
+                where=f"{self._store.url}/{self.path}",
+                hint="Push again.",
             )
 
     def end(self) -> None:
@@ -82,7 +92,9 @@ class PushedBlobs:
 
 
 @contextmanager
-def leased(store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]) -> Iterator[PushedBlobs]:
+def leased(
+    store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]
+) -> Iterator[PushedBlobs]:
     """A lease on blobs, held from before the block until it has ended without an error.
 
     After an error the lease stays: the blobs that were sent wait for the push to be repeated.
@@ -96,7 +108,10 @@ def leased(store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]) -
     told = False
     while (other := _gc_leases(store).other()) is not None:
         if not told:
-            on_wait(f"{store.url}: gc is running; waiting for it for at most {max(1, round(other.left))} s")
+            on_wait(
+                f"{store.url}: gc is running; waiting for it for at most"
+                f" {max(1, round(other.left))} s"
+            )
             told = True
         time.sleep(_POLL)
     yield lease

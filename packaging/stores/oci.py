@@ -18,7 +18,13 @@ from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import IntegrityError, StorageError, TrainloadError, UnsafePackageError
 from trainload.core.storage.interface import BLOCK, NO_OPTIONS
 from trainload.packaging.format.manifest import MANIFEST, FileEntry
-from trainload.packaging.stores.oci_records import IMAGE_MANIFEST, MAX_MANIFEST, config_bytes, files_of, manifest_bytes
+from trainload.packaging.stores.oci_records import (
+    IMAGE_MANIFEST,
+    MAX_MANIFEST,
+    config_bytes,
+    files_of,
+    manifest_bytes,
+)
 from trainload.packaging.stores.pull import PullReport, pull_report, write_pulled
 from trainload.packaging.stores.push import OnProgress, local_package, unwatched
 
@@ -106,7 +112,16 @@ def push_oci(
         place.send_bytes(config)
     artifact = place.publish(manifest_bytes(local.digest, config, local.files, message))
     sent_bytes = sum(blobs[digest][1] for digest in sent)
-    return OciPushReport(place.url, artifact, local.digest, len(blobs), total, len(sent), sent_bytes, total - sent_bytes)
+    return OciPushReport(
+        place.url,
+        artifact,
+        local.digest,
+        len(blobs),
+        total,
+        len(sent),
+        sent_bytes,
+        total - sent_bytes,
+    )
 
 
 def pull_oci(
@@ -137,7 +152,11 @@ def pull_oci(
     """
     place = _Repository(reference, options)
     data = place.manifest()
-    files = {file: entry for file, entry in files_of(data, reference).items() if debug or not file.startswith("debug/")}
+    files = {
+        file: entry
+        for file, entry in files_of(data, reference).items()
+        if debug or not file.startswith("debug/")
+    }
 
     def fetch(entry: FileEntry) -> Iterator[bytes]:
         return place.receive(entry.sha256, entry.size)
@@ -153,7 +172,10 @@ def pin_oci(reference: str, options: Mapping[str, Any] = NO_OPTIONS) -> tuple[st
         StorageError, IntegrityError, UnsafePackageError: as `pull_oci`.
     """
     data = _Repository(reference, options).manifest()
-    return f"{reference.partition('@')[0]}@sha256:{sha256_bytes(data)}", files_of(data, reference)[MANIFEST].sha256
+    return (
+        f"{reference.partition('@')[0]}@sha256:{sha256_bytes(data)}",
+        files_of(data, reference)[MANIFEST].sha256,
+    )
 
 
 class _Repository:
@@ -163,10 +185,19 @@ class _Repository:
         self.url = reference
         match = _REFERENCE.fullmatch(reference.removeprefix(_SCHEME))
         if match is None:
-            raise StorageError("this is not a reference to an artifact", where=reference, expected="oci://HOST/NAME:TAG")
+            raise StorageError(
+                "this is not a reference to an artifact",
+                where=reference,
+                expected="oci://HOST/NAME:TAG",
+            )
         unknown = set(options) - {"insecure", "tls_verify"}
         if unknown:
-            raise StorageError("unknown registry option", where=reference, expected="insecure, tls_verify", got=", ".join(unknown))
+            raise StorageError(
+                "unknown registry option",
+                where=reference,
+                expected="insecure, tls_verify",
+                got=", ".join(unknown),
+            )
         self.name = match["name"]
         self.digest = match["digest"]
         insecure = bool(options.get("insecure", _LOOPBACK.fullmatch(match["host"]) is not None))
@@ -174,15 +205,26 @@ class _Repository:
             from oras.container import Container
             from oras.provider import Registry
         except ImportError as error:
-            raise StorageError("oras is not installed", where=reference, hint='Install it: pip install "trainload[oci]".') from error
+            raise StorageError(
+                "oras is not installed",
+                where=reference,
+                hint='Install it: pip install "trainload[oci]".',
+            ) from error
         whole = reference.removeprefix(_SCHEME)
         known = set(match["host"]) & {".", ":"}  # oras parses other hosts as part of the name
-        self._container: Container = Container(whole if known else whole.partition("/")[2], registry=match["host"])
+        self._container: Container = Container(
+            whole if known else whole.partition("/")[2], registry=match["host"]
+        )
         with self._reaching():
-            self._registry: Registry = Registry(match["host"], insecure=insecure, tls_verify=options.get("tls_verify", True))
-            # oras retries for minutes, so an unreachable registry is detected first, by a single request.
+            self._registry: Registry = Registry(
+                match["host"], insecure=insecure, tls_verify=options.get("tls_verify", True)
+            )
+            # oras retries for minutes, so an unreachable registry is detected first, by a single
+            # request.
             url = f"{self._registry.prefix}://{match['host']}/v2/"
-            self._registry.session.get(url, timeout=_SECONDS, verify=options.get("tls_verify", True))
+            self._registry.session.get(
+                url, timeout=_SECONDS, verify=options.get("tls_verify", True)
+            )
             self._registry.auth.load_configs(self._container)
 
     def has(self, digest: str, size: int) -> bool:
@@ -196,7 +238,9 @@ class _Repository:
         layer = {"digest": f"sha256:{digest}", "size": size}
         with self._reaching():
             chunked = size > BLOCK  # otherwise oras reads the whole file into memory
-            answer = self._registry.upload_blob(str(file), self._container, layer, do_chunked=chunked, chunk_size=BLOCK)
+            answer = self._registry.upload_blob(
+                str(file), self._container, layer, do_chunked=chunked, chunk_size=BLOCK
+            )
         if answer.status_code not in (200, 201, 202):
             hint = "Check the package with `trainload verify`." if answer.status_code == 400 else ""
             raise self._refusal("a file", answer, str(file), hint)
@@ -211,7 +255,12 @@ class _Repository:
     def publish(self, data: bytes) -> str:
         """Store the manifest under the tag. Return its digest."""
         with self._reaching():
-            answer = self._request("PUT", self._container.manifest_url(), data=data, headers={"Content-Type": IMAGE_MANIFEST})
+            answer = self._request(
+                "PUT",
+                self._container.manifest_url(),
+                data=data,
+                headers={"Content-Type": IMAGE_MANIFEST},
+            )
         if answer.status_code not in (200, 201, 202):
             raise self._refusal("the manifest", answer, self.url)
         return f"sha256:{sha256_bytes(data)}"
@@ -223,17 +272,31 @@ class _Repository:
             IntegrityError: they do not have the digest in the reference.
         """
         with self._reaching():
-            answer = self._request("GET", self._container.manifest_url(), headers={"Accept": IMAGE_MANIFEST}, stream=True)
+            answer = self._request(
+                "GET",
+                self._container.manifest_url(),
+                headers={"Accept": IMAGE_MANIFEST},
+                stream=True,
+            )
             if answer.status_code == 404:
                 raise StorageError("the registry has no such artifact", where=self.url)
             if answer.status_code != 200:
                 raise self._refusal("the manifest", answer, self.url)
             data = b"".join(_limited(answer, MAX_MANIFEST + 1))
         if len(data) > MAX_MANIFEST:
-            raise UnsafePackageError("the artifact's manifest is too large", where=self.url, expected=f"at most {MAX_MANIFEST} bytes")
+            raise UnsafePackageError(
+                "the artifact's manifest is too large",
+                where=self.url,
+                expected=f"at most {MAX_MANIFEST} bytes",
+            )
         found = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if self.digest is not None and self.digest != found:
-            raise IntegrityError("the artifact's digest does not match the reference", where=self.url, expected=self.digest, got=found)
+            raise IntegrityError(
+                "the artifact's digest does not match the reference",
+                where=self.url,
+                expected=self.digest,
+                got=found,
+            )
         return data
 
     def receive(self, digest: str, size: int) -> Iterator[bytes]:
@@ -241,7 +304,9 @@ class _Repository:
         with self._reaching():
             answer = self._registry.get_blob(self._container, f"sha256:{digest}", stream=True)
             if answer.status_code == 404:
-                raise IntegrityError("a file of the artifact is missing", where=f"{self.url}, sha256:{digest}")
+                raise IntegrityError(
+                    "a file of the artifact is missing", where=f"{self.url}, sha256:{digest}"
+                )
             if answer.status_code != 200:
                 raise self._refusal("a file", answer, f"sha256:{digest}")
             yield from _limited(answer, size)
@@ -250,11 +315,18 @@ class _Repository:
         ask: Callable[..., requests.Response] = self._registry.do_request
         return ask(f"{self._registry.prefix}://{url}", method, **arguments)
 
-    def _refusal(self, what: str, answer: requests.Response, where: str, hint: str = "") -> StorageError:
+    def _refusal(
+        self, what: str, answer: requests.Response, where: str, hint: str = ""
+    ) -> StorageError:
         told = " ".join(answer.text[:200].split())
-        hint = hint or ("Log in: docker login, or oras login." if answer.status_code in (401, 403) else "")
+        hint = hint or (
+            "Log in: docker login, or oras login." if answer.status_code in (401, 403) else ""
+        )
         return StorageError(
-            f"the registry rejected the request for {what}", where=where, got=f"status {answer.status_code} {told}", hint=hint
+            f"the registry rejected the request for {what}",
+            where=where,
+            got=f"status {answer.status_code} {told}",
+            hint=hint,
         )
 
     @contextmanager
@@ -267,13 +339,19 @@ class _Repository:
         except TrainloadError:
             raise
         except (requests.exceptions.RequestException, OSError) as error:
-            raise StorageError(f"the registry cannot be reached: {error}", where=self.url) from error
+            raise StorageError(
+                f"the registry cannot be reached: {error}", where=self.url
+            ) from error
         except AuthenticationException as error:
             raise StorageError(
-                f"the registry denied access: {error}", where=self.url, hint="Log in: docker login, or oras login."
+                f"the registry denied access: {error}",
+                where=self.url,
+                hint="Log in: docker login, or oras login.",
             ) from error
         except ValueError as error:  # raised by oras for responses that it does not understand
-            raise StorageError(f"the registry's response cannot be used: {error}", where=self.url) from error
+            raise StorageError(
+                f"the registry's response cannot be used: {error}", where=self.url
+            ) from error
 
 
 def _limited(answer: requests.Response, most: int) -> Iterator[bytes]:

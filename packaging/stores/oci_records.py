@@ -96,19 +96,35 @@ def config_bytes(name: str, manifest: Manifest, files: Mapping[str, FileEntry]) 
             elements *= length
         count += elements
     precisions = sorted({entry.dtype for entry in owners})
-    config = {"format": "trainload", "paramSize": _short(count), **({"precision": precisions[0]} if len(precisions) == 1 else {})}
+    config = {
+        "format": "trainload",
+        "paramSize": _short(count),
+        **({"precision": precisions[0]} if len(precisions) == 1 else {}),
+    }
     layers = [f"sha256:{entry.sha256}" for _, entry in sorted(files.items())]
-    return canonical_json({"descriptor": {"name": name}, "config": config, "modelfs": {"type": "layers", "diffIds": layers}})
+    return canonical_json(
+        {
+            "descriptor": {"name": name},
+            "config": config,
+            "modelfs": {"type": "layers", "diffIds": layers},
+        }
+    )
 
 
-def manifest_bytes(digest: str, config: bytes, files: Mapping[str, FileEntry], message: str) -> bytes:
+def manifest_bytes(
+    digest: str, config: bytes, files: Mapping[str, FileEntry], message: str
+) -> bytes:
     """Return the artifact's manifest. Law: the same package and message yield the same bytes."""
     return canonical_json(
         {
             "schemaVersion": 2,
             "mediaType": IMAGE_MANIFEST,
             "artifactType": ARTIFACT_TYPE,
-            "config": {"mediaType": CONFIG_TYPE, "digest": f"sha256:{sha256_bytes(config)}", "size": len(config)},
+            "config": {
+                "mediaType": CONFIG_TYPE,
+                "digest": f"sha256:{sha256_bytes(config)}",
+                "size": len(config),
+            },
             "layers": [
                 {
                     "mediaType": media_type(path),
@@ -132,37 +148,63 @@ def files_of(data: bytes, where: str) -> dict[str, FileEntry]:
             not contain.
     """
     if len(data) > MAX_MANIFEST:
-        raise UnsafePackageError("the artifact's manifest is too large", where=where, expected=f"at most {MAX_MANIFEST} bytes")
+        raise UnsafePackageError(
+            "the artifact's manifest is too large",
+            where=where,
+            expected=f"at most {MAX_MANIFEST} bytes",
+        )
     try:
         raw: Any = json.loads(data)
         found = OciManifest.model_validate_json(data)
     except RecursionError as error:
-        raise UnsafePackageError("the artifact's manifest is nested too deeply", where=where) from error
+        raise UnsafePackageError(
+            "the artifact's manifest is nested too deeply", where=where
+        ) from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         told = raw.get("mediaType") if isinstance(raw, dict) else None
         raise UnsafePackageError(
-            f"this is not an artifact of a package: {place}: {first['msg']}", where=where, expected=ARTIFACT_TYPE, got=str(told)[:80]
+            f"this is not an artifact of a package: {place}: {first['msg']}",
+            where=where,
+            expected=ARTIFACT_TYPE,
+            got=str(told)[:80],
         ) from error
     except ValueError as error:
-        raise IntegrityError("the artifact's manifest is not readable as JSON", where=where) from error
+        raise IntegrityError(
+            "the artifact's manifest is not readable as JSON", where=where
+        ) from error
     if found.artifact_type != ARTIFACT_TYPE:
-        raise UnsafePackageError("this is not an artifact of a model", where=where, expected=ARTIFACT_TYPE, got=found.artifact_type)
+        raise UnsafePackageError(
+            "this is not an artifact of a model",
+            where=where,
+            expected=ARTIFACT_TYPE,
+            got=found.artifact_type,
+        )
     files: dict[str, FileEntry] = {}
     for layer in found.layers:
         try:
             path = _Path(path=layer.path).path
         except ValidationError as error:
             raise UnsafePackageError(
-                "a layer's path is not a safe relative path", where=where, expected=FILEPATH, got=layer.path[:80]
+                "a layer's path is not a safe relative path",
+                where=where,
+                expected=FILEPATH,
+                got=layer.path[:80],
             ) from error
         if path in files:
             raise UnsafePackageError("two layers have the same path", where=where, got=path)
-        files[path] = FileEntry(media_type=media_type_of(path), sha256=layer.digest.removeprefix("sha256:"), size=layer.size)
+        files[path] = FileEntry(
+            media_type=media_type_of(path),
+            sha256=layer.digest.removeprefix("sha256:"),
+            size=layer.size,
+        )
     if MANIFEST not in files:
         raise UnsafePackageError(
-            "the artifact contains no package", where=where, expected=f"a layer {MANIFEST}", got=", ".join(sorted(files)[:5])
+            "the artifact contains no package",
+            where=where,
+            expected=f"a layer {MANIFEST}",
+            got=", ".join(sorted(files)[:5]),
         )
     check_files(files, where)
     return files

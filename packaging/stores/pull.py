@@ -86,8 +86,14 @@ def pull(
     found = source.release(name, release)
     mark = source.mark_of(name, found.id)
     if mark is not None and mark.verdict == "removed":
-        raise StorageError("the release's files were removed", where=f"{source.url}, line {name}, release {found.name}", got=mark.reason)
-    files = {file: entry for file, entry in found.files.items() if debug or not file.startswith("debug/")}
+        raise StorageError(
+            "the release's files were removed",
+            where=f"{source.url}, line {name}, release {found.name}",
+            got=mark.reason,
+        )
+    files = {
+        file: entry for file, entry in found.files.items() if debug or not file.startswith("debug/")
+    }
 
     def fetch(entry: FileEntry) -> Iterator[bytes]:
         return source.files.receive(blob_path(entry.sha256), entry.size)
@@ -96,7 +102,14 @@ def pull(
     return pull_report(source.url, name, found.name, path, files, fetched)
 
 
-def pull_report(source: str, line: str | None, release: str, path: Path, files: Mapping[str, FileEntry], fetched: list[str]) -> PullReport:
+def pull_report(
+    source: str,
+    line: str | None,
+    release: str,
+    path: Path,
+    files: Mapping[str, FileEntry],
+    fetched: list[str],
+) -> PullReport:
     """Count files and bytes of a pull."""
     blobs = {entry.sha256: entry.size for entry in files.values()}
     moved = {files[file].sha256: files[file].size for file in fetched}
@@ -143,15 +156,26 @@ def write_pulled(
         raise StorageError(
             "the path already exists",
             where=str(path),
-            hint="Choose another path; files that packages in the same folder have are not fetched again.",
+            hint=(
+                "Choose another path; files that packages in the same folder have are not fetched"
+                " again."
+            ),
         )
     manifest_bytes = _fetch_manifest(files, fetch)
     manifest = Manifest.from_bytes(manifest_bytes, MANIFEST)
-    listed = {file: _content(entry) for file, entry in files.items() if file != MANIFEST and file.split("/")[0] not in OUTSIDE}
+    listed = {
+        file: _content(entry)
+        for file, entry in files.items()
+        if file != MANIFEST and file.split("/")[0] not in OUTSIDE
+    }
     wanted = {file: _content(entry) for file, entry in manifest.files.items()}
     if listed != wanted:
         wrong = sorted(file for file in {*listed, *wanted} if listed.get(file) != wanted.get(file))
-        raise UnsafePackageError("the files of the release do not match its manifest", where=MANIFEST, got=", ".join(wrong[:5]))
+        raise UnsafePackageError(
+            "the files of the release do not match its manifest",
+            where=MANIFEST,
+            got=", ".join(wrong[:5]),
+        )
     here = _local_files(files, [*_beside(path), *map(Path, reuse)])
     total, done = sum(entry.size for entry in files.values()), 0
 
@@ -170,7 +194,9 @@ def write_pulled(
             if file == MANIFEST:
                 continue
             target = root / file
-            candidates = [made[entry.sha256]] if entry.sha256 in made else here.get(entry.sha256, [])
+            candidates = (
+                [made[entry.sha256]] if entry.sha256 in made else here.get(entry.sha256, [])
+            )
             if _link(candidates, target, entry):
                 moved(entry.size)
             else:
@@ -188,7 +214,12 @@ def _content(entry: FileEntry) -> tuple[str, int]:
 def _fetch_manifest(files: Mapping[str, FileEntry], fetch: Fetch) -> bytes:
     entry = files[MANIFEST]
     if entry.size > MAX_MANIFEST:
-        raise UnsafePackageError("a manifest is too large", where=MANIFEST, expected=f"at most {MAX_MANIFEST} bytes", got=str(entry.size))
+        raise UnsafePackageError(
+            "a manifest is too large",
+            where=MANIFEST,
+            expected=f"at most {MAX_MANIFEST} bytes",
+            got=str(entry.size),
+        )
     data = bytearray()
     for block in fetch(entry):
         data += block
@@ -199,7 +230,9 @@ def _fetch_manifest(files: Mapping[str, FileEntry], fetch: Fetch) -> bytes:
     return bytes(data)
 
 
-def _write(blocks: Iterator[bytes], target: Path, entry: FileEntry, file: str, moved: Callable[[int], None]) -> None:
+def _write(
+    blocks: Iterator[bytes], target: Path, entry: FileEntry, file: str, moved: Callable[[int], None]
+) -> None:
     """Write a file, sync it to disk, and compare it with its entry.
 
     At most the entry's size is written.
@@ -247,27 +280,41 @@ def _link(candidates: Sequence[Path], target: Path, entry: FileEntry) -> bool:
 def _beside(path: Path) -> Iterator[Path]:
     """Yield the packages next to `path`, including unfinished ones of killed pulls."""
     with suppress(OSError):
-        yield from sorted(found for found in path.absolute().parent.iterdir() if (found / MANIFEST).is_file())
+        yield from sorted(
+            found for found in path.absolute().parent.iterdir() if (found / MANIFEST).is_file()
+        )
 
 
-def _local_files(wanted: Mapping[str, FileEntry], packages: Iterable[Path]) -> dict[str, list[Path]]:
+def _local_files(
+    wanted: Mapping[str, FileEntry], packages: Iterable[Path]
+) -> dict[str, list[Path]]:
     """Return digest -> files of local packages that may have these bytes.
 
     Files are matched by the packages' manifests or, outside of these, by path and size. Unreadable
     ones are left out. The caller compares digests before it uses a file.
     """
     sizes = {entry.sha256: entry.size for entry in wanted.values()}
-    outside = {file: entry.sha256 for file, entry in wanted.items() if file.split("/")[0] in OUTSIDE}
+    outside = {
+        file: entry.sha256 for file, entry in wanted.items() if file.split("/")[0] in OUTSIDE
+    }
     found: dict[str, list[Path]] = {}
     for package in packages:
         try:
             entries = Manifest.from_bytes(read_manifest(package), MANIFEST).files
         except (PackageError, StorageError):
             continue
-        for file, digest in (*((file, entry.sha256) for file, entry in entries.items()), *outside.items()):
+        for file, digest in (
+            *((file, entry.sha256) for file, entry in entries.items()),
+            *outside.items(),
+        ):
             place = package / file
             with suppress(OSError):  # another process may be removing the package
-                if digest in sizes and not place.is_symlink() and place.is_file() and place.stat().st_size == sizes[digest]:
+                if (
+                    digest in sizes
+                    and not place.is_symlink()
+                    and place.is_file()
+                    and place.stat().st_size == sizes[digest]
+                ):
                     found.setdefault(digest, []).append(place)
     return found
 
@@ -278,4 +325,9 @@ def _check_room(path: Path, count: int) -> None:
         raise StorageError("there is no such folder", where=str(parent), hint="Create it first.")
     free = shutil.disk_usage(parent).free
     if free < count:
-        raise StorageError("there is not enough disk space", where=str(parent), expected=f"{count} bytes", got=f"{free} bytes free")
+        raise StorageError(
+            "there is not enough disk space",
+            where=str(parent),
+            expected=f"{count} bytes",
+            got=f"{free} bytes free",
+        )

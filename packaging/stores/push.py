@@ -78,16 +78,23 @@ def local_package(path: Path, *, debug: bool = True) -> LocalPackage:
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
-        raise StorageError("there is no package here", where=str(path), expected=f"a folder with {MANIFEST}")
+        raise StorageError(
+            "there is no package here", where=str(path), expected=f"a folder with {MANIFEST}"
+        )
     data = read_manifest(path)
     manifest = Manifest.from_bytes(data, MANIFEST)
     check_tree(path, manifest)
     digest = sha256_bytes(data)
-    files = {MANIFEST: FileEntry(media_type="application/json", sha256=digest, size=len(data)), **manifest.files}
+    files = {
+        MANIFEST: FileEntry(media_type="application/json", sha256=digest, size=len(data)),
+        **manifest.files,
+    }
     wanted = TRAVELLING if debug else ("signatures",)
     for file, status in walk(path):
         if file.split("/")[0] in wanted and "/" in file:
-            files[file] = FileEntry(media_type=media_type_of(file), sha256=sha256_file(path / file), size=status.st_size)
+            files[file] = FileEntry(
+                media_type=media_type_of(file), sha256=sha256_file(path / file), size=status.st_size
+            )
     check_files(files, str(path))
     for file in files:
         _check_safe(file, path)
@@ -140,7 +147,9 @@ def push(
     promote = promote and rejected is None
     if only_if is not None and not promote:
         raise StorageError(
-            "a condition on the current release requires promotion", where="only_if", hint="Omit only_if, or promote the release."
+            "a condition on the current release requires promotion",
+            where="only_if",
+            hint="Omit only_if, or promote the release.",
         )
     blobs = {entry.sha256: entry.size for entry in local.files.values()}
     with leased(target, blobs, on_wait) as lease:
@@ -148,7 +157,14 @@ def push(
         lease.check()
         verdict: Verdict = "candidate" if rejected is None else "rejected"
         release, new = target.publish(
-            name, local.manifest, local.digest, local.files, verdict=verdict, reason=rejected or "", message=message, facts=facts
+            name,
+            local.manifest,
+            local.digest,
+            local.files,
+            verdict=verdict,
+            reason=rejected or "",
+            message=message,
+            facts=facts,
         )
         _check_whole(target, release, lease)
     if promote:
@@ -187,7 +203,9 @@ def _check_whole(store: Store, release: Release, lease: PushedBlobs) -> None:
         raise
 
 
-def _send(store: Store, local: LocalPackage, lease: PushedBlobs, on_progress: OnProgress) -> list[str]:
+def _send(
+    store: Store, local: LocalPackage, lease: PushedBlobs, on_progress: OnProgress
+) -> list[str]:
     """Send the blobs that the store lacks. Return their digests."""
     blobs: dict[str, tuple[str, FileEntry]] = {}
     for path, entry in local.files.items():
@@ -208,7 +226,9 @@ def _send(store: Store, local: LocalPackage, lease: PushedBlobs, on_progress: On
         if there[digest] == entry.size:
             moved(entry.size)
             continue
-        store.files.send(blob_path(digest), local.path / path, Expected(entry.size, entry.sha256), moved)
+        store.files.send(
+            blob_path(digest), local.path / path, Expected(entry.size, entry.sha256), moved
+        )
         sent.append(digest)
     on_progress(total, total)
     return sent
@@ -220,4 +240,8 @@ def _check_safe(file: str, package: Path) -> None:
     try:
         TypeAdapter(SafePath).validate_python(file)
     except ValidationError as error:
-        raise PackageError("a file has a name that cannot be pushed", where=f"{package}/{file}", hint="Rename or remove it.") from error
+        raise PackageError(
+            "a file has a name that cannot be pushed",
+            where=f"{package}/{file}",
+            hint="Rename or remove it.",
+        ) from error

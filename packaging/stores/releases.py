@@ -22,7 +22,9 @@ _LINE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 def _line(name: str) -> str:
     if not _LINE.fullmatch(name) or name.endswith("."):
-        raise ValueError(f"{name!r} is not a valid line name (lowercase letters, digits and _ . -, at most 64)")
+        raise ValueError(
+            f"{name!r} is not a valid line name (lowercase letters, digits and _ . -, at most 64)"
+        )
     return name
 
 
@@ -136,7 +138,11 @@ def release_id(text: str | int) -> str:
     number, dash, rest = str(text).partition("-")
     found = f"{int(number):08d}{dash}{rest}" if re.fullmatch(r"[0-9]{1,8}", number) else ""
     if not _ID.fullmatch(found):
-        raise StorageError("this is not a release", where=str(text), expected="a number, as `trainload releases` shows it")
+        raise StorageError(
+            "this is not a release",
+            where=str(text),
+            expected="a number, as `trainload releases` shows it",
+        )
     return found
 
 
@@ -169,4 +175,6 @@ def check_files(files: dict[str, FileEntry], where: str) -> None:
             if folded.setdefault(prefix.casefold(), prefix) != prefix:
                 raise UnsafePackageError("two paths differ only in case", where=where, got=prefix)
             if end < len(parts) and prefix in files:
-                raise UnsafePackageError("a path is both a file and a folder", where=where, got=prefix)
+                raise UnsafePackageError(
+                    "a path is both a file and a folder", where=where, got=prefix
+                )

@@ -3,9 +3,10 @@
     store.json                              marks the folder as a store
     blobs/sha256/ab/abcd...                 files, by the sha256 of their bytes
     lines/LINE/releases/00000007.json       published releases: `Release`
-    lines/LINE/current/00000003.json        history of the current release: `Pointer`; the last one is valid
+    lines/LINE/current/00000003.json        history of the current release: `Pointer`; the last one
+                                            is valid
     lines/LINE/marks/00000007.json          later verdicts on releases: `Mark`
-    pushes/..., gc/...                      leases of running pushes, and of a running garbage collection
+    pushes/..., gc/...                      leases of running pushes, and of a garbage collection
 
 Everything except marks is written once. If several writers append concurrently, each tries to
 create the file of the next number: exactly one succeeds, and the others read its record and try the
@@ -67,17 +68,26 @@ class Store:
         StorageError: there is no store, or it cannot be reached.
     """
 
-    def __init__(self, url: str | Path, options: Mapping[str, Any] = NO_OPTIONS, *, create: bool = False) -> None:
+    def __init__(
+        self, url: str | Path, options: Mapping[str, Any] = NO_OPTIONS, *, create: bool = False
+    ) -> None:
         self.files = open_files(url, options)
         if self._read(StoreInfo, INFO) is not None:
             return
         there = self.files.names("")
-        if there and self._read(StoreInfo, INFO) is not None:  # another writer has just created it, store.json first
+        # another writer has just created it, store.json first
+        if there and self._read(StoreInfo, INFO) is not None:
             return
         if there:
-            raise StorageError("this location contains other files, but no store", where=self.url, got=", ".join(there[:5]))
+            raise StorageError(
+                "this location contains other files, but no store",
+                where=self.url,
+                got=", ".join(there[:5]),
+            )
         if not create:
-            raise StorageError("there is no store here", where=self.url, hint="Create one with `trainload push`.")
+            raise StorageError(
+                "there is no store here", where=self.url, hint="Create one with `trainload push`."
+            )
         self.files.replace(INFO, StoreInfo().to_bytes())
 
     @property
@@ -99,14 +109,23 @@ class Store:
         """
         if name is not None:
             if not is_line(name):
-                raise StorageError("this is not a valid line name", where=name, expected="lowercase letters, digits and _ . -, at most 64")
+                raise StorageError(
+                    "this is not a valid line name",
+                    where=name,
+                    expected="lowercase letters, digits and _ . -, at most 64",
+                )
             return name
         found = self.lines()
         if len(found) == 1 or (not found and default is not None):
             return found[0] if found else str(default)
         if not found:
             raise StorageError("the store has no releases", where=self.url)
-        raise StorageError("the store has several lines", where=self.url, got=", ".join(found[:10]), hint="Specify one with --line.")
+        raise StorageError(
+            "the store has several lines",
+            where=self.url,
+            got=", ".join(found[:10]),
+            hint="Specify one with --line.",
+        )
 
     def known_line(self, name: str) -> str:
         """Return `name` if the store has a line of this name.
@@ -116,7 +135,9 @@ class Store:
         """
         if name not in self.lines():
             raise StorageError(
-                "there is no such line", where=f"{self.url}, line {name}", expected=f"one of {', '.join(self.lines()[:10]) or 'none'}"
+                "there is no such line",
+                where=f"{self.url}, line {name}",
+                expected=f"one of {', '.join(self.lines()[:10]) or 'none'}",
             )
         return name
 
@@ -139,7 +160,12 @@ class Store:
         found = self._read_release(line, wanted)
         if found is None:
             known = ", ".join(shown(each) for each in self.release_ids(line)[-5:]) or "none"
-            raise StorageError("there is no such release", where=f"{self.url}, line {line}", expected=f"one of {known}", got=shown(wanted))
+            raise StorageError(
+                "there is no such release",
+                where=f"{self.url}, line {line}",
+                expected=f"one of {known}",
+                got=shown(wanted),
+            )
         return found
 
     def current(self, line: str) -> Pointer | None:
@@ -149,7 +175,9 @@ class Store:
 
     def history(self, line: str) -> tuple[Pointer, ...]:
         """Return the history of a line's current releases, oldest first."""
-        found = self._many(lambda each: self._read_pointer(line, each), self._ids(f"lines/{line}/current"))
+        found = self._many(
+            lambda each: self._read_pointer(line, each), self._ids(f"lines/{line}/current")
+        )
         return tuple(pointer for pointer in found if pointer is not None)
 
     def mark_of(self, line: str, release: str) -> Mark | None:
@@ -157,7 +185,9 @@ class Store:
         path = f"lines/{line}/marks/{release}.json"
         found = self._read(Mark, path)
         if found is not None and (found.line, found.release) != (line, release):
-            raise IntegrityError("a record of the store does not match its path", where=f"{self.url}/{path}")
+            raise IntegrityError(
+                "a record of the store does not match its path", where=f"{self.url}/{path}"
+            )
         return found
 
     def releases(self, line: str) -> tuple[ReleaseState, ...]:
@@ -169,7 +199,13 @@ class Store:
         ids = self.release_ids(line)
         releases = self._many(lambda each: self._read_release(line, each), ids)
         marked = {name.removesuffix(".json") for name in self.files.names(f"lines/{line}/marks")}
-        marks = dict(zip(ids, self._many(lambda each: self.mark_of(line, each) if each in marked else None, ids), strict=True))
+        marks = dict(
+            zip(
+                ids,
+                self._many(lambda each: self.mark_of(line, each) if each in marked else None, ids),
+                strict=True,
+            )
+        )
         history = self.history(line)
         promoted: dict[str, str] = {}
         current = None
@@ -177,13 +213,23 @@ class Store:
             if pointer.release != current:  # otherwise it only confirms the entry before
                 promoted[pointer.release] = pointer.reason
             current = pointer.release
-        return tuple(_state(release, marks[release.id], promoted, current) for release in releases if release is not None)
+        return tuple(
+            _state(release, marks[release.id], promoted, current)
+            for release in releases
+            if release is not None
+        )
 
     def blob_sizes(self, digests: Iterable[str]) -> dict[str, int | None]:
         """Return digest -> size of its blob in bytes, or None if the store does not have it."""
         asked = list(digests)
         with ThreadPoolExecutor(_READERS) as pool:
-            return dict(zip(asked, pool.map(lambda digest: self.files.size(blob_path(digest)), asked), strict=True))
+            return dict(
+                zip(
+                    asked,
+                    pool.map(lambda digest: self.files.size(blob_path(digest)), asked),
+                    strict=True,
+                )
+            )
 
     def publish(
         self,
@@ -217,7 +263,9 @@ class Store:
             thought = release.verdict if mark is None else mark.verdict
             if thought == verdict or (facts and release.facts == facts and thought != "removed"):
                 return release, False
-        parent = next((release.id for release in reversed(known) if release.package == manifest.parent), None)
+        parent = next(
+            (release.id for release in reversed(known) if release.package == manifest.parent), None
+        )
         nonce = secrets.token_hex(16)
 
         def make(name: str, _last: str | None) -> Release:
@@ -274,7 +322,9 @@ class Store:
         expected = None if only_if is None or str(only_if) == NOBODY else release_id(only_if)
         if (only_if, after) != (None, None) and not self.files.exclusive:
             raise StorageError(
-                "this store does not support conditional writes", where=self.url, hint="Omit only_if; then the last writer wins."
+                "this store does not support conditional writes",
+                where=self.url,
+                hint="Omit only_if; then the last writer wins.",
             )
         nonce = secrets.token_hex(16)
 
@@ -296,7 +346,16 @@ class Store:
                     got=f"release {shown(before.release)}" if before else "none",
                     hint="Check `trainload releases`, and decide again.",
                 )
-            return _checked(Pointer, line=line, id=name, release=found.id, package=found.package, reason=reason, created=now(), nonce=nonce)
+            return _checked(
+                Pointer,
+                line=line,
+                id=name,
+                release=found.id,
+                package=found.package,
+                reason=reason,
+                created=now(),
+                nonce=nonce,
+            )
 
         pointer = self._append(f"lines/{line}/current", make)
         self._take_back_if_removed(line, found, pointer)
@@ -317,7 +376,9 @@ class Store:
             assert last is not None, "entries are never removed"
             before = self._read_pointer(line, last)
             assert before is not None, "entries are never removed"
-            return before.model_copy(update={"id": name, "reason": reason, "created": now(), "nonce": nonce})
+            return before.model_copy(
+                update={"id": name, "reason": reason, "created": now(), "nonce": nonce}
+            )
 
         return self._append(f"lines/{line}/current", make)
 
@@ -330,7 +391,15 @@ class Store:
             StorageError: there is no such release.
         """
         found = self.release(line, release)
-        mark = _checked(Mark, line=line, release=found.id, verdict=verdict, reason=reason, created=now(), nonce=secrets.token_hex(16))
+        mark = _checked(
+            Mark,
+            line=line,
+            release=found.id,
+            verdict=verdict,
+            reason=reason,
+            created=now(),
+            nonce=secrets.token_hex(16),
+        )
         self.files.replace(f"lines/{line}/marks/{found.id}.json", mark.to_bytes())
         return mark
 
@@ -343,10 +412,20 @@ class Store:
         mark = self.mark_of(line, release.id)
         if mark is None or mark.verdict != "removed":
             return
-        before = [each for each in self.history(line) if each.id != pointer.id and each.release != release.id]
+        before = [
+            each
+            for each in self.history(line)
+            if each.id != pointer.id and each.release != release.id
+        ]
         if before:
-            self.promote(line, before[-1].release, reason=f"the files of release {release.name} were removed")
-        raise StorageError("the release's files were removed", where=f"{self.url}, line {line}, release {release.name}", got=mark.reason)
+            self.promote(
+                line, before[-1].release, reason=f"the files of release {release.name} were removed"
+            )
+        raise StorageError(
+            "the release's files were removed",
+            where=f"{self.url}, line {line}, release {release.name}",
+            got=mark.reason,
+        )
 
     def _check_usable(self, release: Release) -> None:
         verdict, reason = _verdict(release, self.mark_of(release.line, release.id))
@@ -369,7 +448,9 @@ class Store:
         pointer = self.current(line)
         if pointer is None:
             raise StorageError(
-                "the line has no current release", where=where, hint="Specify one, or make one current with `trainload promote`."
+                "the line has no current release",
+                where=where,
+                hint="Specify one, or make one current with `trainload promote`.",
             )
         return pointer.release
 
@@ -381,20 +462,29 @@ class Store:
         for attempt in range(_TRIES):
             ids = self._ids(folder)
             number = int(ids[-1][:8]) + 1 if ids else 1
-            name = f"{number:08d}" if self.files.exclusive else f"{number:08d}-{secrets.token_hex(8)}"
+            name = (
+                f"{number:08d}" if self.files.exclusive else f"{number:08d}-{secrets.token_hex(8)}"
+            )
             record = make(name, ids[-1] if ids else None)
-            if not self.files.exclusive:  # two writers may use the same number: their ids differ, and both records stay
+            # two writers may use the same number: their ids differ, and both records stay
+            if not self.files.exclusive:
                 self.files.replace(f"{folder}/{name}.json", record.to_bytes())
                 return record
             if self.files.create(f"{folder}/{name}.json", record.to_bytes()):
                 return record
             time.sleep(random.uniform(0, min(1.0, 0.005 * (attempt + 1))))
         raise StorageError(
-            f"too many concurrent writers: gave up after {_TRIES} attempts", where=f"{self.url}/{folder}", hint="Try again later."
+            f"too many concurrent writers: gave up after {_TRIES} attempts",
+            where=f"{self.url}/{folder}",
+            hint="Try again later.",
         )
 
     def _ids(self, folder: str) -> list[str]:
-        names = (name.removesuffix(".json") for name in self.files.names(folder) if name.endswith(".json"))
+        names = (
+            name.removesuffix(".json")
+            for name in self.files.names(folder)
+            if name.endswith(".json")
+        )
         return sorted(name for name in names if is_id(name))
 
     def _many(self, read: Callable[[str], R | None], ids: list[str]) -> list[R | None]:
@@ -410,7 +500,9 @@ class Store:
         found = self._read(Release, path)
         if found is not None:
             if (found.line, found.id) != (line, release):
-                raise IntegrityError("a record of the store does not match its path", where=f"{self.url}/{path}")
+                raise IntegrityError(
+                    "a record of the store does not match its path", where=f"{self.url}/{path}"
+                )
             check_files(found.files, f"{self.url}/{path}")
         return found
 
@@ -418,7 +510,9 @@ class Store:
         path = f"lines/{line}/current/{pointer}.json"
         found = self._read(Pointer, path)
         if found is not None and (found.line, found.id) != (line, pointer):
-            raise IntegrityError("a record of the store does not match its path", where=f"{self.url}/{path}")
+            raise IntegrityError(
+                "a record of the store does not match its path", where=f"{self.url}/{path}"
+            )
         return found
 
 
@@ -432,7 +526,9 @@ def _checked(kind: type[R], **fields: object) -> R:
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        raise StorageError(f"{first['loc'][0]} cannot be recorded: {first['msg']}", where=kind.__name__.lower()) from error
+        raise StorageError(
+            f"{first['loc'][0]} cannot be recorded: {first['msg']}", where=kind.__name__.lower()
+        ) from error
 
 
 def _verdict(release: Release, mark: Mark | None) -> tuple[str, str]:
@@ -440,7 +536,9 @@ def _verdict(release: Release, mark: Mark | None) -> tuple[str, str]:
     return (release.verdict, release.reason) if mark is None else (mark.verdict, mark.reason)
 
 
-def _state(release: Release, mark: Mark | None, promoted: Mapping[str, str], current: str | None) -> ReleaseState:
+def _state(
+    release: Release, mark: Mark | None, promoted: Mapping[str, str], current: str | None
+) -> ReleaseState:
     verdict, reason = _verdict(release, mark)
     if verdict == "removed":
         return ReleaseState(release, "removed", reason)

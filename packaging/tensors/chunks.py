@@ -200,22 +200,38 @@ class ChunkedFile:
             return
         stop, chunk = start + len(into), self._chunk
         numbers = range(start // chunk, -(-stop // chunk))
-        inner = [number for number in numbers if start <= number * chunk and min((number + 1) * chunk, self._size) <= stop]
+        inner = [
+            number
+            for number in numbers
+            if start <= number * chunk and min((number + 1) * chunk, self._size) <= stop
+        ]
         with self._opened() as file:
             self._announce(file, start, stop, onward)
             for number in sorted(set(numbers) - set(inner)):
                 low, high = max(start, number * chunk), min(stop, (number + 1) * chunk)
                 block = memoryview(self._edge(number, file))
-                into[low - start : high - start] = block[low - number * chunk : high - number * chunk]
+                into[low - start : high - start] = block[
+                    low - number * chunk : high - number * chunk
+                ]
 
             def read(group: range) -> None:
                 low, high = group.start * chunk, min(group.stop * chunk, self._size)
                 file.fill(low, into[low - start : high - start])
                 for number in group:
-                    self._check(number, into[number * chunk - start : min((number + 1) * chunk, high) - start])
+                    self._check(
+                        number,
+                        into[number * chunk - start : min((number + 1) * chunk, high) - start],
+                    )
 
             each = max(1, CHUNK // chunk)
-            groups = [range(at, min(at + each, inner[-1] + 1)) for at in range(inner[0], inner[-1] + 1, each)] if inner else []
+            groups = (
+                [
+                    range(at, min(at + each, inner[-1] + 1))
+                    for at in range(inner[0], inner[-1] + 1, each)
+                ]
+                if inner
+                else []
+            )
             if len(groups) < FEW:
                 for group in groups:
                     read(group)

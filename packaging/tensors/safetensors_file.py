@@ -74,7 +74,10 @@ class TensorSpec:
         """
         if self.dtype not in DTYPES:
             raise PackageError(
-                "a tensor has a dtype that packages do not support", where=self.name, expected=", ".join(sorted(DTYPES)), got=self.dtype
+                "a tensor has a dtype that packages do not support",
+                where=self.name,
+                expected=", ".join(sorted(DTYPES)),
+                got=self.dtype,
             )
         size = DTYPES[self.dtype].itemsize
         for length in self.shape:
@@ -91,11 +94,18 @@ class TensorFileWriter:
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         # Wider dtypes first, so that every tensor is aligned.
-        ordered = sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize if spec.nbytes >= 0 else 0, spec.name))
+        ordered = sorted(
+            specs,
+            key=lambda spec: (-DTYPES[spec.dtype].itemsize if spec.nbytes >= 0 else 0, spec.name),
+        )
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for spec in ordered:
-            header[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+            header[spec.name] = {
+                "dtype": CODES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.nbytes],
+            }
             at += spec.nbytes
         text = canonical_json(header)
         text += b" " * (-len(text) % 8)
@@ -118,15 +128,28 @@ class TensorFileWriter:
             OSError: the disk is full.
         """
         if name not in self._missing:
-            raise PackageError("a tensor was added twice" if name in self.places else "the package has no such tensor", where=name)
+            raise PackageError(
+                "a tensor was added twice"
+                if name in self.places
+                else "the package has no such tensor",
+                where=name,
+            )
         place = self.places[name]
         got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if got != (place.dtype, place.shape):
             raise PackageError(
-                "a tensor has the wrong dtype or shape", where=name, expected=f"{place.dtype} {place.shape}", got=f"{got[0]} {got[1]}"
+                "a tensor has the wrong dtype or shape",
+                where=name,
+                expected=f"{place.dtype} {place.shape}",
+                got=f"{got[0]} {got[1]}",
             )
         if tensor.device.type == "meta":
-            raise PackageError("a tensor has no data", where=name, got="a meta tensor", hint="Pass the real tensor.")
+            raise PackageError(
+                "a tensor has no data",
+                where=name,
+                got="a meta tensor",
+                hint="Pass the real tensor.",
+            )
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         self._file.seek(place.start)
         self._file.write(memoryview(flat.view(torch.uint8).numpy().data))
@@ -135,11 +158,20 @@ class TensorFileWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if kind is None:
                 if self._missing:
-                    raise PackageError("tensors are missing", where=self.path.name, got=", ".join(sorted(self._missing)[:5]))
+                    raise PackageError(
+                        "tensors are missing",
+                        where=self.path.name,
+                        got=", ".join(sorted(self._missing)[:5]),
+                    )
                 self._file.flush()
                 os.fsync(self._file.fileno())
         finally:
@@ -153,13 +185,18 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         PackageError: a dtype is not supported in packages.
         OSError: the disk is full.
     """
-    specs = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
+    specs = [
+        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for name, t in tensors.items()
+    ]
     with TensorFileWriter(path, specs) as file:
         for name, tensor in tensors.items():
             file.add(name, tensor)
 
 
-def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSpec]) -> dict[str, Place]:
+def parse_header(
+    head: bytes, size: int, where: str, expected: Iterable[TensorSpec]
+) -> dict[str, Place]:
     """Parse a header that may be hostile, and check it against the manifest.
 
     Args:
@@ -172,8 +209,12 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
         IntegrityError: the header is malformed, has holes or overlaps, or lists other tensors.
     """
     length = header_length(head, size, where)
-    entries = parse_canonical(head[8 : 8 + length].rstrip(b" "), where, max_bytes=MAX_HEADER, max_depth=4)
-    if not isinstance(entries, dict) or entries.pop("__metadata__", {"format": "pt"}) != {"format": "pt"}:
+    entries = parse_canonical(
+        head[8 : 8 + length].rstrip(b" "), where, max_bytes=MAX_HEADER, max_depth=4
+    )
+    if not isinstance(entries, dict) or entries.pop("__metadata__", {"format": "pt"}) != {
+        "format": "pt"
+    }:
         raise IntegrityError("a tensor file's header is malformed", where=where)
     wanted = {spec.name: spec for spec in expected}
     if set(entries) != set(wanted):
@@ -187,7 +228,11 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
         spec = wanted[name]
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise IntegrityError("a tensor file's header is malformed", where=f"{where}, {name}")
-        if not _whole_numbers(entry["shape"]) or not _whole_numbers(entry["data_offsets"]) or len(entry["data_offsets"]) != 2:
+        if (
+            not _whole_numbers(entry["shape"])
+            or not _whole_numbers(entry["data_offsets"])
+            or len(entry["data_offsets"]) != 2
+        ):
             raise IntegrityError("a tensor file's header is malformed", where=f"{where}, {name}")
         begin, end = entry["data_offsets"]
         described = (_NAMES.get(str(entry["dtype"])), entry["shape"])
@@ -205,7 +250,12 @@ def parse_header(head: bytes, size: int, where: str, expected: Iterable[TensorSp
             raise IntegrityError("tensors overlap or leave a gap", where=where)
         at = place.stop
     if at != size:
-        raise IntegrityError("a tensor file's length does not match its header", where=where, expected=str(at), got=str(size))
+        raise IntegrityError(
+            "a tensor file's length does not match its header",
+            where=where,
+            expected=str(at),
+            got=str(size),
+        )
     return places
 
 
@@ -225,11 +275,15 @@ def header_length(head: bytes, size: int, where: str) -> int:
     """
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > MAX_HEADER or 8 + length > size:
-        raise IntegrityError("a tensor file states an impossible header length", where=where, got=str(length))
+        raise IntegrityError(
+            "a tensor file states an impossible header length", where=where, got=str(length)
+        )
     return length
 
 
-def tensor_of(data: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def tensor_of(
+    data: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]
+) -> torch.Tensor:
     """Return a tensor that copies raw bytes."""
     tensor = torch.empty(shape, dtype=DTYPES[dtype])
     bytes_of(tensor)[:] = memoryview(data)
@@ -249,7 +303,11 @@ def to_fill(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
+    return (
+        memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        if tensor.numel()
+        else memoryview(bytearray())
+    )
 
 
 def tensor_places(data: bytes, where: str, specs: Iterable[TensorSpec]) -> dict[str, Place]:
@@ -270,4 +328,7 @@ def read_tensors(data: bytes, where: str, specs: Iterable[TensorSpec]) -> dict[s
     """
     places = tensor_places(data, where, specs)
     view = memoryview(data)
-    return {name: tensor_of(view[place.start : place.stop], place.dtype, place.shape) for name, place in places.items()}
+    return {
+        name: tensor_of(view[place.start : place.stop], place.dtype, place.shape)
+        for name, place in places.items()
+    }

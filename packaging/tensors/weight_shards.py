@@ -39,12 +39,18 @@ def stored_tensors(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[Te
     """Return the tensors in weights/: (parameters that are not aliases and persistent buffers,
     other buffers).
     """
-    state = [TensorSpec(p.name, p.dtype, p.shape) for p in manifest.parameters if p.alias_of is None]
+    state = [
+        TensorSpec(p.name, p.dtype, p.shape) for p in manifest.parameters if p.alias_of is None
+    ]
     state += [TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if b.persistent]
-    return tuple(state), tuple(TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if not b.persistent)
+    return tuple(state), tuple(
+        TensorSpec(b.name, b.dtype, b.shape) for b in manifest.buffers if not b.persistent
+    )
 
 
-def trained_tensors(manifest: Manifest, parameters: Collection[str] | None = None) -> frozenset[str]:
+def trained_tensors(
+    manifest: Manifest, parameters: Collection[str] | None = None
+) -> frozenset[str]:
     """Return the names of tensors that training may change: `parameters` (None: those that the
     package trains), and all buffers.
     """
@@ -71,7 +77,10 @@ def shard_layout(
     others = [spec for spec in specs if changing is not None and spec.name not in changing]
     shards = [shard for part in (first, others) for shard in _filled(part, max_shard)] or [[]]
     total = len(shards)
-    return {f"weights/model-{i:05d}-of-{total:05d}.safetensors": tuple(shard) for i, shard in enumerate(shards, 1)}
+    return {
+        f"weights/model-{i:05d}-of-{total:05d}.safetensors": tuple(shard)
+        for i, shard in enumerate(shards, 1)
+    }
 
 
 def _filled(specs: Sequence[TensorSpec], max_shard: int) -> list[list[TensorSpec]]:
@@ -115,18 +124,33 @@ def write_weights(
         layout[NON_PERSISTENT] = tuple(others)
     (root / "weights").mkdir()
     with ExitStack() as stack:
-        writers = {path: stack.enter_context(TensorFileWriter(root / path, shard)) for path, shard in layout.items()}
+        writers = {
+            path: stack.enter_context(TensorFileWriter(root / path, shard))
+            for path, shard in layout.items()
+        }
         home = {spec.name: writers[path] for path, shard in layout.items() for spec in shard}
         for name, tensor in tensors:
             if name not in home:
                 raise PackageError("the package has no such tensor", where=name)
             home[name].add(name, tensor)
-    names = {spec.name: path.removeprefix("weights/") for path, shard in layout.items() for spec in shard if path != NON_PERSISTENT}
-    _write_lists(root, sum(spec.nbytes for spec in state), names, {path: _digests(root / path) for path in layout})
+    names = {
+        spec.name: path.removeprefix("weights/")
+        for path, shard in layout.items()
+        for spec in shard
+        if path != NON_PERSISTENT
+    }
+    _write_lists(
+        root,
+        sum(spec.nbytes for spec in state),
+        names,
+        {path: _digests(root / path) for path in layout},
+    )
     return [*layout, INDEX, CHUNKS]
 
 
-def add_weights(package: Path, manifest: Manifest, root: Path, added: Mapping[str, torch.Tensor]) -> list[str]:
+def add_weights(
+    package: Path, manifest: Manifest, root: Path, added: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Write a weight file of new parameters under `root`, and the lists of weights/ for it and the
     files of another package.
 
@@ -145,15 +169,29 @@ def add_weights(package: Path, manifest: Manifest, root: Path, added: Mapping[st
         OSError: the disk is full.
     """
     state, _ = stored_tensors(manifest)
-    homes = _weight_map(parse_canonical(read_checked(package, INDEX, manifest.files[INDEX]), INDEX), {spec.name for spec in state})
-    sizes = {path: entry.size for path, entry in manifest.files.items() if path.startswith("weights/") and path not in (INDEX, CHUNKS)}
-    digests = _chunk_table(parse_canonical(read_checked(package, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes)
+    homes = _weight_map(
+        parse_canonical(read_checked(package, INDEX, manifest.files[INDEX]), INDEX),
+        {spec.name for spec in state},
+    )
+    sizes = {
+        path: entry.size
+        for path, entry in manifest.files.items()
+        if path.startswith("weights/") and path not in (INDEX, CHUNKS)
+    }
+    digests = _chunk_table(
+        parse_canonical(read_checked(package, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes
+    )
     number = next(n for n in range(1, len(sizes) + 2) if _added_file(n) not in sizes)
     (root / "weights").mkdir(exist_ok=True)
     write_tensors(root / _added_file(number), added)
     digests[_added_file(number)] = _digests(root / _added_file(number))
     homes |= dict.fromkeys(added, _added_file(number).removeprefix("weights/"))
-    _write_lists(root, sum(spec.nbytes for spec in state) + sum(tensor.nbytes for tensor in added.values()), homes, digests)
+    _write_lists(
+        root,
+        sum(spec.nbytes for spec in state) + sum(tensor.nbytes for tensor in added.values()),
+        homes,
+        digests,
+    )
     return [_added_file(number), INDEX, CHUNKS]
 
 
@@ -161,8 +199,12 @@ def _added_file(number: int) -> str:
     return f"weights/model-added-{number:05d}.safetensors"
 
 
-def _write_lists(root: Path, size: int, homes: Mapping[str, str], digests: Mapping[str, list[str]]) -> None:
-    write_bytes(root / INDEX, canonical_json({"metadata": {"total_size": size}, "weight_map": homes}))
+def _write_lists(
+    root: Path, size: int, homes: Mapping[str, str], digests: Mapping[str, list[str]]
+) -> None:
+    write_bytes(
+        root / INDEX, canonical_json({"metadata": {"total_size": size}, "weight_map": homes})
+    )
     write_bytes(root / CHUNKS, canonical_json({"chunk_size": chunks.CHUNK, "files": digests}))
 
 
@@ -194,12 +236,23 @@ class WeightReader:
             self._specs[spec.name] = (NON_PERSISTENT, spec)
         used = {path for path, _ in self._specs.values()}
         listed = {path for path in manifest.files if path.startswith("weights/")} - {INDEX, CHUNKS}
-        if used - listed or {path for path in listed if path not in used and (wanted or path == NON_PERSISTENT)}:
-            raise IntegrityError("the files in the index do not match the manifest", where=INDEX, got=", ".join(sorted(used ^ listed)[:5]))
+        if used - listed or {
+            path for path in listed if path not in used and (wanted or path == NON_PERSISTENT)
+        }:
+            raise IntegrityError(
+                "the files in the index do not match the manifest",
+                where=INDEX,
+                got=", ".join(sorted(used ^ listed)[:5]),
+            )
         sizes = {path: manifest.files[path].size for path in listed}
-        table = _chunk_table(parse_canonical(read_checked(root, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes)
+        table = _chunk_table(
+            parse_canonical(read_checked(root, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes
+        )
         last = chunks.LastChunk()
-        self._files = {path: _chunked(root, path, sizes[path], digests, last) for path, digests in table.items()}
+        self._files = {
+            path: _chunked(root, path, sizes[path], digests, last)
+            for path, digests in table.items()
+        }
 
     def names(self) -> tuple[str, ...]:
         """Return the names of every parameter that is not an alias, and of every buffer."""
@@ -243,7 +296,9 @@ class WeightReader:
         place = self._place(path, name)
         item = DTYPES[spec.dtype].itemsize
         if not 0 <= start <= stop <= (place.stop - place.start) // item:
-            raise ValueError(f"elements {start} to {stop} are not within {name} of shape {spec.shape}")
+            raise ValueError(
+                f"elements {start} to {stop} are not within {name} of shape {spec.shape}"
+            )
         tensor = to_fill((stop - start,), DTYPES[spec.dtype])
         self._files[path].fill(place.start + start * item, bytes_of(tensor))
         return tensor
@@ -301,11 +356,15 @@ class WeightReader:
             file = self._files[path]
             length = header_length(file.read(0, min(8, file.size)), file.size, path)
             specs = [spec for home, spec in self._specs.values() if home == path]
-            places = self._places[path] = parse_header(file.read(0, 8 + length), file.size, path, specs)
+            places = self._places[path] = parse_header(
+                file.read(0, 8 + length), file.size, path, specs
+            )
         return places[self._aliases.get(name, name)]
 
 
-def _chunked(root: Path, path: str, size: int, digests: Sequence[str], last: chunks.LastChunk) -> chunks.ChunkedFile:
+def _chunked(
+    root: Path, path: str, size: int, digests: Sequence[str], last: chunks.LastChunk
+) -> chunks.ChunkedFile:
     def damaged(number: int) -> IntegrityError:
         return IntegrityError(
             "a file of weights is damaged",
@@ -315,7 +374,9 @@ def _chunked(root: Path, path: str, size: int, digests: Sequence[str], last: chu
             hint="Fetch the package again.",
         )
 
-    return chunks.ChunkedFile(lambda: chunks.ranges_of(open_inside(root, path)), size, digests, damaged, last)
+    return chunks.ChunkedFile(
+        lambda: chunks.ranges_of(open_inside(root, path)), size, digests, damaged, last
+    )
 
 
 class LazyState(Mapping[str, torch.Tensor]):
@@ -340,12 +401,18 @@ class LazyState(Mapping[str, torch.Tensor]):
 
 
 def _weight_map(index: Any, wanted: set[str]) -> dict[str, str]:
-    if not isinstance(index, dict) or set(index) != {"metadata", "weight_map"} or not isinstance(index["weight_map"], dict):
+    if (
+        not isinstance(index, dict)
+        or set(index) != {"metadata", "weight_map"}
+        or not isinstance(index["weight_map"], dict)
+    ):
         raise IntegrityError("the index is malformed", where=INDEX)
     homes = index["weight_map"]
     if set(homes) != wanted or not all(isinstance(home, str) for home in homes.values()):
         raise IntegrityError(
-            "the tensors in the index do not match the manifest", where=INDEX, got=", ".join(sorted(set(homes) ^ wanted)[:5])
+            "the tensors in the index do not match the manifest",
+            where=INDEX,
+            got=", ".join(sorted(set(homes) ^ wanted)[:5]),
         )
     return dict(homes)
 
@@ -359,8 +426,12 @@ def _chunk_table(told: Any, sizes: Mapping[str, int]) -> dict[str, list[str]]:
         raise IntegrityError("the list of chunks is malformed", where=CHUNKS)
     files = told["files"]
     if not isinstance(files, dict) or set(files) != set(sizes):
-        raise IntegrityError("the files in the list of chunks do not match the manifest", where=CHUNKS)
+        raise IntegrityError(
+            "the files in the list of chunks do not match the manifest", where=CHUNKS
+        )
     for path, size in sizes.items():
         if not isinstance(files[path], list) or len(files[path]) != -(-size // chunks.CHUNK):
-            raise IntegrityError("the list of chunks does not match the file's length", where=f"{CHUNKS}, {path}")
+            raise IntegrityError(
+                "the list of chunks does not match the file's length", where=f"{CHUNKS}, {path}"
+            )
     return dict(files)

@@ -27,7 +27,10 @@ _PREFIX = "_c10d_functional."
 _WAIT = "wait_tensor"
 _SIZED = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor"})
 _CALLED = _SIZED | {"all_reduce", "broadcast"}
-_CURE = "Every rank must run the same package, plan, trainload and torch: compare the nodes, clear their caches, and resume."
+_CURE = (
+    "Every rank must run the same package, plan, trainload and torch: compare the nodes, clear"
+    " their caches, and resume."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
     for node, inside in _calls(module):
         if inside:
             raise PlanError(
-                "a collective is in the body of an operator: ranks whose data differ would not all call it",
+                "a collective is in the body of an operator: ranks whose data differ would not all"
+                " call it",
                 where=f"{where}, {node.name}",
                 got=str(node.target),
             )
@@ -98,10 +102,17 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
         size = len(groups[collective.group][0])
         if ranks is not None and ranks != size:
             raise PlanError(
-                "a collective states the wrong size of its group", where=f"{where}, {node.name}", expected=f"{size} ranks", got=f"{ranks}"
+                "a collective states the wrong size of its group",
+                where=f"{where}, {node.name}",
+                expected=f"{size} ranks",
+                got=f"{ranks}",
             )
         whole = collective.elements
-        if collective.operator == "reduce_scatter_tensor" and isinstance(whole, int) and whole % size:
+        if (
+            collective.operator == "reduce_scatter_tensor"
+            and isinstance(whole, int)
+            and whole % size
+        ):
             raise PlanError(
                 "a scattered tensor cannot be divided evenly",
                 where=f"{where}, {node.name}",
@@ -109,7 +120,11 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
                 got=f"{whole}",
             )
         if not any(_name(user) == _WAIT for user in node.users):
-            raise PlanError("nothing waits for the result of a collective", where=f"{where}, {node.name}", got=str(collective))
+            raise PlanError(
+                "nothing waits for the result of a collective",
+                where=f"{where}, {node.name}",
+                got=str(collective),
+            )
         found.append(collective)
     return tuple(found)
 
@@ -121,7 +136,10 @@ def graph_digest(module: GraphModule) -> str:
     other's values.
     """
     symbols: dict[str, str] = {}
-    lines = [_SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), line) for line in _lines(module)]
+    lines = [
+        _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), line)
+        for line in _lines(module)
+    ]
     return sha256_bytes("\n".join(lines).encode())
 
 
@@ -160,13 +178,22 @@ def check_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where
         return
     sequences = list(kinds)
     for (first, other), names in _meetings(kind_of, groups).items():
-        mine, its = ([c for c in sequences[kind_of[rank]] if c.group in names] for rank in (first, other))
+        mine, its = (
+            [c for c in sequences[kind_of[rank]] if c.group in names] for rank in (first, other)
+        )
         if mine != its:
-            at = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), min(len(mine), len(its)))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b),
+                min(len(mine), len(its)),
+            )
             called = all(each.is_called for each in (*mine[at : at + 1], *its[at : at + 1]))
             raise PlanError(
                 "ranks would "
-                + ("deadlock: they call different collectives" if called else "compute different results: their graphs differ"),
+                + (
+                    "deadlock: they call different collectives"
+                    if called
+                    else "compute different results: their graphs differ"
+                ),
                 where=f"{where}, collective {at} of those that ranks {first} and {other} share",
                 expected=f"rank {first}: {mine[at] if at < len(mine) else 'no more'}",
                 got=f"rank {other}: {its[at] if at < len(its) else 'no more'}",
@@ -181,7 +208,10 @@ def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], f
     one pair for each set of names. The axes of a mesh are regular, so the first rank sees every
     existing set.
     """
-    homes = {name: {rank: number for number, part in enumerate(parts) for rank in part} for name, parts in groups.items()}
+    homes = {
+        name: {rank: number for number, part in enumerate(parts) for rank in part}
+        for name, parts in groups.items()
+    }
     found: dict[tuple[int, int, frozenset[str]], tuple[int, int]] = {}
     for parts in groups.values():
         for part in parts:
@@ -189,7 +219,11 @@ def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], f
             for kind, first in firsts.items() if len(firsts) > 1 else ():
                 for other in part:
                     if kind_of[other] > kind:
-                        shared = frozenset(n for n, home in homes.items() if first in home and home[first] == home.get(other))
+                        shared = frozenset(
+                            n
+                            for n, home in homes.items()
+                            if first in home and home[first] == home.get(other)
+                        )
                         found.setdefault((kind, kind_of[other], shared), (first, other))
     return {pair: names for (_, _, names), pair in found.items()}
 
@@ -201,15 +235,26 @@ def _read(node: Node, where: str, symbols: dict[str, str]) -> tuple[Collective, 
     name = _name(node)
     value: Any = node.all_input_nodes[0].meta["val"]
     assert is_overload(node.target)
-    arguments: dict[str, Any] = {named.name: given for named, given in zip(node.target._schema.arguments, node.args, strict=False)}
+    arguments: dict[str, Any] = {
+        named.name: given
+        for named, given in zip(node.target._schema.arguments, node.args, strict=False)
+    }
     arguments |= node.kwargs
     elements = value.numel()
     if isinstance(elements, SymInt) and not _UNBACKED.search(str(elements)):
-        elements = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), str(elements))
+        elements = _SYMBOL.sub(
+            lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), str(elements)
+        )
     if not isinstance(arguments.get("group_name"), str) or isinstance(elements, SymInt):
-        raise PlanError("the group or size of a collective is not known in advance", where=f"{where}, {node.name}", got=str(node.target))
+        raise PlanError(
+            "the group or size of a collective is not known in advance",
+            where=f"{where}, {node.name}",
+            got=str(node.target),
+        )
     dtype = str(value.dtype).removeprefix("torch.")
-    collective = Collective(name, arguments["group_name"], dtype, elements, arguments.get("reduce_op", ""))
+    collective = Collective(
+        name, arguments["group_name"], dtype, elements, arguments.get("reduce_op", "")
+    )
     return collective, arguments["group_size"] if name in _SIZED else None
 
 

@@ -36,7 +36,9 @@ def ends(module: GraphModule) -> tuple[list[Node], Sequence[Node]]:
 
 def mode_of(placeholders: Sequence[Node]) -> Any:
     """Return the fake mode of a graph's values."""
-    return next(value.fake_mode for node in placeholders if hasattr(value := node.meta["val"], "fake_mode"))
+    return next(
+        value.fake_mode for node in placeholders if hasattr(value := node.meta["val"], "fake_mode")
+    )
 
 
 def holds_tensors(node: Node) -> bool:
@@ -44,7 +46,9 @@ def holds_tensors(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor | tuple | list)
 
 
-def computed_from(nodes: Iterable[Node], *, values: bool = False, owner: GraphModule | None = None) -> set[Node]:
+def computed_from(
+    nodes: Iterable[Node], *, values: bool = False, owner: GraphModule | None = None
+) -> set[Node]:
     """Return the nodes that some nodes are computed from, including themselves.
 
     Args:
@@ -58,7 +62,9 @@ def computed_from(nodes: Iterable[Node], *, values: bool = False, owner: GraphMo
     found = set(nodes)
     stack = list(found)
     while stack:
-        fresh = {source for source in _sources(stack.pop(), owner) if holds_tensors(source) or not values} - found
+        fresh = {
+            source for source in _sources(stack.pop(), owner) if holds_tensors(source) or not values
+        } - found
         found |= fresh
         stack += fresh
     return found
@@ -75,7 +81,9 @@ def _sources(node: Node, owner: GraphModule | None) -> Iterable[Node]:
         placeholders, results = ends(body)
         result: Any = results[node.args[1]]  # type: ignore[index]  # its place
         used = computed_from([result] if isinstance(result, Node) else [], values=True, owner=body)
-        found += [operand for inner, operand in zip(placeholders, operands, strict=True) if inner in used]
+        found += [
+            operand for inner, operand in zip(placeholders, operands, strict=True) if inner in used
+        ]
     return [each for each in found if isinstance(each, Node)]
 
 

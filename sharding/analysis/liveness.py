@@ -17,11 +17,20 @@ from trainload.capture.operators import bodies_of, is_collective, is_overload
 from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, number
 
 aten = torch.ops.aten
-_SAME: set[Any] = {aten._unsafe_view.default, aten.lift_fresh.default, torch.ops._c10d_functional.wait_tensor.default}
-"""Operators whose result shares the first operand's storage, although their schemas do not say so."""
+_SAME: set[Any] = {
+    aten._unsafe_view.default,
+    aten.lift_fresh.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
+"""Operators whose result shares the first operand's storage, although their schemas do not say
+so.
+"""
 _SAME_IF_CONTIGUOUS: set[Any] = {aten.reshape.default, aten.contiguous.default}
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_READING: set[Any] = {torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+_READING: set[Any] = {
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
 ROUNDED = 64
 """Allocators round to multiples of this number of bytes; CUDA's, to 512."""
 
@@ -44,8 +53,12 @@ class Held:
 
 
 def storage_bytes(value: Tensor, sizes: Sizes = EXAMPLE) -> int:
-    """Return the bytes of a tensor's storage; repeated elements of an expanded tensor count once."""
-    shape, strides = ([number(each, sizes) for each in found] for found in (value.shape, value.stride()))
+    """Return the bytes of a tensor's storage; repeated elements of an expanded tensor count
+    once.
+    """
+    shape, strides = (
+        [number(each, sizes) for each in found] for found in (value.shape, value.stride())
+    )
     if 0 in shape:
         return 0
     elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -84,14 +97,18 @@ class Storages:
         if node.target is operator.getitem and isinstance(node.args[0], Node):
             found, at = self.of[node.args[0]], node.args[1]
             assert isinstance(at, int)
-            self.of[node] = (found[at],) if at < len(found) else found[:1]  # several views of one storage count as one
+            # several views of one storage count as one
+            self.of[node] = (found[at],) if at < len(found) else found[:1]
             return
         same = self._base(node)
         if same is not None:
             self.of[node] = self.of[same][:1]
             return
         values = value if isinstance(value, tuple | list) else (value,)
-        self.of[node] = tuple(self._new(node, storage_bytes(v, self._sizes)) if isinstance(v, Tensor) else None for v in values)
+        self.of[node] = tuple(
+            self._new(node, storage_bytes(v, self._sizes)) if isinstance(v, Tensor) else None
+            for v in values
+        )
 
     def _new(self, node: Node, size: int) -> int:
         self.bytes.append(size)

@@ -43,21 +43,35 @@ def _symbols(expression: Any) -> tuple[str, ...]:
 def _evaluated(expression: Any, values: tuple[int, ...]) -> int:
     """Evaluate a sympy expression with values for its symbols, in the order of their names."""
     named = dict(zip(_symbols(expression), values, strict=True))
-    return max(0, int(expression.xreplace({symbol: named[str(symbol)] for symbol in expression.free_symbols})))
+    return max(
+        0,
+        int(
+            expression.xreplace({symbol: named[str(symbol)] for symbol in expression.free_symbols})
+        ),
+    )
 
 
 def flops(node: Node, sizes: Sizes = EXAMPLE) -> float:
-    """Return the multiplications and additions of a node that multiplies matrices; 0 for any other."""
+    """Return the multiplications and additions of a node that multiplies matrices; 0 for any
+    other.
+    """
     packet = getattr(node.target, "overloadpacket", None)
     if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
         left: Any = node.args[1 if packet in (aten.addmm, aten.baddbmm) else 0]
         return 2.0 * elements(node.meta["val"], sizes) * number(left.meta["val"].shape[-1], sizes)
     if packet is aten.convolution:
-        return 2.0 * elements(node.meta["val"], sizes) * _each_output(arguments(node)["weight"], sizes)
+        return (
+            2.0 * elements(node.meta["val"], sizes) * _each_output(arguments(node)["weight"], sizes)
+        )
     if packet is aten.convolution_backward:
         given = arguments(node)
         wanted = sum(given["output_mask"][:2])
-        return float(2.0 * wanted * elements(given["grad_output"].meta["val"], sizes) * _each_output(given["weight"], sizes))
+        return float(
+            2.0
+            * wanted
+            * elements(given["grad_output"].meta["val"], sizes)
+            * _each_output(given["weight"], sizes)
+        )
     if "scaled_dot_product" in str(packet):
         given = arguments(node)
         products = 5 if "grad_out" in given or "grad_output" in given else 2
@@ -68,15 +82,23 @@ def flops(node: Node, sizes: Sizes = EXAMPLE) -> float:
 
 
 def elements(value: object, sizes: Sizes = EXAMPLE) -> float:
-    """Return the number of elements of a tensor, or of the first of several; 0 for any other value."""
+    """Return the number of elements of a tensor, or of the first of several; 0 for any other
+    value.
+    """
     found = value[0] if isinstance(value, tuple | list) and value else value
-    return float(math.prod(number(size, sizes) for size in found.shape)) if isinstance(found, Tensor) else 0.0
+    return (
+        float(math.prod(number(size, sizes) for size in found.shape))
+        if isinstance(found, Tensor)
+        else 0.0
+    )
 
 
 def bytes_of(node: Node, sizes: Sizes = EXAMPLE) -> float:
     """Return the bytes of a node's tensors; 0 if it has none."""
     value = node.meta.get("val")
-    tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+    tensors = [
+        v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)
+    ]
     return sum((elements(t, sizes) * t.element_size() for t in tensors), 0.0)
 
 

@@ -81,7 +81,10 @@ def _first(step: StepGraph, count: int) -> Homes:
         for name in forward.needs[node]:
             found.setdefault(name, set()).add(stage)
     buffers = updated_buffers(step)
-    homes = {name: (min(stages),) if name in buffers else tuple(sorted(stages)) for name, stages in found.items()}
+    homes = {
+        name: (min(stages),) if name in buffers else tuple(sorted(stages))
+        for name, stages in found.items()
+    }
     _add_unread(step, forward, homes)
     return homes
 
@@ -93,7 +96,11 @@ def _add_unread(step: StepGraph, forward: _Forward, homes: Homes) -> None:
     _, results = ends(step.module)
     for node, port in zip(results, step.outputs, strict=True):
         if port.role is Role.BUFFER and port.name in forward.held and port.name not in homes:
-            stages = [homes[name] for name in sorted(forward.alone.get(node, frozenset())) if name in homes]
+            stages = [
+                homes[name]
+                for name in sorted(forward.alone.get(node, frozenset()))
+                if name in homes
+            ]
             homes[port.name] = (stages[0][0] if stages else 0,)
     for name in sorted(forward.held):
         homes.setdefault(name, (0,))
@@ -123,7 +130,11 @@ def _forward_of(step: StepGraph) -> _Forward:
     for node, port in zip(placeholders, step.inputs, strict=True):
         held = port.role is Role.PARAMETER or (port.role is Role.BUFFER and port.name in buffers)
         alone[node] = frozenset({port.name}) if held else frozenset()
-    varying = {n for n, p in zip(placeholders, step.inputs, strict=True) if p.role in (Role.BATCH, Role.ROW, Role.SEED, Role.STEP)}
+    varying = {
+        n
+        for n, p in zip(placeholders, step.inputs, strict=True)
+        if p.role in (Role.BATCH, Role.ROW, Role.SEED, Role.STEP)
+    }
     nodes: list[Node] = []
     needs: dict[Node, frozenset[str]] = {}
     for node in step.module.graph.nodes:
@@ -149,11 +160,14 @@ def _boundaries(forward: _Forward, starts: Sequence[int], count: int) -> list[in
     """Return the positions at which stages 1, 2, ... begin, such that the slowest stage is as fast
     as possible.
     """
-    work = torch.tensor([0.0, *(cost(node) for node in forward.nodes)], dtype=torch.float64).cumsum(0)
+    work = torch.tensor([0.0, *(cost(node) for node in forward.nodes)], dtype=torch.float64).cumsum(
+        0
+    )
     sent = _crossing(forward) * FLOPS_PER_SENT_BYTE
     edges = torch.tensor([0, *starts[1:], len(forward.nodes)])
     time = work[edges][None, :] - work[edges][:, None] + sent[edges][None, :] + sent[edges][:, None]
-    time = torch.where(torch.triu(torch.ones_like(time), 1) > 0, time, torch.inf)  # a stage from one edge to a later one
+    # a stage from one edge to a later one
+    time = torch.where(torch.triu(torch.ones_like(time), 1) > 0, time, torch.inf)
     best = time[0]
     chosen: list[Tensor] = []
     for _ in range(count - 1):

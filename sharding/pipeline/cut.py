@@ -29,7 +29,9 @@ def stages_of(items: Items) -> dict[Item, int]:
     return found | dict.fromkeys(open_items, items.count - 1)
 
 
-def _below(items: Items, open_items: Sequence[Item], placed: dict[Item, int], boundary: int) -> list[Item]:
+def _below(
+    items: Items, open_items: Sequence[Item], placed: dict[Item, int], boundary: int
+) -> list[Item]:
     """Return the items without a stage that belong below a boundary."""
     sides: dict[Item, int] = dict.fromkeys(placed, _BELOW)
     for item in open_items:

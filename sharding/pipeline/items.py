@@ -82,8 +82,13 @@ class Items:
         self.derived: dict[Node, frozenset[int]] = {}
         self._classify(nodes)
         self._late = set(nodes[begin:]) - self._before_backward()
-        for node in nodes[begin:]:  # an element of a tuple is taken on the stage that computes the tuple
-            sources = [source for source in node.all_input_nodes if source.op == "call_function" and source not in self.free]
+        # an element of a tuple is taken on the stage that computes the tuple
+        for node in nodes[begin:]:
+            sources = [
+                source
+                for source in node.all_input_nodes
+                if source.op == "call_function" and source not in self.free
+            ]
             if any(source not in self._late and not is_sendable(source) for source in sources):
                 self._late.discard(node)
         self.terms = {i: self._terms(node, i) for i, node in enumerate(self._results)}
@@ -100,10 +105,18 @@ class Items:
         """Return the nodes that forward's outputs are computed from; some may be located among the
         nodes of backward.
         """
-        return computed_from(n for n, port in zip(self._results, self.step.outputs, strict=True) if port.role is not Role.GRADIENT)
+        return computed_from(
+            n
+            for n, port in zip(self._results, self.step.outputs, strict=True)
+            if port.role is not Role.GRADIENT
+        )
 
     def _classify(self, nodes: Sequence[Node]) -> None:
-        kept = {buffer for buffer, port in self._ports.items() if port.role is Role.BUFFER and port.name in self._homes}
+        kept = {
+            buffer
+            for buffer, port in self._ports.items()
+            if port.role is Role.BUFFER and port.name in self._homes
+        }
         for node, port in self._ports.items():
             if port.role is Role.PARAMETER:
                 self.derived[node] = self._homes[port.name]
@@ -113,11 +126,17 @@ class Items:
             sources = node.all_input_nodes
             if node in self.bodies or all(s in self.free or s in self.bodies for s in sources):
                 self.free[node] = None
-            elif self._is_derived(node) and (common := frozenset.intersection(*(self.derived[s] for s in sources))):
+            elif self._is_derived(node) and (
+                common := frozenset.intersection(*(self.derived[s] for s in sources))
+            ):
                 self.derived[node] = common
 
     def _is_derived(self, node: Node) -> bool:
-        return all(s in self.derived for s in node.all_input_nodes) and is_overload(node.target) and not node.target._schema.is_mutable
+        return (
+            all(s in self.derived for s in node.all_input_nodes)
+            and is_overload(node.target)
+            and not node.target._schema.is_mutable
+        )
 
     def _terms(self, result: Node, number: int) -> list[Node]:
         """Return the terms of an output: the gradients that several stages compute of a parameter
@@ -129,9 +148,18 @@ class Items:
         found, stack = [], [result]
         while stack:
             node = stack.pop()
-            if node.target is aten.add.Tensor and len(node.users) == 1 and not node.kwargs and all(isinstance(a, Node) for a in node.args):
+            if (
+                node.target is aten.add.Tensor
+                and len(node.users) == 1
+                and not node.kwargs
+                and all(isinstance(a, Node) for a in node.args)
+            ):
                 parts = [a for a in node.args if isinstance(a, Node)]
-                if all(p.meta["val"].shape == node.meta["val"].shape and p.meta["val"].dtype == node.meta["val"].dtype for p in parts):
+                if all(
+                    p.meta["val"].shape == node.meta["val"].shape
+                    and p.meta["val"].dtype == node.meta["val"].dtype
+                    for p in parts
+                ):
                     stack += parts[::-1]
                     continue
             found.append(node)
@@ -142,12 +170,22 @@ class Items:
         sums = self._sums()
         made: dict[Node, Item] = {}
         for node in [*self._placeholders, *nodes]:
-            if node in self.free or node in sums or (node in self.derived and node not in self._materialised):
+            if (
+                node in self.free
+                or node in sums
+                or (node in self.derived and node not in self._materialised)
+            ):
                 continue
             port = self._ports.get(node)
             if port is not None and node not in self._materialised:
                 continue  # a buffer with a home: its readers are on the same stage
-            made[node] = self._item(node, None, node in self._late, [node] if node.op == "placeholder" else node.all_input_nodes, made)
+            made[node] = self._item(
+                node,
+                None,
+                node in self._late,
+                [node] if node.op == "placeholder" else node.all_input_nodes,
+                made,
+            )
         for number, port in enumerate(self.step.outputs):
             if port.role is Role.BUFFER and port.name not in self._homes:
                 continue  # every stage that reads it has its new value too
@@ -155,7 +193,11 @@ class Items:
                 late = port.role is Role.GRADIENT
                 item = self._item(term, number, late, [term], made)
                 item.size = 0
-                item.homes = self._homes[port.name] if port.role in (Role.GRADIENT, Role.BUFFER) else frozenset({self.count - 1})
+                item.homes = (
+                    self._homes[port.name]
+                    if port.role in (Role.GRADIENT, Role.BUFFER)
+                    else frozenset({self.count - 1})
+                )
 
     def _sums(self) -> set[Node]:
         """Return the additions of terms, which no stage performs."""
@@ -169,7 +211,14 @@ class Items:
                     stack += node.all_input_nodes
         return found
 
-    def _item(self, node: Node, output: int | None, late: bool, inputs: Sequence[Node], made: Mapping[Node, Item]) -> Item:
+    def _item(
+        self,
+        node: Node,
+        output: int | None,
+        late: bool,
+        inputs: Sequence[Node],
+        made: Mapping[Node, Item],
+    ) -> Item:
         sources = list(dict.fromkeys(made[s] for s in inputs if s in made))
         homes: frozenset[int] | None = None
         for source in inputs:
@@ -196,7 +245,8 @@ class Items:
             parameters is possible.
         """
         last = self.count - 1
-        for item in self.all:  # forward goes up, backward down: first apply the limits of earlier items
+        # forward goes up, backward down: first apply the limits of earlier items
+        for item in self.all:
             early = [s for s in item.sources if not s.backward]
             late = [s for s in item.sources if s.backward]
             item.low = 0 if item.backward else max((s.low for s in early), default=0)
@@ -224,7 +274,13 @@ class Items:
 
     def _refused(self, item: Item) -> set[Node]:
         needed = (
-            {n for n in item.node.all_input_nodes if n in self.derived and n not in self._materialised} if item.output is None else set()
+            {
+                n
+                for n in item.node.all_input_nodes
+                if n in self.derived and n not in self._materialised
+            }
+            if item.output is None
+            else set()
         )
         if needed:
             return needed
@@ -232,8 +288,14 @@ class Items:
         raise PlanError(
             "the pipeline's stages cannot compute a value where it is needed",
             where=item.node.name if port is None else f"{port.role.value} {port.name}",
-            expected="inputs of forward on the same or an earlier stage, inputs of backward on the same or a later one",
-            got=f"needed on stages {sorted(item.homes or ())}, possible on {item.low} to {item.high}",
+            expected=(
+                "inputs of forward on the same or an earlier stage, inputs of backward on the same"
+                " or a later one"
+            ),
+            got=(
+                f"needed on stages {sorted(item.homes or ())}, possible on {item.low} to"
+                f" {item.high}"
+            ),
             hint="Let the planner choose the stages, or use another axis for this model.",
         )
 
@@ -242,13 +304,23 @@ def is_sendable(node: Node) -> bool:
     """Return True if a node's value can go from one graph to another: one tensor, and not a
     collective in flight.
     """
-    started = str(node.target).startswith("_c10d_functional.") and "wait_tensor" not in str(node.target)
+    started = str(node.target).startswith("_c10d_functional.") and "wait_tensor" not in str(
+        node.target
+    )
     return isinstance(node.meta["val"], torch.Tensor) and not started
 
 
 def updated_buffers(step: StepGraph) -> list[str]:
     """Return the buffers whose new value depends on parameters, and which therefore have a home."""
     placeholders, results = ends(step.module)
-    outputs = {port.name: node for port, node in zip(step.outputs, results, strict=True) if port.role is Role.BUFFER}
-    parameters = {placeholder for placeholder, port in zip(placeholders, step.inputs, strict=True) if port.role is Role.PARAMETER}
+    outputs = {
+        port.name: node
+        for port, node in zip(step.outputs, results, strict=True)
+        if port.role is Role.BUFFER
+    }
+    parameters = {
+        placeholder
+        for placeholder, port in zip(placeholders, step.inputs, strict=True)
+        if port.role is Role.PARAMETER
+    }
     return [name for name, node in outputs.items() if parameters & computed_from([node])]

@@ -44,7 +44,10 @@ class PipelineAxis:
         """Return the bytes that the rank with the most communication sends for one microbatch of
         this number of rows.
         """
-        symbols = {name: rows if at == 0 else self.stages.example[name] for name, (_, at) in self.stages.symbols.items()}
+        symbols = {
+            name: rows if at == 0 else self.stages.example[name]
+            for name, (_, at) in self.stages.symbols.items()
+        }
         by_rank = [0.0] * self.pipeline.ranks
         ranks = self.pipeline.stage_ranks
         for boundary, (up, down) in enumerate(zip(self.stages.up, self.stages.down, strict=True)):
@@ -62,10 +65,14 @@ def bytes_of(values: Iterable[Value], symbols: Mapping[str, int]) -> int:
 
 def shape_of(value: Value, symbols: Mapping[str, int]) -> tuple[int, ...]:
     """Return the sizes of a value that is sent, for these values of the batch's symbols."""
-    return tuple(size if isinstance(size, int) else parse(size).value(symbols) for size in value.shape)
+    return tuple(
+        size if isinstance(size, int) else parse(size).value(symbols) for size in value.shape
+    )
 
 
-def default_microbatches(rows: int, ranks: int, schedule: Schedule | None, per_rank: int | None) -> int:
+def default_microbatches(
+    rows: int, ranks: int, schedule: Schedule | None, per_rank: int | None
+) -> int:
     """Return the greatest number of microbatches, up to twice the ranks, that divides the rows of a
     data rank and that the schedule accepts.
     """
@@ -117,19 +124,32 @@ def pipe(
     homes = choose_stages(training, len(homes_of_stages))
     parameters = {p.name for p in package.parameters}
     buffers = {name: stages[0] for name, stages in homes.items() if name not in parameters}
-    pipeline = Pipeline(ranks=ranks, schedule=name, stage_ranks=homes_of_stages, order=order, buffers=dict(sorted(buffers.items())))
+    pipeline = Pipeline(
+        ranks=ranks,
+        schedule=name,
+        stage_ranks=homes_of_stages,
+        order=order,
+        buffers=dict(sorted(buffers.items())),
+    )
     found: Stages | None = None
     for graph, step in local.items():  # report now which graph cannot be cut
         made = cut(step, homes, len(homes_of_stages))
         found = made if graph == package.manifest.training_graphs()[0] else found
     assert found is not None
-    return PipelineAxis(pipeline, {name: homes.get(name, (0,)) for name in sorted(parameters | set(homes))}, found, microbatches)
+    return PipelineAxis(
+        pipeline,
+        {name: homes.get(name, (0,)) for name in sorted(parameters | set(homes))},
+        found,
+        microbatches,
+    )
 
 
 def cut_for(step: StepGraph, plan: Plan) -> Stages:
     """Cut a step graph, for one rank of the other axes, into the stages of a plan."""
     assert plan.pipeline is not None
-    homes: dict[str, tuple[int, ...]] = {slot.parameter: bucket.stages for bucket in plan.buckets for slot in bucket.slots}
+    homes: dict[str, tuple[int, ...]] = {
+        slot.parameter: bucket.stages for bucket in plan.buckets for slot in bucket.slots
+    }
     homes |= {name: (stage,) for name, stage in plan.pipeline.buffers.items()}
     return cut(step, homes, len(plan.pipeline.stage_ranks))
 

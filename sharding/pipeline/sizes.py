@@ -46,7 +46,11 @@ def sizes_of_batch(step: StepGraph) -> StepGraph:
     """
     known = symbols_of(step)
     placeholders, _ = ends(step.module)
-    inputs = {port.name: node for node, port in zip(placeholders, step.inputs, strict=True) if port.role is Role.BATCH}
+    inputs = {
+        port.name: node
+        for node, port in zip(placeholders, step.inputs, strict=True)
+        if port.role is Role.BATCH
+    }
     graph = Graph()
     copied: dict[Node, Node] = {}
     made: dict[Any, Node | int] = {}
@@ -86,7 +90,9 @@ def sizes_of_batch(step: StepGraph) -> StepGraph:
     return StepGraph(LazyGraphModule(step.module, graph), step.inputs, step.outputs)
 
 
-def _computed(expression: Any, symbol: Callable[[sympy.Symbol], Node | None], graph: Graph) -> Node | int | None:
+def _computed(
+    expression: Any, symbol: Callable[[sympy.Symbol], Node | None], graph: Graph
+) -> Node | int | None:
     """Return a node that computes an expression; None if a part of it is not a size of the batch,
     or is an unknown function.
     """
@@ -119,7 +125,9 @@ def _computed(expression: Any, symbol: Callable[[sympy.Symbol], Node | None], gr
     return checked
 
 
-def shape_text(shape: torch.Size, known: Mapping[str, tuple[str, int]], where: str) -> tuple[int | str, ...]:
+def shape_text(
+    shape: torch.Size, known: Mapping[str, tuple[str, int]], where: str
+) -> tuple[int | str, ...]:
     """Return a shape as data: numbers, and expressions (capture/guards/size_expressions.py) of the
     batch's symbols.
 
@@ -138,7 +146,10 @@ def shape_text(shape: torch.Size, known: Mapping[str, tuple[str, int]], where: s
                 where=where,
                 expected="sizes that depend only on the batch's sizes",
                 got=str(tuple(shape)),
-                hint="Use another axis for this model, or keep the operators that compute and use it on one stage.",
+                hint=(
+                    "Use another axis for this model, or keep the operators that compute and use it"
+                    " on one stage."
+                ),
             )
         found.append(_spelled(expression))
     return tuple(found)
@@ -154,5 +165,9 @@ def _spelled(expression: Any) -> str:
     if name == "Pow":
         return "(" + " * ".join([_spelled(expression.args[0])] * int(expression.args[1])) + ")"
     if name in ("Add", "Mul"):
-        return "(" + f" {'+' if name == 'Add' else '*'} ".join(_spelled(part) for part in expression.args) + ")"
+        return (
+            "("
+            + f" {'+' if name == 'Add' else '*'} ".join(_spelled(part) for part in expression.args)
+            + ")"
+        )
     return str(expression)

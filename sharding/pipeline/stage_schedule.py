@@ -41,7 +41,10 @@ class Action:
         found = _ACTION.fullmatch(text)
         if found is None:
             raise PlanError(
-                "this is not an action of a pipeline", where="plan.pipeline.order", expected="such as 0F3, 0B3, 0I3 or 0W3", got=text
+                "this is not an action of a pipeline",
+                where="plan.pipeline.order",
+                expected="such as 0F3, 0B3, 0I3 or 0W3",
+                got=text,
             )
         return cls(int(found[1]), Part(found[2]), int(found[3]))
 
@@ -79,7 +82,12 @@ def make_order(schedule: Schedule, ranks: int, per_rank: int, microbatches: int)
         PlanError: the schedule does not support this number of stages or microbatches.
     """
     if (schedule in _V_SHAPED) != (per_rank == 2) and schedule in _V_SHAPED:
-        raise PlanError(f"the schedule {schedule} has two stages on each rank", where="pipeline", expected="2", got=str(per_rank))
+        raise PlanError(
+            f"the schedule {schedule} has two stages on each rank",
+            where="pipeline",
+            expected="2",
+            got=str(per_rank),
+        )
     homes = stage_ranks(schedule, ranks, per_rank)
     try:
         table = _table(schedule, homes, ranks, per_rank, microbatches)
@@ -89,14 +97,19 @@ def make_order(schedule: Schedule, ranks: int, per_rank: int, microbatches: int)
             where="pipeline",
             expected="microbatches and stages that torch's schedule accepts",
             got=f"{ranks} ranks of {per_rank} stages, {microbatches} microbatches: {error}",
-            hint="Choose another number of microbatches (--accumulate), or the schedule 1f1b with one stage on each rank.",
+            hint=(
+                "Choose another number of microbatches (--accumulate), or the schedule 1f1b with"
+                " one stage on each rank."
+            ),
         ) from error
     order = tuple(tuple(str(action) for action in table[rank]) for rank in range(ranks))
     instructions(order, homes, microbatches)
     return order
 
 
-def _table(schedule: Schedule, homes: Sequence[int], ranks: int, per_rank: int, microbatches: int) -> list[list[Action]]:
+def _table(
+    schedule: Schedule, homes: Sequence[int], ranks: int, per_rank: int, microbatches: int
+) -> list[list[Action]]:
     makers: dict[Schedule, Callable[..., Any]] = {
         "gpipe": pipelining.ScheduleGPipe if per_rank == 1 else pipelining.ScheduleLoopedBFS,
         "1f1b": pipelining.Schedule1F1B if per_rank == 1 else pipelining.ScheduleInterleaved1F1B,
@@ -122,7 +135,9 @@ def _table(schedule: Schedule, homes: Sequence[int], ranks: int, per_rank: int, 
         if home == 0
     ]
     single = makers[schedule] in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B)
-    made = makers[schedule](stages[0] if single else stages, n_microbatches=microbatches, loss_fn=lambda *_: None)
+    made = makers[schedule](
+        stages[0] if single else stages, n_microbatches=microbatches, loss_fn=lambda *_: None
+    )
     return [_renumbered(_spelled(made.pipeline_order[rank])) for rank in range(ranks)]
 
 
@@ -131,7 +146,11 @@ def _spelled(row: Sequence[object]) -> list[Action]:
     for entry in row:
         text = str(entry)
         pair = _OVERLAPPED.fullmatch(text)
-        found += [Action.parse(t) for t in ((pair[1], pair[2]) if pair else (text,)) if _ACTION.fullmatch(t)]
+        found += [
+            Action.parse(t)
+            for t in ((pair[1], pair[2]) if pair else (text,))
+            if _ACTION.fullmatch(t)
+        ]
     return found
 
 
@@ -173,7 +192,11 @@ def instructions(order: Order, homes: Sequence[int], microbatches: int) -> list[
     done: set[Action] = set()
     at = [0] * len(rows)
     while any(at[rank] < len(row) for rank, row in enumerate(rows)):
-        ready = [rank for rank, row in enumerate(rows) if at[rank] < len(row) and _is_ready(row[at[rank]], done, len(homes))]
+        ready = [
+            rank
+            for rank, row in enumerate(rows)
+            if at[rank] < len(row) and _is_ready(row[at[rank]], done, len(homes))
+        ]
         if not ready:
             rank = next(rank for rank, row in enumerate(rows) if at[rank] < len(row))
             raise PlanError(
@@ -216,16 +239,26 @@ def _is_ready(action: Action, done: set[Action], count: int) -> bool:
         return Action(stage, Part.INPUT, number) in done
     if Action(stage, Part.FORWARD, number) not in done:
         return False
-    return stage == count - 1 or any(Action(stage + 1, part, number) in done for part in (Part.BACKWARD, Part.INPUT))
+    return stage == count - 1 or any(
+        Action(stage + 1, part, number) in done for part in (Part.BACKWARD, Part.INPUT)
+    )
 
 
-def _check_complete(rows: Sequence[Sequence[Action]], homes: Sequence[int], microbatches: int) -> None:
+def _check_complete(
+    rows: Sequence[Sequence[Action]], homes: Sequence[int], microbatches: int
+) -> None:
     where: dict[Action, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
-            if action in where or action.stage >= len(homes) or homes[action.stage] != rank or action.microbatch >= microbatches:
+            if (
+                action in where
+                or action.stage >= len(homes)
+                or homes[action.stage] != rank
+                or action.microbatch >= microbatches
+            ):
                 raise PlanError(
-                    "an action of the pipeline occurs twice, is on a rank without its stage, or is for an unknown microbatch",
+                    "an action of the pipeline occurs twice, is on a rank without its stage, or is"
+                    " for an unknown microbatch",
                     where=f"plan.pipeline.order, rank {rank}",
                     got=str(action),
                 )
@@ -233,7 +266,10 @@ def _check_complete(rows: Sequence[Sequence[Action]], homes: Sequence[int], micr
     for stage in range(len(homes)):
         for number in range(microbatches):
             parts = {part for part in Part if Action(stage, part, number) in where}
-            if parts not in ({Part.FORWARD, Part.BACKWARD}, {Part.FORWARD, Part.INPUT, Part.WEIGHT}):
+            if parts not in (
+                {Part.FORWARD, Part.BACKWARD},
+                {Part.FORWARD, Part.INPUT, Part.WEIGHT},
+            ):
                 raise PlanError(
                     "a stage does not complete its work on a microbatch",
                     where=f"plan.pipeline.order: stage {stage}, microbatch {number}",

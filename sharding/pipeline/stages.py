@@ -107,7 +107,9 @@ class _Cutter:
         found: set[Node] = set()
         for node in self._items.free:
             port = self._ports.get(node)
-            if (port is not None and port.role is Role.SEED) or any(s in found for s in node.all_input_nodes):
+            if (port is not None and port.role is Role.SEED) or any(
+                s in found for s in node.all_input_nodes
+            ):
                 found.add(node)
         return found
 
@@ -123,11 +125,19 @@ class _Cutter:
 
         def values(nodes: Iterable[Node]) -> tuple[Value, ...]:
             return tuple(
-                Value(n.name, str(n.meta["val"].dtype).removeprefix("torch."), shape_text(n.meta["val"].shape, known, n.name))
+                Value(
+                    n.name,
+                    str(n.meta["val"].dtype).removeprefix("torch."),
+                    shape_text(n.meta["val"].shape, known, n.name),
+                )
                 for n in nodes
             )
 
-        inputs = {port.name: node.meta["val"].shape for node, port in self._ports.items() if port.role is Role.BATCH}
+        inputs = {
+            port.name: node.meta["val"].shape
+            for node, port in self._ports.items()
+            if port.role is Role.BATCH
+        }
         example = {symbol: number(inputs[name][at]) for symbol, (name, at) in known.items()}
         return Stages(parts, tuple(map(values, up)), tuple(map(values, down)), known, example)
 
@@ -153,7 +163,9 @@ class _Cutter:
 
     # Graphs
 
-    def _parts(self, stage: int, up: Sequence[Node], below: Sequence[Node], above: Sequence[Node]) -> dict[tuple[int, Part], StepGraph]:
+    def _parts(
+        self, stage: int, up: Sequence[Node], below: Sequence[Node], above: Sequence[Node]
+    ) -> dict[tuple[int, Part], StepGraph]:
         own = [item for item in self._items.all if self._stage[item] == stage]
         early = [item for item in own if not item.backward]
         late = [item for item in own if item.backward]
@@ -162,7 +174,9 @@ class _Cutter:
         found |= {(stage, part): graph for part, graph in backward.items()}
         return found
 
-    def _backward(self, stage: int, items: Sequence[Item], below: Sequence[Node]) -> tuple[dict[Part, StepGraph], list[Node]]:
+    def _backward(
+        self, stage: int, items: Sequence[Item], below: Sequence[Node]
+    ) -> tuple[dict[Part, StepGraph], list[Node]]:
         """Return the graphs of a stage's backward, and the values of the stage's forward that they
         read.
         """
@@ -178,18 +192,31 @@ class _Cutter:
         found = {Part.BACKWARD: whole.finish(self._ports_of(sends, Role.COTANGENT), gradients)}
         first = _needed(nodes, sends)
         rest = [node for node in nodes if node not in first]
-        crossing = [n for n in nodes if n in first and (any(u in set(rest) for u in n.users) or any(n in g for g in gradients.values()))]
+        crossing = [
+            n
+            for n in nodes
+            if n in first
+            and (any(u in set(rest) for u in n.users) or any(n in g for g in gradients.values()))
+        ]
         if first:
             half = _Slice(self, [n for n in nodes if n in first], stage, late=True)
-            ports = self._ports_of(sends, Role.COTANGENT) | self._ports_of([n for n in crossing if n not in sends], Role.SAVED)
+            ports = self._ports_of(sends, Role.COTANGENT) | self._ports_of(
+                [n for n in crossing if n not in sends], Role.SAVED
+            )
             found[Part.INPUT] = half.finish(ports, {})
         other = _Slice(self, rest, stage, late=True)
         found[Part.WEIGHT] = other.finish({}, gradients)
         return found, [n for n in whole.taken if self._is_of_forward(n, stage)]
 
-    def _forward(self, stage: int, items: Sequence[Item], up: Sequence[Node], wanted: Sequence[Node]) -> StepGraph:
+    def _forward(
+        self, stage: int, items: Sequence[Item], up: Sequence[Node], wanted: Sequence[Node]
+    ) -> StepGraph:
         nodes = [item.node for item in items if item.output is None]
-        outputs: dict[Port, list[Node]] = {self._step.outputs[item.output]: [item.node] for item in items if item.output is not None}
+        outputs: dict[Port, list[Node]] = {
+            self._step.outputs[item.output]: [item.node]
+            for item in items
+            if item.output is not None
+        }
         made = _Slice(self, nodes, stage, late=False)
         own = set(nodes)
         ports = self._ports_of([n for n in up if n in own], Role.ACTIVATION)
@@ -197,7 +224,12 @@ class _Cutter:
         read = {*made.ports, *(self._ports[n] for n in wanted if n in self._ports)}
         for node, port in zip(self._results, self._step.outputs, strict=True):
             # Every stage that reads such a buffer (a counter, say) updates its own copy.
-            if port.role is Role.BUFFER and port not in outputs and node in self._items.free and (port in read or stage == 0):
+            if (
+                port.role is Role.BUFFER
+                and port not in outputs
+                and node in self._items.free
+                and (port in read or stage == 0)
+            ):
                 outputs[port] = [node]
         return made.finish(ports, outputs)
 
@@ -223,7 +255,12 @@ class _Cutter:
             return Role.SAVED if late else Role.ACTIVATION
         if late and port is not None and port.role is Role.BUFFER and port.name in self._updated:
             return Role.SAVED  # forward has replaced it
-        if late and node in self._random and port is None and isinstance(node.meta["val"], torch.Tensor):
+        if (
+            late
+            and node in self._random
+            and port is None
+            and isinstance(node.meta["val"], torch.Tensor)
+        ):
             return Role.SAVED
         return None
 
@@ -298,13 +335,19 @@ class _Slice:
         return made
 
     def _made_here(self, node: Node) -> bool:
-        return node.op != "placeholder" and (node in self._own or self._cutter.role_of(node, self._stage, self._late) is None)
+        return node.op != "placeholder" and (
+            node in self._own or self._cutter.role_of(node, self._stage, self._late) is None
+        )
 
     def _input(self, node: Node) -> Node:
         role = None if node in self._own else self._cutter.role_of(node, self._stage, self._late)
         port = self._cutter.port_of(node) if role is None else Port(role, node.name)
         first = next(iter(self._graph.nodes), None)
-        with self._graph.inserting_after(self._last) if self._last is not None else self._graph.inserting_before(first):
+        with (
+            self._graph.inserting_after(self._last)
+            if self._last is not None
+            else self._graph.inserting_before(first)
+        ):
             made = self._graph.placeholder(node.name)
         made.meta = dict(node.meta)
         self._last = made
@@ -315,7 +358,9 @@ class _Slice:
     def _take_sizes(self) -> None:
         """Add the batch inputs that determine sizes which no other input has as one of its own."""
         shapes = [node.meta["val"].shape for node in self._graph.nodes if node.op == "placeholder"]
-        expressions = {size.node.expr for shape in shapes for size in shape if isinstance(size, SymInt)}
+        expressions = {
+            size.node.expr for shape in shapes for size in shape if isinstance(size, SymInt)
+        }
         symbols = {str(symbol) for expression in expressions for symbol in expression.free_symbols}
         for symbol in sorted(symbols - {str(expression) for expression in expressions}):
             if symbol in self._cutter.sizes:
@@ -329,7 +374,9 @@ class _Slice:
             for nodes in some.values():
                 total = self.get(nodes[0])
                 for node in nodes[1:]:
-                    total = append(self._graph, self._cutter.mode, aten.add.Tensor, total, self.get(node))
+                    total = append(
+                        self._graph, self._cutter.mode, aten.add.Tensor, total, self.get(node)
+                    )
                 results.append(total)
         self._take_sizes()
         output = self._graph.output(tuple(results))

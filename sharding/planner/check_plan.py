@@ -35,7 +35,9 @@ def check_plan(plan: Plan, package: Package) -> None:
             got=plan.package,
             hint="Make a plan for this package: trainload plan.",
         )
-    shapes = _share_shapes(plan, {p.name: tuple(p.shape) for p in package.manifest.parameters if p.alias_of is None})
+    shapes = _share_shapes(
+        plan, {p.name: tuple(p.shape) for p in package.manifest.parameters if p.alias_of is None}
+    )
     owners = groups_of(package)
     whole = {u.group for u in package.manifest.updates if not u.elementwise}
     placed: dict[str, tuple[int, ...]] = {}
@@ -43,9 +45,16 @@ def check_plan(plan: Plan, package: Package) -> None:
         end = 0
         for slot in bucket.slots:
             if slot.parameter in placed:
-                raise PlanError("a parameter is placed twice", where=f"plan.buckets: {bucket.name}", got=slot.parameter)
+                raise PlanError(
+                    "a parameter is placed twice",
+                    where=f"plan.buckets: {bucket.name}",
+                    got=slot.parameter,
+                )
             if slot.offset < end or slot.length != math.prod(slot.shape):
-                raise PlanError("slots overlap or have the wrong length", where=f"plan.buckets: {bucket.name}: {slot.parameter}")
+                raise PlanError(
+                    "slots overlap or have the wrong length",
+                    where=f"plan.buckets: {bucket.name}: {slot.parameter}",
+                )
             groups = owners.get(slot.parameter, ())
             if (bucket.groups, bucket.whole) != (groups, tuple(g for g in groups if g in whole)):
                 raise PlanError(
@@ -99,13 +108,17 @@ def _share_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     for name, shard in plan.tensor_shards.items():
         where = f"plan.tensor_shards: {name}"
         if name not in shapes:
-            raise PlanError("the tensor axis divides a parameter that the package lacks", where=where)
+            raise PlanError(
+                "the tensor axis divides a parameter that the package lacks", where=where
+            )
         shape, ranks = shapes[name], plan.tensor_ranks
         if not shard.divides(shape, ranks):
             raise PlanError(
                 "the tensor axis cannot divide a parameter this way",
                 where=where,
-                expected=f"a dim of {shape} that is a multiple of {shard.blocks} blocks x {ranks} ranks",
+                expected=(
+                    f"a dim of {shape} that is a multiple of {shard.blocks} blocks x {ranks} ranks"
+                ),
                 got=str(shard),
             )
         found[name] = shard.share_shape(shape, ranks)
@@ -135,16 +148,26 @@ def check_batch(package: Package, rows: int, world: int, accumulate: int) -> Non
             where="global_batch",
             expected=f"a multiple of {world} workers x {accumulate} microbatches",
             got=str(rows),
-            hint=f"Use a global batch of {max(1, rows // calls) * calls} (launch --set global_batch=N), or another number of workers.",
+            hint=(
+                f"Use a global batch of {max(1, rows // calls) * calls} (launch --set"
+                " global_batch=N), or another number of workers."
+            ),
         )
-    for entry in (i for name in package.manifest.training_graphs() for i in package.manifest.graphs[name].inputs):
+    for entry in (
+        i
+        for name in package.manifest.training_graphs()
+        for i in package.manifest.graphs[name].inputs
+    ):
         if isinstance(entry.shape[0], int) and entry.shape[0] != rows // calls:
             raise PlanError(
                 "the job was frozen with a static batch dim",
                 where=f"input {entry.name}",
                 expected=f"{entry.shape[0]} rows per call",
                 got=f"{rows // calls}",
-                hint="Change the global batch, workers or accumulation to match, or freeze with a dynamic batch dim.",
+                hint=(
+                    "Change the global batch, workers or accumulation to match, or freeze with a"
+                    " dynamic batch dim."
+                ),
             )
     for name in package.manifest.training_graphs():
         guard = graph_guard(package.manifest.graphs[name])
@@ -155,5 +178,8 @@ def check_batch(package: Package, rows: int, world: int, accumulate: int) -> Non
                 where=f"graph {name}",
                 expected=f"{limits_text(least, most)} rows",
                 got=f"{rows // calls}",
-                hint="Change the global batch, workers or accumulation to match, or freeze with another range of the batch dim.",
+                hint=(
+                    "Change the global batch, workers or accumulation to match, or freeze with"
+                    " another range of the batch dim."
+                ),
             )

@@ -63,7 +63,10 @@ class DeviceProfile(_Record):
     TF32: 100 % of model FLOPs utilisation.
     """
     flops: dict[str, float] = Field(min_length=1)
-    """dtype -> operations per second of large matrix products. A missing dtype counts as float32."""
+    """dtype -> operations per second of large matrix products.
+
+    A missing dtype counts as float32.
+    """
     attention: float = Field(default=1.0, gt=0)
     """Fraction of `flops` that fused attention achieves."""
     memory_bytes_per_second: float = Field(gt=0)
@@ -124,7 +127,11 @@ def profile_of_product(product: str) -> DeviceProfile | None:
         product: name from `torch.cuda.get_device_name`, such as "NVIDIA H100 80GB HBM3".
     """
     profiles = [(word, profile) for profile in map(read, names()) for word in profile.product_names]
-    matching = [(word, profile) for word, profile in profiles if re.search(rf"\b{re.escape(word)}\b", product)]
+    matching = [
+        (word, profile)
+        for word, profile in profiles
+        if re.search(rf"\b{re.escape(word)}\b", product)
+    ]
     return max(matching, key=lambda match: len(match[0]))[1] if matching else None
 
 
@@ -160,9 +167,16 @@ def seconds_of(operator: str, size: float, span: Span, device: DeviceProfile) ->
     inside = span.on_node == span.ranks
     link = device.node if inside else device.network
     # Each of the ranks of one group on a node sends through its own network link.
-    speed = link.bytes_per_second if inside else min(device.node.bytes_per_second, link.bytes_per_second * span.on_node)
+    speed = (
+        link.bytes_per_second
+        if inside
+        else min(device.node.bytes_per_second, link.bytes_per_second * span.on_node)
+    )
     rounds = {"all_reduce": 2, "send": 0}.get(operator, 1)
     if rounds == 0:
         return link.seconds + size / speed
     hops = (span.ranks - 1) if inside else (span.ranks // span.on_node - 1) + (span.on_node - 1)
-    return rounds * (min(hops, 2 * span.ranks.bit_length()) * link.seconds + size * (span.ranks - 1) / span.ranks / speed)
+    return rounds * (
+        min(hops, 2 * span.ranks.bit_length()) * link.seconds
+        + size * (span.ranks - 1) / span.ranks / speed
+    )

@@ -20,13 +20,22 @@ from trainload.sharding.planner.plan_source import Source
 from trainload.sharding.plans.buckets import item_bytes, make_buckets
 from trainload.sharding.plans.estimate import estimate
 from trainload.sharding.plans.plan import Cluster, Count, Estimate, Plan, Shard
-from trainload.sharding.plans.strategies import STRATEGIES, BatchNorm, Divide, Recompute, Schedule, Strategy
+from trainload.sharding.plans.strategies import (
+    STRATEGIES,
+    BatchNorm,
+    Divide,
+    Recompute,
+    Schedule,
+    Strategy,
+)
 from trainload.sharding.rewriting.local_step import Local
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Bytes of parameters in one bucket, as in DistributedDataParallel."""
 REPLICATED_BYTES = 2**30
-"""Parameters, gradients and optimizer state up to this size are replicated if no strategy is given."""
+"""Parameters, gradients and optimizer state up to this size are replicated if no strategy is
+given.
+"""
 
 
 @neutrally
@@ -85,23 +94,39 @@ def make_plan(
     package = source.package
     world = cluster.world_size
     rows = rows_of_update(package, global_batch)
-    lanes = _data_ranks(cluster, tensor_ranks, tensor_rules, divide, pipeline_ranks, schedule, stages_per_rank)
+    lanes = _data_ranks(
+        cluster, tensor_ranks, tensor_rules, divide, pipeline_ranks, schedule, stages_per_rank
+    )
     if accumulate is None:
-        accumulate = 1 if pipeline_ranks == 1 else default_microbatches(rows // lanes, pipeline_ranks, schedule, stages_per_rank)
+        accumulate = (
+            1
+            if pipeline_ranks == 1
+            else default_microbatches(rows // lanes, pipeline_ranks, schedule, stages_per_rank)
+        )
     check_batch(package, rows, lanes, accumulate)
     tensor, pipeline = source.tensor(tensor_ranks, tensor_rules, divide), None
-    owners = [replace(p, shape=tensor.shape(p.name, p.shape)) for p in package.parameters if p.alias_of is None]
+    owners = [
+        replace(p, shape=tensor.shape(p.name, p.shape))
+        for p in package.parameters
+        if p.alias_of is None
+    ]
     if pipeline_ranks > 1:
         shards = tuple(sorted(tensor.shards.items()))
         together = lanes if batch_norm == "synchronised" else 1
-        local = source.local(Local(tensor_ranks, shards, batch_norm, recompute, together, divide != "tensor"))
-        pipeline = pipe(package, source.training, local, pipeline_ranks, schedule, stages_per_rank, accumulate)
+        local = source.local(
+            Local(tensor_ranks, shards, batch_norm, recompute, together, divide != "tensor")
+        )
+        pipeline = pipe(
+            package, source.training, local, pipeline_ranks, schedule, stages_per_rank, accumulate
+        )
     strategy = strategy or _default_strategy(owners, source, lanes)
     if strategy == "single" and lanes > 1:
         raise PlanError(
-            "the strategy single requires one device, but the cluster has more"
-            if lanes == world
-            else "the strategy single requires a data axis of one rank",
+            (
+                "the strategy single requires one device, but the cluster has more"
+                if lanes == world
+                else "the strategy single requires a data axis of one rank"
+            ),
             where="strategy",
             expected=f"one of {', '.join(STRATEGIES[1:])}",
             got=f"single for {lanes} {'devices' if lanes == world else 'ranks'}",
@@ -109,9 +134,22 @@ def make_plan(
     shard_ranks = _shard_ranks(strategy, cluster, lanes, tensor_ranks, shard_ranks)
     bad = sorted({p.dtype for p in owners if not _is_floating(p.dtype)})
     if bad:
-        raise PlanError("the package has parameters that are not floating point", where="package", got=", ".join(bad))
+        raise PlanError(
+            "the package has parameters that are not floating point",
+            where="package",
+            got=", ".join(bad),
+        )
     stages = None if pipeline is None else pipeline.homes
-    buckets = make_buckets(owners, source.trained, source.order, world, bucket_bytes, source.whole, tensor.shards, stages)
+    buckets = make_buckets(
+        owners,
+        source.trained,
+        source.order,
+        world,
+        bucket_bytes,
+        source.whole,
+        tensor.shards,
+        stages,
+    )
     made = Plan(
         package=package.digest,
         cluster=cluster,
@@ -131,10 +169,18 @@ def make_plan(
         estimate=_NOTHING,
     )
     sent = 0 if pipeline is None else pipeline.sent(made.rows_per_call)
-    return made.model_copy(update={"estimate": estimate(made, package, tensor.sent(made.rows_per_call) + sent)})
+    return made.model_copy(
+        update={"estimate": estimate(made, package, tensor.sent(made.rows_per_call) + sent)}
+    )
 
 
-_NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+_NOTHING = Estimate(
+    parameter_bytes=0,
+    gradient_bytes=0,
+    optimizer_bytes=0,
+    gathered_bytes=0,
+    communication_bytes_per_step=0,
+)
 
 
 plan = make_plan
@@ -144,7 +190,10 @@ plan = make_plan
 def _default_strategy(owners: Sequence[ParameterSpec], source: Source, lanes: int) -> Strategy:
     if lanes == 1:
         return "single"
-    copies = {p.name: 2 + 2 * len(source.trained[p.name]) if p.name in source.trained else 1 for p in owners}
+    copies = {
+        p.name: 2 + 2 * len(source.trained[p.name]) if p.name in source.trained else 1
+        for p in owners
+    }
     everything = sum(math.prod(p.shape) * item_bytes(p.dtype) * copies[p.name] for p in owners)
     return "zero0" if everything <= REPLICATED_BYTES else "zero3"
 
@@ -172,26 +221,44 @@ def _data_ranks(
         spelled = f"the {left} devices that the tensor axis leaves" if ranks > 1 else spelled
     if rules and tensor_ranks == 1:
         raise PlanError(
-            "tensor rules have no effect on a tensor axis of one rank", where="tensor_rules", hint="Set tensor_ranks (--tensor)."
+            "tensor rules have no effect on a tensor axis of one rank",
+            where="tensor_rules",
+            hint="Set tensor_ranks (--tensor).",
         )
     if divide != "tensor" and tensor_ranks == 1:
-        raise PlanError("a tensor axis of one rank divides nothing", where="divide", got=divide, hint="Set tensor_ranks.")
+        raise PlanError(
+            "a tensor axis of one rank divides nothing",
+            where="divide",
+            got=divide,
+            hint="Set tensor_ranks.",
+        )
     if pipeline_ranks == 1 and (schedule is not None or stages_per_rank is not None):
-        raise PlanError("a schedule has no effect on a pipeline of one rank", where="schedule", hint="Set pipeline_ranks (--pipeline).")
+        raise PlanError(
+            "a schedule has no effect on a pipeline of one rank",
+            where="schedule",
+            hint="Set pipeline_ranks (--pipeline).",
+        )
     return left
 
 
-def _shard_ranks(strategy: Strategy, cluster: Cluster, lanes: int, tensor_ranks: int, given: int | None) -> int | None:
+def _shard_ranks(
+    strategy: Strategy, cluster: Cluster, lanes: int, tensor_ranks: int, given: int | None
+) -> int | None:
     if strategy != "hybrid":
         if given is not None:
-            raise PlanError("this option requires the strategy hybrid", where="shard_ranks", got=strategy)
+            raise PlanError(
+                "this option requires the strategy hybrid", where="shard_ranks", got=strategy
+            )
         return None
     ranks = min(lanes, max(1, cluster.devices_per_node // tensor_ranks)) if given is None else given
     if lanes % ranks or ranks < min(2, lanes):
         raise PlanError(
             "this number of ranks cannot share one copy of the model",
             where="shard_ranks",
-            expected=f"a divisor of the {'cluster' if lanes == cluster.world_size else 'data axis'}'s {lanes} devices, at least 2",
+            expected=(
+                f"a divisor of the {'cluster' if lanes == cluster.world_size else 'data axis'}'s"
+                f" {lanes} devices, at least 2"
+            ),
             got=str(ranks),
             hint="Choose shard_ranks (--strategy hybrid/N), or zero0, which shards nothing.",
         )

@@ -1,4 +1,6 @@
-"""Compute the costs of a plan on a device: the peak memory of a rank, and the seconds of an update."""
+"""Compute the costs of a plan on a device: the peak memory of a rank, and the seconds of an
+update.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from trainload.sharding.planner.rank_timeline import Timeline, timeline
 from trainload.sharding.plans.buckets import item_bytes
 from trainload.sharding.plans.estimate import of_rank
 from trainload.sharding.plans.plan import PIPELINE, Plan
-from trainload.sharding.rewriting.rank_graphs import RankGraphs, phases, stage_name, train_name, update_name, update_owners
+from trainload.sharding.rewriting.rank_graphs import (
+    RankGraphs,
+    phases,
+    stage_name,
+    train_name,
+    update_name,
+    update_owners,
+)
 from trainload.sharding.rewriting.rewrite import Phase, RankGraph
 
 
@@ -57,7 +66,14 @@ class Memory:
     @property
     def tensors(self) -> int:
         """Memory of all tensors."""
-        return self.parameters + self.optimizer + self.buffers + self.gradients + self.activations + self.communication
+        return (
+            self.parameters
+            + self.optimizer
+            + self.buffers
+            + self.gradients
+            + self.activations
+            + self.communication
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +115,14 @@ class Costs:
         return tokens / self.time.seconds
 
 
-def costs(package: Package, plan: Plan, ranks: Sequence[RankGraphs], device: DeviceProfile, *, compiled: bool = True) -> Costs:
+def costs(
+    package: Package,
+    plan: Plan,
+    ranks: Sequence[RankGraphs],
+    device: DeviceProfile,
+    *,
+    compiled: bool = True,
+) -> Costs:
     """Estimate the costs of a plan.
 
     Args:
@@ -109,11 +132,23 @@ def costs(package: Package, plan: Plan, ranks: Sequence[RankGraphs], device: Dev
         device: device of each rank.
         compiled: True if graphs are compiled.
     """
-    spans = {name: span_of(groups, plan.cluster.devices_per_node) for name, groups in plan.groups().items()}
-    found = [_Rank(package, plan, graphs, device, spans, index, compiled=compiled) for index, graphs in enumerate(ranks)]
+    spans = {
+        name: span_of(groups, plan.cluster.devices_per_node)
+        for name, groups in plan.groups().items()
+    }
+    found = [
+        _Rank(package, plan, graphs, device, spans, index, compiled=compiled)
+        for index, graphs in enumerate(ranks)
+    ]
     memory = max((rank.memory() for rank in found), key=lambda each: each.peak)
-    lines = {f"{index}/{name}" if len(found) > 1 else name: line for index, rank in enumerate(found) for name, line in rank.lines.items()}
-    time = found[0].time() if plan.pipeline is None else _piped(plan, found, device, spans[PIPELINE])
+    lines = {
+        f"{index}/{name}" if len(found) > 1 else name: line
+        for index, rank in enumerate(found)
+        for name, line in rank.lines.items()
+    }
+    time = (
+        found[0].time() if plan.pipeline is None else _piped(plan, found, device, spans[PIPELINE])
+    )
     return Costs(memory, time, lines)
 
 
@@ -131,12 +166,21 @@ class _Rank:
         *,
         compiled: bool,
     ) -> None:
-        self._package, self._plan, self._graphs, self._device, self._index = package, plan, graphs, device, index
+        self._package, self._plan, self._graphs, self._device, self._index = (
+            package,
+            plan,
+            graphs,
+            device,
+            index,
+        )
         self.main = package.manifest.training_graphs()[0]
         used = {name: graph for name, graph in graphs.ranks.items() if self._trains(name)}
         sizes = {name: self._sizes(graph) for name, graph in used.items()}
         self.held = {name: held(graph.module, sizes[name]) for name, graph in used.items()}
-        self.lines = {name: timeline(graph.module, device, spans, sizes[name], compiled=compiled) for name, graph in used.items()}
+        self.lines = {
+            name: timeline(graph.module, device, spans, sizes[name], compiled=compiled)
+            for name, graph in used.items()
+        }
         for owner, module in graphs.updates.items():
             self.held[update_name(owner)] = held(module)
             self.lines[update_name(owner)] = timeline(module, device, spans, compiled=compiled)
@@ -150,7 +194,10 @@ class _Rank:
         if self._plan.pipeline is None:
             return sizes_of(graph.module, graph.inputs, rows)
         stages = self._graphs.cuts[self.main]
-        return {name: rows if at == 0 else stages.example[name] for name, (_, at) in stages.symbols.items()}
+        return {
+            name: rows if at == 0 else stages.example[name]
+            for name, (_, at) in stages.symbols.items()
+        }
 
     def name_of(self, action: Action) -> str | None:
         """Return the name of an action's graph, or None if the action does nothing."""
@@ -160,7 +207,10 @@ class _Rank:
     def message_bytes(self, message: Message) -> int:
         """Return the bytes of a message between stages."""
         stages, rows = self._graphs.cuts[self.main], self._plan.rows_per_call
-        symbols = {name: rows if at == 0 else stages.example[name] for name, (_, at) in stages.symbols.items()}
+        symbols = {
+            name: rows if at == 0 else stages.example[name]
+            for name, (_, at) in stages.symbols.items()
+        }
         return bytes_sent((stages.up if message.up else stages.down)[message.boundary], symbols)
 
     @property
@@ -180,7 +230,10 @@ class _Rank:
                 lines += [self.lines[train_name(graph, Phase.ACCUMULATE)]] * (plan.accumulate - 1)
                 lines.append(self.lines[train_name(graph, Phase.SYNCHRONISE)])
         owners = update_owners(self._package)
-        updates = [self.lines[update_name(owners[graph])] for graph in self._package.manifest.training_graphs()]
+        updates = [
+            self.lines[update_name(owners[graph])]
+            for graph in self._package.manifest.training_graphs()
+        ]
         exposed = sum(line.exposed for line in lines)
         return StepTime(
             compute=sum(line.seconds for line in lines) - exposed,
@@ -196,8 +249,14 @@ class _Rank:
         """Return the memory at the peak of an update."""
         plan, package = self._plan, self._package
         static = of_rank(plan, package, self._index)
-        peaks = [self._train_peak(graph, static.gradient_bytes) for graph in package.manifest.training_graphs()]
-        peaks += [(f"{update_name(owner)}", self.held[update_name(owner)], static.gradient_bytes) for owner in self._graphs.updates]
+        peaks = [
+            self._train_peak(graph, static.gradient_bytes)
+            for graph in package.manifest.training_graphs()
+        ]
+        peaks += [
+            (f"{update_name(owner)}", self.held[update_name(owner)], static.gradient_bytes)
+            for owner in self._graphs.updates
+        ]
         where, at, gradients = max(peaks, key=lambda peak: peak[1].peak + peak[2])
         return Memory(
             parameters=static.parameter_bytes,
@@ -225,7 +284,9 @@ class _Rank:
         assert pipeline is not None
         kept: dict[tuple[int, int], int] = {}
         most = Held(0, 0, 0, "")
-        for instruction in instructions(pipeline.order, pipeline.stage_ranks, self._plan.accumulate)[self._index]:
+        for instruction in instructions(
+            pipeline.order, pipeline.stage_ranks, self._plan.accumulate
+        )[self._index]:
             if isinstance(instruction, Message):
                 if instruction.target == self._index:
                     key = (instruction.boundary + int(instruction.up), instruction.microbatch)
@@ -236,7 +297,9 @@ class _Rank:
             if name is not None:
                 here, others = self.held[name], sum(kept.values())
                 if here.peak + others > most.peak:
-                    most = Held(here.peak + others, 0, here.communication, f"{instruction}, {here.at}")
+                    most = Held(
+                        here.peak + others, 0, here.communication, f"{instruction}, {here.at}"
+                    )
                 kept[key] = kept.get(key, 0) + here.left
             if instruction.part in (Part.BACKWARD, Part.WEIGHT):
                 kept.pop(key, None)
@@ -247,7 +310,10 @@ class _Rank:
         manifest, plan = self._package.manifest, self._plan
         own = sum(_bytes(buffer.shape, buffer.dtype) for buffer in manifest.buffers)
         inputs = manifest.data_inputs().values()
-        row = sum(_bytes([size for size in entry.shape[1:] if isinstance(size, int)], entry.dtype) for entry in inputs)
+        row = sum(
+            _bytes([size for size in entry.shape[1:] if isinstance(size, int)], entry.dtype)
+            for entry in inputs
+        )
         return own + row * plan.rows_per_call * plan.accumulate
 
 
@@ -268,15 +334,23 @@ def _piped(plan: Plan, ranks: Sequence[_Rank], device: DeviceProfile, span: Span
                 at[rank] += 1
                 name = ranks[rank].name_of(action)
                 line = ranks[rank].lines[name] if name is not None else None
-                start = max(clock[rank], ready.get(_key(action, len(homes)) or (-1, Part.FORWARD, -1), 0.0))
+                start = max(
+                    clock[rank], ready.get(_key(action, len(homes)) or (-1, Part.FORWARD, -1), 0.0)
+                )
                 clock[rank] = start + (line.seconds if line is not None else 0.0)
                 busy[rank] += line.seconds if line is not None else 0.0
                 exposed[rank] += line.exposed if line is not None else 0.0
                 message = message_of(action, homes)
                 if message is not None:
-                    sent = 0.0 if message.source == message.target else seconds_of("send", ranks[rank].message_bytes(message), span, device)
+                    sent = (
+                        0.0
+                        if message.source == message.target
+                        else seconds_of("send", ranks[rank].message_bytes(message), span, device)
+                    )
                     kind = Part.FORWARD if message.up else Part.BACKWARD
-                    ready[message.boundary + int(message.up), kind, message.microbatch] = clock[rank] + sent
+                    ready[message.boundary + int(message.up), kind, message.microbatch] = (
+                        clock[rank] + sent
+                    )
     total = max(clock)
     slowest = max(range(len(rows)), key=lambda rank: busy[rank])
     return StepTime(
@@ -294,7 +368,11 @@ def _key(action: Action, count: int) -> tuple[int, Part, int] | None:
         return None
     if action.part is not Part.FORWARD and action.stage == count - 1:
         return None
-    return action.stage, Part.FORWARD if action.part is Part.FORWARD else Part.BACKWARD, action.microbatch
+    return (
+        action.stage,
+        Part.FORWARD if action.part is Part.FORWARD else Part.BACKWARD,
+        action.microbatch,
+    )
 
 
 def _flops(rank: _Rank, row: Sequence[Action]) -> float:

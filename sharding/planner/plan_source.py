@@ -42,13 +42,17 @@ class Source:
         self.whole = {u.group for u in package.manifest.updates if not u.elementwise}
         self._axes: dict[tuple[int, tuple[tuple[str, Shard | None], ...], Divide], TensorAxis] = {}
         self._steps: dict[str, StepGraph] = {}
-        self._partitioned: dict[tuple[str, int, tuple[tuple[str, Shard], ...], bool], Partitioned] = {}
+        self._partitioned: dict[
+            tuple[str, int, tuple[tuple[str, Shard], ...], bool], Partitioned
+        ] = {}
         self._local: dict[Local, dict[str, StepGraph]] = {}
 
     def steps(self, names: Iterable[str]) -> dict[str, StepGraph]:
         """Return the package's step graphs of these names. Each is derived on first use."""
         wanted = tuple(names)
-        self._steps |= step_graphs(self.package, self.device, [name for name in wanted if name not in self._steps])
+        self._steps |= step_graphs(
+            self.package, self.device, [name for name in wanted if name not in self._steps]
+        )
         return {name: self._steps[name] for name in wanted}
 
     @functools.cached_property
@@ -65,11 +69,19 @@ class Source:
     def order(self) -> list[str]:
         """Names of the parameters that own storage, in the order of their first use."""
         package = self.package
-        names = [name for graph in package.manifest.training_graphs() for name in parameter_order(package.captured(graph))]
-        aliases = {p.name: p.alias_of for p in package.manifest.parameters if p.alias_of is not None}
+        names = [
+            name
+            for graph in package.manifest.training_graphs()
+            for name in parameter_order(package.captured(graph))
+        ]
+        aliases = {
+            p.name: p.alias_of for p in package.manifest.parameters if p.alias_of is not None
+        }
         return list(dict.fromkeys(aliases.get(name) or name for name in names))
 
-    def tensor(self, ranks: int, rules: Mapping[str, Shard | None] | None = None, what: Divide = "tensor") -> TensorAxis:
+    def tensor(
+        self, ranks: int, rules: Mapping[str, Shard | None] | None = None, what: Divide = "tensor"
+    ) -> TensorAxis:
         """Return what a tensor axis of this number of ranks divides. Raise PlanError if a rule does
         not fit, or nothing can be divided.
         """
@@ -77,9 +89,18 @@ class Source:
             return UNDIVIDED
         key = ranks, tuple((rules or {}).items()), what
         if key not in self._axes:
-            whole = {name for name, groups in self.trained.items() if self.whole.intersection(groups)}
+            whole = {
+                name for name, groups in self.trained.items() if self.whole.intersection(groups)
+            }
             main = self.package.manifest.training_graphs()[0]
-            self._axes[key] = divide(self.training, ranks, whole, rules, what, functools.partial(self._partition, main, ranks))
+            self._axes[key] = divide(
+                self.training,
+                ranks,
+                whole,
+                rules,
+                what,
+                functools.partial(self._partition, main, ranks),
+            )
         return self._axes[key]
 
     def local(self, axes: Local, names: Iterable[str] | None = None) -> dict[str, StepGraph]:
@@ -92,23 +113,32 @@ class Source:
                 if plans cover that.
         """
         made = self._local.setdefault(axes, {})
-        wanted = tuple(self.package.manifest.step_graphs(evaluates=self._evaluates) if names is None else names)
+        wanted = tuple(
+            self.package.manifest.step_graphs(evaluates=self._evaluates) if names is None else names
+        )
         lacking = [name for name in wanted if name not in made]
-        self.steps(lacking)  # all together, because a derivation needs the program, which is then read once
+        # all together, because a derivation needs the program, which is then read once
+        self.steps(lacking)
         made |= {name: completed(self._whole_or_partitioned(name, axes), axes) for name in lacking}
         return {name: made[name] for name in wanted}
 
     def _whole_or_partitioned(self, name: str, axes: Local) -> StepGraph:
         if axes.tensor_ranks == 1:
             return self.steps([name])[name]
-        return self._partition(name, axes.tensor_ranks, dict(axes.shards), positions=axes.positions).step
+        return self._partition(
+            name, axes.tensor_ranks, dict(axes.shards), positions=axes.positions
+        ).step
 
-    def _partition(self, name: str, ranks: int, shards: Mapping[str, Shard], *, positions: bool) -> Partitioned:
+    def _partition(
+        self, name: str, ranks: int, shards: Mapping[str, Shard], *, positions: bool
+    ) -> Partitioned:
         """Partition a step graph, once for all plans that differ only in other axes."""
         ordered = tuple(sorted(shards.items()))
         key = name, ranks, ordered, positions
         if key not in self._partitioned:
-            self._partitioned[key] = partition(self.steps([name])[name], ranks, dict(ordered), positions=positions)
+            self._partitioned[key] = partition(
+                self.steps([name])[name], ranks, dict(ordered), positions=positions
+            )
         return self._partitioned[key]
 
     def forget(self) -> None:

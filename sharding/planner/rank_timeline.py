@@ -19,8 +19,29 @@ from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, bytes_of, flo
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
 
 aten = torch.ops.aten
-_NOT_COMPUTED = {"getitem", "sym_size", "sym_numel", "sym_stride", "_unsafe_view", "lift_fresh", "detach", "alias"}
-_REDUCTIONS = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "any", "all", "argmax", "argmin"}
+_NOT_COMPUTED = {
+    "getitem",
+    "sym_size",
+    "sym_numel",
+    "sym_stride",
+    "_unsafe_view",
+    "lift_fresh",
+    "detach",
+    "alias",
+}
+_REDUCTIONS = {
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "prod",
+    "var",
+    "var_mean",
+    "any",
+    "all",
+    "argmax",
+    "argmin",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +81,12 @@ class Timeline:
 
 
 def timeline(
-    module: GraphModule, device: DeviceProfile, spans: Mapping[str, Span], sizes: Sizes = EXAMPLE, *, compiled: bool = True
+    module: GraphModule,
+    device: DeviceProfile,
+    spans: Mapping[str, Span],
+    sizes: Sizes = EXAMPLE,
+    *,
+    compiled: bool = True,
 ) -> Timeline:
     """Simulate a flat graph.
 
@@ -86,7 +112,11 @@ def timeline(
                 now += waits
                 exposed += waits
                 continue
-            size = bytes_of(node, sizes) if name == "all_gather_into_tensor" else bytes_of(node.all_input_nodes[0], sizes)
+            size = (
+                bytes_of(node, sizes)
+                if name == "all_gather_into_tensor"
+                else bytes_of(node.all_input_nodes[0], sizes)
+            )
             takes = seconds_of(name, size, spans[str(node.args[-1])], device)
             start = max(now, link_free)
             link_free = done[node] = start + takes
@@ -99,7 +129,9 @@ def timeline(
     return Timeline(max(now, link_free), exposed + max(0.0, link_free - now), work, tuple(rows))
 
 
-def _kernel(module: GraphModule, node: Node, device: DeviceProfile, sizes: Sizes, fused: set[Node]) -> tuple[float, str, float, float]:
+def _kernel(
+    module: GraphModule, node: Node, device: DeviceProfile, sizes: Sizes, fused: set[Node]
+) -> tuple[float, str, float, float]:
     """Return a node's seconds, the reason, its bytes and its operations."""
     if not _computes(node):
         return 0.0, "", 0.0, 0.0
@@ -107,11 +139,18 @@ def _kernel(module: GraphModule, node: Node, device: DeviceProfile, sizes: Sizes
     if inner:
         rounds = _rounds(node, sizes)
         slowest = max(inner, key=lambda each: each.seconds)
-        return rounds * slowest.seconds, "products" if slowest.flops else "memory", 0.0, rounds * slowest.flops
+        return (
+            rounds * slowest.seconds,
+            "products" if slowest.flops else "memory",
+            0.0,
+            rounds * slowest.flops,
+        )
     moved = 0.0 if node in fused else bytes_of(node, sizes)
     moved += sum(bytes_of(source, sizes) for source in node.all_input_nodes if source not in fused)
     products = flops(node, sizes)
-    rate = device.rate(_dtype(node)) * (device.attention if "scaled_dot_product" in _name(node) else 1.0)
+    rate = device.rate(_dtype(node)) * (
+        device.attention if "scaled_dot_product" in _name(node) else 1.0
+    )
     by_products, by_memory = products / rate, moved / device.memory_bytes_per_second
     launch = 0.0 if node in fused else device.kernel_seconds
     takes = max(by_products, by_memory)
@@ -130,20 +169,28 @@ def _rounds(node: Node, sizes: Sizes) -> int:
 
 def _name(node: Node) -> str:
     packet = getattr(node.target, "overloadpacket", None)
-    return str(packet.__name__ if packet is not None else getattr(node.target, "__name__", node.target))
+    return str(
+        packet.__name__ if packet is not None else getattr(node.target, "__name__", node.target)
+    )
 
 
 def _computes(node: Node) -> bool:
     """Return True if a node computes a tensor."""
     value = node.meta.get("val")
-    if not any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,))):
+    if not any(
+        isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,))
+    ):
         return False
-    return _name(node) not in _NOT_COMPUTED and not (is_overload(node.target) and node.target.is_view)
+    return _name(node) not in _NOT_COMPUTED and not (
+        is_overload(node.target) and node.target.is_view
+    )
 
 
 def _dtype(node: Node) -> str:
     tensors = [source.meta.get("val") for source in node.all_input_nodes]
-    return next((str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, Tensor)), "float32")
+    return next(
+        (str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, Tensor)), "float32"
+    )
 
 
 def _fused(module: GraphModule) -> set[Node]:
@@ -170,4 +217,10 @@ def _readers(node: Node) -> list[Node]:
 def _is_elementwise(node: Node) -> bool:
     if node.op != "call_function" or not is_overload(node.target) or not _computes(node):
         return False
-    return torch.Tag.pointwise in node.target.tags or _name(node) in ("_to_copy", "clone", "expand", "full", "where")
+    return torch.Tag.pointwise in node.target.tags or _name(node) in (
+        "_to_copy",
+        "clone",
+        "expand",
+        "full",
+        "where",
+    )

@@ -16,7 +16,12 @@ from trainload.sharding.plans.strategies import Strategy
 
 
 def replan(
-    package: Package | Source, plan: Plan, cluster: Cluster, strategy: Strategy | None = None, *, accumulate: int | None = None
+    package: Package | Source,
+    plan: Plan,
+    cluster: Cluster,
+    strategy: Strategy | None = None,
+    *,
+    accumulate: int | None = None,
 ) -> Plan:
     """Return a plan for another cluster that keeps the strategy, the axes, the prefetch and the
     recomputation where possible.
@@ -46,7 +51,9 @@ def replan(
         prefetch=plan.prefetch,
         shard_ranks=ranks,
         tensor_ranks=tensor,
-        tensor_rules=dict(plan.tensor_shards) if tensor > 1 and divide in ("tensor", "sequence") else None,
+        tensor_rules=(
+            dict(plan.tensor_shards) if tensor > 1 and divide in ("tensor", "sequence") else None
+        ),
         divide=divide,
         batch_norm=plan.batch_norm,
         recompute=plan.recompute,
@@ -90,7 +97,12 @@ def plans_of_sizes(package: Package, plan: Plan, sizes: Sequence[int]) -> tuple[
 
 
 def largest_size(
-    package: Package, sizes: Sequence[int], devices: int, *, global_batch: int | None = None, accumulate: int | None = None
+    package: Package,
+    sizes: Sequence[int],
+    devices: int,
+    *,
+    global_batch: int | None = None,
+    accumulate: int | None = None,
 ) -> int:
     """Return the greatest number of nodes among which the global batch can be divided, so that
     `make_plan` can plan for it.
@@ -127,17 +139,26 @@ def _no_size(why: Mapping[int, PlanError], devices: int) -> PlanError:
         "no number of nodes is feasible",
         where=f"{min(why)} to {max(why)} nodes of {devices} devices",
         got="; ".join(f"{nodes}: {why[nodes].problem}" for nodes in sorted(why)),
-        hint="The global batch must be divisible by the number of ranks: choose other sizes, or launch with --set global_batch=N.",
+        hint=(
+            "The global batch must be divisible by the number of ranks: choose other sizes, or"
+            " launch with --set global_batch=N."
+        ),
     )
 
 
 def _of_size(source: Source, plan: Plan, cluster: Cluster) -> Plan:
     together = plan.tensor_ranks * plan.pipeline_ranks
     if cluster.world_size % together:
-        raise PlanError(f"{cluster.world_size} ranks cannot be divided into groups of {together}, as the plan's axes require")
+        raise PlanError(
+            f"{cluster.world_size} ranks cannot be divided into groups of {together}, as the plan's"
+            " axes require"
+        )
     lanes = cluster.world_size // together
     for accumulate in range(plan.accumulate, plan.global_batch + 1):
-        if plan.global_batch % (lanes * accumulate) == 0 and plan.global_batch // (lanes * accumulate) <= plan.rows_per_call:
+        if (
+            plan.global_batch % (lanes * accumulate) == 0
+            and plan.global_batch // (lanes * accumulate) <= plan.rows_per_call
+        ):
             return replan(source, plan, cluster, accumulate=accumulate)
     if plan.global_batch % lanes == 0:
         return replan(source, plan, cluster, accumulate=plan.global_batch // lanes)

@@ -41,7 +41,12 @@ that needs the least memory.
 """
 _ROWS_APART = 8
 """The first pass computes calls of 1, 8, 64, ... rows and interpolates linearly between them."""
-_SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (("1f1b", None), ("1f1b", 2), ("zero-bubble", None), ("zbv", None))
+_SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (
+    ("1f1b", None),
+    ("1f1b", 2),
+    ("zero-bubble", None),
+    ("zbv", None),
+)
 _MAX_STAGES, _MAX_NODES = 16, 4096
 
 
@@ -176,11 +181,16 @@ def search(
     if not judged:
         reasons = "; ".join(f"{each.choice}: {each.reason}" for each in refused)
         raise PlanError(
-            "no plan can be made", where="plan", got=reasons or f"{rows} rows, which cannot be divided evenly among the devices"
+            "no plan can be made",
+            where="plan",
+            got=reasons or f"{rows} rows, which cannot be divided evenly among the devices",
         )
     candidates: list[Candidate] = []
     for choice in _to_try(judged, device):
-        say(f"{len(judged):,} plans estimated; simulating number {len(candidates) + 1} of the best {exact}: {choice}")
+        say(
+            f"{len(judged):,} plans estimated; simulating number {len(candidates) + 1} of the best"
+            f" {exact}: {choice}"
+        )
         try:
             candidates.append(evaluate(source, cluster, device, choice, rows, options))
         except PlanError as error:
@@ -222,7 +232,12 @@ def smallest(
 
 
 def evaluate(
-    source: Source, cluster: Cluster, device: DeviceProfile, choice: Choice, rows: int, options: Mapping[str, Any] = MappingProxyType({})
+    source: Source,
+    cluster: Cluster,
+    device: DeviceProfile,
+    choice: Choice,
+    rows: int,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Candidate:
     """Make the plan of a choice and its graphs, and compute its costs. Raise PlanError if there is
     no such plan.
@@ -257,15 +272,29 @@ def costs_of(source: Source, plan: Plan, device: DeviceProfile, *, compiled: boo
     Raises:
         PlanError: the collectives of its ranks' graphs do not match.
     """
-    return costs(source.package, plan, simulate(source, plan, training_only=True).ranks, device, compiled=compiled)
+    return costs(
+        source.package,
+        plan,
+        simulate(source, plan, training_only=True).ranks,
+        device,
+        compiled=compiled,
+    )
 
 
 def in_order(candidates: Sequence[Candidate], device: DeviceProfile) -> tuple[Candidate, ...]:
     """Sort candidates in the order of `Found.candidates`."""
-    over = sorted((c for c in candidates if c.costs.memory.peak > device.memory_bytes), key=lambda c: c.costs.memory.peak)
-    fitting = sorted((c for c in candidates if c.costs.memory.peak <= device.memory_bytes), key=lambda c: c.costs.time.seconds)
+    over = sorted(
+        (c for c in candidates if c.costs.memory.peak > device.memory_bytes),
+        key=lambda c: c.costs.memory.peak,
+    )
+    fitting = sorted(
+        (c for c in candidates if c.costs.memory.peak <= device.memory_bytes),
+        key=lambda c: c.costs.time.seconds,
+    )
     if fitting:
-        as_fast = [c for c in fitting if c.costs.time.seconds <= _AS_FAST * fitting[0].costs.time.seconds]
+        as_fast = [
+            c for c in fitting if c.costs.time.seconds <= _AS_FAST * fitting[0].costs.time.seconds
+        ]
         best = min(as_fast, key=lambda c: c.costs.memory.peak)
         fitting = [best, *(c for c in fitting if c is not best)]
     return (*fitting, *over)
@@ -287,16 +316,30 @@ def _tensor_degrees(cluster: Cluster, wanted: Wanted) -> list[int]:
 
 def _choices(cluster: Cluster, wanted: Wanted, tensor: int, rows: int) -> Iterator[Choice]:
     left = cluster.world_size // tensor
-    pipelines = [wanted.pipeline] if wanted.pipeline is not None else [p for p in _divisors(left) if p <= _MAX_STAGES]
+    pipelines = (
+        [wanted.pipeline]
+        if wanted.pipeline is not None
+        else [p for p in _divisors(left) if p <= _MAX_STAGES]
+    )
     recomputes = [wanted.recompute] if wanted.recompute is not None else list(RECOMPUTES)
     for pipeline, recompute in product(pipelines, recomputes):
         if left % pipeline or rows % (left // pipeline):
             continue
         lanes = left // pipeline
-        for strategy, schedule in product(_strategies(cluster, wanted, tensor, lanes), _schedules(wanted, pipeline)):
+        for strategy, schedule in product(
+            _strategies(cluster, wanted, tensor, lanes), _schedules(wanted, pipeline)
+        ):
             for accumulate in _microbatches(wanted, rows // lanes, pipeline, schedule):
                 if strategy != "zero2" or accumulate > 1:
-                    yield Choice(strategy, tensor, pipeline, accumulate, recompute, schedule, wanted.divide if tensor > 1 else "tensor")
+                    yield Choice(
+                        strategy,
+                        tensor,
+                        pipeline,
+                        accumulate,
+                        recompute,
+                        schedule,
+                        wanted.divide if tensor > 1 else "tensor",
+                    )
 
 
 def _strategies(cluster: Cluster, wanted: Wanted, tensor: int, lanes: int) -> list[Strategy]:
@@ -313,12 +356,18 @@ def _schedules(wanted: Wanted, pipeline: int) -> list[tuple[Schedule, int | None
     return [wanted.schedule] if wanted.schedule is not None else list(_SCHEDULES)
 
 
-def _microbatches(wanted: Wanted, rows: int, pipeline: int, schedule: tuple[Schedule, int | None] | None) -> list[int]:
+def _microbatches(
+    wanted: Wanted, rows: int, pipeline: int, schedule: tuple[Schedule, int | None] | None
+) -> list[int]:
     if wanted.accumulate is not None:
         return [wanted.accumulate] if rows % wanted.accumulate == 0 else []
     if schedule is None:
         return [each for each in _divisors(rows) if math.log2(each).is_integer() or each == rows]
-    return [each for each in _divisors(rows) if each >= pipeline and (each % pipeline == 0) and each <= 16 * pipeline]
+    return [
+        each
+        for each in _divisors(rows)
+        if each >= pipeline and (each % pipeline == 0) and each <= 16 * pipeline
+    ]
 
 
 # The first pass
@@ -337,9 +386,20 @@ def _judge_all(
     refused: list[Refused] = []
     for tensor in _tensor_degrees(cluster, wanted):
         divide = wanted.divide if tensor > 1 else "tensor"
-        say("estimating plans without a tensor axis" if tensor == 1 else f"estimating plans with {divide} {tensor}")
+        say(
+            "estimating plans without a tensor axis"
+            if tensor == 1
+            else f"estimating plans with {divide} {tensor}"
+        )
         try:
-            judge = _Judge(source, cluster, device, source.tensor(tensor, options.get("tensor_rules"), divide), divide, rows)
+            judge = _Judge(
+                source,
+                cluster,
+                device,
+                source.tensor(tensor, options.get("tensor_rules"), divide),
+                divide,
+                rows,
+            )
         except PlanError as error:
             refused.append(Refused(f"{divide} {tensor}", str(error)))
             continue
@@ -359,21 +419,34 @@ class _Judged:
 class _Judge:
     """Estimator of the choices for one tensor axis, based on the graph of one of its ranks."""
 
-    def __init__(self, source: Source, cluster: Cluster, device: DeviceProfile, axis: TensorAxis, divide: Divide, rows: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        cluster: Cluster,
+        device: DeviceProfile,
+        axis: TensorAxis,
+        divide: Divide,
+        rows: int,
+    ) -> None:
         tensor = axis.ranks
         self._cluster, self._device, self._rows, self._tensor = cluster, device, rows, tensor
         shards = tuple(sorted(axis.shards.items()))
         package = source.package
         main = package.manifest.training_graphs()[0]
         self._steps = {
-            how: source.local(Local(tensor, shards, recompute=how, positions=divide != "tensor"), [main])[main] for how in RECOMPUTES
+            how: source.local(
+                Local(tensor, shards, recompute=how, positions=divide != "tensor"), [main]
+            )[main]
+            for how in RECOMPUTES
         }
         self._calls: dict[tuple[Recompute, int], tuple[float, float]] = {}
         states = state_counts(package)
         self._stored = self._kept = 0.0
         for parameter in package.parameters:
             if parameter.alias_of is None:
-                size = math.prod(axis.shape(parameter.name, parameter.shape)) * item_bytes(parameter.dtype)
+                size = math.prod(axis.shape(parameter.name, parameter.shape)) * item_bytes(
+                    parameter.dtype
+                )
                 groups = source.trained.get(parameter.name, ())
                 self._stored += size
                 self._kept += size * sum(states[group] for group in groups)
@@ -382,14 +455,31 @@ class _Judge:
         """Return an estimate of a choice's memory and time."""
         device, cluster = self._device, self._cluster
         lanes = cluster.world_size // (choice.tensor * choice.pipeline)
-        seconds, activations = self._call(choice.recompute, self._rows // (lanes * choice.accumulate))
+        seconds, activations = self._call(
+            choice.recompute, self._rows // (lanes * choice.accumulate)
+        )
         near = min(lanes, max(1, cluster.devices_per_node // choice.tensor))
         degree = near if choice.strategy == "hybrid" else lanes
         stored, kept = self._stored / choice.pipeline, self._kept / choice.pipeline
-        shares = {"zero1": (1, 1, degree), "zero2": (1, degree, degree), "zero3": (degree,) * 3, "hybrid": (degree,) * 3}
+        shares = {
+            "zero1": (1, 1, degree),
+            "zero2": (1, degree, degree),
+            "zero3": (degree,) * 3,
+            "hybrid": (degree,) * 3,
+        }
         of_parameters, of_gradients, of_state = shares.get(choice.strategy, (1, 1, 1))
-        flying = 1.0 if choice.pipeline == 1 else min(choice.accumulate, choice.pipeline) / choice.pipeline
-        memory = stored / of_parameters + stored / of_gradients + kept / of_state + activations * flying + device.reserved_bytes
+        flying = (
+            1.0
+            if choice.pipeline == 1
+            else min(choice.accumulate, choice.pipeline) / choice.pipeline
+        )
+        memory = (
+            stored / of_parameters
+            + stored / of_gradients
+            + kept / of_state
+            + activations * flying
+            + device.reserved_bytes
+        )
         times = choice.accumulate if of_parameters > 1 else 1
         sent = seconds_of("all_gather_into_tensor", stored, Span(degree, near), device)
         exchange = sent * (3 * times if of_parameters > 1 else 2)
@@ -428,8 +518,13 @@ def _to_try(judged: list[_Judged], device: DeviceProfile) -> Iterator[Choice]:
     At first only two of each kind of plan are yielded, where plans of one kind differ only in
     microbatches and recomputation.
     """
-    fitting = sorted((each for each in judged if each.bytes <= device.memory_bytes), key=lambda each: each.seconds)
-    others = sorted((each for each in judged if each.bytes > device.memory_bytes), key=lambda each: each.bytes)
+    fitting = sorted(
+        (each for each in judged if each.bytes <= device.memory_bytes),
+        key=lambda each: each.seconds,
+    )
+    others = sorted(
+        (each for each in judged if each.bytes > device.memory_bytes), key=lambda each: each.bytes
+    )
     seen: dict[Choice, int] = {}
     later: list[Choice] = []
     for each in fitting:

@@ -48,7 +48,9 @@ class Simulation:
                 for each in called:
                     if each.is_called:
                         found[each.group][each.operator] += 1
-        return {group: dict(sorted(operators.items())) for group, operators in sorted(found.items())}
+        return {
+            group: dict(sorted(operators.items())) for group, operators in sorted(found.items())
+        }
 
 
 @neutrally
@@ -65,7 +67,9 @@ def simulate(package: Package | Source, plan: Plan, *, training_only: bool = Fal
     """
     source = package if isinstance(package, Source) else Source(package)
     check_plan(plan, source.package)
-    local = source.local(Local.of(plan), source.package.manifest.training_graphs() if training_only else None)
+    local = source.local(
+        Local.of(plan), source.package.manifest.training_graphs() if training_only else None
+    )
     given = source.package, plan, local, source.updates, source.device
     cuts = cuts_of(plan, local)
     ranks = tuple(rank_graphs(*given, index, cuts) for index in range(plan.pipeline_ranks))
@@ -86,5 +90,7 @@ def check_meeting(everyones: Sequence[Calls], plan: Plan) -> None:
         PlanError: two ranks differ; the message names them and the first difference.
     """
     groups = plan.groups()
-    for name in dict.fromkeys(name for calls in {id(calls): calls for calls in everyones}.values() for name in calls):
+    for name in dict.fromkeys(
+        name for calls in {id(calls): calls for calls in everyones}.values() for name in calls
+    ):
         check_agreement([calls.get(name, ()) for calls in everyones], groups, name)

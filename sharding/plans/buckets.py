@@ -14,7 +14,9 @@ from trainload.capture.program import GraphCapture, ParameterSpec
 from trainload.sharding.plans.plan import Bucket, Slot
 
 ALIGNMENT = 16
-"""Parameters begin at multiples of this number of elements, so that kernels may load whole vectors."""
+"""Parameters begin at multiples of this number of elements, so that kernels may load whole
+vectors.
+"""
 
 
 _Kind = tuple[str, tuple[str, ...], bool, tuple[int, ...]]
@@ -61,7 +63,10 @@ def make_buckets(
         stages: parameter -> the pipeline stages that use it; None without a pipeline.
     """
     position = {name: i for i, name in enumerate(order)}
-    owners = sorted((p for p in parameters if p.alias_of is None), key=lambda p: position.get(p.name, len(position)))
+    owners = sorted(
+        (p for p in parameters if p.alias_of is None),
+        key=lambda p: position.get(p.name, len(position)),
+    )
     open_slots: dict[_Kind, list[Slot]] = {}
     closed: list[tuple[_Kind, list[Slot]]] = []
     for parameter in owners:
@@ -77,7 +82,9 @@ def make_buckets(
         slots = open_slots[kind]
         offset = _round_up(slots[-1].offset + slots[-1].length, ALIGNMENT) if slots else 0
         length = math.prod(parameter.shape)
-        slots.append(Slot(parameter=parameter.name, offset=offset, length=length, shape=parameter.shape))
+        slots.append(
+            Slot(parameter=parameter.name, offset=offset, length=length, shape=parameter.shape)
+        )
         if (offset + length) * item_bytes(parameter.dtype) >= bucket_bytes:
             del open_slots[kind]
     return tuple(
@@ -113,7 +120,11 @@ def _walk(module: GraphModule, names: Mapping[Node, str], order: dict[str, None]
         for body in bodies.values():
             inner = [n for n in body.graph.nodes if n.op == "placeholder"]
             operands = [s for s in node.args if isinstance(s, Node) and s not in bodies]
-            _walk(body, {i: names[o] for i, o in zip(inner, operands, strict=False) if o in names}, order)
+            _walk(
+                body,
+                {i: names[o] for i, o in zip(inner, operands, strict=False) if o in names},
+                order,
+            )
         for source in node.all_input_nodes:
             if source in names and node.op == "call_function":
                 order.setdefault(names[source])

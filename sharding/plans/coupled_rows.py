@@ -1,4 +1,6 @@
-"""Warn that a plan's results differ from one process's if rows of one call depend on one another."""
+"""Warn that a plan's results differ from one process's if rows of one call depend on one
+another.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,16 @@ def note_on_coupled_rows(manifest: Manifest, plan: Plan) -> str | None:
     coupled = [name for name in manifest.training_graphs() if manifest.graphs[name].coupled]
     calls = plan.accumulate * plan.data_ranks
     normalised = any("batch_norm" in name for name in manifest.ops)
-    if not coupled or calls == 1 or (normalised and plan.batch_norm == "synchronised" and plan.accumulate == 1):
+    if (
+        not coupled
+        or calls == 1
+        or (normalised and plan.batch_norm == "synchronised" and plan.accumulate == 1)
+    ):
         return None
     note = (
-        f"rows of one call depend on each other in graph {', '.join(coupled)} (through batch norm or in-batch negatives, for example), "
-        f"so losses and gradients depend on the rows of a call: here {plan.rows_per_call} of {plan.global_batch}"
+        f"rows of one call depend on each other in graph {', '.join(coupled)} (through batch norm"
+        " or in-batch negatives, for example), so losses and gradients depend on the rows of a"
+        f" call: here {plan.rows_per_call} of {plan.global_batch}"
     )
     if normalised and plan.batch_norm != "synchronised":
         note += ". With --batch-norm synchronised, batch norm uses the rows of all ranks"

@@ -28,7 +28,9 @@ def derived_key(graph: str, device: torch.device) -> str:
     return f"{graph}-{device.type}-torch{torch.__version__}-{DERIVATION}"
 
 
-def step_graphs(package: Package, device: torch.device, names: Iterable[str] | None = None) -> dict[str, StepGraph]:
+def step_graphs(
+    package: Package, device: torch.device, names: Iterable[str] | None = None
+) -> dict[str, StepGraph]:
     """Return the step graphs of a package by the names of its graphs.
 
     Graphs derived for a package that came from a store are kept in the node's cache. For other
@@ -47,8 +49,10 @@ def step_graphs(package: Package, device: torch.device, names: Iterable[str] | N
         if kept is None:
             program = program or package.program()
             kept = derive(program, name, device)
-            if package.source is not None:  # it is in the node's cache, whose next release has the same program
-                with suppress(StorageError):  # without a place for the user's key, it is derived again
+            # it is in the node's cache, whose next release has the same program
+            if package.source is not None:
+                # without a place for the user's key, it is derived again
+                with suppress(StorageError):
                     write_derived(package, key, kept)
         found[name] = kept
     return found
@@ -68,5 +72,8 @@ def places_in_step(package: Package, graph: str, device: torch.device) -> dict[s
     program = package.program()
     restore_traces(package.path, graph, program.graphs[graph].exported)
     step = derive(program, graph, device, sources=True)
-    lines = {node.name: users_line(str(node.meta.get("stack_trace", ""))) for node in step.module.graph.nodes}
+    lines = {
+        node.name: users_line(str(node.meta.get("stack_trace", "")))
+        for node in step.module.graph.nodes
+    }
     return {name: line for name, line in lines.items() if line}

@@ -23,7 +23,13 @@ def estimate(plan: Plan, package: Package, between: float = 0) -> Estimate:
     """
     ranks = [of_rank(plan, package, index) for index in range(plan.pipeline_ranks)]
     worst = {name: max(getattr(each, name) for each in ranks) for name in Estimate.model_fields}
-    return Estimate(**worst | {"communication_bytes_per_step": worst["communication_bytes_per_step"] + round(plan.accumulate * between)})
+    return Estimate(
+        **worst
+        | {
+            "communication_bytes_per_step": worst["communication_bytes_per_step"]
+            + round(plan.accumulate * between)
+        }
+    )
 
 
 def of_rank(plan: Plan, package: Package, pipeline_index: int) -> Estimate:
@@ -55,14 +61,18 @@ def of_rank(plan: Plan, package: Package, pipeline_index: int) -> Estimate:
                 taken = 2 + states[group]
                 gathered = max(gathered, taken * size)
                 communication += taken * ring
-        communication += ring * plan.accumulate if plan.shards_gradients else ring if plan.shards_state else 0
+        communication += (
+            ring * plan.accumulate if plan.shards_gradients else ring if plan.shards_state else 0
+        )
         if plan.shards_state and not plan.shards_parameters:
             communication += ring  # the updated parameters
         communication += 2 * (part * (replicas - 1) // replicas)
         holders = len(plan.holders(bucket))
         communication += 2 * (part * (holders - 1) // holders)
     if plan.shards_parameters:
-        gathered = max([gathered, *(sum(full[i : i + plan.prefetch + 1]) for i in range(len(full)))])
+        gathered = max(
+            [gathered, *(sum(full[i : i + plan.prefetch + 1]) for i in range(len(full)))]
+        )
     return Estimate(
         parameter_bytes=parameters,
         gradient_bytes=gradients,
@@ -91,5 +101,8 @@ def own_state_bytes(package: Package) -> dict[str, int]:
     rank holds all of it.
     """
     return {
-        u.group: sum(math.prod(s.shape) * item_bytes(s.dtype) for s in u.state if not s.like_parameter) for u in package.manifest.updates
+        u.group: sum(
+            math.prod(s.shape) * item_bytes(s.dtype) for s in u.state if not s.like_parameter
+        )
+        for u in package.manifest.updates
     }

@@ -19,7 +19,9 @@ DATA = "trainload.data"
 tensor axis.
 """
 SHARD = "trainload.shard"
-"""Process group of the ranks that share one copy of sharded tensors, if there are several copies."""
+"""Process group of the ranks that share one copy of sharded tensors, if there are several
+copies.
+"""
 REPLICATE = "trainload.replicate"
 """Process group of the ranks that each hold the same part of a copy."""
 TENSOR = "trainload.tensor"
@@ -44,7 +46,9 @@ class Cluster(_Record):
     devices_per_node: Count = 1
     device: DeviceKind = "cpu"
 
-    def __init__(self, nodes: int = 1, devices_per_node: int = 1, device: DeviceKind = "cpu", **unknown: Any) -> None:
+    def __init__(
+        self, nodes: int = 1, devices_per_node: int = 1, device: DeviceKind = "cpu", **unknown: Any
+    ) -> None:
         """Validate the shape.
 
         Raises:
@@ -52,7 +56,14 @@ class Cluster(_Record):
                 unknown.
         """
         try:
-            super().__init__(**{"nodes": nodes, "devices_per_node": devices_per_node, "device": device, **unknown})
+            super().__init__(
+                **{
+                    "nodes": nodes,
+                    "devices_per_node": devices_per_node,
+                    "device": device,
+                    **unknown,
+                }
+            )
         except ValidationError as error:
             raise out_of_range(error, PlanError, "Cluster") from error
 
@@ -156,8 +167,13 @@ class Pipeline(_Record):
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
         if set(self.stage_ranks) != set(range(self.ranks)) or len(self.order) != self.ranks:
-            raise ValueError(f"stage_ranks and order do not assign stages and actions to each of {self.ranks} ranks")
-        unknown = [name for name, stage in self.buffers.items() if not 0 <= stage < len(self.stage_ranks)]
+            raise ValueError(
+                f"stage_ranks and order do not assign stages and actions to each of {self.ranks}"
+                " ranks"
+            )
+        unknown = [
+            name for name, stage in self.buffers.items() if not 0 <= stage < len(self.stage_ranks)
+        ]
         if unknown:
             raise ValueError(f"buffer {unknown[0]} is on an unknown stage")
         return self
@@ -253,27 +269,43 @@ class Plan(_Record):
         if (self.strategy == "hybrid") != (self.shard_ranks is not None):
             raise ValueError("shard_ranks must be set with the strategy hybrid, and with no other")
         if self.world_size % self.tensor_ranks:
-            raise ValueError(f"tensor_ranks is {self.tensor_ranks}, which does not divide the cluster's {self.world_size} devices")
+            raise ValueError(
+                f"tensor_ranks is {self.tensor_ranks}, which does not divide the cluster's"
+                f" {self.world_size} devices"
+            )
         if self.world_size // self.tensor_ranks % self.pipeline_ranks:
             raise ValueError(
-                f"the pipeline has {self.pipeline_ranks} ranks, which do not divide the other {self.world_size // self.tensor_ranks}"
+                f"the pipeline has {self.pipeline_ranks} ranks, which do not divide the other"
+                f" {self.world_size // self.tensor_ranks}"
             )
         stages = range(0 if self.pipeline is None else len(self.pipeline.stage_ranks))
         for bucket in self.buckets:
             if not set(bucket.stages) <= set(stages) or bool(bucket.stages) != bool(stages):
-                raise ValueError(f"{bucket.name} is on stages {bucket.stages}, but the plan has {list(stages) or 'none'}")
+                raise ValueError(
+                    f"{bucket.name} is on stages {bucket.stages}, but the plan has"
+                    f" {list(stages) or 'none'}"
+                )
         if self.shard_ranks == 1 < self.data_ranks:
-            raise ValueError("shard_ranks is 1, so every rank would hold everything: use the strategy zero0")
+            raise ValueError(
+                "shard_ranks is 1, so every rank would hold everything: use the strategy zero0"
+            )
         if self.shard_ranks is not None and self.data_ranks % self.shard_ranks:
-            raise ValueError(f"shard_ranks is {self.shard_ranks}, which does not divide the {self.data_ranks} ranks of the data axis")
+            raise ValueError(
+                f"shard_ranks is {self.shard_ranks}, which does not divide the {self.data_ranks}"
+                " ranks of the data axis"
+            )
         if self.strategy == "single" and self.data_ranks > 1:
-            raise ValueError(f"the strategy is single, but the data axis has {self.data_ranks} ranks")
+            raise ValueError(
+                f"the strategy is single, but the data axis has {self.data_ranks} ranks"
+            )
         if self.tensor_ranks == 1 and self.tensor_shards:
             raise ValueError("tensor_shards divides parameters, but tensor_ranks is 1")
         if self.tensor_ranks == 1 and self.divide != "tensor":
             raise ValueError(f"divide is {self.divide}, but tensor_ranks is 1")
         if self.divide == "context" and self.tensor_shards:
-            raise ValueError("divide is context, which divides no parameters, but there are tensor_shards")
+            raise ValueError(
+                "divide is context, which divides no parameters, but there are tensor_shards"
+            )
         return self
 
     @property
@@ -300,7 +332,11 @@ class Plan(_Record):
 
     def holders(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the pipeline ranks that hold a bucket, in order."""
-        return (0,) if self.pipeline is None else tuple(sorted({self.pipeline.stage_ranks[stage] for stage in bucket.stages}))
+        return (
+            (0,)
+            if self.pipeline is None
+            else tuple(sorted({self.pipeline.stage_ranks[stage] for stage in bucket.stages}))
+        )
 
     def held_buckets(self, pipeline_index: int) -> tuple[Bucket, ...]:
         """Return the buckets that a pipeline rank holds."""
@@ -366,22 +402,36 @@ class Plan(_Record):
         """Return the process groups that the plan's graphs use: name -> the groups of ranks of that
         name, all of the same size.
         """
-        pipeline, data, tensor = range(self.pipeline_ranks), range(self.data_ranks), range(self.tensor_ranks)
+        pipeline, data, tensor = (
+            range(self.pipeline_ranks),
+            range(self.data_ranks),
+            range(self.tensor_ranks),
+        )
         found: dict[str, tuple[tuple[int, ...], ...]] = {}
         lanes = [tuple(self._rank(p, d, t) for d in data) for p in pipeline for t in tensor]
         if len(data) > 1 or self.world_size == 1:
             found[DATA] = tuple(lanes)
         if self.replicas > 1 and self.shard_degree > 1:
             degree = self.shard_degree
-            found[SHARD] = tuple(lane[i : i + degree] for lane in lanes for i in range(0, len(lane), degree))
+            found[SHARD] = tuple(
+                lane[i : i + degree] for lane in lanes for i in range(0, len(lane), degree)
+            )
             found[REPLICATE] = tuple(lane[i::degree] for lane in lanes for i in range(degree))
         if len(tensor) > 1:
-            found[TENSOR] = tuple(tuple(self._rank(p, d, t) for t in tensor) for p in pipeline for d in data)
+            found[TENSOR] = tuple(
+                tuple(self._rank(p, d, t) for t in tensor) for p in pipeline for d in data
+            )
         if len(pipeline) > 1:
-            found[PIPELINE] = tuple(tuple(self._rank(p, d, t) for p in pipeline) for d in data for t in tensor)
-        for holders in sorted({self.holders(bucket) for bucket in self.buckets} if len(pipeline) > 1 else ()):
+            found[PIPELINE] = tuple(
+                tuple(self._rank(p, d, t) for p in pipeline) for d in data for t in tensor
+            )
+        for holders in sorted(
+            {self.holders(bucket) for bucket in self.buckets} if len(pipeline) > 1 else ()
+        ):
             if len(holders) > 1:
-                found[shared_group(holders)] = tuple(tuple(self._rank(p, d, t) for p in holders) for d in data for t in tensor)
+                found[shared_group(holders)] = tuple(
+                    tuple(self._rank(p, d, t) for p in holders) for d in data for t in tensor
+                )
         return found
 
     def _rank(self, pipeline: int, data: int, tensor: int) -> int:
@@ -389,7 +439,9 @@ class Plan(_Record):
 
     @property
     def rows_per_call(self) -> int:
-        """Number of rows of the batch that one rank of the data axis receives for one microbatch."""
+        """Number of rows of the batch that one rank of the data axis receives for one
+        microbatch.
+        """
         return self.global_batch // (self.data_ranks * self.accumulate)
 
 
@@ -407,7 +459,9 @@ def read_plan(path: Path) -> Plan:
         PlanError: the file does not exist or is malformed.
     """
     if not path.is_file():
-        raise PlanError("there is no such plan", where=str(path), hint="Create one: trainload plan PKG -o FILE.")
+        raise PlanError(
+            "there is no such plan", where=str(path), hint="Create one: trainload plan PKG -o FILE."
+        )
     try:
         return Plan.model_validate_json(path.read_bytes())
     except ValidationError as error:

@@ -13,7 +13,13 @@ from torch import SymInt
 from torch.fx import Graph, Node
 
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.sharding.analysis.graph_nodes import LazyGraphModule, append, arguments, ends, mode_of
+from trainload.sharding.analysis.graph_nodes import (
+    LazyGraphModule,
+    append,
+    arguments,
+    ends,
+    mode_of,
+)
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -78,14 +84,27 @@ class _Synchroniser:
         given = self._given(node)
         x = self._wide(given["input"])
         dims = [at for at in range(x.meta["val"].ndim) if at != 1]
-        own = [self._call(aten.mean.dim, x, dims), self._call(aten.var.correction, x, dims, correction=0)]
-        everyones = self._call(aten.view.default, self._gathered(self._call(aten.cat.default, own)), [self._ranks, 2, -1])
+        own = [
+            self._call(aten.mean.dim, x, dims),
+            self._call(aten.var.correction, x, dims, correction=0),
+        ]
+        everyones = self._call(
+            aten.view.default,
+            self._gathered(self._call(aten.cat.default, own)),
+            [self._ranks, 2, -1],
+        )
         means, variances = (self._call(aten.select.int, everyones, 1, index) for index in range(2))
         mean = self._call(aten.mean.dim, means, [0])
         apart = self._call(aten.square.default, self._call(aten.sub.Tensor, means, mean))
         variance = self._call(aten.mean.dim, self._call(aten.add.Tensor, variances, apart), [0])
-        inverse = self._call(aten.rsqrt.default, self._call(aten.add.Scalar, variance, given["eps"]))
-        found = self._call(aten.mul.Tensor, self._call(aten.sub.Tensor, x, self._along(mean, x)), self._along(inverse, x))
+        inverse = self._call(
+            aten.rsqrt.default, self._call(aten.add.Scalar, variance, given["eps"])
+        )
+        found = self._call(
+            aten.mul.Tensor,
+            self._call(aten.sub.Tensor, x, self._along(mean, x)),
+            self._along(inverse, x),
+        )
         if given["weight"] is not None:
             found = self._call(aten.mul.Tensor, found, self._along(self._wide(given["weight"]), x))
         if given["bias"] is not None:
@@ -94,9 +113,16 @@ class _Synchroniser:
         if "running_mean" not in given:
             return found, mean, inverse
         count = self._count(x)
-        unbiased = self._call(aten.mul.Tensor, variance, self._call(aten.div.Tensor, count, self._call(aten.sub.Scalar, count, 1)))
+        unbiased = self._call(
+            aten.mul.Tensor,
+            variance,
+            self._call(aten.div.Tensor, count, self._call(aten.sub.Scalar, count, 1)),
+        )
         momentum = given["momentum"]
-        moved = (self._moved(given["running_mean"], mean, momentum), self._moved(given["running_var"], unbiased, momentum))
+        moved = (
+            self._moved(given["running_mean"], mean, momentum),
+            self._moved(given["running_var"], unbiased, momentum),
+        )
         return found, mean, inverse, *moved
 
     def _backward(self, node: Node) -> tuple[Node | None, ...]:
@@ -106,31 +132,56 @@ class _Synchroniser:
         dims = [at for at in range(x.meta["val"].ndim) if at != 1]
         centred = self._call(aten.sub.Tensor, x, self._along(mean, x))
         total = self._call(aten.sum.dim_IntList, gradient, dims)
-        product = self._call(aten.sum.dim_IntList, self._call(aten.mul.Tensor, gradient, centred), dims)
+        product = self._call(
+            aten.sum.dim_IntList, self._call(aten.mul.Tensor, gradient, centred), dims
+        )
         wanted = given["output_mask"]
         results: list[Node | None] = [None, None, None]
         if wanted[0]:
-            sums = self._call(aten.view.default, self._summed(self._call(aten.cat.default, [total, product])), [2, -1])
+            sums = self._call(
+                aten.view.default,
+                self._summed(self._call(aten.cat.default, [total, product])),
+                [2, -1],
+            )
             means = self._call(aten.div.Tensor, sums, self._count(x))
-            of_gradient, of_product = (self._call(aten.select.int, means, 0, index) for index in range(2))
-            slope = self._call(aten.mul.Tensor, of_product, self._call(aten.square.default, inverse))
+            of_gradient, of_product = (
+                self._call(aten.select.int, means, 0, index) for index in range(2)
+            )
+            slope = self._call(
+                aten.mul.Tensor, of_product, self._call(aten.square.default, inverse)
+            )
             found = self._call(aten.sub.Tensor, gradient, self._along(of_gradient, x))
-            found = self._call(aten.sub.Tensor, found, self._call(aten.mul.Tensor, centred, self._along(slope, x)))
-            factor = inverse if given["weight"] is None else self._call(aten.mul.Tensor, inverse, self._wide(given["weight"]))
+            found = self._call(
+                aten.sub.Tensor, found, self._call(aten.mul.Tensor, centred, self._along(slope, x))
+            )
+            factor = (
+                inverse
+                if given["weight"] is None
+                else self._call(aten.mul.Tensor, inverse, self._wide(given["weight"]))
+            )
             found = self._call(aten.mul.Tensor, found, self._along(factor, x))
             results[0] = self._as(found, node.meta["val"][0].dtype)
         if wanted[1]:
-            results[1] = self._as(self._call(aten.mul.Tensor, product, inverse), node.meta["val"][1].dtype)
+            results[1] = self._as(
+                self._call(aten.mul.Tensor, product, inverse), node.meta["val"][1].dtype
+            )
         if wanted[2]:
             results[2] = self._as(total, node.meta["val"][2].dtype)
         return tuple(results)
 
     def _given(self, node: Node) -> dict[str, Any]:
-        return {name: self._copied[value] if isinstance(value, Node) else value for name, value in arguments(node).items()}
+        return {
+            name: self._copied[value] if isinstance(value, Node) else value
+            for name, value in arguments(node).items()
+        }
 
     def _moved(self, running: Node, value: Node, momentum: float) -> Node:
         kept = self._call(aten.mul.Scalar, running, 1 - momentum)
-        return self._call(aten.add.Tensor, kept, self._as(self._call(aten.mul.Scalar, value, momentum), running.meta["val"].dtype))
+        return self._call(
+            aten.add.Tensor,
+            kept,
+            self._as(self._call(aten.mul.Scalar, value, momentum), running.meta["val"].dtype),
+        )
 
     def _count(self, x: Node) -> Node:
         """Return the number of elements of a channel on all ranks: a 0-dim tensor."""
@@ -138,14 +189,23 @@ class _Synchroniser:
         found: Any = self._ranks
         for at, size in enumerate(value.shape):
             if at != 1:
-                found = self._times(found, self._call(aten.sym_size.int, x, at) if isinstance(size, SymInt) else size)
+                found = self._times(
+                    found,
+                    self._call(aten.sym_size.int, x, at) if isinstance(size, SymInt) else size,
+                )
         return self._call(aten.scalar_tensor.default, found, dtype=value.dtype, device=value.device)
 
     def _times(self, left: Any, right: Any) -> Any:
-        return self._call(operator.mul, left, right) if isinstance(left, Node) or isinstance(right, Node) else left * right
+        return (
+            self._call(operator.mul, left, right)
+            if isinstance(left, Node) or isinstance(right, Node)
+            else left * right
+        )
 
     def _gathered(self, value: Node) -> Node:
-        return self._wait(self._call(c10d.all_gather_into_tensor.default, value, self._ranks, self._group))
+        return self._wait(
+            self._call(c10d.all_gather_into_tensor.default, value, self._ranks, self._group)
+        )
 
     def _summed(self, value: Node) -> Node:
         return self._wait(self._call(c10d.all_reduce.default, value, "sum", self._group))
@@ -155,14 +215,24 @@ class _Synchroniser:
 
     def _along(self, value: Node, x: Node) -> Node:
         """Return a value per channel, broadcast along the other dims of x."""
-        return self._call(aten.view.default, value, [-1, *(1 for _ in range(x.meta["val"].ndim - 2))])
+        return self._call(
+            aten.view.default, value, [-1, *(1 for _ in range(x.meta["val"].ndim - 2))]
+        )
 
     def _wide(self, value: Node) -> Node:
         """Return the value in at least float32, as torch's own kernels compute."""
-        return self._as(value, torch.float32) if value.meta["val"].dtype in (torch.bfloat16, torch.float16) else value
+        return (
+            self._as(value, torch.float32)
+            if value.meta["val"].dtype in (torch.bfloat16, torch.float16)
+            else value
+        )
 
     def _as(self, value: Node, dtype: torch.dtype) -> Node:
-        return value if value.meta["val"].dtype == dtype else self._call(aten._to_copy.default, value, dtype=dtype)
+        return (
+            value
+            if value.meta["val"].dtype == dtype
+            else self._call(aten._to_copy.default, value, dtype=dtype)
+        )
 
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         return append(self.graph, self._mode, target, *args, **kwargs)

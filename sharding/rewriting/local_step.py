@@ -33,7 +33,14 @@ class Local:
         """Return the options of a plan."""
         ranks = plan.data_ranks if plan.batch_norm == "synchronised" else 1
         shards = tuple(sorted(plan.tensor_shards.items()))
-        return cls(plan.tensor_ranks, shards, plan.batch_norm, plan.recompute, ranks, plan.divide != "tensor")
+        return cls(
+            plan.tensor_ranks,
+            shards,
+            plan.batch_norm,
+            plan.recompute,
+            ranks,
+            plan.divide != "tensor",
+        )
 
 
 def local_step(step: StepGraph, axes: Local) -> StepGraph:

@@ -1,4 +1,6 @@
-"""The graphs of a rank: a package's step graphs, cut and rewritten for its plan, and the updates."""
+"""The graphs of a rank: a package's step graphs, cut and rewritten for its plan, and the
+updates.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class RankGraphs:
         """
         modules = {name: graph.module for name, graph in self.ranks.items()}
         modules |= {update_name(owner): module for owner, module in self.updates.items()}
-        return calls_of(modules, plan) | {f"{name}.messages": _messages(stages) for name, stages in self.cuts.items()}
+        return calls_of(modules, plan) | {
+            f"{name}.messages": _messages(stages) for name, stages in self.cuts.items()
+        }
 
 
 def calls_of(modules: Mapping[str, GraphModule], plan: Plan) -> dict[str, tuple[Collective, ...]]:
@@ -53,7 +57,10 @@ def calls_of(modules: Mapping[str, GraphModule], plan: Plan) -> dict[str, tuple[
     found = {name: collectives_of(module, groups, name) for name, module in modules.items()}
     alike = [group for group in (DATA, TENSOR) if group in groups]
     digests = {name: graph_digest(module) for name, module in modules.items()}
-    return found | {f"{name}.graph": tuple(Collective("graph", g, "sha256", digest) for g in alike) for name, digest in digests.items()}
+    return found | {
+        f"{name}.graph": tuple(Collective("graph", g, "sha256", digest) for g in alike)
+        for name, digest in digests.items()
+    }
 
 
 def _messages(stages: Stages) -> tuple[Collective, ...]:
@@ -124,25 +131,43 @@ def rank_graphs(
         groups = package.recipe.graph(name).groups if name in training else None
         if plan.pipeline is not None:
             parts = _own_parts(cuts[name], plan, pipeline_index)
-            graphs |= {stage_name(name, *key): rewrite(part, plan, Phase.ACCUMULATE, groups) for key, part in parts.items()}
+            graphs |= {
+                stage_name(name, *key): rewrite(part, plan, Phase.ACCUMULATE, groups)
+                for key, part in parts.items()
+            }
         elif name in training:
-            graphs |= {train_name(name, phase): rewrite(step, plan, phase, groups) for phase in phases(plan)}
+            graphs |= {
+                train_name(name, phase): rewrite(step, plan, phase, groups)
+                for phase in phases(plan)
+            }
         else:
             graphs[name] = rewrite(step, plan)
     owners = dict.fromkeys(update_owners(package).values())
-    traced = {o: UpdateStep(plan, updates, package.recipe, o, pipeline_index=pipeline_index).trace(device) for o in owners}
+    traced = {
+        o: UpdateStep(plan, updates, package.recipe, o, pipeline_index=pipeline_index).trace(device)
+        for o in owners
+    }
     return RankGraphs(graphs, traced, cuts)
 
 
 def cuts_of(plan: Plan, local: Mapping[str, StepGraph]) -> dict[str, Stages]:
     """Return the stages of step graphs by name; {} if the plan has no pipeline."""
-    return {name: cut_for(step, plan) for name, step in local.items()} if plan.pipeline is not None else {}
+    return (
+        {name: cut_for(step, plan) for name, step in local.items()}
+        if plan.pipeline is not None
+        else {}
+    )
 
 
-def _own_parts(stages: Stages, plan: Plan, pipeline_index: int) -> dict[tuple[int, Part], StepGraph]:
+def _own_parts(
+    stages: Stages, plan: Plan, pipeline_index: int
+) -> dict[tuple[int, Part], StepGraph]:
     """Return the parts that a pipeline rank calls: of backward, the whole or its two halves,
     according to the order.
     """
     assert plan.pipeline is not None
-    called = {(action.stage, action.part) for action in map(Action.parse, plan.pipeline.order[pipeline_index])}
+    called = {
+        (action.stage, action.part)
+        for action in map(Action.parse, plan.pipeline.order[pipeline_index])
+    }
     return {key: part for key, part in stages.parts.items() if key in called}

@@ -19,7 +19,15 @@ from trainload.autograd_trace.graphs import Recipe, StateSpec, UpdateGraph
 from trainload.capture.operators import written_by
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.liveness import Storages
-from trainload.sharding.plans.plan import DATA, PIPELINE, REPLICATE, TENSOR, Bucket, Plan, shared_group
+from trainload.sharding.plans.plan import (
+    DATA,
+    PIPELINE,
+    REPLICATE,
+    TENSOR,
+    Bucket,
+    Plan,
+    shared_group,
+)
 from trainload.sharding.rewriting.rewrite import accumulated_length, update_length
 
 aten = torch.ops.aten
@@ -61,7 +69,9 @@ def _with_constants(graph: ExportedProgram, arguments: Sequence[Tensor]) -> list
             inputs.append(next(entries))
             continue
         constant = graph.constants[str(spec.target)]
-        assert isinstance(constant, Tensor) and constant.ndim == 0, "updates have 0-dim constants only"
+        assert isinstance(constant, Tensor) and constant.ndim == 0, (
+            "updates have 0-dim constants only"
+        )
         inputs.append(torch.full((), constant.item(), dtype=constant.dtype, device=device))
     return inputs
 
@@ -91,7 +101,9 @@ class BucketUpdate:
         return self.update.state
 
 
-def bucket_updates(buckets: Sequence[Bucket], updates: Sequence[UpdateGraph], groups: Collection[str]) -> tuple[BucketUpdate, ...]:
+def bucket_updates(
+    buckets: Sequence[Bucket], updates: Sequence[UpdateGraph], groups: Collection[str]
+) -> tuple[BucketUpdate, ...]:
     """Return the buckets that these groups train, each with its update; a bucket in several of the
     groups appears once for each.
 
@@ -107,9 +119,12 @@ def bucket_updates(buckets: Sequence[Bucket], updates: Sequence[UpdateGraph], gr
                 continue
             if group not in by_group or by_group[group][1].elementwise == (group in bucket.whole):
                 raise PlanError(
-                    "the plan and the package disagree on whether a bucket's update needs whole parameters"
-                    if group in by_group
-                    else "a bucket's group has no update",
+                    (
+                        "the plan and the package disagree on whether a bucket's update needs whole"
+                        " parameters"
+                        if group in by_group
+                        else "a bucket's group has no update"
+                    ),
                     where=f"plan.buckets: {bucket.name}, {group}",
                     got=f"groups {sorted(by_group)}",
                     hint="Make a plan for this package: trainload plan.",
@@ -190,13 +205,20 @@ class UpdateStep:
         """True if it updates a running mean of the parameters."""
         return self._graph.ema_decay is not None
 
-    def __call__(self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+    def __call__(
+        self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor
+    ) -> tuple[Tensor, ...]:
         count = len(self.parts)
         params, gradients, kept = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
-        scaling = [kept.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
+        scaling = (
+            [kept.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
+        )
         states = list(kept)
         if self._plan.pipeline is not None:
-            gradients = tuple(self._synchronised(part.bucket, value) for part, value in zip(self.parts, gradients, strict=True))
+            gradients = tuple(
+                self._synchronised(part.bucket, value)
+                for part, value in zip(self.parts, gradients, strict=True)
+            )
         clip_norm, clip_value = self._graph.clip_norm, self._graph.clip_value
         norm = self._norm(gradients, divisor) / divisor
         factor = 1.0 / divisor
@@ -211,7 +233,11 @@ class UpdateStep:
             if clip_value is not None:
                 scaled = scaled.clamp(-clip_value, clip_value)
             rate, given = rates[part.group_index], [param, scaled, *entries]
-            made = self._run(part, rate, given) if part.update.elementwise else self._run_whole(part, rate, given, rank)
+            made = (
+                self._run(part, rate, given)
+                if part.update.elementwise
+                else self._run_whole(part, rate, given, rank)
+            )
             param_out, *state_out = made
             new_params.append(param_out)
             new_states.extend(state_out)
@@ -221,7 +247,10 @@ class UpdateStep:
         finite = torch.isfinite(norm)  # the same on all ranks
         results = [*new_params, *new_states, *means]
         if not self._lacking:
-            results = [torch.where(finite, new, old) for new, old in zip(results, [*params, *kept], strict=True)]
+            results = [
+                torch.where(finite, new, old)
+                for new, old in zip(results, [*params, *kept], strict=True)
+            ]
         return (norm, *results, *self._moved(finite, *scaling))
 
     def _means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
@@ -230,7 +259,11 @@ class UpdateStep:
             return []
         left = iter(means)
         return [
-            param.clone() if part.bucket.name in self._lacking.means else torch.lerp(next(left), param, 1 - decay)
+            (
+                param.clone()
+                if part.bucket.name in self._lacking.means
+                else torch.lerp(next(left), param, 1 - decay)
+            )
             for part, param in zip(self.parts, params, strict=True)
         ]
 
@@ -249,20 +282,30 @@ class UpdateStep:
         graph = part.update.first if part.key in self._lacking.states else part.update.following
         param, gradient, *states = given
         arguments = _with_constants(graph, [param, gradient, rate, *states])
-        results: Sequence[Tensor] = _UpdateInterpreter(graph.graph_module, param.device).run(*arguments)
+        results: Sequence[Tensor] = _UpdateInterpreter(graph.graph_module, param.device).run(
+            *arguments
+        )
         return results
 
-    def _run_whole(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor], rank: Tensor) -> Sequence[Tensor]:
+    def _run_whole(
+        self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor], rank: Tensor
+    ) -> Sequence[Tensor]:
         """Update whole parameters, one by one; of sharded tensors, keep this rank's slice."""
         bucket = part.bucket
         sharded = update_length(self._plan, bucket) < bucket.length
         like = [True, *(s.like_parameter for s in part.state)]
         kinds = zip(given, [True, *like], strict=False)  # the first update receives no states
-        whole = [(self._gathered(value) if is_like and sharded else value, is_like) for value, is_like in kinds]
+        whole = [
+            (self._gathered(value) if is_like and sharded else value, is_like)
+            for value, is_like in kinds
+        ]
         found: list[Sequence[Tensor]] = []
         for number, slot in enumerate(bucket.slots):
             end = slot.offset + slot.length
-            own = [value[slot.offset : end].view(slot.shape) if is_like else value[number] for value, is_like in whole]
+            own = [
+                value[slot.offset : end].view(slot.shape) if is_like else value[number]
+                for value, is_like in whole
+            ]
             found.append(self._run(part, rate, own))
         results: list[Tensor] = []
         for is_like, values in zip(like, zip(*found, strict=True), strict=True):
@@ -270,11 +313,17 @@ class UpdateStep:
                 results.append(torch.stack(values))
                 continue
             flat = _joined(bucket, values)
-            results.append(flat.view(self._plan.shard_degree, -1).index_select(0, rank.view(1)).view(-1) if sharded else flat)
+            results.append(
+                flat.view(self._plan.shard_degree, -1).index_select(0, rank.view(1)).view(-1)
+                if sharded
+                else flat
+            )
         return results
 
     def _gathered(self, slice_: Tensor) -> Tensor:
-        full = torch.ops._c10d_functional.all_gather_into_tensor.default(slice_, self._plan.shard_degree, self._plan.shard_group)
+        full = torch.ops._c10d_functional.all_gather_into_tensor.default(
+            slice_, self._plan.shard_degree, self._plan.shard_group
+        )
         result: Tensor = torch.ops._c10d_functional.wait_tensor.default(full)
         return result
 
@@ -282,7 +331,9 @@ class UpdateStep:
         """Return the sum of a bucket's gradient over all ranks: the part that this rank updates."""
         plan = self._plan
         if plan.shards_state and not plan.shards_gradients and plan.data_ranks > 1:
-            scattered = torch.ops._c10d_functional.reduce_scatter_tensor.default(gradient, "sum", plan.shard_degree, plan.shard_group)
+            scattered = torch.ops._c10d_functional.reduce_scatter_tensor.default(
+                gradient, "sum", plan.shard_degree, plan.shard_group
+            )
             gradient = torch.ops._c10d_functional.wait_tensor.default(scattered)
         elif not plan.shards_state and plan.data_ranks > 1:
             gradient = _total(gradient, DATA)
@@ -297,9 +348,13 @@ class UpdateStep:
         """
         squares: dict[bool, list[Tensor]] = {True: [], False: []}
         for part, gradient in zip(self.parts, gradients, strict=True):
-            if self._plan.holders(part.bucket)[0] == self._index:  # a bucket that several ranks hold counts once
+            # a bucket that several ranks hold counts once
+            if self._plan.holders(part.bucket)[0] == self._index:
                 squares[part.bucket.divided].append(gradient.to(torch.float32).square().sum())
-        found = {kind: torch.stack(values).sum() if values else torch.zeros_like(divisor) for kind, values in squares.items()}
+        found = {
+            kind: torch.stack(values).sum() if values else torch.zeros_like(divisor)
+            for kind, values in squares.items()
+        }
         square = found[False]
         if any(part.bucket.divided for part in self.parts):
             square = square + _total(found[True], TENSOR)
@@ -317,17 +372,39 @@ class UpdateStep:
             dtypes = [getattr(torch, p.bucket.dtype) for p in self.parts]
             inputs = [torch.empty((), device=device), torch.empty(self._groups, device=device)]
             inputs.append(torch.empty((), dtype=torch.int64, device=device))
-            given = lengths if self._plan.pipeline is None else [accumulated_length(self._plan, p.bucket) for p in self.parts]
-            inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
-            inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(given, dtypes, strict=True)]
+            given = (
+                lengths
+                if self._plan.pipeline is None
+                else [accumulated_length(self._plan, p.bucket) for p in self.parts]
+            )
+            inputs += [
+                torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)
+            ]
+            inputs += [
+                torch.empty(n, dtype=d, device=device) for n, d in zip(given, dtypes, strict=True)
+            ]
             for part, length in zip(self.parts, lengths, strict=True):
                 for spec in part.state:
-                    shape = (length,) if spec.like_parameter else () if part.update.elementwise else (len(part.bucket.slots), *spec.shape)
-                    inputs.append(torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device))
+                    shape = (
+                        (length,)
+                        if spec.like_parameter
+                        else (
+                            () if part.update.elementwise else (len(part.bucket.slots), *spec.shape)
+                        )
+                    )
+                    inputs.append(
+                        torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device)
+                    )
             if self.keeps_mean:
-                inputs += [torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)]
+                inputs += [
+                    torch.empty(n, dtype=d, device=device)
+                    for n, d in zip(lengths, dtypes, strict=True)
+                ]
             if self._recipe.loss_scale is not None:
-                inputs += [torch.empty((), device=device), torch.empty((), dtype=torch.int64, device=device)]
+                inputs += [
+                    torch.empty((), device=device),
+                    torch.empty((), dtype=torch.int64, device=device),
+                ]
 
         def in_place(*flat: Tensor) -> tuple[Tensor]:
             norm, *new = self(*flat)
@@ -358,12 +435,24 @@ def _write_early(module: GraphModule) -> None:
         assert isinstance(old, Node) and isinstance(new, Node)
         (storage,), (own,) = storages.of[old], storages.of[new]
         assert storage is not None and own is not None
-        readers = [user for view in views[storage] for user in view.users if user is not copy and user.op != "output"]
+        readers = [
+            user
+            for view in views[storage]
+            for user in view.users
+            if user is not copy and user.op != "output"
+        ]
         # A new value may be written to through a view of it, such as the `.data` of a hook.
-        writers = [user for view in views[own] for user in view.users if view in written_by(user) and place[user] < place[copy]]
+        writers = [
+            user
+            for view in views[own]
+            for user in view.users
+            if view in written_by(user) and place[user] < place[copy]
+        ]
         before = [new, *readers, *writers]
         last = max(before, key=lambda node: place[node])
-        if last.op != "placeholder" and not any(node.target is aten.copy_.default for node in before):
+        if last.op != "placeholder" and not any(
+            node.target is aten.copy_.default for node in before
+        ):
             last.append(copy)
     module.graph.lint()
     module.recompile()
@@ -371,7 +460,9 @@ def _write_early(module: GraphModule) -> None:
 
 def _total(value: Tensor, group: str) -> Tensor:
     """Return the sum over a group's ranks."""
-    result: Tensor = torch.ops._c10d_functional.wait_tensor.default(torch.ops._c10d_functional.all_reduce.default(value, "sum", group))
+    result: Tensor = torch.ops._c10d_functional.wait_tensor.default(
+        torch.ops._c10d_functional.all_reduce.default(value, "sum", group)
+    )
     return result
 
 

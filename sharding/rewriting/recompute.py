@@ -45,7 +45,11 @@ def recomputed(step: StepGraph, how: Recompute, where: str = "train") -> StepGra
         copied[node] = graph.node_copy(node, lambda source: copied[source])
     module = LazyGraphModule(step.module, graph)
     placeholders, _ = ends(module)
-    forward = _Forward(module, begin, {n for n, p in zip(placeholders, step.inputs, strict=True) if p.role is Role.PARAMETER})
+    forward = _Forward(
+        module,
+        begin,
+        {n for n, p in zip(placeholders, step.inputs, strict=True) if p.role is Role.PARAMETER},
+    )
     regions = forward.regions(keep_products=how == "selective")
     varying = [n for n, p in zip(placeholders, step.inputs, strict=True) if p.role in _VARYING]
     recompute(module, regions, varying, where)
@@ -73,9 +77,17 @@ class _Forward:
         self._weights = set(parameters)
         """Nodes computed from parameters only: a plan recomputes these for backward anyway."""
         for node in nodes[:begin]:
-            if node.op == "call_function" and node.all_input_nodes and self._weights.issuperset(node.all_input_nodes):
+            if (
+                node.op == "call_function"
+                and node.all_input_nodes
+                and self._weights.issuperset(node.all_input_nodes)
+            ):
                 self._weights.add(node)
-        self._nodes = [n for n in nodes[:begin] if n.op == "call_function" and n not in self._weights and self._stored(n)]
+        self._nodes = [
+            n
+            for n in nodes[:begin]
+            if n.op == "call_function" and n not in self._weights and self._stored(n)
+        ]
         self._backward = nodes[begin:]
         self._spans = self._find_spans()
 
@@ -87,7 +99,12 @@ class _Forward:
                 first[storage] = last[storage] = index
             for source in node.all_input_nodes:
                 last |= {s: index for s in self._stored(source) if s in first}
-        saved = {s for node in self._backward for source in node.all_input_nodes for s in self._stored(source)}
+        saved = {
+            s
+            for node in self._backward
+            for source in node.all_input_nodes
+            for s in self._stored(source)
+        }
         return {s: _Span(first[s], last[s], self._storages.bytes[s], s in saved) for s in first}
 
     def _stored(self, node: Node) -> list[int]:
@@ -99,13 +116,28 @@ class _Forward:
         """
         cuts = self._cuts()
         number = {node: sum(cut <= index for cut in cuts) for index, node in enumerate(self._nodes)}
-        crossing = {s for s, span in self._spans.items() if any(span.first < cut <= span.last for cut in cuts)}
+        crossing = {
+            s
+            for s, span in self._spans.items()
+            if any(span.first < cut <= span.last for cut in cuts)
+        }
         kept = {node for node in self._nodes if crossing.intersection(self._stored(node))}
         if keep_products:
-            kept |= {node for node in self._nodes if _is_dear(node.all_input_nodes[0] if node.target is operator.getitem else node)}
+            kept |= {
+                node
+                for node in self._nodes
+                if _is_dear(node.all_input_nodes[0] if node.target is operator.getitem else node)
+            }
         last = len(cuts)  # backward begins with the last segment, whose values still exist
-        forward: dict[Node, Regions] = {node: (Region(number[node]),) for node in self._nodes if node not in kept and number[node] < last}
-        using = ((node, [forward[source] for source in node.all_input_nodes if source in forward]) for node in self._backward)
+        forward: dict[Node, Regions] = {
+            node: (Region(number[node]),)
+            for node in self._nodes
+            if node not in kept and number[node] < last
+        }
+        using = (
+            (node, [forward[source] for source in node.all_input_nodes if source in forward])
+            for node in self._backward
+        )
         return forward | {node: used[0] for node, used in using if used}
 
     def _cuts(self) -> list[int]:
@@ -125,7 +157,8 @@ class _Forward:
         cuts = min(tried, key=lambda cuts: _cost(cuts, crossing, saved))
         longest = max(_stretches(cuts, saved))
         while cuts and sum(saved[cuts[-1] :]) < longest / 2:
-            cuts.pop()  # what follows the last cut is not repeated, so it should be a substantial segment
+            # what follows the last cut is not repeated, so it should be a substantial segment
+            cuts.pop()
         return cuts
 
 

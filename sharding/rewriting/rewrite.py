@@ -18,7 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.core.errors import PlanError
-from trainload.sharding.analysis.graph_nodes import LazyGraphModule, append, computed_from, ends, mode_of
+from trainload.sharding.analysis.graph_nodes import (
+    LazyGraphModule,
+    append,
+    computed_from,
+    ends,
+    mode_of,
+)
 from trainload.sharding.plans.plan import DATA, REPLICATE, Bucket, Plan
 
 aten = torch.ops.aten
@@ -73,7 +79,9 @@ def accumulated_length(plan: Plan, bucket: Bucket) -> int:
     return bucket.length // plan.shard_degree if plan.shards_gradients else bucket.length
 
 
-def rewrite(step: StepGraph, plan: Plan, phase: Phase = Phase.ONLY, groups: Collection[str] | None = None) -> RankGraph:
+def rewrite(
+    step: StepGraph, plan: Plan, phase: Phase = Phase.ONLY, groups: Collection[str] | None = None
+) -> RankGraph:
     """Rewrite a step graph (with or without gradients) for the ranks of a plan.
 
     Args:
@@ -87,19 +95,32 @@ def rewrite(step: StepGraph, plan: Plan, phase: Phase = Phase.ONLY, groups: Coll
     Raises:
         PlanError: a buffer would differ between ranks, or the plan lacks a parameter of the graph.
     """
-    return _Rewriter(_for_groups(step, plan, groups) if groups is not None else step, plan, phase, groups).run()
+    return _Rewriter(
+        _for_groups(step, plan, groups) if groups is not None else step, plan, phase, groups
+    ).run()
 
 
 def _buckets_of(step: StepGraph, plan: Plan) -> tuple[Bucket, ...]:
     if plan.pipeline is None:
         return plan.buckets
-    used = {port.name for port in (*step.inputs, *step.outputs) if port.role in (Role.PARAMETER, Role.GRADIENT)}
-    return tuple(bucket for bucket in plan.buckets if any(slot.parameter in used for slot in bucket.slots))
+    used = {
+        port.name
+        for port in (*step.inputs, *step.outputs)
+        if port.role in (Role.PARAMETER, Role.GRADIENT)
+    }
+    return tuple(
+        bucket for bucket in plan.buckets if any(slot.parameter in used for slot in bucket.slots)
+    )
 
 
 def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGraph:
     """Return the step graph without the gradients of parameters that these groups do not train."""
-    trained = {slot.parameter for bucket in plan.buckets if bucket.group_among(groups) is not None for slot in bucket.slots}
+    trained = {
+        slot.parameter
+        for bucket in plan.buckets
+        if bucket.group_among(groups) is not None
+        for slot in bucket.slots
+    }
     kept = [port.role is not Role.GRADIENT or port.name in trained for port in step.outputs]
     if all(kept):
         return step
@@ -107,25 +128,41 @@ def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGra
     copied: dict[Node, Node] = {}
     for node in step.module.graph.nodes:
         if node.op == "output":
-            graph.output(tuple(copied[value] for value, keep in zip(node.args[0], kept, strict=True) if keep))
+            graph.output(
+                tuple(copied[value] for value, keep in zip(node.args[0], kept, strict=True) if keep)
+            )
         else:
             copied[node] = graph.node_copy(node, lambda source: copied[source])
-    needed = {node for node in graph.nodes if node.op in ("placeholder", "output") or node.name == TANGENT}
+    needed = {
+        node for node in graph.nodes if node.op in ("placeholder", "output") or node.name == TANGENT
+    }
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
         else:
             graph.erase_node(node)
-    return StepGraph(LazyGraphModule(step.module, graph), step.inputs, tuple(p for p, keep in zip(step.outputs, kept, strict=True) if keep))
+    return StepGraph(
+        LazyGraphModule(step.module, graph),
+        step.inputs,
+        tuple(p for p, keep in zip(step.outputs, kept, strict=True) if keep),
+    )
 
 
 class _Rewriter:
-    def __init__(self, step: StepGraph, plan: Plan, phase: Phase, groups: Collection[str] | None) -> None:
+    def __init__(
+        self, step: StepGraph, plan: Plan, phase: Phase, groups: Collection[str] | None
+    ) -> None:
         self._buckets = _buckets_of(step, plan)
-        self._trained = [b for b in self._buckets if (bool(b.groups) if groups is None else b.group_among(groups) is not None)]
+        self._trained = [
+            b
+            for b in self._buckets
+            if (bool(b.groups) if groups is None else b.group_among(groups) is not None)
+        ]
         if plan.pipeline is not None:
             made = {port.name for port in step.outputs if port.role is Role.GRADIENT}
-            self._trained = [b for b in self._trained if any(slot.parameter in made for slot in b.slots)]
+            self._trained = [
+                b for b in self._trained if any(slot.parameter in made for slot in b.slots)
+            ]
         self._step = step
         self._plan = plan
         self._phase = phase
@@ -135,16 +172,26 @@ class _Rewriter:
         self._body = [n for n in self._old if n.op not in ("placeholder", "output")]
         self._sharded = plan.shards_parameters and plan.shard_degree > 1
         self._bucket_of = {s.parameter: (b, s) for b in plan.buckets for s in b.slots}
-        self._parameter = {n: port.name for n, port in zip(self._placeholders, step.inputs, strict=True) if port.role is Role.PARAMETER}
+        self._parameter = {
+            n: port.name
+            for n, port in zip(self._placeholders, step.inputs, strict=True)
+            if port.role is Role.PARAMETER
+        }
         self._mode = mode_of(self._placeholders)
         self._device = self._placeholders[0].meta["val"].device
         lacking = sorted(set(self._parameter.values()) - set(self._bucket_of))
         if lacking:
-            raise PlanError("the plan has no place for a parameter of the graph", where=lacking[0], hint="Make a plan for this package.")
+            raise PlanError(
+                "the plan has no place for a parameter of the graph",
+                where=lacking[0],
+                hint="Make a plan for this package.",
+            )
 
     def run(self) -> RankGraph:
         inputs = self._make_inputs()
-        backward_from = next((i for i, n in enumerate(self._body) if n.name == TANGENT), len(self._body))
+        backward_from = next(
+            (i for i, n in enumerate(self._body) if n.name == TANGENT), len(self._body)
+        )
         derived = self._parameter_derived()
         copied = dict(self._other)
         self._weights: dict[Node, Node] = {}
@@ -172,7 +219,8 @@ class _Rewriter:
             for bucket in gradients.get(index, ()):
                 reduced[bucket.name] = self._launch_reduction(bucket, copied)
                 self._land_earlier(reduced)
-        for bucket in self._trained if gradients and not self._body else ():  # a part of a stage may only pass gradients on
+        # a part of a stage may only pass gradients on
+        for bucket in self._trained if gradients and not self._body else ():
             reduced[bucket.name] = self._launch_reduction(bucket, copied)
         for node in self._results:
             if node in self._parameter:
@@ -186,11 +234,15 @@ class _Rewriter:
         self._stored: dict[str, Node] = {}
         self._so_far: dict[str, Node] = {}
         for bucket in self._buckets:
-            self._stored[bucket.name] = self._placeholder(bucket, bucket.name, stored_length(self._plan, bucket))
+            self._stored[bucket.name] = self._placeholder(
+                bucket, bucket.name, stored_length(self._plan, bucket)
+            )
             inputs.append(Port(Role.BUCKET, bucket.name))
         if self._phase is not Phase.ONLY:
             for bucket in self._trained:
-                self._so_far[bucket.name] = self._placeholder(bucket, f"{bucket.name}_so_far", accumulated_length(self._plan, bucket))
+                self._so_far[bucket.name] = self._placeholder(
+                    bucket, f"{bucket.name}_so_far", accumulated_length(self._plan, bucket)
+                )
                 inputs.append(Port(Role.BUCKET_GRADIENT, bucket.name))
         self._other: dict[Node, Node] = {}
         for node, port in zip(self._placeholders, self._step.inputs, strict=True):
@@ -202,7 +254,9 @@ class _Rewriter:
     def _placeholder(self, bucket: Bucket, name: str, length: int) -> Node:
         node = self._graph.placeholder(name)
         with self._mode:
-            node.meta["val"] = torch.empty(length, dtype=getattr(torch, bucket.dtype), device=self._device)
+            node.meta["val"] = torch.empty(
+                length, dtype=getattr(torch, bucket.dtype), device=self._device
+            )
         return node
 
     # Parameters
@@ -267,8 +321,11 @@ class _Rewriter:
             return self._stored[name]
         if name not in self._gathered:
             if name not in self._flying:
-                self._launch_gather(name)  # a parameter that is an output: no operator of the graph uses it
-            self._gathered[name] = self._call(torch.ops._c10d_functional.wait_tensor.default, self._flying.pop(name))
+                # a parameter that is an output: no operator of the graph uses it
+                self._launch_gather(name)
+            self._gathered[name] = self._call(
+                torch.ops._c10d_functional.wait_tensor.default, self._flying.pop(name)
+            )
         return self._gathered[name]
 
     def _materialise(self, node: Node) -> Node:
@@ -277,12 +334,19 @@ class _Rewriter:
             return self._weights[node]
         if node in self._parameter:
             bucket, slot = self._bucket_of[self._parameter[node]]
-            flat = self._call(aten.slice.Tensor, self._full(bucket.name), 0, slot.offset, slot.offset + slot.length)
+            flat = self._call(
+                aten.slice.Tensor,
+                self._full(bucket.name),
+                0,
+                slot.offset,
+                slot.offset + slot.length,
+            )
             made = self._call(aten.view.default, flat, list(slot.shape))
             self._weights[node] = made
             return made
         stack = [node]
-        while stack:  # not recursive: a chain over all parameters, such as a penalty's sum, is too long
+        # not recursive: a chain over all parameters, such as a penalty's sum, is too long
+        while stack:
             here = stack[-1]
             missing = [s for s in here.all_input_nodes if s not in self._weights]
             stack += [s for s in missing if s not in self._parameter]
@@ -296,12 +360,18 @@ class _Rewriter:
         return self._weights[node]
 
     def _copy(self, node: Node, copied: dict[Node, Node]) -> Node:
-        return self._graph.node_copy(node, lambda n: self._weights[n] if n in self._weights else copied[n])
+        return self._graph.node_copy(
+            node, lambda n: self._weights[n] if n in self._weights else copied[n]
+        )
 
     # Gradients
 
     def _gradients(self) -> dict[str, Node]:
-        return {p.name: n for p, n in zip(self._step.outputs, self._results, strict=True) if p.role is Role.GRADIENT}
+        return {
+            p.name: n
+            for p, n in zip(self._step.outputs, self._results, strict=True)
+            if p.role is Role.GRADIENT
+        }
 
     def _gradient_schedule(self) -> dict[int, list[Bucket]]:
         """Return index of a node -> buckets whose last gradient it is."""
@@ -310,7 +380,10 @@ class _Rewriter:
         schedule: dict[int, list[Bucket]] = {}
         if made:
             for bucket in self._trained:
-                last = max((made[s.parameter] for s in bucket.slots if s.parameter in made), default=len(self._body) - 1)
+                last = max(
+                    (made[s.parameter] for s in bucket.slots if s.parameter in made),
+                    default=len(self._body) - 1,
+                )
                 schedule.setdefault(last, []).append(bucket)
         return schedule
 
@@ -323,7 +396,9 @@ class _Rewriter:
             if slot.offset > end:
                 pieces.append(self._zeros(slot.offset - end, bucket.dtype))
             if slot.parameter in gradients:
-                flat = self._call(aten.reshape.default, copied[gradients[slot.parameter]], [slot.length])
+                flat = self._call(
+                    aten.reshape.default, copied[gradients[slot.parameter]], [slot.length]
+                )
             else:
                 flat = self._zeros(slot.length, bucket.dtype)
             pieces.append(flat)
@@ -338,21 +413,31 @@ class _Rewriter:
         flat = self._add_so_far(bucket, flat)
         if self._phase is Phase.ACCUMULATE:
             return flat
-        return self._reduce_scatter(flat) if self._plan.shards_state else self._all_reduce(flat, DATA)
+        return (
+            self._reduce_scatter(flat) if self._plan.shards_state else self._all_reduce(flat, DATA)
+        )
 
     def _reduce_scatter(self, flat: Node) -> Node:
         ranks, group = self._plan.shard_degree, self._plan.shard_group
-        return self._call(torch.ops._c10d_functional.reduce_scatter_tensor.default, flat, "sum", ranks, group)
+        return self._call(
+            torch.ops._c10d_functional.reduce_scatter_tensor.default, flat, "sum", ranks, group
+        )
 
     def _all_reduce(self, value: Node, group: str) -> Node:
         return self._call(torch.ops._c10d_functional.all_reduce.default, value, "sum", group)
 
     def _add_so_far(self, bucket: Bucket, flat: Node) -> Node:
-        return self._call(aten.add.Tensor, flat, self._so_far[bucket.name]) if self._phase is not Phase.ONLY else flat
+        return (
+            self._call(aten.add.Tensor, flat, self._so_far[bucket.name])
+            if self._phase is not Phase.ONLY
+            else flat
+        )
 
     def _flies(self) -> bool:
         """Return True if gradients are reduced in this graph."""
-        return self._plan.data_ranks > 1 and (self._phase is not Phase.ACCUMULATE or self._plan.shards_gradients)
+        return self._plan.data_ranks > 1 and (
+            self._phase is not Phase.ACCUMULATE or self._plan.shards_gradients
+        )
 
     def _land_earlier(self, reduced: dict[str, Node]) -> None:
         """Wait for all but the last reductions. The input of a reduce-scatter, a whole gradient, is
@@ -360,17 +445,30 @@ class _Rewriter:
         """
         if not self._flies() or not self._plan.shards_state:
             return
-        for name in [name for name in reduced if name not in self._landed][: -max(1, self._plan.prefetch)]:
+        for name in [name for name in reduced if name not in self._landed][
+            : -max(1, self._plan.prefetch)
+        ]:
             self._landed[name] = self._wait(reduced[name])
 
     def _land(self, reduced: dict[str, Node]) -> dict[str, Node]:
         """Return bucket -> its gradient, after all communication."""
         if not self._flies():
             return reduced
-        landed = {name: self._landed.get(name) or self._wait(reduction) for name, reduction in reduced.items()}
+        landed = {
+            name: self._landed.get(name) or self._wait(reduction)
+            for name, reduction in reduced.items()
+        }
         if self._plan.shards_gradients:
-            landed = {bucket.name: self._add_so_far(bucket, landed[bucket.name]) for bucket in self._trained if bucket.name in landed}
-        if self._phase is Phase.ACCUMULATE or not self._plan.shards_state or self._plan.replicas == 1:
+            landed = {
+                bucket.name: self._add_so_far(bucket, landed[bucket.name])
+                for bucket in self._trained
+                if bucket.name in landed
+            }
+        if (
+            self._phase is Phase.ACCUMULATE
+            or not self._plan.shards_state
+            or self._plan.replicas == 1
+        ):
             return landed
         flying = {name: self._all_reduce(gradient, REPLICATE) for name, gradient in landed.items()}
         return {name: self._wait(gradient) for name, gradient in flying.items()}
@@ -380,7 +478,9 @@ class _Rewriter:
 
     # Outputs
 
-    def _finish(self, inputs: tuple[Port, ...], copied: dict[Node, Node], reduced: dict[str, Node]) -> RankGraph:
+    def _finish(
+        self, inputs: tuple[Port, ...], copied: dict[Node, Node], reduced: dict[str, Node]
+    ) -> RankGraph:
         found: dict[Role, list[tuple[Port, Node]]] = {}
         for port, node in zip(self._step.outputs, self._results, strict=True):
             if port.role is not Role.GRADIENT:
@@ -397,7 +497,9 @@ class _Rewriter:
             outputs.append(port)
             results.append(node)
         landed = self._land(reduced)
-        assert not self._gradients() or set(landed) == {bucket.name for bucket in self._trained}, "every trained bucket has its gradient"
+        assert not self._gradients() or set(landed) == {bucket.name for bucket in self._trained}, (
+            "every trained bucket has its gradient"
+        )
         for bucket in self._trained:
             if bucket.name in landed:
                 outputs.append(Port(Role.BUCKET_GRADIENT, bucket.name))
@@ -435,19 +537,29 @@ class _Rewriter:
             self._check_same_on_ranks(port)
             return node
         if self._plan.batch_norm == "broadcast":
-            return self._wait(self._call(torch.ops._c10d_functional.broadcast.default, node, 0, DATA))
+            return self._wait(
+                self._call(torch.ops._c10d_functional.broadcast.default, node, 0, DATA)
+            )
         total = self._wait(self._all_reduce(node, DATA))
         return self._call(aten.div.Scalar, total, self._plan.data_ranks)
 
     def _check_same_on_ranks(self, port: Port) -> None:
         """Raise PlanError if the new value of an integer buffer differs between ranks."""
-        local = {n for n, p in zip(self._placeholders, self._step.inputs, strict=True) if p.role in (Role.BATCH, Role.ROW, *BETWEEN)}
+        local = {
+            n
+            for n, p in zip(self._placeholders, self._step.inputs, strict=True)
+            if p.role in (Role.BATCH, Role.ROW, *BETWEEN)
+        }
         result = self._results[self._step.outputs.index(port)]
         if local & computed_from([result], values=True, owner=self._step.module):
             raise PlanError(
-                "an integer buffer is computed from the batch, so every rank would have a different value",
+                "an integer buffer is computed from the batch, so every rank would have a different"
+                " value",
                 where=f"buffer {port.name}",
-                expected="a count that does not depend on the rank's rows, or a floating-point buffer (ranks take the mean)",
+                expected=(
+                    "a count that does not depend on the rank's rows, or a floating-point buffer"
+                    " (ranks take the mean)"
+                ),
                 got=str(result.meta["val"].dtype),
                 hint="Plan for one device, or keep the statistic as a floating-point mean.",
             )
@@ -455,7 +567,9 @@ class _Rewriter:
     # New nodes
 
     def _zeros(self, length: int, dtype: str) -> Node:
-        return self._call(aten.full.default, [length], 0.0, dtype=getattr(torch, dtype), device=self._device)
+        return self._call(
+            aten.full.default, [length], 0.0, dtype=getattr(torch, dtype), device=self._device
+        )
 
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         return append(self._graph, self._mode, target, *args, **kwargs)

@@ -25,7 +25,13 @@ def run_length(shape: Sequence[int], shard: Shard) -> int:
 
 
 def fill_share(
-    whole: Callable[[int, torch.Tensor], None], shape: Sequence[int], shard: Shard, ranks: int, index: int, start: int, into: torch.Tensor
+    whole: Callable[[int, torch.Tensor], None],
+    shape: Sequence[int],
+    shard: Shard,
+    ranks: int,
+    index: int,
+    start: int,
+    into: torch.Tensor,
 ) -> None:
     """Read elements of a rank's flattened share from `start` on, as many as `into` has.
 
@@ -53,11 +59,18 @@ def fill_share(
             continue
         seen = to_fill(((high - low - 1) * ranks * run + run,), into.dtype)
         whole((low * ranks + index) * run, seen)
-        _copy_flat(torch.as_strided(seen, (high - low, run), (ranks * run, 1)), begin - low * run, own)
+        _copy_flat(
+            torch.as_strided(seen, (high - low, run), (ranks * run, 1)), begin - low * run, own
+        )
 
 
 def fill_whole(
-    share: Callable[[int, int, torch.Tensor], None], shape: Sequence[int], shard: Shard, ranks: int, start: int, into: torch.Tensor
+    share: Callable[[int, int, torch.Tensor], None],
+    shape: Sequence[int],
+    shard: Shard,
+    ranks: int,
+    start: int,
+    into: torch.Tensor,
 ) -> None:
     """Read elements of a flattened parameter from `start` on, as many as `into` has.
 

@@ -15,7 +15,13 @@ from torch import ops
 from torch.fx import Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
-from trainload.sharding.analysis.graph_nodes import LazyGraphModule, append, computed_from, ends, mode_of
+from trainload.sharding.analysis.graph_nodes import (
+    LazyGraphModule,
+    append,
+    computed_from,
+    ends,
+    mode_of,
+)
 
 aten = ops.aten
 _MEANS = (Role.LOSS, Role.METRIC)
@@ -33,18 +39,25 @@ def ignore_zero_weight(step: StepGraph) -> StepGraph:
         return step
     graph = deepcopy(step.module.graph)
     results: Any = graph.output_node().args[0]
-    mode, outputs = mode_of(graph.find_nodes(op="placeholder")), list(zip(step.outputs, results, strict=True))
+    mode, outputs = (
+        mode_of(graph.find_nodes(op="placeholder")),
+        list(zip(step.outputs, results, strict=True)),
+    )
     order = {node: place for place, node in enumerate(graph.nodes)}
     backward = next((node for node in order if node.name == TANGENT), graph.output_node())
     with graph.inserting_before(backward):  # forward's outputs are computed in forward
         nothing = append(graph, mode, aten.eq.Scalar, _weight(step, results), 0)
         means = dict.fromkeys(node for port, node in outputs if port.role in _MEANS)
-        masked = {mean: append(graph, mode, aten.masked_fill.Scalar, mean, nothing, 0) for mean in means}
+        masked = {
+            mean: append(graph, mode, aten.masked_fill.Scalar, mean, nothing, 0) for mean in means
+        }
     for gradient in dict.fromkeys(node for port, node in outputs if port.role is Role.GRADIENT):
         with graph.inserting_after(max(gradient, backward, key=order.__getitem__)):
             masked[gradient] = append(graph, mode, aten.masked_fill.Scalar, gradient, nothing, 0)
     own = (*_MEANS, Role.GRADIENT)
-    graph.output_node().args = (tuple(masked[node] if port.role in own else node for port, node in outputs),)
+    graph.output_node().args = (
+        tuple(masked[node] if port.role in own else node for port, node in outputs),
+    )
     return StepGraph(LazyGraphModule(step.module, graph), step.inputs, step.outputs)
 
 
@@ -53,8 +66,17 @@ def _has_own_weight(step: StepGraph) -> bool:
     sizes.
     """
     weight = _weight(step, ends(step.module)[1])
-    return weight is not None and any(node.op == "placeholder" for node in computed_from([weight], values=True))
+    return weight is not None and any(
+        node.op == "placeholder" for node in computed_from([weight], values=True)
+    )
 
 
 def _weight(step: StepGraph, results: Sequence[Node]) -> Node | None:
-    return next((node for port, node in zip(step.outputs, results, strict=True) if port.role is Role.WEIGHT), None)
+    return next(
+        (
+            node
+            for port, node in zip(step.outputs, results, strict=True)
+            if port.role is Role.WEIGHT
+        ),
+        None,
+    )

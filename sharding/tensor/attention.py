@@ -25,13 +25,21 @@ def _fits(links: Links, node: Node, factor: Factor) -> bool:
     """
     given = arguments(node)
     sums = links.outputs[node][1] if "logsumexp" not in given else links.dims(given["logsumexp"])
-    return given["dropout_p"] == 0.0 and factor in links.factors.leaves(links.dims(given["query"])[2]) and links.holds(sums, factor)
+    return (
+        given["dropout_p"] == 0.0
+        and factor in links.factors.leaves(links.dims(given["query"])[2])
+        and links.holds(sums, factor)
+    )
 
 
 @special(aten._scaled_dot_product_flash_attention_for_cpu.default, fits=_fits)
 def _attention(at: Partitioner, node: Node, active: Factor) -> Results:
     given = arguments(node)
-    query, key, value = at.value(given["query"], active), at.value(given["key"], Held.WHOLE), at.value(given["value"], Held.WHOLE)
+    query, key, value = (
+        at.value(given["query"], active),
+        at.value(given["key"], Held.WHOLE),
+        at.value(given["value"], Held.WHOLE),
+    )
     more = {"attn_mask": _mask(at, given, active), "scale": given["scale"]}
     found = at.emit.call(node.target, query, key, value, 0.0, False, like=node, **more)  # type: ignore[arg-type]
     return at.items(found, (active, active))
@@ -40,7 +48,9 @@ def _attention(at: Partitioner, node: Node, active: Factor) -> Results:
 @special(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, fits=_fits)
 def _attention_backward(at: Partitioner, node: Node, active: Factor) -> Results:
     given = arguments(node)
-    own = {name: at.value(given[name], active) for name in ("grad_out", "query", "out", "logsumexp")}
+    own = {
+        name: at.value(given[name], active) for name in ("grad_out", "query", "out", "logsumexp")
+    }
     whole = [at.value(given[name], Held.WHOLE) for name in ("key", "value")]
     more = {"attn_mask": _mask(at, given, active), "scale": given["scale"]}
     operands = (own["grad_out"], own["query"], *whole, own["out"], own["logsumexp"], 0.0, False)
@@ -54,13 +64,24 @@ def _mask(at: Partitioner, given: dict[str, Any], active: Factor) -> Node | None
     if given["is_causal"]:
         own = query.shape[2] // emit.ranks
         device = query.device
-        rows = emit.call(aten.add.Tensor, emit.call(aten.arange.default, own, dtype=torch.int64, device=device), emit.offset(own))
+        rows = emit.call(
+            aten.add.Tensor,
+            emit.call(aten.arange.default, own, dtype=torch.int64, device=device),
+            emit.offset(own),
+        )
         columns = emit.call(aten.arange.default, keys, dtype=torch.int64, device=device)
         seen = emit.call(aten.ge.Tensor, emit.call(aten.unsqueeze.default, rows, 1), columns)
-        zero, never = (emit.call(aten.full.default, [], number, dtype=query.dtype, device=device) for number in (0.0, -math.inf))
+        zero, never = (
+            emit.call(aten.full.default, [], number, dtype=query.dtype, device=device)
+            for number in (0.0, -math.inf)
+        )
         return emit.call(aten.where.self, seen, zero, never)
     if given["attn_mask"] is None:
         return None
     mask = at.value(given["attn_mask"], Held.WHOLE)
     rows_at = mask.meta["val"].ndim - 2
-    return mask if mask.meta["val"].shape[rows_at] == 1 else emit.own_share(mask, Lie(rows_at, 1, query.shape[2] // emit.ranks))
+    return (
+        mask
+        if mask.meta["val"].shape[rows_at] == 1
+        else emit.own_share(mask, Lie(rows_at, 1, query.shape[2] // emit.ranks))
+    )

@@ -64,7 +64,10 @@ class Candidate:
 
 
 def choose(
-    steps: Sequence[StepGraph], ranks: int, whole: Collection[str] = (), rules: Mapping[str, Shard | None] | None = None
+    steps: Sequence[StepGraph],
+    ranks: int,
+    whole: Collection[str] = (),
+    rules: Mapping[str, Shard | None] | None = None,
 ) -> dict[str, Shard]:
     """Return which parameters a tensor axis divides, and how.
 
@@ -82,7 +85,10 @@ def choose(
     for name in whole:
         if asked.get(name) is not None:
             raise PlanError(
-                "a parameter's optimizer needs it whole", where=name, expected="a rule that leaves it whole", got=str(asked[name])
+                "a parameter's optimizer needs it whole",
+                where=name,
+                expected="a rule that leaves it whole",
+                got=str(asked[name]),
             )
     decided: dict[str, Shard | None] = {**asked, **dict.fromkeys(whole)}
     for step in steps:
@@ -93,39 +99,66 @@ def choose(
     return {name: shard for name, shard in decided.items() if shard is not None}
 
 
-def experts(steps: Sequence[StepGraph], ranks: int, whole: Collection[str] = ()) -> dict[str, Shard]:
+def experts(
+    steps: Sequence[StepGraph], ranks: int, whole: Collection[str] = ()
+) -> dict[str, Shard]:
     """Return the division of the parameters of experts, and of no others. The arguments are those
     of `choose`.
     """
-    found = {name: shard for step in steps for each in candidates(step, ranks) if each.experts for name, shard in each.shards.items()}
-    rules: dict[str, Shard | None] = {escape(name): shard for name, shard in found.items() if name not in whole}
+    found = {
+        name: shard
+        for step in steps
+        for each in candidates(step, ranks)
+        if each.experts
+        for name, shard in each.shards.items()
+    }
+    rules: dict[str, Shard | None] = {
+        escape(name): shard for name, shard in found.items() if name not in whole
+    }
     return choose(steps, ranks, whole, {**rules, "*": None}) if rules else {}
 
 
-def _asked(steps: Sequence[StepGraph], rules: Mapping[str, Shard | None]) -> dict[str, Shard | None]:
-    names = dict.fromkeys(port.name for step in steps for port in step.inputs if port.role is Role.PARAMETER)
+def _asked(
+    steps: Sequence[StepGraph], rules: Mapping[str, Shard | None]
+) -> dict[str, Shard | None]:
+    names = dict.fromkeys(
+        port.name for step in steps for port in step.inputs if port.role is Role.PARAMETER
+    )
     found: dict[str, Shard | None] = {}
     for pattern, shard in rules.items():
         fits = [name for name in names if fnmatchcase(name, pattern)]
         if not fits:
             raise PlanError(
-                "a rule of the tensor axis matches no parameter", where=pattern, expected=f"one of {', '.join(list(names)[:20])}"
+                "a rule of the tensor axis matches no parameter",
+                where=pattern,
+                expected=f"one of {', '.join(list(names)[:20])}",
             )
         for name in fits:
             found.setdefault(name, shard)
     return found
 
 
-def _choose_one(step: StepGraph, ranks: int, decided: Mapping[str, Shard | None]) -> dict[str, Shard]:
+def _choose_one(
+    step: StepGraph, ranks: int, decided: Mapping[str, Shard | None]
+) -> dict[str, Shard]:
     found = candidates(step, ranks)
     found.sort(key=lambda each: -each.worth)
-    wanted = [c for c in found if any(decided.get(name) == shard for name, shard in c.shards.items())]
+    wanted = [
+        c for c in found if any(decided.get(name) == shard for name, shard in c.shards.items())
+    ]
     taken: dict[str, Shard] = {}
     for candidate in [*wanted, *found]:
-        free = all(name not in taken and decided.get(name, shard) == shard for name, shard in candidate.shards.items())
+        free = all(
+            name not in taken and decided.get(name, shard) == shard
+            for name, shard in candidate.shards.items()
+        )
         if free and (candidate in wanted or candidate.pays):
             taken.update(candidate.shards)
-    missing = sorted(n for n, s in decided.items() if s is not None and taken.get(n) != s and any(p.name == n for p in step.inputs))
+    missing = sorted(
+        n
+        for n, s in decided.items()
+        if s is not None and taken.get(n) != s and any(p.name == n for p in step.inputs)
+    )
     if missing:
         raise PlanError(
             "a parameter cannot be divided as requested",
@@ -157,30 +190,59 @@ def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
     exchanged: dict[Factor, float] = dict.fromkeys(shards, 0.0)
     for node, use in links.uses.items():
         work = flops(node)
-        present = {f for dims in links.touched(node) for dim in dims for f in links.factors.leaves(dim)} & shards.keys()
-        whole, special = set(links.factors.leaves(use.whole)), set(links.factors.leaves(use.special))
+        present = {
+            f for dims in links.touched(node) for dim in dims for f in links.factors.leaves(dim)
+        } & shards.keys()
+        whole, special = (
+            set(links.factors.leaves(use.whole)),
+            set(links.factors.leaves(use.special)),
+        )
         for factor in present:
             if factor in whole:
                 exchanged[factor] += sum(
-                    elements(s.meta["val"]) for s in node.all_input_nodes if links.has_dims(s) and links.holds(links.dims(s), factor)
+                    elements(s.meta["val"])
+                    for s in node.all_input_nodes
+                    if links.has_dims(s) and links.holds(links.dims(s), factor)
                 )
                 continue
             saved[factor] += work * (ranks - 1) / ranks
-            values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
+            values = (
+                node.meta["val"]
+                if isinstance(node.meta["val"], tuple | list)
+                else (node.meta["val"],)
+            )
             for value, contracted in zip(values, use.contracted, strict=False):
                 if factor in links.factors.leaves(contracted):
                     exchanged[factor] += elements(value)
-            if factor in special and not any(links.holds(dims, factor) for dims in links.outputs[node]):
+            if factor in special and not any(
+                links.holds(dims, factor) for dims in links.outputs[node]
+            ):
                 exchanged[factor] += elements(node.meta["val"])
     numbered = _numbered(links, inputs)
-    return [Candidate(f, own, saved[f], exchanged[f], counts[f], f in numbered) for f, own in shards.items()]
+    return [
+        Candidate(f, own, saved[f], exchanged[f], counts[f], f in numbered)
+        for f, own in shards.items()
+    ]
 
 
 def _numbered(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
-    """Return the factors that number the matrices of a parameter and of a batched product: experts."""
-    products = [node for node in links.uses if node.target in (aten.bmm.default, aten.baddbmm.default)]
-    batches = {f for node in products for dims in links.outputs[node] for f in links.factors.leaves((dims or ((),))[0])}
-    stacks = [links.dims(n)[0] for n, p in inputs.items() if p.role is Role.PARAMETER and n.meta["val"].ndim > 2]
+    """Return the factors that number the matrices of a parameter and of a batched product:
+    experts.
+    """
+    products = [
+        node for node in links.uses if node.target in (aten.bmm.default, aten.baddbmm.default)
+    ]
+    batches = {
+        f
+        for node in products
+        for dims in links.outputs[node]
+        for f in links.factors.leaves((dims or ((),))[0])
+    }
+    stacks = [
+        links.dims(n)[0]
+        for n, p in inputs.items()
+        if p.role is Role.PARAMETER and n.meta["val"].ndim > 2
+    ]
     return batches.intersection(f for dim in stacks for f in links.factors.leaves(dim))
 
 

@@ -57,7 +57,12 @@ def _layer_norm_backward(links: Links, node: Node) -> Outputs:
     return (dims, *affine)
 
 
-@rule(aten.native_batch_norm, aten._native_batch_norm_legit_functional, aten._native_batch_norm_legit, aten.cudnn_batch_norm)
+@rule(
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit,
+    aten.cudnn_batch_norm,
+)
 def _batch_norm(links: Links, node: Node) -> Outputs:
     given = arguments(node)
     dims = links.dims(given["input"])
@@ -150,7 +155,11 @@ def _heads(links: Links, node: Node, given: dict[str, Any]) -> tuple[Dims, Dims]
             links.use(node).aside.append(operand)
         for at in range(len(dims)):
             back = at - len(dims) if masks else at - 4
-            alike = back == -2 and not masks and sizes(operand.meta["val"])[at] == sizes(given["query"].meta["val"])[2]
+            alike = (
+                back == -2
+                and not masks
+                and sizes(operand.meta["val"])[at] == sizes(given["query"].meta["val"])[2]
+            )
             if (back in (-4, -3) or alike) and dims[at]:
                 links.factors.tie(query[back], dims[at])
             elif not (masks and back in (-2, -1)):
@@ -256,20 +265,26 @@ def _convolution(links: Links, node: Node) -> Outputs:
 @rule(aten.convolution_backward)
 def _convolution_backward(links: Links, node: Node) -> Outputs:
     given = arguments(node)
-    gradient, source, weight = (links.dims(given[name]) for name in ("grad_output", "input", "weight"))
+    gradient, source, weight = (
+        links.dims(given[name]) for name in ("grad_output", "input", "weight")
+    )
     use = links.use(node)
     links.factors.tie(gradient[0], source[0])
     use.whole += [f for dims in (gradient, source, weight) for dim in dims[2:] for f in dim]
     channels = gradient[1]
     if given["transposed"] or given["groups"] != 1:
-        use.whole += [f for dims in (gradient[1:2], source[1:2], weight[:2]) for dim in dims for f in dim]
+        use.whole += [
+            f for dims in (gradient[1:2], source[1:2], weight[:2]) for dim in dims for f in dim
+        ]
         use.contracted = ([], list(source[0]), list(source[0]))
     else:
         links.factors.tie(channels, weight[0])
         links.factors.tie(source[1], weight[1])
         use.contracted = (list(weight[0]), list(source[0]), list(source[0]))
     found: tuple[Dims, ...] = (source, weight, (channels,))
-    return tuple(dims if wanted else None for dims, wanted in zip(found, given["output_mask"], strict=True))
+    return tuple(
+        dims if wanted else None for dims, wanted in zip(found, given["output_mask"], strict=True)
+    )
 
 
 @rule(
@@ -288,10 +303,16 @@ def _pooled(links: Links, node: Node) -> Outputs:
     return (first,) * len(values)
 
 
-@rule(aten.max_pool2d_with_indices_backward, aten.avg_pool2d_backward, aten._adaptive_avg_pool2d_backward)
+@rule(
+    aten.max_pool2d_with_indices_backward,
+    aten.avg_pool2d_backward,
+    aten._adaptive_avg_pool2d_backward,
+)
 def _pooled_backward(links: Links, node: Node) -> Outputs:
     given = arguments(node)
     dims = links.dims(given["self"])
     links.tie(links.dims(given["grad_output"])[:2], dims[:2])
-    links.use(node).whole += [f for source in (dims, links.dims(given["grad_output"])) for dim in source[2:] for f in dim]
+    links.use(node).whole += [
+        f for source in (dims, links.dims(given["grad_output"])) for dim in source[2:] for f in dim
+    ]
     return (dims,)

@@ -63,11 +63,17 @@ class Links:
     def has_dims(self, node: Node) -> bool:
         """Return True if a node's value is one tensor."""
         found = self.outputs.get(node, ())
-        return len(found) == 1 and found[0] is not None and not isinstance(node.meta.get("val"), tuple | list)
+        return (
+            len(found) == 1
+            and found[0] is not None
+            and not isinstance(node.meta.get("val"), tuple | list)
+        )
 
     def touched(self, node: Node) -> list[Dims]:
         """Return the dims of a node's operands and outputs."""
-        operands = [dims for source in node.all_input_nodes for dims in self.outputs.get(source, ())]
+        operands = [
+            dims for source in node.all_input_nodes for dims in self.outputs.get(source, ())
+        ]
         return [dims for dims in (*operands, *self.outputs[node]) if dims is not None]
 
     def holds(self, dims: Dims | None, factor: Factor) -> bool:
@@ -113,7 +119,10 @@ class Links:
         """Return dims of a node's outputs, tied to nothing."""
         values = node.meta.get("val")
         tensors = values if isinstance(values, tuple | list) else (values,)
-        return tuple(self.factors.dims(sizes(value)) if isinstance(value, torch.Tensor) else None for value in tensors)
+        return tuple(
+            self.factors.dims(sizes(value)) if isinstance(value, torch.Tensor) else None
+            for value in tensors
+        )
 
 
 Rule = Callable[[Links, Node], Outputs]

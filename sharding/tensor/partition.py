@@ -18,11 +18,17 @@ from torch.fx import Graph, Node
 
 import trainload.sharding.tensor.attention
 import trainload.sharding.tensor.layer_rules
-import trainload.sharding.tensor.rules  # noqa: F401 - these three modules register the rules of operators
+import trainload.sharding.tensor.rules  # noqa: F401 - these three register rules of operators
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.operators import bodies_of
 from trainload.core.errors import PlanError
-from trainload.sharding.analysis.graph_nodes import LazyGraphModule, arguments, ends, holds_tensors, mode_of
+from trainload.sharding.analysis.graph_nodes import (
+    LazyGraphModule,
+    arguments,
+    ends,
+    holds_tensors,
+    mode_of,
+)
 from trainload.sharding.analysis.node_costs import flops, moved_bytes
 from trainload.sharding.plans.plan import TENSOR, Replicated, Shard
 from trainload.sharding.tensor.factors import Dims, Factor
@@ -35,7 +41,17 @@ aten = torch.ops.aten
 _VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})
 _SIZES: Mapping[Any, int] = {
     **dict.fromkeys((*_VIEWS, aten.expand), 1),
-    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.slice_backward, aten.select_backward), 1),
+    **dict.fromkeys(
+        (
+            aten.new_zeros,
+            aten.new_ones,
+            aten.new_full,
+            aten.new_empty,
+            aten.slice_backward,
+            aten.select_backward,
+        ),
+        1,
+    ),
     **dict.fromkeys((aten.full, aten.zeros, aten.ones, aten.empty), 0),
 }
 """Operator -> the index of the argument that is the shape of its result."""
@@ -77,7 +93,9 @@ def linked(step: StepGraph) -> Links:
     return links
 
 
-def partition(step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool = False) -> Partitioned:
+def partition(
+    step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool = False
+) -> Partitioned:
     """Partition a step graph.
 
     Args:
@@ -88,23 +106,38 @@ def partition(step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, posit
             the graph has any.
 
     Raises:
-        PlanError: a parameter cannot be divided this way, or two of them meet in one operator that would
-            need both whole.
+        PlanError: a parameter cannot be divided this way, or two of them meet in one operator that
+            would need both whole.
     """
     return _Partitioner(step, ranks, shards, positions=positions).run()
 
 
 class _Partitioner:
-    def __init__(self, step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool) -> None:
+    def __init__(
+        self, step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool
+    ) -> None:
         self.links = linked(step)
         self._step, self._ranks = step, ranks
         self._placeholders, self._results = ends(step.module)
-        self._parameters = {p.name: n for p, n in zip(step.inputs, self._placeholders, strict=True) if p.role is Role.PARAMETER}
-        self._order = {name: self._factor(name, shard) for name, shard in shards.items() if name in self._parameters}
+        self._parameters = {
+            p.name: n
+            for p, n in zip(step.inputs, self._placeholders, strict=True)
+            if p.role is Role.PARAMETER
+        }
+        self._order = {
+            name: self._factor(name, shard)
+            for name, shard in shards.items()
+            if name in self._parameters
+        }
         self._found = positions_of(step, self.links, ranks) if positions else None
         self._positions = None if self._found is None else self._found.factor
-        self._divided = [*dict.fromkeys(self._order.values()), *([self._positions] if self._positions is not None else [])]
-        """In order of precedence: the first of these on whose shares an operator can run is chosen."""
+        self._divided = [
+            *dict.fromkeys(self._order.values()),
+            *([self._positions] if self._positions is not None else []),
+        ]
+        """In order of precedence: the first of these on whose shares an operator can run is
+        chosen.
+        """
         self._gathered: list[Node] = []
         self._values: dict[Node, dict[Place, Node]] = {}
         self._items: dict[Node, Results] = {}
@@ -119,11 +152,17 @@ class _Partitioner:
         rank = graph.placeholder("tensor_rank")
         mode = mode_of(self._placeholders)
         with mode:
-            rank.meta["val"] = torch.empty((), dtype=torch.int64, device=self._placeholders[0].meta["val"].device)
+            rank.meta["val"] = torch.empty(
+                (), dtype=torch.int64, device=self._placeholders[0].meta["val"].device
+            )
             for name, factor in self._order.items():
                 (copied,) = self._values[self._parameters[name]].values()
                 whole = copied.meta["val"]
-                copied.meta["val"] = torch.empty(self._share(self._parameters[name], factor), dtype=whole.dtype, device=whole.device)
+                copied.meta["val"] = torch.empty(
+                    self._share(self._parameters[name], factor),
+                    dtype=whole.dtype,
+                    device=whole.device,
+                )
                 self._values[self._parameters[name]] = {factor: copied}
         self.emit = Emitter(graph, mode, self._ranks, TENSOR, rank)
         for node in self._step.module.graph.nodes:
@@ -142,19 +181,32 @@ class _Partitioner:
         module.graph.eliminate_dead_code()
         module.graph.lint()
         inputs = (*self._step.inputs, Port(Role.TENSOR_RANK, "tensor_rank"))
-        return Partitioned(StepGraph(module, inputs, self._step.outputs), tuple(self._exchanges), self._replicated(), self._found)
+        return Partitioned(
+            StepGraph(module, inputs, self._step.outputs),
+            tuple(self._exchanges),
+            self._replicated(),
+            self._found,
+        )
 
     def _replicated(self) -> tuple[Replicated, ...]:
         """Return the repeated work by operator, most expensive first. Views cost nothing."""
         found: dict[str, Replicated] = {}
         for node in self._whole:
             bodies = bodies_of(self._step.module, node).values()
-            operations = flops(node) + sum(flops(inner) for body in bodies for inner in body.graph.nodes)
+            operations = flops(node) + sum(
+                flops(inner) for body in bodies for inner in body.graph.nodes
+            )
             name, (count, done, moved) = str(node.target), (1, operations, moved_bytes(node))
             if (before := found.get(name)) is not None:
-                count, done, moved = before.nodes + 1, before.operations + done, before.bytes + moved
+                count, done, moved = (
+                    before.nodes + 1,
+                    before.operations + done,
+                    before.bytes + moved,
+                )
             found[name] = Replicated(operator=name, nodes=count, operations=done, bytes=moved)
-        return tuple(sorted(found.values(), key=lambda each: (-each.operations, -each.bytes, each.operator)))
+        return tuple(
+            sorted(found.values(), key=lambda each: (-each.operations, -each.bytes, each.operator))
+        )
 
     # Factors
 
@@ -167,22 +219,33 @@ class _Partitioner:
             raise PlanError(
                 "a parameter cannot be divided this way",
                 where=where,
-                expected=f"a dim of {shape} that is a multiple of {shard.blocks} blocks x {self._ranks} ranks",
+                expected=(
+                    f"a dim of {shape} that is a multiple of {shard.blocks} blocks x {self._ranks}"
+                    " ranks"
+                ),
                 got=str(shard),
             )
-        apart = self.links.factors.regroup((self.links.dims(node)[shard.dim],), (shard.blocks, shape[shard.dim] // shard.blocks))
-        if apart is not None and can_share(self.links, leaf := self.links.factors.leaves(apart[1])[0], self._ranks):
+        apart = self.links.factors.regroup(
+            (self.links.dims(node)[shard.dim],), (shard.blocks, shape[shard.dim] // shard.blocks)
+        )
+        if apart is not None and can_share(
+            self.links, leaf := self.links.factors.leaves(apart[1])[0], self._ranks
+        ):
             return leaf
+        possible = [str(each) for _, each in divisions(self.links, node, self._ranks)]
         raise PlanError(
             "the graph does not keep these shares of a parameter separate",
             where=where,
-            expected=f"one of {', '.join(str(s) for _, s in divisions(self.links, node, self._ranks)) or 'none: leave it whole'}",
+            expected=f"one of {', '.join(possible) or 'none: leave it whole'}",
             got=str(shard),
         )
 
     def _share(self, node: Node, factor: Factor) -> list[Any]:
         found = self._lie(self.links.dims(node), factor)
-        return [size // self._ranks if at == found.dim else size for at, size in enumerate(node.meta["val"].shape)]
+        return [
+            size // self._ranks if at == found.dim else size
+            for at, size in enumerate(node.meta["val"].shape)
+        ]
 
     def among(self, factors: Sequence[Factor], factor: Factor) -> bool:
         return factor in self.links.factors.leaves(factors)
@@ -191,9 +254,23 @@ class _Partitioner:
         """Return the factor on whose shares an operator runs, among those in a dim of its operands
         or results, or None.
         """
-        touched = [dims for each in (*node.all_input_nodes, node) for dims in self.links.outputs.get(each, ()) if dims is not None]
-        present = {factor for dims in touched for dim in dims for factor in self.links.factors.leaves(dim)}
-        return next((factor for factor in self._divided if factor in present and runs_on_shares(self.links, node, factor)), None)
+        touched = [
+            dims
+            for each in (*node.all_input_nodes, node)
+            for dims in self.links.outputs.get(each, ())
+            if dims is not None
+        ]
+        present = {
+            factor for dims in touched for dim in dims for factor in self.links.factors.leaves(dim)
+        }
+        return next(
+            (
+                factor
+                for factor in self._divided
+                if factor in present and runs_on_shares(self.links, node, factor)
+            ),
+            None,
+        )
 
     # Values
 
@@ -222,8 +299,13 @@ class _Partitioner:
             assert isinstance(have, Factor)
             if have is self._positions:
                 self._gathered.append(node)
-                if getattr(node.target, "overloadpacket", None) in _MOVES:  # gather its source once for all views of it
-                    return self._call(node, torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.WHOLE)), node.kwargs)
+                # gather its source once for all views of it
+                if getattr(node.target, "overloadpacket", None) in _MOVES:
+                    return self._call(
+                        node,
+                        torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.WHOLE)),
+                        node.kwargs,
+                    )
             return self._noted(node, "all_gather", self.emit.gathered(value, self._lie(dims, have)))
         assert isinstance(place, Factor), f"{node} is wanted as a term"
         lie = self._lie(dims, place)
@@ -238,14 +320,20 @@ class _Partitioner:
 
     def _dim(self, dims: Dims | None, place: Place) -> int | None:
         """Return the dim of which each rank has a share, or None."""
-        found = position(self.links.factors, dims or (), place, self._ranks) if isinstance(place, Factor) else None
+        found = (
+            position(self.links.factors, dims or (), place, self._ranks)
+            if isinstance(place, Factor)
+            else None
+        )
         return None if found is None else found.dim
 
     def _noted(self, node: Node, collective: str, made: Node) -> Node:
         value = made.meta["val"]
         sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
         by_rows = not all(isinstance(size, int) for size in value.shape)
-        self._exchanges.append(Exchange(node.name, collective, math.prod(sizes), value.itemsize, by_rows))
+        self._exchanges.append(
+            Exchange(node.name, collective, math.prod(sizes), value.itemsize, by_rows)
+        )
         return made
 
     # Nodes
@@ -268,11 +356,17 @@ class _Partitioner:
             self._keep(node, self._run_share(node, active))
 
     def _keep(self, node: Node, results: Results) -> None:
-        values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
-        for (made, place), whole, dims in zip(results, values, self.links.outputs[node], strict=True):
+        values = (
+            node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
+        )
+        for (made, place), whole, dims in zip(
+            results, values, self.links.outputs[node], strict=True
+        ):
             if dims is not None and whole is not None:  # None: a gradient that is not needed
                 divided = self._dim(dims, place)
-                wanted = [n // self._ranks if at == divided else n for at, n in enumerate(whole.shape)]
+                wanted = [
+                    n // self._ranks if at == divided else n for at, n in enumerate(whole.shape)
+                ]
                 assert list(made.meta["val"].shape) == wanted, (
                     f"{node.format_node()}: {place}: {wanted}, got {list(made.meta['val'].shape)}"
                 )
@@ -295,12 +389,19 @@ class _Partitioner:
     def _run_whole(self, node: Node) -> None:
         passes = self._passes_terms(node)
         if passes or getattr(node.target, "overloadpacket", None) in _VIEWS:
-            args = torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.TERM if passes and self._is_term(s) else Held.WHOLE))
+            args = torch.fx.node.map_arg(
+                node.args,
+                lambda s: self.value(s, Held.TERM if passes and self._is_term(s) else Held.WHOLE),
+            )
             made = self._call(node, args, node.kwargs)
         else:
             made = self.emit.graph.node_copy(node, lambda source: self.value(source, Held.WHOLE))
         self._values[node] = {Held.TERM if passes else Held.WHOLE: made}
-        if not passes and node.target is not operator.getitem and getattr(node.target, "overloadpacket", None) not in _MOVES:
+        if (
+            not passes
+            and node.target is not operator.getitem
+            and getattr(node.target, "overloadpacket", None) not in _MOVES
+        ):
             self._whole.append(node)
 
     def _is_term(self, source: Node) -> bool:
@@ -315,10 +416,17 @@ class _Partitioner:
         sources = node.all_input_nodes
         if getattr(node.target, "overloadpacket", None) in _LINEAR:
             return bool(sources) and self._is_term(sources[0])
-        return node.target in _SUMS and len(sources) == 2 and all(map(self._is_term, sources)) and self._same_shape(node, sources)
+        return (
+            node.target in _SUMS
+            and len(sources) == 2
+            and all(map(self._is_term, sources))
+            and self._same_shape(node, sources)
+        )
 
     def _call(self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
-        """Append a node's operator, with operands whose strides may differ from the original ones."""
+        """Append a node's operator, with operands whose strides may differ from the original
+        ones.
+        """
         target: Any = node.target
         if target.overloadpacket in _VIEWS:
             target = aten.reshape.default
@@ -327,7 +435,11 @@ class _Partitioner:
             scale = {"beta": 1, "alpha": 1} | dict(kwargs)
             product = self.emit.call(aten.bmm.default, left, right, like=node)
             return self.emit.call(
-                aten.add.Tensor, self.emit.call(aten.mul.Tensor, added, scale["beta"]), product, like=node, alpha=scale["alpha"]
+                aten.add.Tensor,
+                self.emit.call(aten.mul.Tensor, added, scale["beta"]),
+                product,
+                like=node,
+                alpha=scale["alpha"],
             )
         return self.emit.call(target, *args, like=node, **kwargs)
 
@@ -337,12 +449,16 @@ class _Partitioner:
     def _run_share(self, node: Node, active: Factor) -> Results:
         """Run an operator on shares of the operands that have the factor."""
         use = self.links.use(node)
-        contracted = [self.among(factors, active) for factors in use.contracted] + [False] * len(self.links.outputs[node])
+        contracted = [self.among(factors, active) for factors in use.contracted] + [False] * len(
+            self.links.outputs[node]
+        )
 
         def operand(source: Node) -> Node:
             if not self.links.has_dims(source):
                 return self.value(source, Held.WHOLE)
-            made = self.value(source, active if self.links.holds(self.links.dims(source), active) else Held.WHOLE)
+            made = self.value(
+                source, active if self.links.holds(self.links.dims(source), active) else Held.WHOLE
+            )
             return self.emit.only_first(made) if contracted[0] and source in use.once else made
 
         args = list(torch.fx.node.map_arg(tuple(node.args), operand))
@@ -352,8 +468,14 @@ class _Partitioner:
             made = self.emit.call(aten.div.Scalar, made, self._ranks)
         places: list[Place] = []
         for dims, is_term in zip(self.links.outputs[node], contracted, strict=False):
-            places.append(active if self.links.holds(dims, active) else Held.TERM if is_term else Held.WHOLE)
-        return self.items(made, places) if isinstance(node.meta["val"], tuple | list) else [(made, places[0])]
+            places.append(
+                active if self.links.holds(dims, active) else Held.TERM if is_term else Held.WHOLE
+            )
+        return (
+            self.items(made, places)
+            if isinstance(node.meta["val"], tuple | list)
+            else [(made, places[0])]
+        )
 
     def items(self, made: Node, places: Sequence[Place]) -> Results:
         """Return the outputs of a node that has several, and their places."""
@@ -372,7 +494,11 @@ class _Partitioner:
                 sizes = list(args[_SIZES[packet]])
                 sizes[at] = self.emit.part(sizes[at], self._ranks)
                 args[_SIZES[packet]] = sizes
-        if packet is aten.convolution_backward and args[3] is not None and self.links.holds(self.links.outputs[node][2], active):
+        if (
+            packet is aten.convolution_backward
+            and args[3] is not None
+            and self.links.holds(self.links.outputs[node][2], active)
+        ):
             args[3] = [self.emit.part(n, self._ranks) for n in args[3]]
         if packet in (aten.split, aten.split_with_sizes):
             first = self.links.outputs[node][0]
@@ -380,7 +506,10 @@ class _Partitioner:
             at = self._dim(first, active)
             if at is not None and at == given["dim"] % len(first or ()):
                 lengths = args[1]
-                parts = [self.emit.part(n, self._ranks) for n in (lengths if isinstance(lengths, list | tuple) else [lengths])]
+                parts = [
+                    self.emit.part(n, self._ranks)
+                    for n in (lengths if isinstance(lengths, list | tuple) else [lengths])
+                ]
                 args[1] = parts if isinstance(lengths, list | tuple) else parts[0]
 
 
@@ -400,4 +529,8 @@ def divisions(links: Links, node: Node, ranks: int) -> Iterator[tuple[Factor, Sh
 
 def can_share(links: Links, factor: Factor, ranks: int) -> bool:
     """Return True if a factor can be divided into equal shares."""
-    return isinstance(factor.size, int) and factor.size % ranks == 0 and not links.factors.is_broken(factor)
+    return (
+        isinstance(factor.size, int)
+        and factor.size % ranks == 0
+        and not links.factors.is_broken(factor)
+    )

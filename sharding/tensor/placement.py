@@ -76,7 +76,9 @@ class Emitter:
         self._mode = mode
         self._row: Node | None = None
 
-    def call(self, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
+    def call(
+        self, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any
+    ) -> Node:
         """Append a call. `like`: a node whose metadata it inherits."""
         node = append(self.graph, self._mode, target, *args, **kwargs)
         if like is not None:
@@ -86,7 +88,10 @@ class Emitter:
     def sizes(self, node: Node) -> list[Any]:
         """Return a tensor's sizes: numbers, or nodes that compute them."""
         shape = node.meta["val"].shape
-        return [size if isinstance(size, int) else self.call(aten.sym_size.int, node, at) for at, size in enumerate(shape)]
+        return [
+            size if isinstance(size, int) else self.call(aten.sym_size.int, node, at)
+            for at, size in enumerate(shape)
+        ]
 
     def times(self, size: Any, factor: int) -> Any:
         """Return size * factor, where size may be a node."""
@@ -116,7 +121,8 @@ class Emitter:
         apart = self.call(aten.reshape.default, self.wait(flying), [self.ranks, *split])
         order = [*range(1, at + 2), 0, *range(at + 2, len(split) + 1)]
         return self._joined(
-            self.call(aten.permute.default, apart, order), [*sizes[:at], self.times(sizes[at], self.ranks), *sizes[at + 1 :]]
+            self.call(aten.permute.default, apart, order),
+            [*sizes[:at], self.times(sizes[at], self.ranks), *sizes[at + 1 :]],
         )
 
     def own_share(self, value: Node, lie: Lie) -> Node:
@@ -131,8 +137,14 @@ class Emitter:
         sizes, at = self.sizes(term), lie.dim
         apart = self._apart(term, sizes, lie)
         order = [at + 1, *range(at + 1), *range(at + 2, len(sizes) + 2)]
-        packed = self.call(aten.clone.default, self.call(aten.permute.default, apart, order), memory_format=torch.contiguous_format)
-        own = self.wait(self.call(c10d.reduce_scatter_tensor.default, packed, "sum", self.ranks, self.group))
+        packed = self.call(
+            aten.clone.default,
+            self.call(aten.permute.default, apart, order),
+            memory_format=torch.contiguous_format,
+        )
+        own = self.wait(
+            self.call(c10d.reduce_scatter_tensor.default, packed, "sum", self.ranks, self.group)
+        )
         return self._joined(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
 
     def offset(self, length: int) -> Node:
@@ -144,11 +156,19 @@ class Emitter:
     def only_first(self, value: Node) -> Node:
         """Return the value on rank 0 of the group, and zero on the others."""
         first = self.call(aten.eq.Scalar, self.rank, 0)
-        return self.call(aten.mul.Tensor, value, self.call(aten._to_copy.default, first, dtype=value.meta["val"].dtype))
+        return self.call(
+            aten.mul.Tensor,
+            value,
+            self.call(aten._to_copy.default, first, dtype=value.meta["val"].dtype),
+        )
 
     def _apart(self, value: Node, sizes: Sequence[Any], lie: Lie) -> Node:
         before, after = self._halves(sizes[lie.dim], lie, self.ranks)
-        return self.call(aten.reshape.default, value, [*sizes[: lie.dim], before, self.ranks, after, *sizes[lie.dim + 1 :]])
+        return self.call(
+            aten.reshape.default,
+            value,
+            [*sizes[: lie.dim], before, self.ranks, after, *sizes[lie.dim + 1 :]],
+        )
 
     def _halves(self, size: Any, lie: Lie, shares: int) -> tuple[Any, Any]:
         """Return, for a dim of this number of shares, how often a share begins in it, and how many
@@ -189,6 +209,9 @@ def position(factors: Factors, dims: Dims, factor: Factor, ranks: int) -> Lie | 
         leaves = factors.leaves(dim)
         if factor in leaves:
             number = leaves.index(factor)
-            before, after = (math.prod(leaf.size for leaf in part) for part in (leaves[:number], leaves[number + 1 :]))
+            before, after = (
+                math.prod(leaf.size for leaf in part)
+                for part in (leaves[:number], leaves[number + 1 :])
+            )
             return Lie(at, before, after * (factor.size // ranks))
     return None

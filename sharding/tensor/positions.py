@@ -45,20 +45,37 @@ def positions_of(step: StepGraph, links: Links, ranks: int) -> Positions | None:
     """
     placeholders, _ = ends(step.module)
     inputs = dict(zip(placeholders, step.inputs, strict=True))
-    rows = {f for n, port in inputs.items() if port.role is Role.BATCH for f in links.factors.leaves(links.dims(n)[0])}
+    rows = {
+        f
+        for n, port in inputs.items()
+        if port.role is Role.BATCH
+        for f in links.factors.leaves(links.dims(n)[0])
+    }
     known = [f for f in of_data(links, inputs) if f not in rows]
     work = {node: cost for node in links.uses if (cost := flops(node)) > 0}
     nodes = list(step.module.graph.nodes)
     begin = next((index for index, node in enumerate(nodes) if node.name == TANGENT), len(nodes))
     forward = {node: work[node] for node in nodes[:begin] if node in work}
     found: Positions | None = None
-    for factor in (f for f in known if isinstance(f.size, int) and f.size % ranks == 0 and not links.factors.is_broken(f)):
-        kept = sum(cost for node, cost in forward.items() if any(links.holds(dims, factor) for dims in links.outputs[node]))
+    for factor in (
+        f
+        for f in known
+        if isinstance(f.size, int) and f.size % ranks == 0 and not links.factors.is_broken(f)
+    ):
+        kept = sum(
+            cost
+            for node, cost in forward.items()
+            if any(links.holds(dims, factor) for dims in links.outputs[node])
+        )
         summed = sum(cost for node, cost in forward.items() if _sums_over(links, node, factor))
         if summed > kept:
-            continue  # features of the data: a product sums over them, so they are not positions of its result
+            # features of the data: a product sums over them, so they are not positions of its
+            # result
+            continue
         apart = {node: cost for node, cost in work.items() if runs_on_shares(links, node, factor)}
-        whole = max(work.keys() - apart.keys(), key=lambda node: (work[node], node.name), default=None)
+        whole = max(
+            work.keys() - apart.keys(), key=lambda node: (work[node], node.name), default=None
+        )
         made = Positions(factor, sum(apart.values()), sum(work.values()), whole)
         if made.apart > 0 and (found is None or made.apart > found.apart):
             found = made
@@ -66,7 +83,9 @@ def positions_of(step: StepGraph, links: Links, ranks: int) -> Positions | None:
 
 
 def _sums_over(links: Links, node: Node, factor: Factor) -> bool:
-    return any(factor in links.factors.leaves(contracted) for contracted in links.uses[node].contracted)
+    return any(
+        factor in links.factors.leaves(contracted) for contracted in links.uses[node].contracted
+    )
 
 
 def of_data(links: Links, inputs: Mapping[Node, Port]) -> dict[Factor, None]:
@@ -84,4 +103,10 @@ def of_data(links: Links, inputs: Mapping[Node, Port]) -> dict[Factor, None]:
             other.add(node)
         elif kinds.get(node) is Role.BATCH or any(source in data for source in sources):
             data[node] = None
-    return dict.fromkeys(f for node in data for dims in links.outputs[node] for dim in dims or () for f in links.factors.leaves(dim))
+    return dict.fromkeys(
+        f
+        for node in data
+        for dims in links.outputs[node]
+        for dim in dims or ()
+        for f in links.factors.leaves(dim)
+    )

@@ -34,7 +34,12 @@ def _elementwise(links: Links, node: Node) -> Outputs:
                 found[-back] = own[-back]
             else:
                 links.factors.tie(made, own[-back])
-    return (tuple(links.factors.dim(size) if dim is None else dim for dim, size in zip(found, shape, strict=True)),)
+    return (
+        tuple(
+            links.factors.dim(size) if dim is None else dim
+            for dim, size in zip(found, shape, strict=True)
+        ),
+    )
 
 
 rule(
@@ -57,7 +62,17 @@ rule(
 )(_elementwise)
 
 
-@rule(aten.full, aten.zeros, aten.ones, aten.empty, aten.scalar_tensor, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
+@rule(
+    aten.full,
+    aten.zeros,
+    aten.ones,
+    aten.empty,
+    aten.scalar_tensor,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.new_empty,
+)
 def _made(links: Links, node: Node) -> Outputs:
     """Return untied dims: any part of a new tensor can be made alone."""
     return links.fresh(node)
@@ -66,7 +81,9 @@ def _made(links: Links, node: Node) -> Outputs:
 @rule(operator.getitem)
 def _item(links: Links, node: Node) -> Outputs:
     source, number = node.args
-    return (links.outputs[source][number],) if isinstance(node.meta.get("val"), torch.Tensor) else links.fresh(node)  # type: ignore[index]
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return links.fresh(node)
+    return (links.outputs[source][number],)  # type: ignore[index]
 
 
 # Moving elements
@@ -96,7 +113,12 @@ def _expanded(links: Links, node: Node) -> Outputs:
     own = list(links.dims(source))  # type: ignore[arg-type]
     theirs, shape = sizes(source.meta["val"]), sizes(node.meta["val"])  # type: ignore[union-attr]
     own, theirs = [()] * (len(shape) - len(own)) + own, [1] * (len(shape) - len(theirs)) + theirs
-    return (tuple(d if was == size else links.factors.dim(size) for d, was, size in zip(own, theirs, shape, strict=True)),)
+    return (
+        tuple(
+            d if was == size else links.factors.dim(size)
+            for d, was, size in zip(own, theirs, shape, strict=True)
+        ),
+    )
 
 
 @rule(aten.slice)
@@ -115,7 +137,10 @@ def _whole_slice(node: Node) -> bool:
     """Return True if a slice selects everything."""
     given = arguments(node)
     at = given["dim"]
-    return bool(sizes(node.meta["val"])[at] == sizes(given["self"].meta["val"])[at]) and given["step"] == 1
+    return (
+        bool(sizes(node.meta["val"])[at] == sizes(given["self"].meta["val"])[at])
+        and given["step"] == 1
+    )
 
 
 @rule(aten.slice_backward, aten.select_backward)
@@ -144,7 +169,8 @@ def _selected(links: Links, node: Node) -> Outputs:
 def _padded(links: Links, node: Node) -> Outputs:
     source = node.args[0]
     dims = list(links.dims(source))  # type: ignore[arg-type]
-    for at, (was, size) in enumerate(zip(sizes(source.meta["val"]), sizes(node.meta["val"]), strict=True)):  # type: ignore[union-attr]
+    before = sizes(source.meta["val"])  # type: ignore[union-attr]
+    for at, (was, size) in enumerate(zip(before, sizes(node.meta["val"]), strict=True)):
         if was != size:
             links.use(node).whole += dims[at]
             dims[at] = links.own(node, size)
@@ -162,7 +188,11 @@ def _divided(links: Links, node: Node) -> Outputs:
         links.use(node).whole += dims.pop(at)
         return (tuple(dims),) * len(pieces)
     lengths = [sizes(piece)[at] for piece in pieces]
-    halves = links.factors.regroup((dims[at],), (len(lengths), lengths[0])) if len(set(lengths)) == 1 else None
+    halves = (
+        links.factors.regroup((dims[at],), (len(lengths), lengths[0]))
+        if len(set(lengths)) == 1
+        else None
+    )
     if halves is None:
         links.use(node).whole += dims[at]
         return tuple((*dims[:at], links.own(node, length), *dims[at + 1 :]) for length in lengths)
@@ -178,12 +208,17 @@ def _joined(links: Links, node: Node) -> Outputs:
     at = given["dim"] % len(shape)
     sources: Sequence[Node] = given["tensors"]
     if node.target is aten.cat.default and len(shape) > 1:
-        sources = [s for s in sources if len(sizes(s.meta["val"])) > 1]  # cat ignores empty tensors of one dim
+        # cat ignores empty tensors of one dim
+        sources = [s for s in sources if len(sizes(s.meta["val"])) > 1]
     parts = [list(links.dims(source)) for source in sources]
     if node.target is aten.stack.default:
         for part in parts:
             part.insert(at, ())
-    lengths = {sizes(source.meta["val"])[at] for source in sources} if node.target is aten.cat.default else {1}
+    lengths = (
+        {sizes(source.meta["val"])[at] for source in sources}
+        if node.target is aten.cat.default
+        else {1}
+    )
     first = parts[0]
     if len(parts) == 1 and node.target is aten.cat.default:
         return (tuple(first),)
@@ -243,11 +278,25 @@ def _summed(links: Links, node: Node) -> Outputs:
     return (rest,)
 
 
-@rule(aten.amax, aten.amin, aten.argmax, aten.argmin, aten.any, aten.all, aten.prod, aten.var, aten.std, aten.logsumexp, aten.var_mean)
+@rule(
+    aten.amax,
+    aten.amin,
+    aten.argmax,
+    aten.argmin,
+    aten.any,
+    aten.all,
+    aten.prod,
+    aten.var,
+    aten.std,
+    aten.logsumexp,
+    aten.var_mean,
+)
 def _condensed(links: Links, node: Node) -> Outputs:
     dims, rest = _reduced(links, node)
     use = links.use(node)
-    special = node.target in (aten.amax.default, aten.amin.default) or (node.target is aten.argmax.default and len(_ats(node)) == 1)
+    special = node.target in (aten.amax.default, aten.amin.default) or (
+        node.target is aten.argmax.default and len(_ats(node)) == 1
+    )
     (use.special if special else use.whole).extend(dims)
     return (rest,) * (2 if node.target.overloadpacket is aten.var_mean else 1)  # type: ignore[union-attr]
 
@@ -267,4 +316,6 @@ def _reduced(links: Links, node: Node) -> tuple[list, Dims]:  # type: ignore[typ
     dims, ats = links.dims(given["self"]), _ats(node)
     rest = [() if at in ats else dim for at, dim in enumerate(dims)]
     kept = given.get("keepdim")
-    return [f for at in ats for f in dims[at]], tuple(dim for at, dim in enumerate(rest) if kept or at not in ats)
+    return [f for at in ats for f in dims[at]], tuple(
+        dim for at, dim in enumerate(rest) if kept or at not in ats
+    )

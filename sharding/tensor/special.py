@@ -61,16 +61,33 @@ def runs_on_shares(links: Links, node: Node, factor: Factor) -> bool:
     """
     use = links.use(node)
     is_special = factor in links.factors.leaves(use.special)
-    counted = [source for source in node.all_input_nodes if not (is_special and source in use.aside)]
-    touched = [*(dims for source in counted for dims in links.outputs.get(source, ())), *links.outputs[node]]
-    most = max(([f for dim in dims for f in links.factors.leaves(dim)].count(factor) for dims in touched if dims is not None), default=0)
+    counted = [
+        source for source in node.all_input_nodes if not (is_special and source in use.aside)
+    ]
+    touched = [
+        *(dims for source in counted for dims in links.outputs.get(source, ())),
+        *links.outputs[node],
+    ]
+    most = max(
+        (
+            [f for dim in dims for f in links.factors.leaves(dim)].count(factor)
+            for dims in touched
+            if dims is not None
+        ),
+        default=0,
+    )
     if most != 1 or factor in links.factors.leaves(use.whole):
         return False
     return not is_special or (node.target in SPECIAL and _FITS[node.target](links, node, factor))
 
 
 def _leads(links: Links, node: Node, factor: Factor) -> bool:
-    holders = [dims for source in node.all_input_nodes for dims in links.outputs.get(source, ()) if links.holds(dims, factor)]
+    holders = [
+        dims
+        for source in node.all_input_nodes
+        for dims in links.outputs.get(source, ())
+        if links.holds(dims, factor)
+    ]
     leaves = [links.factors.leaves(dim) for dims in holders for dim in dims or ()]
     return all(own[0] is factor for own in leaves if factor in own)
 
@@ -88,7 +105,11 @@ def _own(at: Partitioner, index: Node, length: int) -> tuple[Node, Node]:
     """
     emit = at.emit
     local = emit.call(aten.sub.Tensor, index, emit.offset(length))
-    inside = emit.call(aten.logical_and.default, emit.call(aten.ge.Scalar, local, 0), emit.call(aten.lt.Scalar, local, length))
+    inside = emit.call(
+        aten.logical_and.default,
+        emit.call(aten.ge.Scalar, local, 0),
+        emit.call(aten.lt.Scalar, local, length),
+    )
     return inside, emit.call(aten.where.self, inside, local, _zero(at, local))
 
 
@@ -117,16 +138,33 @@ def _embedding_backward(at: Partitioner, node: Node, active: Factor) -> Results:
     index = at.value(given["indices"], Held.WHOLE)
     inside, local = _own(at, index, length)
     if given["padding_idx"] >= 0:
-        inside = at.emit.call(aten.logical_and.default, inside, at.emit.call(aten.ne.Scalar, index, given["padding_idx"]))
-    gradient = _masked(at, at.emit.call(aten.unsqueeze.default, inside, -1), at.value(given["grad_output"], Held.WHOLE))
+        inside = at.emit.call(
+            aten.logical_and.default,
+            inside,
+            at.emit.call(aten.ne.Scalar, index, given["padding_idx"]),
+        )
+    gradient = _masked(
+        at,
+        at.emit.call(aten.unsqueeze.default, inside, -1),
+        at.value(given["grad_output"], Held.WHOLE),
+    )
     return [(at.emit.call(node.target, gradient, local, length, -1, False, like=node), active)]  # type: ignore[arg-type]
 
 
 @special(aten.amax.default, aten.amin.default)
 def _extreme(at: Partitioner, node: Node, active: Factor) -> Results:
     given = arguments(node)
-    found = at.emit.call(node.target, at.value(given["self"], active), given["dim"], given["keepdim"], like=node)  # type: ignore[arg-type]
-    return [(at.emit.reduced(found, "max" if node.target is aten.amax.default else "min"), Held.WHOLE)]
+    source = at.value(given["self"], active)
+    found = at.emit.call(
+        node.target,  # type: ignore[arg-type]
+        source,
+        given["dim"],
+        given["keepdim"],
+        like=node,
+    )
+    return [
+        (at.emit.reduced(found, "max" if node.target is aten.amax.default else "min"), Held.WHOLE)
+    ]
 
 
 @special(aten.argmax.default)
@@ -139,9 +177,17 @@ def _argmax(at: Partitioner, node: Node, active: Factor) -> Results:
     length = source.meta["val"].shape[along]
     keep = given["keepdim"]
     most = emit.call(aten.amax.default, source, [along], keep)
-    index = emit.call(aten.add.Tensor, emit.call(aten.argmax.default, source, along, keep), emit.offset(length))
+    index = emit.call(
+        aten.add.Tensor, emit.call(aten.argmax.default, source, along, keep), emit.offset(length)
+    )
     greatest = emit.reduced(most, "max")
-    beyond = emit.call(aten.full.default, [], length * emit.ranks - 1, dtype=torch.int64, device=index.meta["val"].device)
+    beyond = emit.call(
+        aten.full.default,
+        [],
+        length * emit.ranks - 1,
+        dtype=torch.int64,
+        device=index.meta["val"].device,
+    )
     index = emit.call(aten.where.self, emit.call(aten.eq.Tensor, most, greatest), index, beyond)
     return [(emit.reduced(index, "min"), Held.WHOLE)]
 
@@ -167,14 +213,20 @@ def _softmax(at: Partitioner, node: Node, active: Factor) -> Results:
 def _softmax_backward(at: Partitioner, node: Node, active: Factor) -> Results:
     emit, given = at.emit, arguments(node)
     along = [given["dim"]]
-    gradient, output = (_wide(at, at.value(given[name], active)) for name in ("grad_output", "output"))
+    gradient, output = (
+        _wide(at, at.value(given[name], active)) for name in ("grad_output", "output")
+    )
     if node.target is aten._softmax_backward_data.default:
         products = emit.call(aten.mul.Tensor, gradient, output)
         total = emit.reduced(emit.call(aten.sum.dim_IntList, products, along, True))
         found = emit.call(aten.sub.Tensor, products, emit.call(aten.mul.Tensor, output, total))
     else:
         total = emit.reduced(emit.call(aten.sum.dim_IntList, gradient, along, True))
-        found = emit.call(aten.sub.Tensor, gradient, emit.call(aten.mul.Tensor, emit.call(aten.exp.default, output), total))
+        found = emit.call(
+            aten.sub.Tensor,
+            gradient,
+            emit.call(aten.mul.Tensor, emit.call(aten.exp.default, output), total),
+        )
     return [(_as(at, found, node.meta["val"].dtype), active)]
 
 
@@ -185,15 +237,30 @@ def _wide(at: Partitioner, value: Node) -> Node:
 
 
 def _as(at: Partitioner, value: Node, dtype: torch.dtype) -> Node:
-    return value if value.meta["val"].dtype == dtype else at.emit.call(aten._to_copy.default, value, dtype=dtype)
+    return (
+        value
+        if value.meta["val"].dtype == dtype
+        else at.emit.call(aten._to_copy.default, value, dtype=dtype)
+    )
 
 
 @special(aten.gather.default)
 def _gather(at: Partitioner, node: Node, active: Factor) -> Results:
     given = arguments(node)
     source = at.value(given["self"], active)
-    inside, local = _own(at, at.value(given["index"], Held.WHOLE), source.meta["val"].shape[given["dim"]])
-    return [(_masked(at, inside, at.emit.call(aten.gather.default, source, given["dim"], local, like=node)), Held.TERM)]
+    inside, local = _own(
+        at, at.value(given["index"], Held.WHOLE), source.meta["val"].shape[given["dim"]]
+    )
+    return [
+        (
+            _masked(
+                at,
+                inside,
+                at.emit.call(aten.gather.default, source, given["dim"], local, like=node),
+            ),
+            Held.TERM,
+        )
+    ]
 
 
 @special(aten.nll_loss_forward.default, fits=_counts_rows)
@@ -204,27 +271,52 @@ def _negative_log_likelihood(at: Partitioner, node: Node, active: Factor) -> Res
         return _loss_of_rows(at, node, active)
     counts, inside, local = _targets(at, given, source)
     picked = emit.call(
-        aten.squeeze.dim, emit.call(aten.gather.default, source, 1, emit.call(aten.unsqueeze.default, local, 1), like=node), 1
+        aten.squeeze.dim,
+        emit.call(
+            aten.gather.default, source, 1, emit.call(aten.unsqueeze.default, local, 1), like=node
+        ),
+        1,
     )
     losses = _masked(at, inside, emit.call(aten.neg.default, picked))
     weight = emit.call(aten.sum.default, _as(at, counts, source.meta["val"].dtype))
     if given["reduction"] == 0:
         return [(losses, Held.TERM), (_zero(at, source), Held.WHOLE)]
     total = emit.call(aten.sum.default, losses)
-    return [(emit.call(aten.div.Tensor, total, weight) if given["reduction"] == 1 else total, Held.TERM), (weight, Held.WHOLE)]
+    return [
+        (
+            emit.call(aten.div.Tensor, total, weight) if given["reduction"] == 1 else total,
+            Held.TERM,
+        ),
+        (weight, Held.WHOLE),
+    ]
 
 
 def _loss_of_rows(at: Partitioner, node: Node, active: Factor) -> Results:
-    """Return the loss of this rank's rows: the sum of their losses, divided by the weight of all."""
+    """Return the loss of this rank's rows: the sum of their losses, divided by the weight of
+    all.
+    """
     emit, given = at.emit, arguments(node)
-    operands = (at.value(given["self"], active), at.value(given["target"], active), _class_weights(at, given))
+    operands = (
+        at.value(given["self"], active),
+        at.value(given["target"], active),
+        _class_weights(at, given),
+    )
     reduction = given["reduction"]
-    found = emit.call(aten.nll_loss_forward.default, *operands, 2 if reduction else 0, given["ignore_index"], like=node)
+    found = emit.call(
+        aten.nll_loss_forward.default,
+        *operands,
+        2 if reduction else 0,
+        given["ignore_index"],
+        like=node,
+    )
     losses, own = (emit.call(operator.getitem, found, number) for number in range(2))
     if reduction == 0:
         return [(losses, active), (own, Held.WHOLE)]
     weight = emit.reduced(own)
-    return [(emit.call(aten.div.Tensor, losses, weight) if reduction == 1 else losses, Held.TERM), (weight, Held.WHOLE)]
+    return [
+        (emit.call(aten.div.Tensor, losses, weight) if reduction == 1 else losses, Held.TERM),
+        (weight, Held.WHOLE),
+    ]
 
 
 def _class_weights(at: Partitioner, given: dict[str, Any]) -> Node | None:
@@ -239,7 +331,19 @@ def _negative_log_likelihood_backward(at: Partitioner, node: Node, active: Facto
         gradient = at.value(given["grad_output"], active if given["reduction"] == 0 else Held.WHOLE)
         weight = at.value(given["total_weight"], Held.WHOLE)
         operands = (gradient, source, at.value(given["target"], active), _class_weights(at, given))
-        return [(emit.call(node.target, *operands, given["reduction"], given["ignore_index"], weight, like=node), active)]  # type: ignore[arg-type]
+        return [
+            (
+                emit.call(
+                    node.target,  # type: ignore[arg-type]
+                    *operands,
+                    given["reduction"],
+                    given["ignore_index"],
+                    weight,
+                    like=node,
+                ),
+                active,
+            )
+        ]
     _, inside, local = _targets(at, given, source)
     gradient = emit.call(aten.neg.default, at.value(given["grad_output"], Held.WHOLE))
     if given["reduction"] == 1:
@@ -247,7 +351,9 @@ def _negative_log_likelihood_backward(at: Partitioner, node: Node, active: Facto
     if given["reduction"] == 0:
         gradient = emit.call(aten.unsqueeze.default, gradient, 1)
     length = source.meta["val"].shape[1]
-    columns = emit.call(aten.arange.default, length, dtype=torch.int64, device=source.meta["val"].device)
+    columns = emit.call(
+        aten.arange.default, length, dtype=torch.int64, device=source.meta["val"].device
+    )
     own = emit.call(aten.eq.Tensor, emit.call(aten.unsqueeze.default, local, 1), columns)
     own = emit.call(aten.logical_and.default, own, emit.call(aten.unsqueeze.default, inside, 1))
     return [(_masked(at, own, gradient), active)]

@@ -43,7 +43,11 @@ class TensorAxis:
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of one rank's share of a parameter."""
-        return self.shards[name].share_shape(shape, self.ranks) if name in self.shards else tuple(shape)
+        return (
+            self.shards[name].share_shape(shape, self.ranks)
+            if name in self.shards
+            else tuple(shape)
+        )
 
     def sent(self, rows: int) -> float:
         """Return the bytes that a rank sends for one call of this number of rows."""
@@ -73,14 +77,20 @@ def divide(
         PlanError: a rule does not fit, or nothing can be divided.
     """
     shards = _shards(steps, ranks, whole, rules, what)
-    made = (partitioned or functools.partial(partition, steps[0], ranks))(shards, positions=what != "tensor")
+    made = (partitioned or functools.partial(partition, steps[0], ranks))(
+        shards, positions=what != "tensor"
+    )
     if what in ("sequence", "context"):
         _check_positions(made.positions, ranks, LEAST if what == "context" else 0.0)
     return TensorAxis(ranks, shards, made.exchanges, _rows(steps[0]), made.replicated)
 
 
 def _shards(
-    steps: Sequence[StepGraph], ranks: int, whole: Collection[str], rules: Mapping[str, Shard | None] | None, what: Divide
+    steps: Sequence[StepGraph],
+    ranks: int,
+    whole: Collection[str],
+    rules: Mapping[str, Shard | None] | None,
+    what: Divide,
 ) -> dict[str, Shard]:
     """Return which parameters are divided, and how."""
     if what in ("tensor", "sequence"):
@@ -89,14 +99,20 @@ def _shards(
             raise PlanError(
                 "the tensor axis has nothing to divide",
                 where="tensor_ranks",
-                expected=f"a parameter dim, not a batch dim, that is a multiple of {ranks} and worth its communication",
+                expected=(
+                    f"a parameter dim, not a batch dim, that is a multiple of {ranks} and worth its"
+                    " communication"
+                ),
                 got="none",
                 hint="Use the data axis, or specify what to divide (--tensor-rule).",
             )
         return found
     if rules:
         raise PlanError(
-            "tensor rules only apply where parameters are divided", where="tensor_rules", expected="divide tensor or sequence", got=what
+            "tensor rules only apply where parameters are divided",
+            where="tensor_rules",
+            expected="divide tensor or sequence",
+            got=what,
         )
     if what == "context":
         return {}
@@ -117,9 +133,15 @@ def _check_positions(found: Positions | None, ranks: int, least: float) -> None:
         raise PlanError(
             "the graph has no positions that this number of ranks can share",
             where="tensor_ranks",
-            expected=f"an input dim other than the rows, of a fixed size that is a multiple of {ranks}, with matrix products along it",
+            expected=(
+                f"an input dim other than the rows, of a fixed size that is a multiple of {ranks},"
+                " with matrix products along it"
+            ),
             got="none",
-            hint="Freeze with sequences of such a length (padded, where they are shorter), or choose another number of ranks.",
+            hint=(
+                "Freeze with sequences of such a length (padded, where they are shorter), or choose"
+                " another number of ranks."
+            ),
         )
     if found.share < least:
         assert found.whole is not None
@@ -134,5 +156,9 @@ def _check_positions(found: Positions | None, ranks: int, least: float) -> None:
 
 def _rows(step: StepGraph) -> int:
     placeholders, _ = ends(step.module)
-    sizes = [n.meta["val"].shape[0] for n, p in zip(placeholders, step.inputs, strict=True) if p.role is Role.BATCH]
+    sizes = [
+        n.meta["val"].shape[0]
+        for n, p in zip(placeholders, step.inputs, strict=True)
+        if p.role is Role.BATCH
+    ]
     return sizes[0] if isinstance(sizes[0], int) else int(sizes[0].node.hint)

@@ -4,8 +4,8 @@
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero3")
     trainload.launch(package, plan, "train.parquet", run_dir="run")
 
-The public names are in `__init__.pyi`, which type checkers and this module read. `import trainload` imports neither torch nor Ray: the
-first use of a name imports the module that defines it.
+The public names are in `__init__.pyi`, which type checkers and this module read. `import trainload`
+imports neither torch nor Ray: the first use of a name imports the module that defines it.
 """
 
 from typing import Any

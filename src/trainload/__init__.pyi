@@ -1,4 +1,7 @@
-"""The public names of trainload and the modules that define them. `trainload/__init__.py` imports a name on its first use."""
+"""The public names of trainload and the modules that define them.
+
+`trainload/__init__.py` imports a name on its first use.
+"""
 
 from .capture.job.definition import Asset as Asset
 from .capture.job.definition import Ema as Ema

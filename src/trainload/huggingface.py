@@ -2,8 +2,8 @@
 
     from trainload.huggingface import job_of
 
-    job = job_of(model, collator(rows), TrainingArguments(max_steps=1000, learning_rate=3e-4, warmup_steps=100))
-    package = trainload.freeze(job, "gpt2.tl")
+    job = job_of(model, collator(rows), TrainingArguments(max_steps=1000, learning_rate=3e-4,
+    warmup_steps=100)) package = trainload.freeze(job, "gpt2.tl")
 
 The training step is that of `transformers.Trainer` with these settings: docs/transformers.md lists
 the supported and the rejected ones. transformers itself is imported only when a schedule or
@@ -32,16 +32,30 @@ from trainload.core.errors import JobError
 
 IGNORED = -100
 """Value of labels that do not count."""
-LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label", "decoder_input_ids")
+LABELS = (
+    "labels",
+    "label",
+    "label_ids",
+    "start_positions",
+    "end_positions",
+    "next_sentence_label",
+    "decoder_input_ids",
+)
 """Entries of a batch that predict does not read."""
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _REFUSED: dict[str, tuple[Any, str]] = {
     "label_smoothing_factor": (0, "Pass a loss with label smoothing: Job(loss=...)."),
     "fp16": (False, "Use bf16, which needs no loss scaling."),
-    "gradient_checkpointing": (False, "Leave it off: the plan decides which activations are recomputed."),
+    "gradient_checkpointing": (
+        False,
+        "Leave it off: the plan decides which activations are recomputed.",
+    ),
     "neftune_noise_alpha": (None, "Add the noise in the model's embedding."),
     "optim_args": (None, "Set the optimizer with dataclasses.replace(job, optimizer=...)."),
-    "optim_target_modules": (None, "Set the optimizer with dataclasses.replace(job, optimizer=...)."),
+    "optim_target_modules": (
+        None,
+        "Set the optimizer with dataclasses.replace(job, optimizer=...).",
+    ),
     "deepspeed": (None, "Omit it: the strategy is chosen by trainload.plan."),
     "fsdp": (None, "Omit it: the strategy is chosen by trainload.plan."),
     "parallelism_config": (None, "Omit it: the strategy is chosen by trainload.plan."),
@@ -51,7 +65,14 @@ _UNTABLED = ("reduce_lr_on_plateau", "greedy")
 """Schedules that depend on the loss, not only on the step."""
 
 
-def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenizer: Any = None, **options: Any) -> Job:
+def job_of(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    args: Any,
+    *,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Job:
     """Return the job that `transformers.Trainer(model, args)` would train.
 
     The loss is the model's own. Its weight is the number of labels that are not -100 (without the
@@ -88,8 +109,9 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
             )
     if _unheld(model):
         warnings.warn(
-            "the experts are computed by transformers' batched_mm, because its grouped_mm in float32 is a custom operator that a "
-            "package cannot contain. batched_mm copies the weights of each token's experts; a model in bfloat16 keeps torch's grouped_mm.",
+            "the experts are computed by transformers' batched_mm, because its grouped_mm in"
+            " float32 is a custom operator that a package cannot contain. batched_mm copies the"
+            " weights of each token's experts; a model in bfloat16 keeps torch's grouped_mm.",
             stacklevel=2,
         )
     weigh = _weight_of(model, entries)
@@ -98,13 +120,27 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
     def loss(module: nn.Module, given: dict[str, Tensor]) -> Loss:
         value = _called(module, given, dtype).loss
         if value is None:
-            raise JobError("the model returns no loss", where="batch", expected="labels", got=", ".join(sorted(given)))
+            raise JobError(
+                "the model returns no loss",
+                where="batch",
+                expected="labels",
+                got=", ".join(sorted(given)),
+            )
         return Loss(value.float() if dtype is not None else value, weight=weigh(given))
 
     def predict(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {name: value for name, value in _called(module, given, dtype).items() if "logits" in name and isinstance(value, Tensor)}
+        found = {
+            name: value
+            for name, value in _called(module, given, dtype).items()
+            if "logits" in name and isinstance(value, Tensor)
+        }
         if not found:
-            raise JobError("the model returns no logits", where="model", got=type(module).__name__, hint="Pass job_of(..., predict=...).")
+            raise JobError(
+                "the model returns no logits",
+                where="model",
+                got=type(module).__name__,
+                hint="Pass job_of(..., predict=...).",
+            )
         return found
 
     fields: dict[str, Any] = {
@@ -116,15 +152,24 @@ def job_of(model: nn.Module, batch: Mapping[str, Tensor], args: Any, *, tokenize
         "steps": settings.steps,
         "global_batch": settings.rows(),
         "clip_norm": settings.get("max_grad_norm", 1.0) or None,
-        "seed": settings.get("seed", 42) if (data_seed := settings.get("data_seed", None)) is None else data_seed,
+        "seed": (
+            settings.get("seed", 42)
+            if (data_seed := settings.get("data_seed", None)) is None
+            else data_seed
+        ),
     }
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        fields |= {"predict": predict, "predict_inputs": [name for name in entries if name not in LABELS]}
+        fields |= {
+            "predict": predict,
+            "predict_inputs": [name for name in entries if name not in LABELS],
+        }
     given_assets: Mapping[str, Any] = options.pop("assets", {})
     return Job(**(fields | options), assets={**assets_of(model, tokenizer), **given_assets})
 
 
-def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | None = None) -> dict[str, AssetLike]:
+def assets_of(
+    model: nn.Module, tokenizer: Any = None, *, within: nn.Module | None = None
+) -> dict[str, AssetLike]:
     """Return the files that `from_pretrained` needs besides weights, as entries of `Job.assets`.
 
     With them, `trainload export --to huggingface` writes a folder that `from_pretrained` opens.
@@ -145,16 +190,28 @@ def assets_of(model: nn.Module, tokenizer: Any = None, *, within: nn.Module | No
     """
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if not hasattr(config, "to_json_string"):
-        raise JobError("not a transformers model: it has no configuration", where="model", got=type(model).__name__)
-    part = next((name for name, module in (within or model).named_modules() if module is model), None)
+        raise JobError(
+            "not a transformers model: it has no configuration",
+            where="model",
+            got=type(model).__name__,
+        )
+    part = next(
+        (name for name, module in (within or model).named_modules() if module is model), None
+    )
     if part is None:
-        raise JobError("the job's model does not contain the transformers model", where="within", got=type(within).__name__)
+        raise JobError(
+            "the job's model does not contain the transformers model",
+            where="within",
+            got=type(within).__name__,
+        )
     name = type(model).__name__
     config.architectures = [name]
     config.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     found: dict[str, AssetLike] = {
         "config.json": config.to_json_string().encode("utf-8"),
-        "huggingface.json": json.dumps({"class": name, "part": part}, sort_keys=True).encode("utf-8"),
+        "huggingface.json": (
+            json.dumps({"class": name, "part": part}, sort_keys=True).encode("utf-8")
+        ),
     }
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None and getattr(model, "can_generate", lambda: False)():
@@ -176,7 +233,13 @@ class _Settings:
         for name, (idle, hint) in _REFUSED.items():
             value = self.get(name, idle)
             if value not in (idle, None, "", [], {}, False) and value != idle:
-                raise JobError("this setting is not supported", where=f"args.{name}", expected=repr(idle), got=repr(value), hint=hint)
+                raise JobError(
+                    "this setting is not supported",
+                    where=f"args.{name}",
+                    expected=repr(idle),
+                    got=repr(value),
+                    hint=hint,
+                )
         self.steps: int = self.get("max_steps", -1)
         if self.steps < 1:
             raise JobError(
@@ -184,7 +247,9 @@ class _Settings:
                 where="args.max_steps",
                 expected="1 or more",
                 got=str(self.steps),
-                hint="Set max_steps. For epochs, it is rows of the data * epochs / rows per update.",
+                hint=(
+                    "Set max_steps. For epochs, it is rows of the data * epochs / rows per update."
+                ),
             )
 
     def get(self, name: str, default: Any) -> Any:
@@ -192,21 +257,28 @@ class _Settings:
 
     def rows(self) -> int:
         """Return the number of rows of one update."""
-        rows: int = self.get("per_device_train_batch_size", 8) * self.get("gradient_accumulation_steps", 1)
+        rows: int = self.get("per_device_train_batch_size", 8) * self.get(
+            "gradient_accumulation_steps", 1
+        )
         return rows
 
     def optimizer(self) -> Callable[[nn.Module], torch.optim.Optimizer]:
         given = self.get("optim", "adamw_torch")
         name = str(getattr(given, "value", given))
         rate, decay = self.get("learning_rate", 5e-5), self.get("weight_decay", 0.0)
-        adam = {"betas": (self.get("adam_beta1", 0.9), self.get("adam_beta2", 0.999)), "eps": self.get("adam_epsilon", 1e-8)}
+        adam = {
+            "betas": (self.get("adam_beta1", 0.9), self.get("adam_beta2", 0.999)),
+            "eps": self.get("adam_epsilon", 1e-8),
+        }
         makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
             "adamw_torch": lambda groups: torch.optim.AdamW(groups, lr=rate, **adam),
             "adamw_torch_fused": lambda groups: torch.optim.AdamW(groups, lr=rate, **adam),
             "sgd": lambda groups: torch.optim.SGD(groups, lr=rate),
             "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=rate),
             "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=rate),
-            "adafactor": lambda groups: _adafactor()(groups, lr=rate, scale_parameter=False, relative_step=False),
+            "adafactor": lambda groups: _adafactor()(
+                groups, lr=rate, scale_parameter=False, relative_step=False
+            ),
         }
         if name not in makers:
             raise JobError(
@@ -242,9 +314,15 @@ class _Settings:
             from transformers import get_scheduler
 
             try:
-                made: torch.optim.lr_scheduler.LRScheduler = get_scheduler(name, optimizer, count, steps, options)
+                made: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
+                    name, optimizer, count, steps, options
+                )
             except (ValueError, TypeError) as error:
-                raise JobError(f"transformers cannot create this schedule: {error}", where="args.lr_scheduler_type", got=name) from error
+                raise JobError(
+                    f"transformers cannot create this schedule: {error}",
+                    where="args.lr_scheduler_type",
+                    got=name,
+                ) from error
             return made
 
         return make
@@ -262,15 +340,27 @@ def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
     Tied parameters are in only one of them.
     """
-    spared = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
+    spared = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm)
+        for p in module.parameters()
+    }
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    chosen = [p for name, p in named if id(p) not in spared and not _WITHOUT_DECAY.search(name.lower())]
+    chosen = [
+        p for name, p in named if id(p) not in spared and not _WITHOUT_DECAY.search(name.lower())
+    ]
     left = {id(p) for p in chosen}
-    groups = [{"params": chosen, "weight_decay": decay}, {"params": [p for _, p in named if id(p) not in left], "weight_decay": 0.0}]
+    groups = [
+        {"params": chosen, "weight_decay": decay},
+        {"params": [p for _, p in named if id(p) not in left], "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
-def _weight_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor | None]:
+def _weight_of(
+    model: nn.Module, batch: Mapping[str, Tensor]
+) -> Callable[[Mapping[str, Tensor]], Tensor | None]:
     """Return a function from a batch to the number of labels over which the model's loss is a mean,
     or to None for rows.
     """
@@ -279,13 +369,18 @@ def _weight_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[Mappi
         reduction = getattr(getattr(model, "config", None), "ctc_loss_reduction", "mean")
         if reduction != "mean":
             raise JobError(
-                "a summed loss depends on the batch size", where="model.config.ctc_loss_reduction", expected="mean", got=reduction
+                "a summed loss depends on the batch size",
+                where="model.config.ctc_loss_reduction",
+                expected="mean",
+                got=reduction,
             )
         return lambda _: None
     if labels is None or labels.is_floating_point():
         return lambda _: None
     start = 1 if labels.ndim > 1 and _shifts(model) else 0
-    return lambda given: (given["labels"][..., start:] if start else given["labels"]).ne(IGNORED).sum()
+    return lambda given: (
+        (given["labels"][..., start:] if start else given["labels"]).ne(IGNORED).sum()
+    )
 
 
 def _shifts(model: nn.Module) -> bool:

@@ -19,14 +19,28 @@ from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.derivation import decompose as operator_set
 from trainload.autograd_trace.randomness.draws import is_random
-from trainload.capture.operators import calls_in, graphs_in, is_higher_order, is_overload, written_by
+from trainload.capture.operators import (
+    calls_in,
+    graphs_in,
+    is_higher_order,
+    is_overload,
+    written_by,
+)
 from trainload.capture.program import Program
 from trainload.core.errors import JobError, PassError
 from trainload.core.user_code import load_module
 
 aten = torch.ops.aten
 
-__all__ = ["GRAPH", "Pass", "decompose", "eliminate_common_subexpressions", "eliminate_dead_code", "gelu_tanh", "load_pass"]
+__all__ = [
+    "GRAPH",
+    "Pass",
+    "decompose",
+    "eliminate_common_subexpressions",
+    "eliminate_dead_code",
+    "gelu_tanh",
+    "load_pass",
+]
 
 GRAPH = "trainload_graph"
 """Key of `graph.meta` with the graph's name: "train", "eval", "predict"."""
@@ -45,7 +59,9 @@ class Pass(Protocol):
         options: the user's options: numbers, strings, booleans, tuples of strings.
     """
 
-    def __call__(self, graph: GraphModule, program: Program, *_: Any, **options: Any) -> GraphModule: ...
+    def __call__(
+        self, graph: GraphModule, program: Program, *_: Any, **options: Any
+    ) -> GraphModule: ...
 
 
 def eliminate_dead_code(graph: GraphModule, program: Program) -> GraphModule:
@@ -91,7 +107,9 @@ def gelu_tanh(graph: GraphModule, program: Program) -> GraphModule:
     return graph
 
 
-def decompose(graph: GraphModule, program: Program, *, operators: str | Sequence[str] = "core") -> GraphModule:
+def decompose(
+    graph: GraphModule, program: Program, *, operators: str | Sequence[str] = "core"
+) -> GraphModule:
     """Decompose operators of a graph, as `trainload ops --set` does.
 
     Args:
@@ -117,15 +135,25 @@ def load_pass(spec: str) -> tuple[Pass, dict[str, Any]]:
     """
     first, *rest = spec.split(",")
     location, _, name = first.rpartition(":")
-    if not location or not name.isidentifier() or not all(option.partition("=")[0].isidentifier() and "=" in option for option in rest):
-        raise PassError("this does not name a pass", where=spec, expected="module:function or file.py:function[,name=value...]")
+    if (
+        not location
+        or not name.isidentifier()
+        or not all(option.partition("=")[0].isidentifier() and "=" in option for option in rest)
+    ):
+        raise PassError(
+            "this does not name a pass",
+            where=spec,
+            expected="module:function or file.py:function[,name=value...]",
+        )
     try:
         found = getattr(load_module(location), name, None)
     except JobError as error:
         raise PassError(error.problem, where=error.where) from error
     if not callable(found):
         raise PassError(f"there is no function {name!r} in it", where=location)
-    return found, {key: _option(value) for key, _, value in (option.partition("=") for option in rest)}
+    return found, {
+        key: _option(value) for key, _, value in (option.partition("=") for option in rest)
+    }
 
 
 def _option(text: str) -> Any:
@@ -147,9 +175,16 @@ def _has_effect(node: Node) -> bool:
         return schema.is_mutable or is_random(node) or not schema.returns or "assert" in schema.name
     owner = node.graph.owning_module
     bodies = (
-        [getattr(owner, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"] if is_higher_order(node.target) else []
+        [getattr(owner, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"]
+        if is_higher_order(node.target)
+        else []
     )
-    return any(_has_effect(call) for body in bodies if isinstance(body, GraphModule) for call in calls_in(body))
+    return any(
+        _has_effect(call)
+        for body in bodies
+        if isinstance(body, GraphModule)
+        for call in calls_in(body)
+    )
 
 
 def _written(part: GraphModule) -> set[Node]:
@@ -167,7 +202,8 @@ def _written(part: GraphModule) -> set[Node]:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += node.all_input_nodes[:1] if node.op == "call_function" else []  # a view's first argument is its base
+            # a view's first argument is its base
+            stack += node.all_input_nodes[:1] if node.op == "call_function" else []
     return found
 
 

@@ -10,7 +10,11 @@ import torch
 from tests.capture.jobs import Model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 Around = Callable[..., Any]
 """Calls its first argument on the others, under a checkpoint or not."""
@@ -78,7 +82,10 @@ def nested(around: Around) -> nn.Module:
 
 @model
 def dropout(around: Around) -> nn.Module:
-    return Model(lambda m, x: around(lambda y: F.dropout(m.part(y).tanh(), 0.3, m.training), x) * x, part=nn.Linear(8, 8))
+    return Model(
+        lambda m, x: around(lambda y: F.dropout(m.part(y).tanh(), 0.3, m.training), x) * x,
+        part=nn.Linear(8, 8),
+    )
 
 
 @model
@@ -193,8 +200,9 @@ def attention(around: Around) -> nn.Module:
 @model
 def convolution(around: Around) -> nn.Module:
     return Model(
-        lambda m, x: around(lambda y: m.part(y.view(-1, 2, 2, 2)).relu().flatten(1), x), part=nn.Conv2d(2, 2, 3, padding=1)
-    )  # fmt: skip
+        lambda m, x: around(lambda y: m.part(y.view(-1, 2, 2, 2)).relu().flatten(1), x),
+        part=nn.Conv2d(2, 2, 3, padding=1),
+    )
 
 
 @model

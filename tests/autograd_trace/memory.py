@@ -12,9 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most that torch's CPU allocator held during a call, beyond what it held before. The result is held while it is measured.
+    """The most that torch's CPU allocator held during a call, beyond what it held before. The
+    result is held while it is measured.
 
-    torch's profiler writes down every allocation, also those of compiled code: the figure is the same every time.
+    torch's profiler writes down every allocation, also those of compiled code: the figure is the
+    same every time.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         held = call()
@@ -23,7 +25,9 @@ def peak_bytes(call: Callable[[], Any]) -> int:
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     del held
-    allocations = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    allocations = sorted(
+        (e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"
+    )
     assert allocations, "the profiler wrote no allocation down"
     now = peak = 0
     for _, size in allocations:

@@ -22,14 +22,18 @@ class Each(optim.Optimizer):
             for p in group["params"]:
                 self.change(p, p.grad, group, self.state[p])
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         raise NotImplementedError
 
 
 class Factors(Each):
     """A factor for each dim in a list, every third one made new, as SOAP and Shampoo."""
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         if not state:
             state["step"] = 0
             state["factors"] = [torch.eye(size) for size in p.shape]
@@ -41,7 +45,11 @@ class Factors(Each):
         if state["step"] % 3 == 0:
             state["bases"]["now"] = [torch.linalg.qr(factor)[0] for factor in state["factors"]]
         for dim, basis in enumerate(state["bases"]["now"]):
-            gradient = torch.tensordot(gradient, basis, dims=([0], [1])) if p.ndim > 1 or dim == 0 else gradient
+            gradient = (
+                torch.tensordot(gradient, basis, dims=([0], [1]))
+                if p.ndim > 1 or dim == 0
+                else gradient
+            )
         p.sub_(gradient * group["lr"])
 
 
@@ -58,7 +66,9 @@ class Projector:
 
 
 class Projected(Each):
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         if not state:
             state["step"], state["projector"] = 0, Projector(2)
         low = state["projector"].project(gradient, state["step"])
@@ -69,7 +79,9 @@ class Projected(Each):
 class Moments(Each):
     """A dict of moments by their decay, as AggMo."""
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         moments = state.setdefault("moments", {decay: torch.zeros_like(p) for decay in (0.5, 0.9)})
         for decay, moment in moments.items():
             moment.mul_(decay).add_(gradient)
@@ -86,15 +98,21 @@ class OfAll(Each):
         super().step()
         state["k"] += 1
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         everything: dict[Any, Any] = self.state
         p.sub_(gradient, alpha=group["lr"] * math.pow(everything["k"] + 1, 0.5))
 
 
 class Rates(Each):
-    """Reckons with a rate by `*=`, which changes no other holder of the number, and keeps the largest rate that it saw."""
+    """Reckons with a rate by `*=`, which changes no other holder of the number, and keeps the
+    largest rate that it saw.
+    """
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         state["step"] = step = state.get("step", 0) + 1
         step /= 2
         rate = group["lr"]
@@ -106,7 +124,9 @@ class Rates(Each):
 class Filled(Each):
     """Makes its state by `full_like(fill_value=)`, and compares tensors."""
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         if not state:
             state["mean"] = torch.full_like(p, fill_value=group["lr"])
         if not torch.allclose(state["mean"], gradient, atol=0.5):
@@ -117,13 +137,18 @@ class Filled(Each):
 class Ratio(Each):
     """Keeps a number of Python's or a tensor, by values, as LAMB."""
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         state["ratio"] = 1.0 if gradient.mean() < 0 else p.norm() / gradient.norm()
         p.sub_(gradient * group["lr"] * state["ratio"])
 
 
 class Wrapping(optim.Optimizer):
-    """Every second step goes half way back to a slow copy, as Lookahead does. `shared`: whose state holds that copy."""
+    """Every second step goes half way back to a slow copy, as Lookahead does.
+
+    `shared`: whose state holds that copy.
+    """
 
     def __init__(self, inner: optim.Optimizer, *, shared: bool) -> None:
         self.inner = inner
@@ -151,17 +176,27 @@ class Wrapping(optim.Optimizer):
 
 
 class Large(Each):
-    """Divides by the mean square of a row, in matrices of 16 rows and more alone, as Adafactor's newer forms do."""
+    """Divides by the mean square of a row, in matrices of 16 rows and more alone, as Adafactor's
+    newer forms do.
+    """
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        mean = gradient.square().mean(1, keepdim=True) if p.ndim == 2 and min(p.shape) >= 16 else gradient.square()
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
+        mean = (
+            gradient.square().mean(1, keepdim=True)
+            if p.ndim == 2 and min(p.shape) >= 16
+            else gradient.square()
+        )
         p.sub_(gradient / (mean.sqrt() + 1e-3) * group["lr"])
 
 
 class Rounded(Each):
     """Multiplies matrices in bfloat16 with outputs that are given, as timm's Muon."""
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         x = gradient.to(torch.bfloat16)
         x.div_(x.norm() + 1e-7)
         square, cube = torch.empty_like(x @ x.mT), torch.empty_like(x)
@@ -178,25 +213,33 @@ class Cached(Each):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         optim.Optimizer.__init__(self, params, {"lr": lr, "buffer": [None, None]})
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         if group["buffer"][0] is None:
             group["buffer"][0] = group["lr"] / 2
         p.sub_(gradient * group["buffer"][0])
 
 
 class Estimated(Each):
-    """A distance that all parameters have a part in, too small to move them at first, as D-Adaptation's."""
+    """A distance that all parameters have a part in, too small to move them at first, as
+    D-Adaptation's.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
         for group in self.param_groups:
-            group["d"] = max(group.get("d", 1e-9), 1e-9 * sum(p.grad.norm().item() for p in group["params"]))
+            group["d"] = max(
+                group.get("d", 1e-9), 1e-9 * sum(p.grad.norm().item() for p in group["params"])
+            )
             for p in group["params"]:
                 p.sub_(p.grad * group["lr"] * group["d"])
 
 
 class Growing(Each):
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         state.setdefault("seen", []).append(gradient.clone())
         p.sub_(gradient * group["lr"])
 
@@ -204,7 +247,9 @@ class Growing(Each):
 class Sparse(Each):
     """Keeps the moments of chosen elements alone."""
 
-    def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def change(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         chosen = p.abs() > 0.01
         state["moments"] = gradient[chosen]
         p[chosen] -= state["moments"] * group["lr"]

@@ -1,4 +1,6 @@
-"""Graphs that compute in bfloat16 are compared through float64: another order of rounding passes, another computation does not."""
+"""Graphs that compute in bfloat16 are compared through float64: another order of rounding passes,
+another computation does not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ aten = torch.ops.aten
 
 
 class Model(nn.Module):
-    """Attention with fewer key-value heads than heads, dropout, a residual branch, and a normalization."""
+    """Attention with fewer key-value heads than heads, dropout, a residual branch, and a
+    normalization.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +42,9 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query = self.query(x).unflatten(-1, (4, 4)).transpose(1, 2)
         key = self.key(x).unflatten(-1, (2, 4)).transpose(1, 2)
-        found = functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+        found = functional.scaled_dot_product_attention(
+            query, key, key, is_causal=True, enable_gqa=True
+        )
         out: Tensor = self.head(self.norm(x + self.drop(found.transpose(1, 2).flatten(2))))
         return out
 
@@ -46,15 +52,25 @@ class Model(nn.Module):
 def weighted(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(batch["x"])
-    losses = functional.cross_entropy(logits.float().flatten(0, 1), batch["y"].flatten(), reduction="none")
+    losses = functional.cross_entropy(
+        logits.float().flatten(0, 1), batch["y"].flatten(), reduction="none"
+    )
     weights = batch["w"].flatten()
     return Loss((losses * weights).sum() / weights.sum(), weight=weights.sum())
 
 
 def job(weight: float) -> Job:
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(4, 6, 16, generator=generator), torch.randint(0, 5, (4, 6), generator=generator)
-    return Job(Model(), {"x": x, "y": y, "w": torch.full((4, 6), weight)}, lambda m: optim.SGD(m.parameters(), lr=0.1), loss=weighted)
+    x, y = (
+        torch.randn(4, 6, 16, generator=generator),
+        torch.randint(0, 5, (4, 6), generator=generator),
+    )
+    return Job(
+        Model(),
+        {"x": x, "y": y, "w": torch.full((4, 6), weight)},
+        lambda m: optim.SGD(m.parameters(), lr=0.1),
+        loss=weighted,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +100,11 @@ def matrix(m: Any) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     rows = x.shape[0]
     lengths = torch.full((rows,), 2), torch.full((rows,), 1)
-    loss: Tensor = functional.ctc_loss(x.view(rows, 2, 4).transpose(0, 1).log_softmax(-1), torch.ones(rows, 1, dtype=torch.int64), *lengths)
+    loss: Tensor = functional.ctc_loss(
+        x.view(rows, 2, 4).transpose(0, 1).log_softmax(-1),
+        torch.ones(rows, 1, dtype=torch.int64),
+        *lengths,
+    )
     return x + loss
 
 
@@ -98,7 +118,9 @@ STOOD_FOR: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", STOOD_FOR)
-def test_what_stands_for_an_operator_computes_in_float32_where_autocast_would_have_it_do_so(name: str) -> None:
+def test_what_stands_for_an_operator_computes_in_float32_where_autocast_would_have_it_do_so(
+    name: str,
+) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             found: Tensor = jobs.mean_square(model, batch)
@@ -116,10 +138,14 @@ def test_a_graph_in_float64_gives_what_the_model_gives_in_float64() -> None:
     twin = in_float64(program.graphs["train"])
     batch, state = doubled(dict(given.batch)), doubled(dict(program.state))
     entries = iter(batch[name] for name in sorted(batch))
-    arguments = [next(entries) if spec.target is None else state[spec.target] for spec in twin.exported.graph_signature.input_specs]
+    arguments = [
+        next(entries) if spec.target is None else state[spec.target]
+        for spec in twin.exported.graph_signature.input_specs
+    ]
     loss = twin.exported.graph_module(*arguments)[0]
     assert loss.dtype is torch.float64
-    expected = weighted(given.model.double(), batch).value  # autocast leaves float64 alone; the cast to float32 rounds
+    # autocast leaves float64 alone; the cast to float32 rounds
+    expected = weighted(given.model.double(), batch).value
     torch.testing.assert_close(loss, expected.double(), rtol=1e-6, atol=0.0)
 
 
@@ -131,11 +157,17 @@ def test_a_graph_in_float64_draws_what_the_graph_draws(program: Program) -> None
         entries = iter(tensors[name] for name in sorted(tensors))
         torch.manual_seed(5)
         specs = graph.exported.graph_signature.input_specs
-        result: Tensor = graph.exported.graph_module(*(next(entries) if s.target is None else state[s.target] for s in specs))[0]
+        result: Tensor = graph.exported.graph_module(
+            *(next(entries) if s.target is None else state[s.target] for s in specs)
+        )[0]
         return result
 
-    low, exact = loss(captured, batch, dict(program.state)), loss(twin, doubled(batch), doubled(dict(program.state)))
-    torch.testing.assert_close(low.double(), exact, rtol=5e-3, atol=0.0)  # another mask moves it by 5 %
+    low, exact = (
+        loss(captured, batch, dict(program.state)),
+        loss(twin, doubled(batch), doubled(dict(program.state))),
+    )
+    # another mask moves it by 5 %
+    torch.testing.assert_close(low.double(), exact, rtol=5e-3, atol=0.0)
 
 
 def scale_a_gradient(step: StepGraph) -> None:
@@ -149,18 +181,32 @@ def scale_a_gradient(step: StepGraph) -> None:
 
 
 def drop_a_term(step: StepGraph) -> None:
-    sums = [node for node in step.module.graph.nodes if node.target is aten.add.Tensor and len(node.all_input_nodes) == 2]
+    sums = [
+        node
+        for node in step.module.graph.nodes
+        if node.target is aten.add.Tensor and len(node.all_input_nodes) == 2
+    ]
     sums[-1].replace_all_uses_with(sums[-1].args[0])
 
 
 def forget_a_factor(step: StepGraph) -> None:
-    products = [node for node in step.module.graph.nodes if node.target is aten.mul.Tensor and len(node.all_input_nodes) == 2]
-    last = next(node for node in reversed(products) if node.args[0].meta["val"].shape == node.meta["val"].shape)
+    products = [
+        node
+        for node in step.module.graph.nodes
+        if node.target is aten.mul.Tensor and len(node.all_input_nodes) == 2
+    ]
+    last = next(
+        node
+        for node in reversed(products)
+        if node.args[0].meta["val"].shape == node.meta["val"].shape
+    )
     last.replace_all_uses_with(last.args[0])
 
 
 @pytest.mark.parametrize("spoil", [scale_a_gradient, drop_a_term, forget_a_factor])
-def test_a_fault_is_found(spoil: Callable[[StepGraph], None], program: Program, step: StepGraph) -> None:
+def test_a_fault_is_found(
+    spoil: Callable[[StepGraph], None], program: Program, step: StepGraph
+) -> None:
     broken = replace(step, module=copy.deepcopy(step.module))
     spoil(broken)
     broken.module.recompile()

@@ -36,7 +36,10 @@ def replayed(given: Job) -> tuple[Program, list[Replayed]]:
 @functools.cache
 def replayed_once(loss: Any) -> tuple[Job, Program, list[Replayed]]:
     """A job with a buffer that is only read and this loss, or the usual one. No test changes it."""
-    given = job(Model(lambda m, x: x + m.shift, shift=torch.ones(8)), **({"loss": loss} if loss is not None else {}))
+    given = job(
+        Model(lambda m, x: x + m.shift, shift=torch.ones(8)),
+        **({"loss": loss} if loss is not None else {}),
+    )
     return given, *replayed(given)
 
 
@@ -63,7 +66,9 @@ def test_a_buffer_that_is_only_read_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("loss", [None, weighted])
-def test_nothing_is_computed_again_for_a_batch_that_was_replayed(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_computed_again_for_a_batch_that_was_replayed(
+    loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given, program, kept = replayed_once(loss)
     step = derive(program, "train", CPU)
     monkeypatch.setattr(check, "_by_autograd", lambda *_: pytest.fail("computed again"))
@@ -83,8 +88,13 @@ def test_a_step_graph_that_differs_from_what_was_replayed_is_refused(part: str) 
     names = ["loss", "weight", "largest"]
     wrong = []
     for each in kept:
-        outputs = tuple(v * 1.01 if name == part else v for name, v in zip(names, each.outputs, strict=True))
-        gradients = {n: g * 1.01 if part == "gradient" and n == "last.bias" and g is not None else g for n, g in each.gradients.items()}
+        outputs = tuple(
+            v * 1.01 if name == part else v for name, v in zip(names, each.outputs, strict=True)
+        )
+        gradients = {
+            n: g * 1.01 if part == "gradient" and n == "last.bias" and g is not None else g
+            for n, g in each.gradients.items()
+        }
         wrong.append(Replayed(each.batch, outputs, gradients))
     with pytest.raises(CaptureError, match=f"differs from autograd in the {part}"):
         check_step(program, "train", step, dict(given.batch), wrong)
@@ -97,13 +107,19 @@ def test_a_missing_gradient_is_refused() -> None:
     output.args = (output.args[0][:-1],)
     step.module.recompile()
     with pytest.raises(CaptureError, match="no gradient"):
-        check_step(program, "train", replace(step, outputs=step.outputs[:-1]), dict(given.batch), kept)
+        check_step(
+            program, "train", replace(step, outputs=step.outputs[:-1]), dict(given.batch), kept
+        )
 
 
 def test_a_gradient_of_rounding_alone_may_be_other_rounding() -> None:
-    """What is added to all scores before a softmax has the gradient 0, of which nothing but rounding is left."""
+    """What is added to all scores before a softmax has the gradient 0, of which nothing but
+    rounding is left.
+    """
     torch.manual_seed(0)  # there are values of which no rounding is left
-    program, kept = replayed(job(Model(lambda m, x: (x + m.added).softmax(-1), added=nn.Parameter(torch.tensor(0.1)))))
+    program, kept = replayed(
+        job(Model(lambda m, x: (x + m.added).softmax(-1), added=nn.Parameter(torch.tensor(0.1))))
+    )
     step = derive(program, "train", CPU)
     for each in kept:
         rounding = each.gradients["added"]

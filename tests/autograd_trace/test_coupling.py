@@ -1,4 +1,6 @@
-"""A freeze notes whether what is computed of a row depends on the other rows of its call; a plan that divides the batch says so."""
+"""A freeze notes whether what is computed of a row depends on the other rows of its call; a plan
+that divides the batch says so.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def plain(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def weighed(model: nn.Module, batch: dict[str, Tensor]) -> trainload.Loss:
     """A mean over positions, of which rows have different numbers."""
     kept = (batch["tokens"] > 0).sum(1).float()
-    losses = functional.cross_entropy(model(batch["tokens"], batch["values"], normalised=False), batch["label"], reduction="none")
+    losses = functional.cross_entropy(
+        model(batch["tokens"], batch["values"], normalised=False), batch["label"], reduction="none"
+    )
     return trainload.Loss((losses * kept).sum() / kept.sum(), weight=kept.sum())
 
 
@@ -54,7 +58,9 @@ def in_16_bits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def normalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch["tokens"], batch["values"], normalised=True), batch["label"])
+    return functional.cross_entropy(
+        model(batch["tokens"], batch["values"], normalised=True), batch["label"]
+    )
 
 
 def contrasted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -77,7 +83,10 @@ def job(loss: Callable[..., Any], **of_embedding: Any) -> trainload.Job:
     }
 
     def sgd(model: nn.Module) -> optim.Optimizer:
-        return optim.SGD([p for n, p in model.named_parameters() if loss is normalised or "norm" not in n], lr=0.1)
+        return optim.SGD(
+            [p for n, p in model.named_parameters() if loss is normalised or "norm" not in n],
+            lr=0.1,
+        )
 
     return trainload.Job(Net(**of_embedding), batch, sgd, loss=loss, steps=2, global_batch=4)
 
@@ -88,7 +97,9 @@ def frozen(folder: Path, loss: Callable[..., Any], **of_embedding: Any) -> Packa
 
 @pytest.mark.matrix("weighed")
 @pytest.mark.parametrize("loss", [plain, weighed, in_16_bits])
-@pytest.mark.filterwarnings("ignore:.*parameters.* in no optimizer", "ignore:.*parameters get no gradient")
+@pytest.mark.filterwarnings(
+    "ignore:.*parameters.* in no optimizer", "ignore:.*parameters get no gradient"
+)
 def test_rows_by_themselves_are_not_coupled(tmp_path: Path, loss: Callable[..., Any]) -> None:
     assert not frozen(tmp_path, loss).manifest.graphs["train"].coupled
 
@@ -103,7 +114,9 @@ COUPLED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 @pytest.mark.matrix("gradients by frequency")
 @pytest.mark.parametrize("name", COUPLED)
-@pytest.mark.filterwarnings("ignore:.*parameters.* in no optimizer", "ignore:.*parameters get no gradient")
+@pytest.mark.filterwarnings(
+    "ignore:.*parameters.* in no optimizer", "ignore:.*parameters get no gradient"
+)
 def test_rows_that_depend_on_one_another_are_noted(tmp_path: Path, name: str) -> None:
     loss, options = COUPLED[name]
     assert frozen(tmp_path, loss, **options).manifest.graphs["train"].coupled
@@ -135,24 +148,40 @@ def masked(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
 
-ZEROS, ONES, LABELS = torch.zeros(ROWS, 4), torch.ones(ROWS, dtype=torch.int64), torch.arange(ROWS) % 3
+ZEROS, ONES, LABELS = (
+    torch.zeros(ROWS, 4),
+    torch.ones(ROWS, dtype=torch.int64),
+    torch.arange(ROWS) % 3,
+)
 VALUES = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(2))
 UNSEEN: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
-    "a batch norm over zeros": (lambda m, b: functional.cross_entropy(m.norm(m(b["x"])), b["y"]), {"x": ZEROS, "y": LABELS}),
+    "a batch norm over zeros": (
+        lambda m, b: functional.cross_entropy(m.norm(m(b["x"])), b["y"]),
+        {"x": ZEROS, "y": LABELS},
+    ),
     "weights of classes": (
-        lambda m, b: functional.cross_entropy(m(b["x"]), b["y"], weight=torch.tensor([1.0, 2.0, 3.0]), ignore_index=7),
+        lambda m, b: functional.cross_entropy(
+            m(b["x"]), b["y"], weight=torch.tensor([1.0, 2.0, 3.0]), ignore_index=7
+        ),
         {"x": VALUES, "y": ONES},
     ),
     "a mask of ones": (masked, {"x": VALUES, "y": LABELS, "mask": ONES}),
     "a count of calls": (counted, {"x": VALUES, "y": LABELS}),
-    "a mean of ones": (lambda m, b: m(b["x"] - b["x"].mean(0)).square().mean(), {"x": torch.ones(ROWS, 4)}),
+    "a mean of ones": (
+        lambda m, b: m(b["x"] - b["x"].mean(0)).square().mean(),
+        {"x": torch.ones(ROWS, 4)},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_rows_that_depend_on_one_another_are_noted_where_the_example_does_not_show_it(name: str, tmp_path: Path) -> None:
+def test_rows_that_depend_on_one_another_are_noted_where_the_example_does_not_show_it(
+    name: str, tmp_path: Path
+) -> None:
     loss, batch = UNSEEN[name]
-    given = trainload.Job(Small(), batch, lambda m: optim.SGD(m.parameters(), lr=0.1), loss=loss, steps=2)
+    given = trainload.Job(
+        Small(), batch, lambda m: optim.SGD(m.parameters(), lr=0.1), loss=loss, steps=2
+    )
     assert trainload.freeze(given, tmp_path / "job.tl").manifest.graphs["train"].coupled
 
 
@@ -171,8 +200,14 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
         ({"strategy": "zero0", "batch_norm": "synchronised", "accumulate": 2}, "1 of 4"),
     ],
 )
-def test_a_plan_says_where_losses_depend_on_the_rows_of_a_call(package: Package, options: dict[str, Any], told: str | None) -> None:
-    plan = trainload.plan(package, trainload.Cluster(devices_per_node=1 if options["strategy"] == "single" else 2), **options)
+def test_a_plan_says_where_losses_depend_on_the_rows_of_a_call(
+    package: Package, options: dict[str, Any], told: str | None
+) -> None:
+    plan = trainload.plan(
+        package,
+        trainload.Cluster(devices_per_node=1 if options["strategy"] == "single" else 2),
+        **options,
+    )
     note = note_on_coupled_rows(package.manifest, plan)
     assert note is None if told is None else note is not None and f"here {told}" in note
 
@@ -182,6 +217,15 @@ def test_the_journal_says_so(package: Package, tmp_path: Path) -> None:
     table: dict[str, Any] = {name: np.concatenate([value, value]) for name, value in batch.items()}
     np.savez(tmp_path / "rows.npz", **table)
     plan = trainload.plan(package, trainload.Cluster(), "single", accumulate=2)
-    trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local", compile=False)
-    (warning,) = [event.data["message"] for event in read_events(tmp_path / "run") if event.kind == "warning"]
+    trainload.launch(
+        package,
+        plan,
+        tmp_path / "rows.npz",
+        run_dir=tmp_path / "run",
+        backend="local",
+        compile=False,
+    )
+    (warning,) = [
+        event.data["message"] for event in read_events(tmp_path / "run") if event.kind == "warning"
+    ]
     assert warning.startswith("rows of one call depend on each other in graph train")

@@ -13,7 +13,13 @@ from tests.packaging.jobs import Job
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from trainload.autograd_trace.derivation.decompose import becomes, decompose, is_core, is_device_specific, spelled
+from trainload.autograd_trace.derivation.decompose import (
+    becomes,
+    decompose,
+    is_core,
+    is_device_specific,
+    spelled,
+)
 from trainload.capture.operators import calls_in, is_overload
 from trainload.capture.tracing.trace import capture
 
@@ -59,7 +65,10 @@ def test_what_an_operator_is(target: Any, core: bool, device: bool) -> None:
 
 
 def test_a_call_says_what_it_becomes(train: GraphModule) -> None:
-    assert becomes(call(train, aten.cross_entropy_loss.default)) == ("aten.log_softmax.int", "aten.nll_loss_nd.default")
+    assert becomes(call(train, aten.cross_entropy_loss.default)) == (
+        "aten.log_softmax.int",
+        "aten.nll_loss_nd.default",
+    )
 
 
 def test_core_operators_become_what_they_are(train: GraphModule) -> None:
@@ -67,7 +76,10 @@ def test_core_operators_become_what_they_are(train: GraphModule) -> None:
 
 
 def test_a_chosen_operator_is_gone_and_others_stay(train: GraphModule) -> None:
-    before, after = names(train), names(decompose(train, lambda target: target is aten.linear.default))
+    before, after = (
+        names(train),
+        names(decompose(train, lambda target: target is aten.linear.default)),
+    )
     assert after["aten.linear.default"] == 0 < before["aten.linear.default"]
     assert after["aten.batch_norm.default"] == before["aten.batch_norm.default"] == 1
 
@@ -86,7 +98,9 @@ def test_regions_and_control_flow_stay(train: GraphModule, core: GraphModule) ->
     assert all(names(train)[kind] for kind in kinds)
 
 
-def test_the_linear_layer_inside_the_autocast_region_is_taken_apart_there(core: GraphModule) -> None:
+def test_the_linear_layer_inside_the_autocast_region_is_taken_apart_there(
+    core: GraphModule,
+) -> None:
     inside = call(core, torch.ops.higher_order.wrap_with_autocast).args[4]
     assert isinstance(inside, Node)
     assert names(body(core.get_submodule(str(inside.target))))["aten.addmm.default"] == 1

@@ -36,7 +36,15 @@ def program_of(given: Job) -> Program:
         return capture(given)
 
 
-def run(graph: StepGraph, program: Program, batch: Batch, *, row: int = 0, scale: float = 1.0, name: str = "train") -> dict[str, Tensor]:
+def run(
+    graph: StepGraph,
+    program: Program,
+    batch: Batch,
+    *,
+    row: int = 0,
+    scale: float = 1.0,
+    name: str = "train",
+) -> dict[str, Tensor]:
     scalars = {
         Role.SEED: torch.tensor(3),
         Role.STEP: torch.tensor(0),
@@ -44,11 +52,21 @@ def run(graph: StepGraph, program: Program, batch: Batch, *, row: int = 0, scale
         Role.SCALE: torch.tensor(scale),
     }
     arguments = [
-        scalars[p.role] if p.role in scalars else batch[p.name] if p.role is Role.BATCH
-        else program.constants[p.name if p.name in program.constants else f"{name}/{p.name}"] if p.role is Role.CONSTANT
-        else program.state[p.name]
+        (
+            scalars[p.role]
+            if p.role in scalars
+            else (
+                batch[p.name]
+                if p.role is Role.BATCH
+                else (
+                    program.constants[p.name if p.name in program.constants else f"{name}/{p.name}"]
+                    if p.role is Role.CONSTANT
+                    else program.state[p.name]
+                )
+            )
+        )
         for p in graph.inputs
-    ]  # fmt: skip
+    ]
     with torch.no_grad():
         results = graph.module(*arguments)
     return {f"{p.role.value}/{p.name}": r for p, r in zip(graph.outputs, results, strict=True)}
@@ -101,7 +119,11 @@ def frozen() -> Model:
 
 def attention(_: nn.Module, x: Tensor) -> Tensor:
     q = x.view(-1, 2, 2, 2).transpose(1, 2)
-    return functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(x.shape)
+    return (
+        functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        .transpose(1, 2)
+        .reshape(x.shape)
+    )
 
 
 IN_PLACE: dict[str, tuple[Any, int]] = {
@@ -116,7 +138,9 @@ IN_PLACE: dict[str, tuple[Any, int]] = {
 
 
 def drop_nothing(function: Any, dims: int, m: nn.Module, x: Tensor) -> Tensor:
-    """With p=0 nothing is written in place, and what autograd saved of relu's result is as it was."""
+    """With p=0 nothing is written in place, and what autograd saved of relu's result is as it
+    was.
+    """
     positive = torch.relu(x).view(x.shape[0], 8, *[1] * (dims - 2))
     dropped: Tensor = function(positive, 0.0, m.training, inplace=True)
     return dropped.view(x.shape)
@@ -134,22 +158,38 @@ MODELS = {
     "while_loop": Model(looped),
     "while_loop with gradient": Model(looped_with_gradient),
     "0-dim parameter": Model(lambda m, x: x * m.gain, gain=nn.Parameter(torch.tensor(1.5))),
-    "spectral norm": Model(lambda m, x: m.sn(x), sn=nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))),
+    "spectral norm": Model(
+        lambda m, x: m.sn(x), sn=nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    ),
     "autocast": Model(mixed, **linears()),
     "float64": Model().double(),
     "bfloat16": Model().bfloat16(),
-    **{f"{name} of nothing": Model(functools.partial(drop_nothing, *entry)) for name, entry in IN_PLACE.items()},
+    **{
+        f"{name} of nothing": Model(functools.partial(drop_nothing, *entry))
+        for name, entry in IN_PLACE.items()
+    },
 }
 
 
 @functools.cache
 def derived(name: str) -> tuple[Program, StepGraph]:
-    program = program_of(job(MODELS[name], batch={"x": torch.randn(4, 8).to(next(MODELS[name].parameters()).dtype)}))
+    program = program_of(
+        job(MODELS[name], batch={"x": torch.randn(4, 8).to(next(MODELS[name].parameters()).dtype)})
+    )
     return program, derive(program, "train", CPU)
 
 
-@pytest.mark.matrix("tied", "frozen", "batch norm", "unused", "autocast", "dropout of nothing", "feature_alpha_dropout of nothing")
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # torch's own, in eager cond
+@pytest.mark.matrix(
+    "tied",
+    "frozen",
+    "batch norm",
+    "unused",
+    "autocast",
+    "dropout of nothing",
+    "feature_alpha_dropout of nothing",
+)
+# torch's own, in eager cond
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_every_gradient_are_eagers(name: str) -> None:
     model = MODELS[name]
@@ -161,15 +201,23 @@ def test_loss_and_every_gradient_are_eagers(name: str) -> None:
     torch.set_autocast_cache_enabled(False)
     loss = mean_square(model, batch)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+        loss, list(trained.values()), allow_unused=True
+    )
     torch.set_autocast_cache_enabled(cache)
-    tight: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6} if name not in ("autocast", "bfloat16") else {"rtol": 1e-2, "atol": 1e-3}
+    tight: dict[str, Any] = (
+        {"rtol": 1e-5, "atol": 1e-6}
+        if name not in ("autocast", "bfloat16")
+        else {"rtol": 1e-2, "atol": 1e-3}
+    )
     torch.testing.assert_close(out["loss/loss"], loss.detach(), **tight)
     for parameter, gradient in zip(trained, gradients, strict=True):
         if gradient is None:
             assert f"gradient/{parameter}" not in out
         else:
-            torch.testing.assert_close(out[f"gradient/{parameter}"] / 4, gradient, **tight, msg=parameter)
+            torch.testing.assert_close(
+                out[f"gradient/{parameter}"] / 4, gradient, **tight, msg=parameter
+            )
     for buffer, value in model.named_buffers():
         if f"buffer/{buffer}" in out:
             torch.testing.assert_close(out[f"buffer/{buffer}"], value)
@@ -179,13 +227,19 @@ def test_loss_and_every_gradient_are_eagers(name: str) -> None:
 
 def test_an_autocast_region_computes_in_bfloat16() -> None:
     graph = derived("autocast")[1].module.graph
-    products = [n for n in graph.nodes if n.target in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)]
+    products = [
+        n
+        for n in graph.nodes
+        if n.target in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    ]
     assert [n for n in products if n.meta["val"].dtype is torch.bfloat16]
     assert [n for n in products if n.meta["val"].dtype is torch.float32]
 
 
 def test_the_gradient_is_that_of_scale_times_weight_times_loss() -> None:
-    program = program_of(job(Model(), loss=lambda m, b: Loss(mean_square(m, b), weight=b["x"].square().sum())))
+    program = program_of(
+        job(Model(), loss=lambda m, b: Loss(mean_square(m, b), weight=b["x"].square().sum()))
+    )
     graph = derive(program, "train", CPU)
     batch = {"x": torch.randn(6, 8)}
     one, other = run(graph, program, batch), run(graph, program, batch, scale=0.25)
@@ -203,7 +257,9 @@ def test_the_weight_of_a_job_that_gives_none_is_its_rows() -> None:
     [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
     ids=["no_grad", "inference_mode", "autocast"],
 )
-def test_what_surrounds_a_derivation_does_not_reach_it(context: Callable[[], AbstractContextManager[None]]) -> None:
+def test_what_surrounds_a_derivation_does_not_reach_it(
+    context: Callable[[], AbstractContextManager[None]],
+) -> None:
     program, graph = derived("plain")
     with context():
         inside = derive(program, "train", CPU)
@@ -221,7 +277,9 @@ def test_the_backward_part_begins_at_its_node() -> None:
 @functools.cache
 def predicting() -> tuple[Model, Program]:
     model = Model(lambda m, x: functional.dropout(x, 0.5, m.training))
-    return model, program_of(job(model, predict=lambda m, b: {"out": m(b["x"]), "weight": m.last.weight}))
+    return model, program_of(
+        job(model, predict=lambda m, b: {"out": m(b["x"]), "weight": m.last.weight})
+    )
 
 
 @pytest.mark.parametrize("graph", ["eval", "predict"])
@@ -240,7 +298,9 @@ def test_a_prediction_is_eagers() -> None:
 
 
 def recurrent(operator: Any, m: Model, x: Tensor) -> Tensor:
-    """Two layers with dropout between them, over two steps of four values each; the layers' parameters are parts of `m`'s."""
+    """Two layers with dropout between them, over two steps of four values each; the layers'
+    parameters are parts of `m`'s.
+    """
     gates = 4 if operator is torch.lstm else 3
     hidden = torch.zeros(2, x.shape[0], 2)
     weights = [
@@ -259,7 +319,9 @@ def time_first(x: Tensor) -> Tensor:
 
 
 def in_a_region(m: Any, x: Tensor) -> Tensor:
-    result: Tensor = checkpoint(lambda y: functional.dropout(y, 0.5, m.training), x, use_reentrant=False)
+    result: Tensor = checkpoint(
+        lambda y: functional.dropout(y, 0.5, m.training), x, use_reentrant=False
+    )
     return result
 
 
@@ -269,13 +331,17 @@ def stacked_in_a_region(x: Tensor) -> Tensor:
 
 
 def in_a_branch(m: Any, x: Tensor) -> Tensor:
-    result: Tensor = torch.cond(x.sum() < 1e9, lambda t: functional.dropout(t, 0.5, m.training), lambda t: t * 1, (x,))
+    result: Tensor = torch.cond(
+        x.sum() < 1e9, lambda t: functional.dropout(t, 0.5, m.training), lambda t: t * 1, (x,)
+    )
     return result
 
 
 def in_a_loop(m: Any, x: Tensor) -> Tensor:
     found: Tensor = torch.while_loop(  # type: ignore[no-untyped-call]  # torch's own
-        lambda i, _: i < 3, lambda i, y: (i + 1, functional.dropout(y, 0.3, m.training)), (torch.tensor(0), x)
+        lambda i, _: i < 3,
+        lambda i, y: (i + 1, functional.dropout(y, 0.3, m.training)),
+        (torch.tensor(0), x),
     )[1]
     return found
 
@@ -292,7 +358,9 @@ def in_a_scan(m: Any, x: Tensor) -> Tensor:
 
 
 def in_a_scan_over_rows(m: Any, x: Tensor) -> Tensor:
-    found: Tensor = scan(lambda c, row: (c + 1, functional.dropout(row, 0.5, m.training)), torch.zeros(()), x)[1]
+    found: Tensor = scan(
+        lambda c, row: (c + 1, functional.dropout(row, 0.5, m.training)), torch.zeros(()), x
+    )[1]
     return found
 
 
@@ -318,50 +386,104 @@ IN_CONTROL_FLOW: dict[str, Callable[[Any, Tensor], Any]] = {
     "in a branch of a scan": in_a_branch_of_a_scan,
     "in a map": lambda m, x: in_a_map(m, x.t().contiguous()).t(),
     "in a map over rows": in_a_map,
-    "alpha dropout in a scan": lambda m, x: scan(
-        lambda c, t: (functional.alpha_dropout(c + t, 0.3, m.training), c * 2), torch.zeros_like(x[:, 0]), x.t().contiguous()
-    )[1].t(),
+    "alpha dropout in a scan": (
+        lambda m, x: scan(
+            lambda c, t: (functional.alpha_dropout(c + t, 0.3, m.training), c * 2),
+            torch.zeros_like(x[:, 0]),
+            x.t().contiguous(),
+        )[1].t()
+    ),
 }
 
 DRAWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "dropout": lambda m, x: functional.dropout(x, 0.5, m.training),
     "dropout in place": lambda m, x: functional.dropout(x * 1, 0.5, m.training, inplace=True),
-    "alpha dropout of features in place": lambda m, x: functional.feature_alpha_dropout(
-        (x * 1).view(-1, 2, 4), 0.5, m.training, inplace=True
-    ).reshape(x.shape),
-    "inner rows": lambda m, x: functional.dropout(x.view(-1, 2, 4).transpose(0, 1), 0.5, m.training).transpose(0, 1).reshape(x.shape),
+    "alpha dropout of features in place": (
+        lambda m, x: functional.feature_alpha_dropout(
+            (x * 1).view(-1, 2, 4), 0.5, m.training, inplace=True
+        ).reshape(x.shape)
+    ),
+    "inner rows": lambda m, x: (
+        functional.dropout(x.view(-1, 2, 4).transpose(0, 1), 0.5, m.training)
+        .transpose(0, 1)
+        .reshape(x.shape)
+    ),
     "merged rows": lambda m, x: functional.dropout(x.view(-1, 4), 0.5, m.training).view(x.shape),
-    "dropout1d": lambda m, x: functional.dropout1d(x.view(-1, 2, 4), 0.5, m.training).reshape(x.shape),
-    "attention": lambda m, x: functional.scaled_dot_product_attention(
-        x.view(-1, 2, 4), x.view(-1, 2, 4), x.view(-1, 2, 4), dropout_p=0.5 if m.training else 0.0
-    ).reshape(x.shape),
+    "dropout1d": (
+        lambda m, x: functional.dropout1d(x.view(-1, 2, 4), 0.5, m.training).reshape(x.shape)
+    ),
+    "attention": (
+        lambda m, x: functional.scaled_dot_product_attention(
+            x.view(-1, 2, 4),
+            x.view(-1, 2, 4),
+            x.view(-1, 2, 4),
+            dropout_p=0.5 if m.training else 0.0,
+        ).reshape(x.shape)
+    ),
     "noise": lambda m, x: x + torch.randn_like(x) if m.training else x,
     "gumbel": lambda m, x: functional.gumbel_softmax(x) if m.training else x,
     "bernoulli": lambda m, x: x * torch.bernoulli(torch.full_like(x, 0.5)) if m.training else x,
     "alpha dropout": lambda m, x: functional.alpha_dropout(x, 0.5, m.training),
-    "alpha dropout of features": lambda m, x: functional.feature_alpha_dropout(x.view(-1, 2, 4), 0.5, m.training).reshape(x.shape),
+    "alpha dropout of features": (
+        lambda m, x: functional.feature_alpha_dropout(x.view(-1, 2, 4), 0.5, m.training).reshape(
+            x.shape
+        )
+    ),
     "rrelu": lambda m, x: functional.rrelu(x, training=m.training),
     "normal": lambda m, x: x + torch.normal(x.detach(), 0.5) if m.training else x,
-    "multinomial": lambda m, x: x * torch.multinomial(x.detach().sigmoid(), 2).sum(1, keepdim=True) if m.training else x,
-    "multinomial with replacement": lambda m, x: x * (torch.multinomial(x.sigmoid(), 2, True) if m.training else x).sum(1, keepdim=True),
+    "multinomial": lambda m, x: (
+        x * torch.multinomial(x.detach().sigmoid(), 2).sum(1, keepdim=True) if m.training else x
+    ),
+    "multinomial with replacement": lambda m, x: (
+        x * (torch.multinomial(x.sigmoid(), 2, True) if m.training else x).sum(1, keepdim=True)
+    ),
     "LSTM": lambda m, x: recurrent(torch.lstm, m, x),
     "GRU": lambda m, x: recurrent(torch.gru, m, x),
-    "two stacked views": lambda m, x: sum(functional.dropout(torch.cat([x, x * 2]), 0.5, m.training).chunk(2)),
-    "views of merged rows": lambda m, x: functional.dropout(torch.cat([x.view(-1, 4)] * 2), 0.5, m.training).view(2, -1, 8).sum(0),
-    "a repeated batch": lambda m, x: functional.dropout(x.repeat(3, 1), 0.5, m.training).view(3, -1, 8).sum(0),
-    "rows merged inside": lambda m, x: functional.dropout(time_first(x), 0.5, m.training).view(2, -1, 4).sum(0).repeat(1, 2),
-    "views stacked outside of a region": lambda m, x: sum(in_a_region(m, torch.cat([x, x * 2])).chunk(2)),
-    "views stacked inside of a region": lambda m, x: sum(functional.dropout(stacked_in_a_region(x), 0.5, m.training).chunk(2)),
+    "two stacked views": lambda m, x: sum(
+        functional.dropout(torch.cat([x, x * 2]), 0.5, m.training).chunk(2)
+    ),
+    "views of merged rows": lambda m, x: (
+        functional.dropout(torch.cat([x.view(-1, 4)] * 2), 0.5, m.training).view(2, -1, 8).sum(0)
+    ),
+    "a repeated batch": lambda m, x: (
+        functional.dropout(x.repeat(3, 1), 0.5, m.training).view(3, -1, 8).sum(0)
+    ),
+    "rows merged inside": lambda m, x: (
+        functional.dropout(time_first(x), 0.5, m.training).view(2, -1, 4).sum(0).repeat(1, 2)
+    ),
+    "views stacked outside of a region": lambda m, x: sum(
+        in_a_region(m, torch.cat([x, x * 2])).chunk(2)
+    ),
+    "views stacked inside of a region": lambda m, x: sum(
+        functional.dropout(stacked_in_a_region(x), 0.5, m.training).chunk(2)
+    ),
     "randint": lambda m, x: x * torch.randint(0, 3, (x.shape[0], 1)) if m.training else x,
-    "two stacked views in a branch": lambda m, x: sum(in_a_branch(m, torch.cat([x, x * 2])).chunk(2)),
-    "two views stacked in a branch": lambda m, x: functional.dropout(
-        torch.cond(x.sum() < 1e9, lambda t: torch.cat([t, t * 2]), lambda t: torch.cat([t, t]), (x,)), 0.5, m.training
-    ).view(2, -1, 8).sum(0),
+    "two stacked views in a branch": lambda m, x: sum(
+        in_a_branch(m, torch.cat([x, x * 2])).chunk(2)
+    ),
+    "two views stacked in a branch": lambda m, x: (
+        functional.dropout(
+            torch.cond(
+                x.sum() < 1e9, lambda t: torch.cat([t, t * 2]), lambda t: torch.cat([t, t]), (x,)
+            ),
+            0.5,
+            m.training,
+        )
+        .view(2, -1, 8)
+        .sum(0)
+    ),
     **IN_CONTROL_FLOW,
-}  # fmt: skip
+}
 
 
-SOME = ("dropout", "multinomial", "views stacked inside of a region", "in a scan", "in a scan over rows", "two stacked views in a branch")
+SOME = (
+    "dropout",
+    "multinomial",
+    "views stacked inside of a region",
+    "in a scan",
+    "in a scan over rows",
+    "two stacked views in a branch",
+)
 some_draws = pytest.mark.matrix(when=lambda name: name in SOME)
 
 
@@ -377,8 +499,11 @@ def test_a_split_batch_gives_the_gradients_of_the_whole(name: str) -> None:
     program, graph = drawing(name)
     batch = {"x": torch.randn(6, 8)}
     whole = run(graph, program, batch)
-    parts = [run(graph, program, {"x": batch["x"][s]}, row=s.start) for s in (slice(0, 2), slice(2, 6))]
-    assert not torch.equal(run(graph, program, batch, row=6)["loss/loss"], whole["loss/loss"])  # something is drawn
+    parts = [
+        run(graph, program, {"x": batch["x"][s]}, row=s.start) for s in (slice(0, 2), slice(2, 6))
+    ]
+    # something is drawn
+    assert not torch.equal(run(graph, program, batch, row=6)["loss/loss"], whole["loss/loss"])
     for key, value in whole.items():
         if key.startswith("gradient/"):
             torch.testing.assert_close(parts[0][key] + parts[1][key], value, rtol=1e-4, atol=1e-5)
@@ -389,20 +514,32 @@ def test_a_split_batch_gives_the_gradients_of_the_whole(name: str) -> None:
 def test_a_step_graph_reads_no_generator(name: str) -> None:
     graph = drawing(name)[1].module.graph
     overloads = [n.target for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-    assert [o for o in overloads if torch.Tag.nondeterministic_seeded in o.tags and "attention" not in str(o)] == []
+    assert [
+        o
+        for o in overloads
+        if torch.Tag.nondeterministic_seeded in o.tags and "attention" not in str(o)
+    ] == []
 
 
 def test_a_batch_of_fixed_size_draws_anew_for_every_call() -> None:
     program = program_of(job(Model(DRAWS["dropout"]), dynamic={"x": {0: Dim.STATIC}}))
     graph = derive(program, "train", CPU)
     batch = {"x": torch.randn(4, 8)}
-    assert not torch.equal(run(graph, program, batch)["loss/loss"], run(graph, program, batch, row=4)["loss/loss"])
+    assert not torch.equal(
+        run(graph, program, batch)["loss/loss"], run(graph, program, batch, row=4)["loss/loss"]
+    )
 
 
 def test_dropout_over_two_orders_of_rows_is_refused_with_its_line() -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         rows = model(batch["x"])
-        return functional.dropout(rows.transpose(0, 1).flatten(0, 1) + rows.flatten(0, 1), 0.5, model.training).square().mean()
+        return (
+            functional.dropout(
+                rows.transpose(0, 1).flatten(0, 1) + rows.flatten(0, 1), 0.5, model.training
+            )
+            .square()
+            .mean()
+        )
 
     program = program_of(job(Model(), batch={"x": torch.randn(4, 3, 8)}, loss=loss))
     with pytest.raises(CaptureError, match=r"\.py.*inner part"):
@@ -410,15 +547,21 @@ def test_dropout_over_two_orders_of_rows_is_refused_with_its_line() -> None:
 
 
 def test_a_random_operator_without_a_stateless_form_is_refused_with_its_line() -> None:
-    program = program_of(job(Model(lambda m, x: torch.empty_like(x).log_normal_() + x if m.training else x)))
+    program = program_of(
+        job(Model(lambda m, x: torch.empty_like(x).log_normal_() + x if m.training else x))
+    )
     with pytest.raises(CaptureError, match=r"jobs\.py.*log_normal"):
         derive(program, "train", CPU)
 
 
 @pytest.mark.matrix(when=lambda name: name in ("in a branch", "in a loop", "in a scan", "in a map"))
-@pytest.mark.parametrize("name", [name for name in IN_CONTROL_FLOW if name != "alpha dropout in a scan"])
+@pytest.mark.parametrize(
+    "name", [name for name in IN_CONTROL_FLOW if name != "alpha dropout in a scan"]
+)
 def test_what_a_body_draws_is_the_same_in_backward(name: str) -> None:
-    """By Euler's theorem: a loss that is linear in its parameters is their product with its gradient."""
+    """By Euler's theorem: a loss that is linear in its parameters is their product with its
+    gradient.
+    """
 
     def loss(model: Any, batch: Batch) -> Tensor:
         total: Tensor = IN_CONTROL_FLOW[name](model, model.first(batch["x"])).sum()
@@ -426,7 +569,11 @@ def test_what_a_body_draws_is_the_same_in_backward(name: str) -> None:
 
     program = program_of(job(Model(), loss=loss))
     out = run(derive(program, "train", CPU), program, {"x": torch.randn(4, 8)})
-    products = [(program.state[key.removeprefix("gradient/")] * value).sum() for key, value in out.items() if key.startswith("gradient/")]
+    products = [
+        (program.state[key.removeprefix("gradient/")] * value).sum()
+        for key, value in out.items()
+        if key.startswith("gradient/")
+    ]
     torch.testing.assert_close(sum(products) / 4, out["loss/loss"], rtol=1e-4, atol=1e-4)
 
 
@@ -448,21 +595,35 @@ def test_iterations_of_a_loop_draw_numbers_of_their_own() -> None:
 
 def test_a_combination_that_draws_is_refused_with_its_line() -> None:
     def combined(m: Any, x: Tensor) -> Tensor:
-        found: Tensor = associative_scan(lambda a, b: a + functional.dropout(b, 0.5, True), x, 0, combine_mode="generic")
+        found: Tensor = associative_scan(
+            lambda a, b: a + functional.dropout(b, 0.5, True), x, 0, combine_mode="generic"
+        )
         return found
 
     with pytest.raises(CaptureError, match=r"jobs\.py|test_derive\.py"):
-        derive(program_of(job(Model(lambda m, x: combined(m, x) if m.training else x))), "train", CPU)
+        derive(
+            program_of(job(Model(lambda m, x: combined(m, x) if m.training else x))), "train", CPU
+        )
 
 
 def test_an_evaluation_that_draws_draws_the_same_for_a_row_in_every_batch() -> None:
-    program = program_of(job(Model(lambda _, x: functional.dropout(x, 0.5)), loss=lambda m, b: m(b["x"]).sum()))
+    program = program_of(
+        job(Model(lambda _, x: functional.dropout(x, 0.5)), loss=lambda m, b: m(b["x"]).sum())
+    )
     step = derive(program, "eval", CPU)
     x = torch.randn(4, 8)
 
     def loss(rows: slice) -> Tensor:
-        given = {Role.SEED: torch.tensor(1), Role.STEP: torch.tensor(0), Role.ROW: torch.tensor(rows.start), Role.BATCH: x[rows]}
-        arguments = [program.state[p.name] if p.role is Role.PARAMETER else given[p.role] for p in step.inputs]
+        given = {
+            Role.SEED: torch.tensor(1),
+            Role.STEP: torch.tensor(0),
+            Role.ROW: torch.tensor(rows.start),
+            Role.BATCH: x[rows],
+        }
+        arguments = [
+            program.state[p.name] if p.role is Role.PARAMETER else given[p.role]
+            for p in step.inputs
+        ]
         result: Tensor = step.module(*arguments)[0]
         return result
 
@@ -488,10 +649,26 @@ def test_masked_select_is_derived_for_any_number_of_rows() -> None:
 
 @pytest.mark.slow
 def test_another_device_leaves_the_captured_graph_as_it_is() -> None:
-    program = program_of(job(Model(lambda _, x: torch.cond(x.sum() > 0, lambda t: t + torch.ones(8), lambda t: t * 1, (x,)))))
-    before = [str(m.graph) for m in program.graphs["eval"].exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    program = program_of(
+        job(
+            Model(
+                lambda _, x: torch.cond(
+                    x.sum() > 0, lambda t: t + torch.ones(8), lambda t: t * 1, (x,)
+                )
+            )
+        )
+    )
+    before = [
+        str(m.graph)
+        for m in program.graphs["eval"].exported.graph_module.modules()
+        if isinstance(m, torch.fx.GraphModule)
+    ]
     derive(program, "eval", torch.device("meta"))
-    assert before == [str(m.graph) for m in program.graphs["eval"].exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    assert before == [
+        str(m.graph)
+        for m in program.graphs["eval"].exported.graph_module.modules()
+        if isinstance(m, torch.fx.GraphModule)
+    ]
 
 
 def test_a_view_may_need_a_copy_on_another_device() -> None:
@@ -500,5 +677,7 @@ def test_a_view_may_need_a_copy_on_another_device() -> None:
 
     captured = make_fx(flattened, tracing_mode="fake")(torch.empty(3, 2, 4).permute(1, 0, 2))
     elsewhere = torch.device("meta")
-    result = GraphInterpreter(captured, None, elsewhere, 2).run(torch.empty(2, 3, 4, device=elsewhere))
+    result = GraphInterpreter(captured, None, elsewhere, 2).run(
+        torch.empty(2, 3, 4, device=elsewhere)
+    )
     assert result.shape == (6, 4)

@@ -24,7 +24,9 @@ from trainload.capture.operators import is_overload
 
 
 class Attention(nn.Module):
-    """One head over four vectors of a row, with dropout and a frozen parameter, its middle under autocast and a part without gradient."""
+    """One head over four vectors of a row, with dropout and a frozen parameter, its middle under
+    autocast and a part without gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,15 +48,24 @@ class Attention(nn.Module):
 
 def loss_and_metric(model: nn.Module, batch: Batch) -> Loss:
     out = model(batch["x"])
-    return Loss(out.square().mean(), weight=(batch["x"] > 0).sum(), metrics={"largest": out.amax(), "rows": batch["x"].sum()})
+    return Loss(
+        out.square().mean(),
+        weight=(batch["x"] > 0).sum(),
+        metrics={"largest": out.amax(), "rows": batch["x"].sum()},
+    )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "views": lambda: Model(
-        lambda m, x: x.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)[..., m.order], order=torch.tensor([3, 3, 0, 1, 2, 5, 5, 5])
+        lambda m, x: x.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)[..., m.order],
+        order=torch.tensor([3, 3, 0, 1, 2, 5, 5, 5]),
     ),
-    "tied": lambda: Model(lambda m, x: functional.linear(x, m.last.weight) + functional.linear(x, m.last.weight).relu()),
+    "tied": lambda: Model(
+        lambda m, x: (
+            functional.linear(x, m.last.weight) + functional.linear(x, m.last.weight).relu()
+        )
+    ),
     "unused": lambda: Model(left=nn.Parameter(torch.ones(3))),
     "constant": lambda: Model(lambda _, x: x * torch.arange(8.0)),
 }
@@ -70,15 +81,32 @@ def by_aot(program: Any, graph: str) -> StepGraph:
 
 
 def operators(step: StepGraph) -> Counter[str]:
-    """How often each operator of tensors is called; a detached view is an alias, and torch 2.15 traces it as either."""
-    names = (str(node.target) for node in step.module.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+    """How often each operator of tensors is called; a detached view is an alias, and torch 2.15
+    traces it as either.
+    """
+    names = (
+        str(node.target)
+        for node in step.module.graph.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+    )
     return Counter(name.replace("aten.detach.", "aten.alias.") for name in names)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "views" else pytest.mark.slow) for name in MODELS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "views" else pytest.mark.slow) for name in MODELS
+    ],
+)
 def program(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
-    return program_of(job(MODELS[request.param](), loss=loss_and_metric, predict=lambda model, batch: model(batch["x"])))
+    return program_of(
+        job(
+            MODELS[request.param](),
+            loss=loss_and_metric,
+            predict=lambda model, batch: model(batch["x"]),
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +128,9 @@ def test_the_graph_has_the_operators_of_aot_autograds(graph: str, program: Any, 
 
 
 @pytest.mark.parametrize("graph", ["train", "eval", "predict"])
-def test_the_graph_computes_what_aot_autograds_computes(graph: str, program: Any, both: Both) -> None:
+def test_the_graph_computes_what_aot_autograds_computes(
+    graph: str, program: Any, both: Both
+) -> None:
     batch = {"x": torch.randn(5, 8)}
     once, again = (run(step, program, batch, name=graph) for step in both(graph))
     assert once.keys() == again.keys()
@@ -150,11 +180,18 @@ def test_an_operator_whose_decomposition_writes_is_made_functional(writing_opera
     assert is_functional(program.graphs["train"].exported.graph_module)
     step = derive(program, "train", CPU)
     check_step(program, "train", step, {"x": torch.randn(4, 8)})
-    assert not any(is_overload(node.target) and node.target._schema.is_mutable for node in step.module.graph.nodes)
+    assert not any(
+        is_overload(node.target) and node.target._schema.is_mutable
+        for node in step.module.graph.nodes
+    )
 
 
 def test_a_graph_is_plain_where_nothing_can_go_wrong_in_deriving_it(program: Any) -> None:
     drawing = program_of(job(Model(lambda _, x: functional.dropout(x, 0.5, training=True))))
     writing = of_middle(counting)
-    assert {name: is_plain(graph) for name, graph in program.graphs.items()} == {"train": False, "eval": True, "predict": True}
+    assert {name: is_plain(graph) for name, graph in program.graphs.items()} == {
+        "train": False,
+        "eval": True,
+        "predict": True,
+    }
     assert not is_plain(drawing.graphs["eval"]) and not is_plain(writing.graphs["eval"])

@@ -45,7 +45,9 @@ def guarded(function: Function, batch: dict[str, Any], **options: Any) -> Progra
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = capture(job)
-    return with_guards(program, targets, {target.name: example_of(job, target)[0] for target in targets})
+    return with_guards(
+        program, targets, {target.name: example_of(job, target)[0] for target in targets}
+    )
 
 
 def guard_of(program: Program, graph: str = "train") -> Guard:
@@ -65,12 +67,28 @@ def patches(x: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Function, dict[str, Tensor], dict[str, Any]]] = {
     "any": (lambda x: x.mean(), {"x": torch.randn(4, 8)}, {"x": {1: AUTO}}),
-    "most": (lambda x: (x + torch.ones(6)[: x.shape[1]]).mean(), {"x": torch.randn(4, 5)}, {"x": {1: AUTO}}),
+    "most": (
+        lambda x: (x + torch.ones(6)[: x.shape[1]]).mean(),
+        {"x": torch.randn(4, 5)},
+        {"x": {1: AUTO}},
+    ),
     "even": (halves, {"y": torch.randn(4, 8)}, {"y": {1: AUTO}}),
     "fours": (patches, {"x": torch.randn(4, 8)}, {"x": {1: AUTO}}),
-    "one": (lambda x: x.mean() if x.shape[1] == 5 else x.sum(), {"x": torch.randn(4, 5)}, {"x": {1: AUTO}}),
-    "not one": (lambda x: x.mean() if x.shape[1] == 5 else x.sum(), {"x": torch.randn(4, 6)}, {"x": {1: AUTO}}),
-    "alike": (lambda x, y: (x + y).mean(), {"x": torch.randn(4, 5), "y": torch.randn(4, 5)}, {"x": {1: AUTO}, "y": {1: AUTO}}),
+    "one": (
+        lambda x: x.mean() if x.shape[1] == 5 else x.sum(),
+        {"x": torch.randn(4, 5)},
+        {"x": {1: AUTO}},
+    ),
+    "not one": (
+        lambda x: x.mean() if x.shape[1] == 5 else x.sum(),
+        {"x": torch.randn(4, 6)},
+        {"x": {1: AUTO}},
+    ),
+    "alike": (
+        lambda x, y: (x + y).mean(),
+        {"x": torch.randn(4, 5), "y": torch.randn(4, 5)},
+        {"x": {1: AUTO}, "y": {1: AUTO}},
+    ),
     "double": (
         lambda x, y: (torch.cat([x, x], 1) + y).mean(),
         {"x": torch.randn(4, 3), "y": torch.randn(4, 6)},
@@ -133,16 +151,29 @@ def test_a_size_that_follows_from_a_dim_which_no_input_has_is_solved() -> None:
     half = Dim("half", min=2, max=4)
     program = guarded(lambda y: y.mean(), {"y": torch.randn(4, 6)}, dynamic={"y": {1: 2 * half}})
     dispatcher = Dispatcher("train", {"": [guard_of(program)]})
-    assert [length for length in range(2, 12) if takes(dispatcher, {"y": torch.randn(3, length)})] == [4, 6, 8]
+    assert [
+        length for length in range(2, 12) if takes(dispatcher, {"y": torch.randn(3, length)})
+    ] == [4, 6, 8]
 
 
 def test_a_declared_range_is_the_guards() -> None:
-    program = guarded(lambda x: x.mean(), {"x": torch.randn(4, 6)}, dynamic={"x": {0: Dim("rows", min=2, max=9), 1: Dim("length", max=64)}})
+    program = guarded(
+        lambda x: x.mean(),
+        {"x": torch.randn(4, 6)},
+        dynamic={"x": {0: Dim("rows", min=2, max=9), 1: Dim("length", max=64)}},
+    )
     assert guard_of(program).ranges == {"batch": (2, 9), "x_1": (0, 64)}
 
 
 def test_constants_are_kept_by_kind_and_text() -> None:
-    batch = {"x": torch.randn(4, 6), "flag": True, "task": "a", "scale": 0.5, "count": 1, "nothing": None}
+    batch = {
+        "x": torch.randn(4, 6),
+        "flag": True,
+        "task": "a",
+        "scale": 0.5,
+        "count": 1,
+        "nothing": None,
+    }
     guard = guard_of(guarded(lambda x, **_: x.mean(), batch))
     assert guard.constants == {
         "count": FixedValue("int", "1"),
@@ -155,7 +186,11 @@ def test_constants_are_kept_by_kind_and_text() -> None:
 
 def test_what_another_variant_has_is_absent() -> None:
     x = torch.randn(4, 6)
-    program = guarded(lambda x, mask=None: (x if mask is None else x * mask).mean(), {"x": x}, variants={"masked": {"x": x, "mask": x}})
+    program = guarded(
+        lambda x, mask=None: (x if mask is None else x * mask).mean(),
+        {"x": x},
+        variants={"masked": {"x": x, "mask": x}},
+    )
     assert guard_of(program).absent == ("mask",)
     assert guard_of(program, "train-masked").absent == ()
 
@@ -177,8 +212,14 @@ def test_what_the_sizes_say_already_is_no_condition() -> None:
         assert guard_of(guarded_case(name)).conditions == ()
 
 
-def test_a_condition_outside_the_grammar_narrows_the_guard_to_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_condition_outside_the_grammar_narrows_the_guard_to_the_example(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     code = "math.sqrt(L['batch']['x'].size()[1]) > 2 + 0*L['batch']['x'].size()[0]"
-    monkeypatch.setattr("trainload.autograd_trace.derivation.torch_guards.size_conditions", lambda exported: [code])
-    guard = guard_of(guarded(lambda x: x.mean(), {"x": torch.randn(4, 8)}, dynamic={"x": {1: AUTO}}))
+    monkeypatch.setattr(
+        "trainload.autograd_trace.derivation.torch_guards.size_conditions", lambda exported: [code]
+    )
+    guard = guard_of(
+        guarded(lambda x: x.mean(), {"x": torch.randn(4, 8)}, dynamic={"x": {1: AUTO}})
+    )
     assert guard.ranges == {"batch": (1, None), "x_1": (8, 8)}

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainload.autograd_trace.derivation.aot import compile_graph, fake_mode, load_compiled, trace_flat
+from trainload.autograd_trace.derivation.aot import (
+    compile_graph,
+    fake_mode,
+    load_compiled,
+    trace_flat,
+)
 
 ROWS, WIDTH = 6, 4
 Take = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -42,7 +42,9 @@ def choosing() -> GraphModule:
         for place, half in enumerate(halves):
             half.meta["val"] = split.meta["val"][place]
         views = [added(graph, aten.view.default, half, [2, 2]) for half in halves]
-    result = graph.call_function(cond, (pred, graph.get_attr("one"), graph.get_attr("other"), tuple(views)))
+    result = graph.call_function(
+        cond, (pred, graph.get_attr("one"), graph.get_attr("other"), tuple(views))
+    )
     graph.output((graph.call_function(operator.getitem, (result, 0)),))
     return GraphModule(owner, graph)
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autograd_trace.checkpoints import MODELS, Blocks, checkpointed, keeping, plainly, reentrant
+from tests.autograd_trace.checkpoints import (
+    MODELS,
+    Blocks,
+    checkpointed,
+    keeping,
+    plainly,
+    reentrant,
+)
 from tests.autograd_trace.memory import peak_bytes
 from tests.autograd_trace.test_derive import program_of, run
 from tests.capture.jobs import job
@@ -55,19 +62,28 @@ def large(around: Any) -> tuple[Program, StepGraph]:
 
 def copies(step: StepGraph, *targets: object) -> list[Node]:
     """The nodes that compute a value again; if targets are given, those that call one of them."""
-    return [n for n in step.module.graph.nodes if RECOMPUTES in n.meta and (not targets or n.target in targets)]
+    return [
+        n
+        for n in step.module.graph.nodes
+        if RECOMPUTES in n.meta and (not targets or n.target in targets)
+    ]
 
 
 def order(step: StepGraph) -> dict[Node, int]:
     return {node: i for i, node in enumerate(step.module.graph.nodes)}
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:2 parameters get no gradient")
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad", "ignore:2 parameters get no gradient"
+)
 @some_models
 @pytest.mark.parametrize("name", MODELS)
 def test_values_are_bit_for_bit_those_without_checkpoints(name: str) -> None:
     batch = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(2))}
-    plain, kept = run(small(name, plainly)[1], small(name, plainly)[0], batch), small(name, checkpointed)
+    plain, kept = (
+        run(small(name, plainly)[1], small(name, plainly)[0], batch),
+        small(name, checkpointed),
+    )
     found = run(kept[1], kept[0], batch)
     assert found.keys() == plain.keys()
     assert [key for key in plain if not torch.equal(found[key], plain[key])] == []
@@ -119,7 +135,11 @@ def test_what_backward_does_not_need_is_not_computed_again() -> None:
     """A block's second layer: nobody wants its result."""
     step = large(checkpointed)[1]
     again = {n.meta[RECOMPUTES] for n in copies(step, aten.addmm.default)}
-    made = [n for n in step.module.graph.nodes if n.target is aten.addmm.default and RECOMPUTES not in n.meta]
+    made = [
+        n
+        for n in step.module.graph.nodes
+        if n.target is aten.addmm.default and RECOMPUTES not in n.meta
+    ]
     assert [n.name in again for n in made] == [True, False] * COUNT
 
 
@@ -142,7 +162,9 @@ def test_regions_are_computed_again_from_the_last_to_the_first() -> None:
 
 
 def test_a_result_that_an_operator_outside_has_saved_is_kept_for_it() -> None:
-    """Tanh's result: the product outside saved it, and the derivative of tanh itself computes it again."""
+    """Tanh's result: the product outside saved it, and the derivative of tanh itself computes it
+    again.
+    """
     step = small("result_used_outside", checkpointed)[1]
     place = order(step)
     tangent = next(i for n, i in place.items() if n.name == TANGENT)
@@ -153,10 +175,20 @@ def test_a_result_that_an_operator_outside_has_saved_is_kept_for_it() -> None:
 
 
 def test_an_inner_checkpoint_is_computed_again_for_the_outer_one_and_for_itself() -> None:
-    """Exp's derivative needs exp, and so all; that of sin and of tanh needs tanh, which the outer one's run has not kept."""
+    """Exp's derivative needs exp, and so all; that of sin and of tanh needs tanh, which the outer
+    one's run has not kept.
+    """
     step = small("nested", checkpointed)[1]
-    counts = {target: len(copies(step, target)) for target in (aten.cos.default, aten.tanh.default, aten.sin.default, aten.exp.default)}
-    assert counts == {aten.cos.default: 1, aten.tanh.default: 2, aten.sin.default: 1, aten.exp.default: 1}
+    counts = {
+        target: len(copies(step, target))
+        for target in (aten.cos.default, aten.tanh.default, aten.sin.default, aten.exp.default)
+    }
+    assert counts == {
+        aten.cos.default: 1,
+        aten.tanh.default: 2,
+        aten.sin.default: 1,
+        aten.exp.default: 1,
+    }
 
 
 def test_buffers_are_updated_once() -> None:
@@ -189,7 +221,9 @@ def test_a_compiled_step_takes_the_memory_of_one_region_in_place_of_all(tmp_path
     hidden = 2 * ROWS * HIDDEN * 4
     assert peaks[checkpointed] < peaks[plainly] - (COUNT - 3) * hidden
     for key, value in gradients[plainly].items():
-        torch.testing.assert_close(gradients[checkpointed][key], value, rtol=1e-5, atol=1e-7, msg=key)
+        torch.testing.assert_close(
+            gradients[checkpointed][key], value, rtol=1e-5, atol=1e-7, msg=key
+        )
 
 
 @pytest.mark.slow
@@ -205,7 +239,9 @@ def test_holding_back_changes_no_value() -> None:
 
 
 def test_what_is_held_back_depends_on_the_backward_pass() -> None:
-    """Every copy of a kernel of its own does, also that of the last block, whose backward comes first."""
+    """Every copy of a kernel of its own does, also that of the last block, whose backward comes
+    first.
+    """
     step = derive(large(checkpointed)[0], "train", CPU)
     hold_back(step.module)
     assert len(copies(step, aten.gelu.default)) == COUNT
@@ -270,7 +306,11 @@ def test_what_a_policy_saves_is_kept(policy: Any) -> None:
 
 def test_a_policy_may_keep_some_calls_of_an_operator() -> None:
     step = derive(twice(), "train", CPU)
-    kept = [n for n in step.module.graph.nodes if n.target is aten.tanh.default and RECOMPUTES not in n.meta]
+    kept = [
+        n
+        for n in step.module.graph.nodes
+        if n.target is aten.tanh.default and RECOMPUTES not in n.meta
+    ]
     assert [n.meta[RECOMPUTES] for n in copies(step, aten.tanh.default)] == [kept[1].name]
 
 
@@ -285,22 +325,30 @@ class _Twice(nn.Module):
         return result
 
 
-def test_a_policy_that_does_not_fit_the_derived_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_does_not_fit_the_derived_graph_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     graph = twice().graphs["train"].exported.graph_module
     (call,) = (n for n in graph.graph.nodes if "selective" in str(n.target))
     monkeypatch.setattr(call, "args", (call.args[0], "aten.tanh.default=101", *call.args[2:]))
-    with pytest.raises(CaptureError, match=r"aten\.tanh\.default differently.*expected 3 calls.*got 2"):
+    with pytest.raises(
+        CaptureError, match=r"aten\.tanh\.default differently.*expected 3 calls.*got 2"
+    ):
         derive(twice(), "train", CPU)
 
 
 def test_a_list_of_operators_is_kept_with_those_of_other_devices() -> None:
     flash = aten._scaled_dot_product_flash_attention.default
     program = program_of(job(Blocks(keeping([flash, aten.gelu.default]), count=1)))
-    (call,) = (n for n in program.graphs["train"].exported.graph.nodes if "selective" in str(n.target))
+    (call,) = (
+        n for n in program.graphs["train"].exported.graph.nodes if "selective" in str(n.target)
+    )
     assert call.args[1] == "aten._scaled_dot_product_flash_attention.default=1 aten.gelu.default=1"
 
 
-def test_a_package_keeps_checkpoints_and_what_they_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_keeps_checkpoints_and_what_they_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRAINLOAD_STATE_DIR", str(tmp_path / "state"))
     description, program, _ = keeping_gelus()
     recipe, updates = optimizer_of(description, program)
@@ -311,5 +359,9 @@ def test_a_package_keeps_checkpoints_and_what_they_keep(tmp_path: Path, monkeypa
     write_derived(package, "key", step)
     read = read_derived(package, "key")
     assert read is not None
-    tags = [[n.meta.get(tag) for n in graph.module.graph.nodes] for graph in (step, read) for tag in (RECOMPUTES, REPEATED)]
+    tags = [
+        [n.meta.get(tag) for n in graph.module.graph.nodes]
+        for graph in (step, read)
+        for tag in (RECOMPUTES, REPEATED)
+    ]
     assert tags[:2] == tags[2:]

@@ -28,7 +28,10 @@ PARTS = {
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What the script writes down. Its status is not asked: at this size what does not grow with the model weighs too much."""
+    """What the script writes down.
+
+    Its status is not asked: at this size what does not grow with the model weighs too much.
+    """
     out = tmp_path_factory.mktemp("freeze") / "freeze.json"
     command = [
         sys.executable,
@@ -56,15 +59,23 @@ def test_every_unavoidable_part_is_listed_with_its_seconds(result: Mapping[str, 
 
 
 def test_the_ratio_is_that_of_the_whole_to_the_sum(result: Mapping[str, Any]) -> None:
-    assert result["ratio"] == pytest.approx(sum(result["stages"].values()) / sum(result["parts"].values()))
+    assert result["ratio"] == pytest.approx(
+        sum(result["stages"].values()) / sum(result["parts"].values())
+    )
 
 
 def test_no_stage_of_the_freeze_is_left_to_the_rest(result: Mapping[str, Any]) -> None:
     assert result["stages"]["other"] < 0.1 * sum(result["stages"].values())
 
 
-def test_every_graph_is_captured_and_replayed_and_the_training_one_derived(result: Mapping[str, Any]) -> None:
-    assert {f"{verb} {graph}" for verb in ("capture", "replay") for graph in ("train", "eval", "predict")} <= set(result["stages"])
+def test_every_graph_is_captured_and_replayed_and_the_training_one_derived(
+    result: Mapping[str, Any],
+) -> None:
+    assert {
+        f"{verb} {graph}"
+        for verb in ("capture", "replay")
+        for graph in ("train", "eval", "predict")
+    } <= set(result["stages"])
     assert [stage for stage in result["stages"] if stage.startswith("derive")] == ["derive train"]
 
 

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = "trainload cold,trainload warm,eager"
 BF16_TOLERANCE = 0.01
-"""Relative, over 50 steps. Whole batch against two halves differ by 1e-3 in bfloat16 after a few steps, in eager too."""
+"""Relative, over 50 steps.
+
+Whole batch against two halves differ by 1e-3 in bfloat16 after a few steps, in eager too.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +28,24 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What the script says of its one case."""
     folder = tmp_path_factory.mktemp("gpu")
     out = folder / "gpu.json"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRAINLOAD_STATE_DIR": str(folder / "state")}
-    command = [sys.executable, "benchmarks/gpu.py", "--size", "tiny", "--only", RUNS, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRAINLOAD_STATE_DIR": str(folder / "state"),
+    }
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--size",
+        "tiny",
+        "--only",
+        RUNS,
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found: Mapping[str, Any] = json.loads(out.read_text())["cases"]["tiny"]
     return found

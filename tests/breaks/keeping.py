@@ -17,7 +17,8 @@ KEEPING: tuple[Mutation, ...] = (
         5,
         "a set's order reaches the manifest",
         "packaging/write.py",
-        "higher_order_ops=tuple(sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))),",
+        "higher_order_ops=tuple(sorted(frozenset[str]().union(*(fact.higher_order for fact in"
+        " facts)))),",
         "higher_order_ops=tuple(frozenset[str]().union(*(fact.higher_order for fact in facts))),",
         "test_law_5.py::test_two_processes_in_two_folders_write_the_same_bytes",
     ),
@@ -132,8 +133,10 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "the shards of a checkpoint are removed before its index",
         "launch/checkpoints/checkpoint_place.py",
-        '        self._files.delete(f"{folder}/{INDEX}")\n        delete(self._files, [file.path for file in self._files.walk(folder)',
-        "        delete(self._files, [file.path for file in reversed(list(self._files.walk(folder)))",
+        '        self._files.delete(f"{folder}/{INDEX}")\n        delete(self._files, [file.path'
+        " for file in self._files.walk(folder)",
+        "        delete(self._files, [file.path for file in"
+        " reversed(list(self._files.walk(folder)))",
         "../launch/checkpoints/test_checkpoint_places.py::test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from",
     ),
     Mutation(
@@ -148,16 +151,20 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "the index of a checkpoint is published before the shards of other ranks",
         "launch/checkpoints/writer.py",
-        "            written = [Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own), *self._collect(draft)]\n",
-        "            draft.publish(index.model_copy(update={'files': (mine,) * self._plan.world_size}))\n"
-        "            written = [Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own), *self._collect(draft)]\n",
+        "            written = [Written(file=mine, entries=index.entries, scalars=index.scalars,"
+        " own=index.own), *self._collect(draft)]\n",
+        "            draft.publish(index.model_copy(update={'files': (mine,) *"
+        " self._plan.world_size}))\n"
+        "            written = [Written(file=mine, entries=index.entries, scalars=index.scalars,"
+        " own=index.own), *self._collect(draft)]\n",
         "../launch/checkpoints/test_checkpoint_writing.py::test_a_kill_at_every_file_operation_leaves_whole_checkpoints_only",
     ),
     Mutation(
         5,
         "a pulled file is taken though its digest is another one",
         "packaging/stores/pull.py",
-        "    if size != entry.size or digest.hexdigest() != entry.sha256:\n        raise _damaged(file",
+        "    if size != entry.size or digest.hexdigest() != entry.sha256:\n"
+        "        raise _damaged(file",
         "    if size != entry.size:\n        raise _damaged(file",
         "../packaging/stores/test_stores_hostile.py::test_a_bit_that_flipped_in_the_store_is_noticed[folder]",
     ),
@@ -175,7 +182,8 @@ KEEPING: tuple[Mutation, ...] = (
         "packaging/stores/push.py",
         "        sent = _send(target, local, lease, on_progress)\n        lease.check()\n",
         "        target.publish(name, local.manifest, local.digest, local.files)\n"
-        "        sent = _send(target, local, lease, on_progress)\n        lease.check()\n",
+        "        sent = _send(target, local, lease, on_progress)\n"
+        "        lease.check()\n",
         "../packaging/stores/test_stores_writers.py::test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on",
     ),
     Mutation(
@@ -214,7 +222,8 @@ KEEPING: tuple[Mutation, ...] = (
         6,
         "commands of a retraining come from the store",
         "src/trainload/retraining/ticks/tick.py",
-        '        return found.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""\n',
+        "        return found.model_copy(update={key: getattr(self._config, key) for key in OWN}),"
+        ' ""\n',
         '        return found, ""\n',
         "../retraining/test_tick.py::test_commands_and_folders_are_those_of_the_file_whatever_the_store_says",
     ),
@@ -246,7 +255,8 @@ KEEPING: tuple[Mutation, ...] = (
         5,
         "what is not trained lies in one file with what is",
         "packaging/tensors/weight_shards.py",
-        "    others = [spec for spec in specs if changing is not None and spec.name not in changing]\n",
+        "    others = [spec for spec in specs if changing is not None and spec.name not in"
+        " changing]\n",
         "    first, others = list(specs), []\n",
         "../launch/checkpoints/test_unchanged_weights.py::test_a_run_leaves_the_files_of_what_it_does_not_train",
     ),
@@ -286,7 +296,8 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "a record is written that cannot be read again",
         "src/trainload/retraining/ticks/tick_records.py",
-        '        kind.from_bytes(data, f"{self._files.url}/{path}")  # a record that cannot be read back would block the line forever\n',
+        '        kind.from_bytes(data, f"{self._files.url}/{path}")  # a record that cannot be read'
+        " back would block the line forever\n",
         "",
         "../retraining/test_tick.py::test_a_record_that_could_not_be_read_again_is_not_written",
     ),

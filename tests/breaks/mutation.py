@@ -15,7 +15,8 @@ class Mutation:
         file: relative to the repository's root.
         old: text that occurs exactly once in it.
         new: what stands there instead.
-        test: a pytest node that must fail, one of its law's or, quicker, of its stage's ("../capture/..."); relative to tests/laws.
+        test: a pytest node that must fail, one of its law's or, quicker, of its stage's
+            ("../capture/..."); relative to tests/laws.
     """
 
     law: int

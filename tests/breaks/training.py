@@ -20,7 +20,8 @@ TRAINING: tuple[Mutation, ...] = (
         "a run without Ray needs Ray",
         "launch/worker/loop.py",
         "from trainload.autograd_trace.derivation.aot import begun_collectives, bind_groups\n",
-        "import ray  # noqa: F401\n\nfrom trainload.autograd_trace.derivation.aot import begun_collectives, bind_groups\n",
+        "import ray  # noqa: F401\n\n"
+        "from trainload.autograd_trace.derivation.aot import begun_collectives, bind_groups\n",
         "test_law_1.py::test_the_package_trains_alone",
     ),
     Mutation(
@@ -36,7 +37,8 @@ TRAINING: tuple[Mutation, ...] = (
         2,
         "gradients are not compared at the freeze",
         "capture/parity/parity.py",
-        "for name, distance in distances.items() if not distance <= tolerance_for(expected[name], tolerance)}",
+        "for name, distance in distances.items() if not distance <= tolerance_for(expected[name],"
+        " tolerance)}",
         "for name, distance in distances.items() if False}",
         "test_law_2.py::test_a_freeze_whose_graph_differs_is_refused_and_writes_nothing",
     ),
@@ -62,7 +64,8 @@ TRAINING: tuple[Mutation, ...] = (
         "capture/watching/regions.py",
         "for hook in [n for n in reversed(graph.nodes) if n.target is marks.HOOK]:",
         "for hook in [n for n in graph.nodes if n.target is marks.HOOK]:",
-        "../capture/watching/test_gradient_forms.py::test_a_form_is_captured_and_derived[hooked twice]",
+        "../capture/watching/test_gradient_forms.py::test_a_form_is_captured_and_derived[hooked"
+        " twice]",
     ),
     Mutation(
         2,
@@ -70,7 +73,8 @@ TRAINING: tuple[Mutation, ...] = (
         "capture/watching/saved_tensors.py",
         "        _check_same(kept[1], result, page)\n",
         "",
-        "../capture/watching/test_gradient_forms.py::test_what_has_no_sound_form_is_refused[rounded-change the values saved for backward]",
+        "../capture/watching/test_gradient_forms.py::test_what_has_no_sound_form_is_refused[rounded-change"
+        " the values saved for backward]",
     ),
     Mutation(
         2,
@@ -87,7 +91,8 @@ TRAINING: tuple[Mutation, ...] = (
         "autograd_trace/optimizer/python_numbers.py",
         "apart = _IN_PLACE.get(func) if args and _is_number(args[0]) else None",
         "apart = None",
-        "../autograd_trace/optimizer/test_optimizer_state.py::test_state_of_any_form_runs_on_slices[numbers that never change]",
+        "../autograd_trace/optimizer/test_optimizer_state.py::test_state_of_any_form_runs_on_slices[numbers"
+        " that never change]",
     ),
     Mutation(
         2,
@@ -95,7 +100,8 @@ TRAINING: tuple[Mutation, ...] = (
         "autograd_trace/optimizer/bound_optimizer.py",
         "        made_of[id(inner)] = _copied(inner, made_of)\n",
         "",
-        "../autograd_trace/optimizer/test_optimizer_state.py::test_state_of_any_form_runs_on_slices[an optimizer in another]",
+        "../autograd_trace/optimizer/test_optimizer_state.py::test_state_of_any_form_runs_on_slices[an"
+        " optimizer in another]",
     ),
     Mutation(
         2,
@@ -141,7 +147,8 @@ TRAINING: tuple[Mutation, ...] = (
         2,
         "what a policy saves is computed again all the same",
         "autograd_trace/recompute/rematerialisation.py",
-        "        while depth and own[depth - 1] in self._kept.get(node, ()):\n            depth -= 1\n",
+        "        while depth and own[depth - 1] in self._kept.get(node, ()):\n"
+        "            depth -= 1\n",
         "",
         "../autograd_trace/test_remat.py::test_what_a_policy_saves_is_kept",
     ),
@@ -159,7 +166,8 @@ TRAINING: tuple[Mutation, ...] = (
         "autograd_trace/randomness/random_key.py",
         "                if self.stacks > 1:\n",
         "                if False:\n",
-        "../autograd_trace/test_derive.py::test_a_split_batch_gives_the_gradients_of_the_whole[two stacked views]",
+        "../autograd_trace/test_derive.py::test_a_split_batch_gives_the_gradients_of_the_whole[two"
+        " stacked views]",
     ),
     Mutation(
         3,
@@ -207,7 +215,8 @@ TRAINING: tuple[Mutation, ...] = (
         "sharding/tensor/special.py",
         "    weight = emit.reduced(own)\n",
         "    weight = own\n",
-        "../sharding/tensor/test_positions.py::test_ranks_compute_what_one_would[masked, context-0]",
+        "../sharding/tensor/test_positions.py::test_ranks_compute_what_one_would[masked,"
+        " context-0]",
     ),
     Mutation(
         3,
@@ -245,7 +254,8 @@ TRAINING: tuple[Mutation, ...] = (
         3,
         "ZeRO-1 does not gather what the other ranks have updated",
         "launch/worker/engine.py",
-        "held.params[part.bucket.name] = self._whole_stored(part.bucket, self._updated_slice(part.bucket))",
+        "held.params[part.bucket.name] = self._whole_stored(part.bucket,"
+        " self._updated_slice(part.bucket))",
         "self._whole_stored(part.bucket, self._updated_slice(part.bucket))",
         f"{_TWO}[zero1]",
     ),
@@ -301,7 +311,8 @@ TRAINING: tuple[Mutation, ...] = (
         3,
         "stages that share a parameter keep their own gradients of it",
         "sharding/rewriting/rank_update.py",
-        "        return _total(gradient, shared_group(holders)) if len(holders) > 1 else gradient\n",
+        "        return _total(gradient, shared_group(holders)) if len(holders) > 1 else"
+        " gradient\n",
         "        return gradient\n",
         "test_law_3.py::test_two_workers_have_the_losses_of_one[1f1b]",
     ),
@@ -325,9 +336,11 @@ TRAINING: tuple[Mutation, ...] = (
         3,
         "every rank of a pipeline writes its own buffers' old values",
         "launch/checkpoints/writer.py",
-        "        return {} if pipeline is None else {name: pipeline.stage_ranks[stage] for name, stage in pipeline.buffers.items()}\n",
+        "        return {} if pipeline is None else {name: pipeline.stage_ranks[stage] for name,"
+        " stage in pipeline.buffers.items()}\n",
         "        return {}\n",
-        "../launch/checkpoints/test_checkpoint_reading.py::test_a_checkpoint_of_any_plan_is_read_under_any_other[two stages-single]",
+        "../launch/checkpoints/test_checkpoint_reading.py::test_a_checkpoint_of_any_plan_is_read_under_any_other[two"
+        " stages-single]",
     ),
     Mutation(
         2,
@@ -350,7 +363,8 @@ TRAINING: tuple[Mutation, ...] = (
         "an adapter begins otherwise wherever it is made",
         "launch/settings/adapter_weights.py",
         "        key = RandomKey.of(torch.tensor(seed), torch.tensor(0), torch.tensor(0), 1)\n",
-        "        key = RandomKey.of(torch.randint(2**40, ()), torch.tensor(0), torch.tensor(0), 1)\n",
+        "        key = RandomKey.of(torch.randint(2**40, ()), torch.tensor(0), torch.tensor(0),"
+        " 1)\n",
         "../launch/settings/test_adapters.py::test_its_bytes_follow_from_the_package_and_the_seed",
     ),
 )

@@ -16,7 +16,11 @@ Batch = dict[str, Tensor]
 class Model(nn.Module):
     """Two linear layers, `first` and `last`, and a function of (model, hidden) between them."""
 
-    def __init__(self, middle: Callable[[Any, Tensor], Tensor] = lambda _, x: x.relu(), **parts: Tensor | nn.Module) -> None:
+    def __init__(
+        self,
+        middle: Callable[[Any, Tensor], Tensor] = lambda _, x: x.relu(),
+        **parts: Tensor | nn.Module,
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.last = nn.Linear(8, 8)
@@ -54,5 +58,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def job(model: nn.Module, **options: Any) -> Job:
     torch.manual_seed(0)
-    given: dict[str, Any] = {"batch": {"x": torch.randn(4, 8)}, "loss": mean_square, "optimizer": sgd}
+    given: dict[str, Any] = {
+        "batch": {"x": torch.randn(4, 8)},
+        "loss": mean_square,
+        "optimizer": sgd,
+    }
     return Job(model=model, **(given | options))

@@ -1,4 +1,5 @@
-"""Models that no capture can hold: functions to stand between two layers, as `tests.capture.jobs.Model` takes them.
+"""Models that no capture can hold: functions to stand between two layers, as
+`tests.capture.jobs.Model` takes them.
 
 Above the line that is to blame, `# -> expression` names what the caret must stand under.
 """
@@ -38,7 +39,9 @@ class Refused:
 REFUSED: list[Refused] = []
 
 
-def refused(cause: str, rewrite: str) -> Callable[[Callable[[Any, Tensor], Any]], Callable[[Any, Tensor], Any]]:
+def refused(
+    cause: str, rewrite: str
+) -> Callable[[Callable[[Any, Tensor], Any]], Callable[[Any, Tensor], Any]]:
     def keep(function: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
         REFUSED.append(Refused(function, cause, rewrite))
         return function
@@ -275,7 +278,9 @@ def a_file(_: Any, x: Tensor) -> Any:
     return x
 
 
-@refused("values-outside-of-torch", 'self.register_buffer("loaded", torch.load(path))  # in __init__')
+@refused(
+    "values-outside-of-torch", 'self.register_buffer("loaded", torch.load(path))  # in __init__'
+)
 def a_loaded_tensor(_: Any, x: Tensor) -> Any:
     SAVED.seek(0)
     # -> torch.load(SAVED)

@@ -1,4 +1,6 @@
-"""Models whose gradients torch.export alone would get wrong, or would refuse: name -> a function that builds one."""
+"""Models whose gradients torch.export alone would get wrong, or would refuse: name -> a function
+that builds one.
+"""
 
 # mypy: allow-untyped-calls
 # torch's apply and register_hook have no types.
@@ -194,7 +196,10 @@ def function_in_autocast() -> nn.Module:
 
 @model
 def function_in_a_checkpoint() -> nn.Module:
-    return Model(lambda m, x: checkpoint(lambda y: Scaled.apply(m.part(y)).relu(), x, use_reentrant=False), **linear())
+    return Model(
+        lambda m, x: checkpoint(lambda y: Scaled.apply(m.part(y)).relu(), x, use_reentrant=False),
+        **linear(),
+    )
 
 
 @model
@@ -230,27 +235,36 @@ def parameter_hooks() -> nn.Module:
 @model
 def full_backward_hook() -> nn.Module:
     built = Model(lambda m, x: m.part(x).relu(), **linear())
-    built.get_submodule("part").register_full_backward_hook(lambda _, gradients, __: (gradients[0] * 2,))  # type: ignore[index]
+    built.get_submodule("part").register_full_backward_hook(
+        lambda _, gradients, __: (gradients[0] * 2,)  # type: ignore[index]
+    )
     return built
 
 
 @model
 def full_backward_pre_hook() -> nn.Module:
     built = Model(lambda m, x: m.part(x).relu(), **linear())
-    built.get_submodule("part").register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 2,))  # type: ignore[index]
+    built.get_submodule("part").register_full_backward_pre_hook(
+        lambda _, gradients: (gradients[0] * 2,)  # type: ignore[index]
+    )
     return built
 
 
 @model
 def checkpoint_with_dropout() -> nn.Module:
     return Model(
-        lambda m, x: checkpoint(lambda y: F.dropout(m.part(y).relu(), 0.3, m.training), x, use_reentrant=False), **linear()
-    )  # fmt: skip
+        lambda m, x: checkpoint(
+            lambda y: F.dropout(m.part(y).relu(), 0.3, m.training), x, use_reentrant=False
+        ),
+        **linear(),
+    )
 
 
 @model
 def reentrant_checkpoint() -> nn.Module:
-    return Model(lambda m, x: checkpoint(lambda y: m.part(y).relu(), x, use_reentrant=True), **linear())
+    return Model(
+        lambda m, x: checkpoint(lambda y: m.part(y).relu(), x, use_reentrant=True), **linear()
+    )
 
 
 @model
@@ -374,7 +388,9 @@ def gradient_penalty() -> nn.Module:
     def middle(m: Any, x: Tensor) -> Tensor:
         point = (0.3 * x + 0.7 * x.flip(0)).detach().requires_grad_(True)
         value = m.part(point).tanh().sum()
-        (gradient,) = torch.autograd.grad(outputs=value, inputs=point, create_graph=True, retain_graph=True, only_inputs=True)
+        (gradient,) = torch.autograd.grad(
+            outputs=value, inputs=point, create_graph=True, retain_graph=True, only_inputs=True
+        )
         result: Tensor = x * ((gradient.norm(2, dim=1) - 1) ** 2).mean()
         return result
 
@@ -428,7 +444,9 @@ def func_vjp() -> nn.Module:
 
 @model
 def func_jvp() -> nn.Module:
-    return Model(lambda m, x: torch.func.jvp(lambda y: m.part(y).tanh(), (x,), (x * 2,))[1], **linear())
+    return Model(
+        lambda m, x: torch.func.jvp(lambda y: m.part(y).tanh(), (x,), (x * 2,))[1], **linear()
+    )
 
 
 @model

@@ -71,11 +71,15 @@ INPUTS = {"x": (4, 6, 8), "y": (4, 6, 8), "long": (4, 16, 8), "target": (4, 8, 2
 def asked(output: Callable[[Any, Batch], Any], *names: str, dynamic: Any = None) -> Job:
     torch.manual_seed(0)
     batch = {name: torch.randn(INPUTS[name]) for name in names or ("x",)}
-    return job(Parts(), batch=batch, loss=lambda m, b: output(m, b).square().mean(), dynamic=dynamic or {})
+    return job(
+        Parts(), batch=batch, loss=lambda m, b: output(m, b).square().mean(), dynamic=dynamic or {}
+    )
 
 
 def line_of(output: Callable[..., Any]) -> tuple[str, str]:
     """Place and source of the line that is marked "the line"."""
     lines, first = inspect.getsourcelines(output)
     number = next(i for i, line in enumerate(lines) if "# the line" in line)
-    return f"{os.path.relpath(str(inspect.getsourcefile(output)))}:{first + number}", lines[number].strip()
+    return f"{os.path.relpath(str(inspect.getsourcefile(output)))}:{first + number}", lines[
+        number
+    ].strip()

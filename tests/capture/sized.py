@@ -1,4 +1,6 @@
-"""A model of any width and depth, with or without values: a step of attention-like layers, tied weights, buffers, dropout."""
+"""A model of any width and depth, with or without values: a step of attention-like layers, tied
+weights, buffers, dropout.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class Stack(nn.Module):
     def __init__(self, width: int, depth: int, words: int = 32, special: int = 0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        acts = [torch.tanh if special and n % special == special - 1 else torch.relu for n in range(depth)]
+        acts = [
+            torch.tanh if special and n % special == special - 1 else torch.relu
+            for n in range(depth)
+        ]
         self.blocks = nn.ModuleList(Block(width, act) for act in acts)
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embedding.weight
@@ -59,7 +64,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def job_of(model: nn.Module, *, words: int = 32, time: int = 5, **options: Any) -> Job:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, words, (4, time), generator=generator)
-    given: dict[str, Any] = {"batch": {"tokens": tokens}, "loss": loss, "optimizer": adamw, "global_batch": 16}
+    given: dict[str, Any] = {
+        "batch": {"tokens": tokens},
+        "loss": loss,
+        "optimizer": adamw,
+        "global_batch": 16,
+    }
     return Job(model=model, **(given | options))
 
 

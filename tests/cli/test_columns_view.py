@@ -37,8 +37,11 @@ def table() -> Columns:
 def test_where_there_is_room_rows_are_lines() -> None:
     lines = printed(table(), 150).splitlines()
     assert [line.split() for line in lines] == [
-        ["graph"], ["operator", "calls", "becomes"], [LONG, "1234", f"{LONG},", "aten.mul.Tensor"], ["aten.add.Tensor", "7"],
-    ]  # fmt: skip
+        ["graph"],
+        ["operator", "calls", "becomes"],
+        [LONG, "1234", f"{LONG},", "aten.mul.Tensor"],
+        ["aten.add.Tensor", "7"],
+    ]
 
 
 @pytest.mark.parametrize("width", [*range(70, 160, 7), 80, 120])
@@ -47,10 +50,18 @@ def test_no_word_is_broken(width: int) -> None:
 
 
 def test_where_there_is_none_rows_are_blocks() -> None:
-    assert [line.split() for line in printed(table(), 80).splitlines()[1:3]] == [["operator", LONG], ["calls", "1234"]]
+    assert [line.split() for line in printed(table(), 80).splitlines()[1:3]] == [
+        ["operator", LONG],
+        ["calls", "1234"],
+    ]
 
 
-@given(st.lists(st.lists(st.text("abc  ", max_size=30), min_size=4, max_size=4), min_size=1, max_size=4), st.integers(40, 120))
+@given(
+    st.lists(
+        st.lists(st.text("abc  ", max_size=30), min_size=4, max_size=4), min_size=1, max_size=4
+    ),
+    st.integers(40, 120),
+)
 def test_every_word_is_there_whole(rows: list[list[str]], width: int) -> None:
     made = Columns(("one", "two", "three", "four"), right={"three"})
     for row in rows:
@@ -65,4 +76,6 @@ def test_ops_breaks_no_operators_name_at_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.run(["ops", str(tiny.path)]) == 0
-    assert {name.removeprefix("torch.ops.") for name in tiny.manifest.ops} <= words(capsys.readouterr().out)
+    assert {name.removeprefix("torch.ops.") for name in tiny.manifest.ops} <= words(
+        capsys.readouterr().out
+    )

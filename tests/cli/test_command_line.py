@@ -49,18 +49,25 @@ COMMANDS = (
     "lineage",
     "migrate",
 )
-GROUPS = {"manifest": ("kuberay",), "retrain": ("init", "schema", "check", "tick", "run", "manifest", "handover")}
+GROUPS = {
+    "manifest": ("kuberay",),
+    "retrain": ("init", "schema", "check", "tick", "run", "manifest", "handover"),
+}
 INNER = [(group, name) for group, names in GROUPS.items() for name in names]
 
 
-def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
+def help_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str
+) -> list[str]:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.run([*command, "--help"]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(
-    "command", [(), *((name,) for name in (*COMMANDS, *GROUPS)), *INNER], ids=lambda command: " ".join(command) or "trainload"
+    "command",
+    [(), *((name,) for name in (*COMMANDS, *GROUPS)), *INNER],
+    ids=lambda command: " ".join(command) or "trainload",
 )
 def test_help_fits_a_screen_of_80_by_24(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -77,21 +84,38 @@ def test_every_command_has_a_json_form(
     assert any(line.split()[:1] == ["--json"] for line in help_text(monkeypatch, capsys, *command))
 
 
-def test_help_names_every_command_and_says_what_it_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command_and_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "\n".join(help_text(monkeypatch, capsys))
-    assert [name for name in (*COMMANDS, *GROUPS) if not re.search(rf"(^|  ){name}  +[A-Z][^.]+\.", text, re.MULTILINE)] == []
+    assert [
+        name
+        for name in (*COMMANDS, *GROUPS)
+        if not re.search(rf"(^|  ){name}  +[A-Z][^.]+\.", text, re.MULTILINE)
+    ] == []
     assert "..." not in text.partition("Commands:")[2]
 
 
 def test_help_imports_neither_torch_nor_ray() -> None:
-    code = "import sys; from trainload.cli.main import run; run(['launch', '--help']); sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    code = (
+        "import sys; from trainload.cli.main import run; run(['launch', '--help']);"
+        " sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 @pytest.mark.slow  # an interpreter of its own
 def test_the_console_script_exits_with_the_status() -> None:
     script = Path(sys.executable).with_name("trainload")
-    assert subprocess.run([str(script), "inspect", "/nonexistent.tl"], capture_output=True, check=False).returncode == 2
+    assert (
+        subprocess.run(
+            [str(script), "inspect", "/nonexistent.tl"], capture_output=True, check=False
+        ).returncode
+        == 2
+    )
 
 
 def test_the_console_script_is_the_command_line() -> None:
@@ -117,13 +141,27 @@ BAD_REQUESTS = {
     "a package of no chosen set": ["ops", "none.tl", "-o", "new.tl"],
     "no such package to compare operators of": ["ops", "none.tl", "--compat"],
     "a comparison and a set": ["ops", "none.tl", "--compat", "--set", "core"],
-    "operators bundled without weights": ["freeze", "job.py:job", "-o", "out.tl", "--abstract", "--bundle-ops"],
+    "operators bundled without weights": [
+        "freeze",
+        "job.py:job",
+        "-o",
+        "out.tl",
+        "--abstract",
+        "--bundle-ops",
+    ],
     "no such package to launch": ["launch", "none.tl", "--data", "d.parquet"],
     "no such run": ["resume", "none"],
     "no such run to report": ["report", "none"],
     "no such folder for a board": ["dashboard", "--output", "none/board.json"],
     "no such package to push": ["push", "none.tl", "store"],
-    "a release that is rejected and promoted": ["push", "none.tl", "store", "--reject", "worse", "--promote"],
+    "a release that is rejected and promoted": [
+        "push",
+        "none.tl",
+        "store",
+        "--reject",
+        "worse",
+        "--promote",
+    ],
     "a condition on no promotion": ["push", "none.tl", "store", "--no-promote", "--only-if", "3"],
     "a fact without a value": ["push", "none.tl", "store", "--fact", "loss"],
     "no such store to pull from": ["pull", "none", "-o", "new.tl"],
@@ -136,7 +174,16 @@ BAD_REQUESTS = {
     "no such option": ["inspect", "none.tl", "--fast"],
     "a number that is none": ["plan", "none.tl", "--nodes", "two"],
     "no workers": ["launch", "none.tl", "--data", "d.parquet", "--workers", "0"],
-    "a plan beside workers": ["launch", "none.tl", "--data", "d.parquet", "--plan", "p.json", "--workers", "2"],
+    "a plan beside workers": [
+        "launch",
+        "none.tl",
+        "--data",
+        "d.parquet",
+        "--plan",
+        "p.json",
+        "--workers",
+        "2",
+    ],
     "no output": ["freeze", "job.py:job"],
     "a spec without a name": ["freeze", "job.py", "-o", "out.tl"],
     "a spec whose file is missing": ["freeze", "none.py:job", "-o", "out.tl"],
@@ -153,7 +200,9 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("arguments", BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
-def test_a_wrong_request_exits_with_2_and_one_line(arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_request_exits_with_2_and_one_line(
+    arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -167,7 +216,9 @@ def test_a_wrong_request_leaves_nothing_behind(arguments: list[str], empty: Path
 
 
 @pytest.mark.parametrize("arguments", BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
-def test_a_wrong_request_with_json_prints_an_error_object(arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_request_with_json_prints_an_error_object(
+    arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cli.run([*arguments, "--json"])
     assert json.loads(capsys.readouterr().out)["error"]["exit"] == 2
 
@@ -202,7 +253,9 @@ def test_ctrl_c_before_the_run_began_says_so(empty: Path) -> None:
         runs._watch(work, Path("my run"))
 
 
-def test_an_error_of_ours_that_is_no_request_exits_with_1(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:
+def test_an_error_of_ours_that_is_no_request_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, empty: Path
+) -> None:
     def fails(_path: Path) -> None:
         raise RunInterrupted("stopped")
 
@@ -210,7 +263,9 @@ def test_an_error_of_ours_that_is_no_request_exits_with_1(monkeypatch: pytest.Mo
     assert cli.run(["ops", "x.tl"]) == 1
 
 
-def test_any_other_error_is_not_turned_into_a_line(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:
+def test_any_other_error_is_not_turned_into_a_line(
+    monkeypatch: pytest.MonkeyPatch, empty: Path
+) -> None:
     def fails(_path: Path) -> None:
         raise ZeroDivisionError
 

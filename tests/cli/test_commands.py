@@ -21,7 +21,9 @@ def commands(page: Path) -> list[str]:
     return re.findall(r"^    (trainload .*)$", joined, re.MULTILINE)
 
 
-COMMANDS = [(f"{page.name}: {command[:60]}", command) for page in PAGES for command in commands(page)]
+COMMANDS = [
+    (f"{page.name}: {command[:60]}", command) for page in PAGES for command in commands(page)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,9 @@ def _only_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(click.Command, "invoke", lambda *_: None)
 
 
-@pytest.mark.parametrize("command", [command for _, command in COMMANDS], ids=[name for name, _ in COMMANDS])
+@pytest.mark.parametrize(
+    "command", [command for _, command in COMMANDS], ids=[name for name, _ in COMMANDS]
+)
 def test_a_command_of_a_page_is_taken(command: str) -> None:
     """In a page, [--option] may be left out, and # after a space begins a comment."""
     words = shlex.split(re.sub(r"\[|\](?=\s|$)|\s+#.*", "", command))

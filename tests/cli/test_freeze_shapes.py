@@ -80,7 +80,20 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A freeze with both options and --json: its folder, and what it printed."""
     folder, printed = tmp_path_factory.mktemp("told"), io.StringIO()
     with placed(folder), redirect_stdout(printed):
-        assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--explain-shapes", "--apply-suggested-fixes", "--json"]) == 0
+        assert (
+            cli.run(
+                [
+                    "freeze",
+                    "positioned.py:wide",
+                    "-o",
+                    "out.tl",
+                    "--explain-shapes",
+                    "--apply-suggested-fixes",
+                    "--json",
+                ]
+            )
+            == 0
+        )
     return folder, printed.getvalue()
 
 
@@ -98,16 +111,31 @@ def assert_recorded(folder: Path) -> None:
     }
 
 
-def test_a_table_says_what_each_dim_may_be_and_the_freeze_goes_on(here: Path, capsys: Capture) -> None:
+def test_a_table_says_what_each_dim_may_be_and_the_freeze_goes_on(
+    here: Path, capsys: Capture
+) -> None:
     assert cli.run(["freeze", "positioned.py:narrow", "-o", "out.tl", "--explain-shapes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["dim", "example", "may", "be", "declared", "because", "of", "for", "more"]
+    assert lines[1].split() == [
+        "dim",
+        "example",
+        "may",
+        "be",
+        "declared",
+        "because",
+        "of",
+        "for",
+        "more",
+    ]
     (row,) = (line for line in lines if line.startswith("x[1]"))
     assert re.split(r"\s{2,}", row.strip())[2:] == [
         "seq: 0..16",
         "Dim('seq', max=16)",
         f"positioned.py:{LINE} seq <= 16",
-        f"Change positioned.py:{LINE}, which needs seq <= 16, then raise the max of Dim('seq', max=16).",
+        (
+            f"Change positioned.py:{LINE}, which needs seq <= 16, then raise the max of Dim('seq',"
+            " max=16)."
+        ),
     ]
     assert "return self.linear(x) + self.positions[: x.shape[1]]" in lines[lines.index(row) + 1]
     assert (here / "out.tl").is_dir()
@@ -118,7 +146,10 @@ def test_the_table_is_printed_where_torch_refuses_the_sizes(here: Path, capsys: 
     assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--explain-shapes"]) == 2
     printed = capsys.readouterr()
     assert "seq: 2..16" in printed.out
-    assert "torch suggests (--apply-suggested-fixes): seq = Dim('seq', max=16)" in printed.out.splitlines()
+    assert (
+        "torch suggests (--apply-suggested-fixes): seq = Dim('seq', max=16)"
+        in printed.out.splitlines()
+    )
     assert 1 < len(printed.err.splitlines()) <= 24
     assert not (here / "out.tl").exists()
 
@@ -126,7 +157,10 @@ def test_the_table_is_printed_where_torch_refuses_the_sizes(here: Path, capsys: 
 @pytest.mark.slow  # the next tests have the same fixes in the record and as JSON
 def test_suggested_fixes_are_applied_printed_and_recorded(here: Path, capsys: Capture) -> None:
     assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--apply-suggested-fixes"]) == 0
-    assert "applied  x[1]: Dim('seq') became Dim('seq', max=16) for the train graph" in capsys.readouterr().out
+    assert (
+        "applied  x[1]: Dim('seq') became Dim('seq', max=16) for the train graph"
+        in capsys.readouterr().out
+    )
     assert_recorded(here)
 
 
@@ -141,7 +175,9 @@ def test_applied_fixes_are_recorded(told: tuple[Path, str]) -> None:
 
 def test_json_is_one_value_with_dims_and_fixes(told: tuple[Path, str]) -> None:
     value = json.loads(told[1])
-    assert [(d["input"], d["dim"], d["symbol"], d["most"]) for d in value["shapes"]["train"]["dims"]] == [
+    assert [
+        (d["input"], d["dim"], d["symbol"], d["most"]) for d in value["shapes"]["train"]["dims"]
+    ] == [
         ("x", 0, "batch", None),
         ("x", 1, "seq", 16),
         ("x", 2, None, 8),

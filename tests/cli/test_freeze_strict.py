@@ -82,7 +82,10 @@ def asked_for(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 def test_a_package_says_which_mode_each_graph_was_captured_in(fallen_back: Package) -> None:
     tracing = read_debug(fallen_back.path, "capture")["tracing"]
-    assert {name: how["mode"] for name, how in tracing.items()} == {"train": "strict", "eval": "non-strict"}
+    assert {name: how["mode"] for name, how in tracing.items()} == {
+        "train": "strict",
+        "eval": "non-strict",
+    }
     assert "only one size in this model" in tracing["train"]["why"]
 
 
@@ -98,7 +101,9 @@ def test_inspect_gives_it_as_json(fallen_back: Package, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["captured"]["train"][0] == "strict"
 
 
-def test_inspect_does_without_it(fallen_back: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_does_without_it(
+    fallen_back: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(fallen_back.path, tmp_path / "a.tl")
     (tmp_path / "a.tl" / "debug" / "capture.json").write_text("{}")
     assert cli.run(["inspect", str(tmp_path / "a.tl")]) == 0
@@ -106,19 +111,27 @@ def test_inspect_does_without_it(fallen_back: Package, tmp_path: Path, capsys: p
 
 
 def test_a_pass_keeps_it(fallen_back: Package, tmp_path: Path) -> None:
-    made = trainload.transform(fallen_back, [passes.eliminate_common_subexpressions], tmp_path / "b.tl")
+    made = trainload.transform(
+        fallen_back, [passes.eliminate_common_subexpressions], tmp_path / "b.tl"
+    )
     assert read_debug(made.path, "capture") == read_debug(fallen_back.path, "capture")
     assert read_debug(made.path, "capture")["tracing"]["train"]["mode"] == "strict"
 
 
 def test_what_was_asked_for_is_written_down(asked_for: Package) -> None:
-    assert read_debug(asked_for.path, "capture")["tracing"]["train"] == {"mode": "strict", "why": "it was asked for"}
+    assert read_debug(asked_for.path, "capture")["tracing"]["train"] == {
+        "mode": "strict",
+        "why": "it was asked for",
+    }
 
 
 def test_both_modes_give_one_program_for_a_plain_model(asked_for: Package) -> None:
     torch.manual_seed(1)
     programs = (asked_for.program(), capture(job(Model()), strict=False))
-    graphs = [[str(n.target) for n in p.graphs["train"].exported.graph.nodes if n.op == "call_function"] for p in programs]
+    graphs = [
+        [str(n.target) for n in p.graphs["train"].exported.graph.nodes if n.op == "call_function"]
+        for p in programs
+    ]
     assert graphs[0] == graphs[1]
 
 
@@ -135,24 +148,37 @@ def test_the_command_line_freezes_by_itself(spec: str, capsys: pytest.CaptureFix
     assert "eval, train: strict:" in told(capsys)
 
 
-def test_no_strict_refuses_on_the_command_line(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_strict_refuses_on_the_command_line(
+    spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["freeze", spec, "-o", "a.tl", "--no-strict"]) == 2
     assert "only one size in this model" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # the option is passed on as --no-strict is
-def test_strict_on_the_command_line_is_written_down(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_on_the_command_line_is_written_down(
+    spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["freeze", spec, "-o", "a.tl", "--strict"]) == 0
     assert cli.run(["inspect", "a.tl"]) == 0
     assert "eval, train: strict: it was asked for" in told(capsys)
 
 
 def test_strict_names_what_it_would_lose(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="strict mode would lose part of the model: forward changes the grad mode"):
-        trainload.freeze(job(Model(lambda _, x: torch.no_grad()(torch.tanh)(x) + x)), tmp_path / "a.tl", strict=True)
+    with pytest.raises(
+        CaptureError,
+        match="strict mode would lose part of the model: forward changes the grad mode",
+    ):
+        trainload.freeze(
+            job(Model(lambda _, x: torch.no_grad()(torch.tanh)(x) + x)),
+            tmp_path / "a.tl",
+            strict=True,
+        )
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_abstract_package_has_no_choice_of_modes(strict: bool, tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=f"always captured in the non-strict mode.*got strict={strict}"):
+    with pytest.raises(
+        JobError, match=f"always captured in the non-strict mode.*got strict={strict}"
+    ):
         trainload.freeze(flat(), tmp_path / "a.tl", abstract=True, reduced=flat(), strict=strict)

@@ -17,7 +17,8 @@ import trainload
 
 def job():
     model = torch.nn.Linear(2, 1)
-    return trainload.Job(model=model, batch={"x": torch.zeros(2, 2)}, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+    return trainload.Job(model=model, batch={"x": torch.zeros(2, 2)}, optimizer=sgd)
 
 ready = job()
 number = 3
@@ -35,7 +36,9 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes a file into the current folder, which is empty; what was imported is forgotten afterwards."""
+    """Writes a file into the current folder, which is empty; what was imported is forgotten
+    afterwards.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
@@ -78,7 +81,10 @@ def test_a_file_with_the_name_of_a_loaded_module_is_loaded(write: Write) -> None
     [
         ("jobs", "there is no 'jobs' in it. Did you mean"),
         ("number", "this is not a job .*got int"),
-        ("needs", "needs.. failed: TypeError: .*missing 1 required positional argument: 'argument'"),
+        (
+            "needs",
+            "needs.. failed: TypeError: .*missing 1 required positional argument: 'argument'",
+        ),
         ("breaks", r"the_users_job.py:17: breaks\(\) failed: ZeroDivisionError: division by zero"),
     ],
 )
@@ -92,16 +98,27 @@ def test_a_name_that_is_no_job_is_refused(name: str, problem: str, write: Write)
     [
         (
             "import os\nimport no_such_library\n",
-            "the_users_job.py:2: the import failed: ModuleNotFoundError: No module named 'no_such_library'",
+            (
+                "the_users_job.py:2: the import failed: ModuleNotFoundError: No module named"
+                " 'no_such_library'"
+            ),
         ),
-        ("x = 1\n\ny = x +\n", "the_users_job.py:3: the import failed: SyntaxError: invalid syntax"),
-        ("import json\njson.loads('{')\n", "the_users_job.py:2: the import failed: JSONDecodeError"),
+        (
+            "x = 1\n\ny = x +\n",
+            "the_users_job.py:3: the import failed: SyntaxError: invalid syntax",
+        ),
+        (
+            "import json\njson.loads('{')\n",
+            "the_users_job.py:2: the import failed: JSONDecodeError",
+        ),
         ("import sys\nsys.exit(4)\n", "the_users_job.py:2: the import failed: SystemExit: 4"),
     ],
     ids=["missing library", "syntax", "in a library", "exit"],
 )
 @pytest.mark.parametrize("by_file", [True, False], ids=["file", "module"])
-def test_what_does_not_import_is_refused_with_its_line(text: str, problem: str, by_file: bool, write: Write) -> None:
+def test_what_does_not_import_is_refused_with_its_line(
+    text: str, problem: str, by_file: bool, write: Write
+) -> None:
     path = write(text)
     with pytest.raises(JobError, match=problem):
         load_job(f"{path if by_file else path.stem}:job")

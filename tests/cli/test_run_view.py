@@ -35,13 +35,24 @@ class Clock:
 
 def step(number: int, **more: Any) -> Event:
     return Event(
-        "step", {"step": number, "steps": 100, "loss": 1.5, "gradient_norm": 1.0, "seconds": 0.1, "tokens_per_second": 1234.5, **more}
+        "step",
+        {
+            "step": number,
+            "steps": 100,
+            "loss": 1.5,
+            "gradient_norm": 1.0,
+            "seconds": 0.1,
+            "tokens_per_second": 1234.5,
+            **more,
+        },
     )
 
 
 def shown(*events: Event, terminal: bool = False, seconds_apart: float = 0.0) -> str:
     out, clock = io.StringIO(), Clock()
-    with run_view.RunView(Console(file=out, force_terminal=terminal, width=120), clock=clock) as report:
+    with run_view.RunView(
+        Console(file=out, force_terminal=terminal, width=120), clock=clock
+    ) as report:
         for event in events:
             report(event)
             clock.now += seconds_apart
@@ -60,8 +71,15 @@ class Closed(io.StringIO):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_outlives_its_terminal(terminal: bool) -> None:
     out, told = Closed(), []
-    with run_view.RunView(Console(file=out, force_terminal=terminal, width=120), clock=Clock()) as report:
-        for event in (START, Event("stage", {"name": "data"}), Event("stage", {"name": "compile"}), step(0)):
+    with run_view.RunView(
+        Console(file=out, force_terminal=terminal, width=120), clock=Clock()
+    ) as report:
+        for event in (
+            START,
+            Event("stage", {"name": "data"}),
+            Event("stage", {"name": "compile"}),
+            step(0),
+        ):
             report(event)
             told.append(event.kind)
     assert told == ["start", "stage", "stage", "step"]
@@ -85,7 +103,9 @@ def test_a_run_outlives_who_reads_its_lines(tmp_path: Path) -> None:
 
 
 def test_a_step_is_a_line_with_loss_and_throughput() -> None:
-    assert shown(step(0, seconds_left=75.0)) == "step 1/100  loss 1.5000  1,234 tokens/s  1m15s left\n"
+    assert (
+        shown(step(0, seconds_left=75.0)) == "step 1/100  loss 1.5000  1,234 tokens/s  1m15s left\n"
+    )
 
 
 def test_rows_are_shown_where_tokens_are_not_known() -> None:
@@ -102,7 +122,10 @@ def test_steps_in_quick_succession_are_not_all_lines() -> None:
 
 
 def test_steps_far_apart_are_all_lines() -> None:
-    assert len(shown(step(0), step(1), step(2), seconds_apart=run_view.PLAIN_INTERVAL).splitlines()) == 3
+    assert (
+        len(shown(step(0), step(1), step(2), seconds_apart=run_view.PLAIN_INTERVAL).splitlines())
+        == 3
+    )
 
 
 def test_an_evaluation_is_a_line_with_its_step() -> None:
@@ -143,18 +166,27 @@ def test_the_panel_has_speed_memory_and_waiting() -> None:
 
 
 def test_the_panel_has_the_age_of_the_checkpoint() -> None:
-    assert "checkpoint step 40, 1m15s ago" in panel(START, Event("checkpoint", {"step": 40}, time.time() - 75))
+    assert "checkpoint step 40, 1m15s ago" in panel(
+        START, Event("checkpoint", {"step": 40}, time.time() - 75)
+    )
 
 
 def test_the_panel_has_failures() -> None:
-    text = panel(START, Event("failure", {"message": "rank 1 died: [red]", "action": "it starts again"}))
+    text = panel(
+        START, Event("failure", {"message": "rank 1 died: [red]", "action": "it starts again"})
+    )
     assert "failures 1" in text
     assert "last failure rank 1 died: [red]" in text
     assert "waiting" in text
 
 
 def test_the_panel_has_each_rank_as_its_driver_saw_it(tmp_path: Path) -> None:
-    ranks = {rank: RankSeen.of(f"node-{rank}", 100 + rank, 1.0, Doing(Phase.STEP, 7 + rank, memory=1 << 20)) for rank in range(2)}
+    ranks = {
+        rank: RankSeen.of(
+            f"node-{rank}", 100 + rank, 1.0, Doing(Phase.STEP, 7 + rank, memory=1 << 20)
+        )
+        for rank in range(2)
+    }
     write_state(tmp_path, 1, Summary(), ranks)
     lines = panel(START, run_dir=tmp_path).splitlines()
     assert [line.split() for line in lines if "node-" in line] == [
@@ -164,7 +196,10 @@ def test_the_panel_has_each_rank_as_its_driver_saw_it(tmp_path: Path) -> None:
 
 
 def test_of_many_ranks_those_behind_are_shown(tmp_path: Path) -> None:
-    ranks = {rank: RankSeen.of("node", rank, 1.0, Doing(Phase.STEP, 3 if rank == 400 else 7)) for rank in range(512)}
+    ranks = {
+        rank: RankSeen.of("node", rank, 1.0, Doing(Phase.STEP, 3 if rank == 400 else 7))
+        for rank in range(512)
+    }
     write_state(tmp_path, 1, Summary(), ranks)
     text = panel(START, run_dir=tmp_path)
     assert "400" in text
@@ -180,7 +215,14 @@ def test_ranks_are_gone_from_the_panel_when_the_run_is_over(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("values", "bars"), [([3.0, 2.0, 1.0], "█▅▁"), ([1.0, 1.0], "▁▁"), ([1.0, float("nan"), 2.0], "▁█"), ([float("inf")], ""), ([], "")]
+    ("values", "bars"),
+    [
+        ([3.0, 2.0, 1.0], "█▅▁"),
+        ([1.0, 1.0], "▁▁"),
+        ([1.0, float("nan"), 2.0], "▁█"),
+        ([float("inf")], ""),
+        ([], ""),
+    ],
 )
 def test_curves(values: Sequence[float], bars: str) -> None:
     assert run_view.curve(values, 48) == bars
@@ -191,8 +233,14 @@ def test_a_curve_of_many_values_has_their_means() -> None:
 
 
 def test_a_failure_says_what_each_rank_did() -> None:
-    data = {"message": "rank 1 died: killed", "action": "it starts again", "doing": {"0": "saving at step 3", "1": "in a step at step 3"}}
-    assert shown(Event("failure", {**data, "ranks": [1], "nodes": [], "attempt": 1, "what": "death"})).splitlines() == [
+    data = {
+        "message": "rank 1 died: killed",
+        "action": "it starts again",
+        "doing": {"0": "saving at step 3", "1": "in a step at step 3"},
+    }
+    assert shown(
+        Event("failure", {**data, "ranks": [1], "nodes": [], "attempt": 1, "what": "death"})
+    ).splitlines() == [
         "failure: rank 1 died: killed; it starts again",
         "  rank 0: saving at step 3",
         "  rank 1: in a step at step 3",

@@ -1,7 +1,8 @@
-"""`make compat`: every supported torch, side by side: packages frozen by each are opened and trained by each, and so are the goldens.
+"""`make compat`: every supported torch, side by side: packages frozen by each are opened and
+trained by each, and so are the goldens.
 
-Environments are made in .compat/, one for each torch (CUDA builds from PyPI, which run on CPU: some 7 GB each), and used again.
-Writes docs/compat.md and benchmarks/results/compat.json.
+Environments are made in .compat/, one for each torch (CUDA builds from PyPI, which run on CPU: some
+7 GB each), and used again. Writes docs/compat.md and benchmarks/results/compat.json.
 
     python -m tests.compat.matrix [2.11 2.12 ...]
 """
@@ -23,17 +24,29 @@ from tests.golden.goldens import BF16, FP32, TOLERANCES, goldens
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".compat"
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-OTHERS = ("safetensors", "pydantic", "networkx", "numpy", "pyarrow", "filelock", "packaging", "fsspec", "click", "rich")
+OTHERS = (
+    "safetensors",
+    "pydantic",
+    "networkx",
+    "numpy",
+    "pyarrow",
+    "filelock",
+    "packaging",
+    "fsspec",
+    "click",
+    "rich",
+)
 """What trainload declares to need beside torch."""
 
 HEAD = """# Compatibility between torch versions
 
-Five jobs (`tests/golden/jobs.py`: tied and frozen weights, dropout, a bfloat16 region, cond; alternating graphs;
-variants; operators of another library; shapes without weights) are frozen with each torch version, and opened and
-trained for two steps with each. A cell shows how many of the packages load, train, and reproduce the losses of the
-version that froze them ({fp32:g} relative, {bf16:g} for the one with a bfloat16 region), and the largest relative
-difference of a float32 loss (exact: none). `make compat` writes this page; the packages of older formats in
-`tests/golden/` are also opened with each torch version.
+Five jobs (`tests/golden/jobs.py`: tied and frozen weights, dropout, a bfloat16 region, cond;
+alternating graphs; variants; operators of another library; shapes without weights) are frozen with
+each torch version, and opened and trained for two steps with each. A cell shows how many of the
+packages load, train, and reproduce the losses of the version that froze them ({fp32:g} relative,
+{bf16:g} for the one with a bfloat16 region), and the largest relative difference of a float32 loss
+(exact: none). `make compat` writes this page; the packages of older formats in `tests/golden/` are
+also opened with each torch version.
 
 """
 
@@ -48,10 +61,30 @@ def make_environment(version: str) -> None:
     if stamp.exists():
         return
     venv.EnvBuilder(with_pip=True, clear=True).create(FOLDER / version)
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not re.match(r"(torch|setuptools)==|#", line)]
+    pins = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not re.match(r"(torch|setuptools)==|#", line)
+    ]
     constraints = FOLDER / f"constraints-{version}.txt"
-    constraints.write_text("\n".join([*pins, f"torch=={version}.*", "setuptools<82" if version == "2.11" else "setuptools"]) + "\n")
-    command = [str(python_of(version)), "-m", "pip", "install", "--quiet", "-c", str(constraints), "torch", "setuptools", *OTHERS]
+    constraints.write_text(
+        "\n".join(
+            [*pins, f"torch=={version}.*", "setuptools<82" if version == "2.11" else "setuptools"]
+        )
+        + "\n"
+    )
+    command = [
+        str(python_of(version)),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "-c",
+        str(constraints),
+        "torch",
+        "setuptools",
+        *OTHERS,
+    ]
     subprocess.run(command, check=True)
     stamp.touch()
 
@@ -59,9 +92,23 @@ def make_environment(version: str) -> None:
 def asked(version: str, verb: str, folders: Sequence[Path]) -> dict[str, Any]:
     """What tests/compat/one.py tells in the environment of a torch."""
     file = FOLDER / f"{verb}-{version}.json"
-    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    variables |= {"TRAINLOAD_CACHE_DIR": str(FOLDER / f"cache-{version}"), "TRAINLOAD_STATE_DIR": str(FOLDER / f"state-{version}")}
-    command = [str(python_of(version)), "-m", "tests.compat.one", verb, str(file), *map(str, folders)]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    variables |= {
+        "TRAINLOAD_CACHE_DIR": str(FOLDER / f"cache-{version}"),
+        "TRAINLOAD_STATE_DIR": str(FOLDER / f"state-{version}"),
+    }
+    command = [
+        str(python_of(version)),
+        "-m",
+        "tests.compat.one",
+        verb,
+        str(file),
+        *map(str, folders),
+    ]
     subprocess.run(command, check=True, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
     found: dict[str, Any] = json.loads(file.read_bytes())
     return found
@@ -77,36 +124,63 @@ def fine(name: str, result: dict[str, Any]) -> bool:
 def cell(results: dict[str, dict[str, Any]]) -> str:
     """One of the matrix: case -> result."""
     good = sum(fine(name, result) for name, result in results.items())
-    apart = [result["apart"] for name, result in results.items() if result["apart"] is not None and name not in TOLERANCES]
-    return f"{good} of {len(results)}" + (f", {max(apart):.0e}" if any(apart) else ", exact" if apart else "")
+    apart = [
+        result["apart"]
+        for name, result in results.items()
+        if result["apart"] is not None and name not in TOLERANCES
+    ]
+    return f"{good} of {len(results)}" + (
+        f", {max(apart):.0e}" if any(apart) else ", exact" if apart else ""
+    )
 
 
 def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]) -> str:
     """docs/compat.md."""
     told = {version: opened[version]["results"] for version in versions}
-    lines = [HEAD.format(fp32=FP32, bf16=BF16).rstrip(), "", f"| frozen by \\ opened by | {' | '.join(versions)} |"]
+    lines = [
+        HEAD.format(fp32=FP32, bf16=BF16).rstrip(),
+        "",
+        f"| frozen by \\ opened by | {' | '.join(versions)} |",
+    ]
     lines.append("|---" * (len(versions) + 1) + "|")
 
     def row(label: str, folders: dict[str, Path]) -> None:
-        cells = [cell({name: told[version][str(folder)] for name, folder in folders.items()}) for version in versions]
+        cells = [
+            cell({name: told[version][str(folder)] for name, folder in folders.items()})
+            for version in versions
+        ]
         lines.append(f"| {label} | {' | '.join(cells)} |")
 
     for version in versions:
         row(
             f"{frozen[version]['torch']}",
-            {name: folder for name, folder in packages(version).items() if not frozen[version]["results"][name]},
+            {
+                name: folder
+                for name, folder in packages(version).items()
+                if not frozen[version]["results"][name]
+            },
         )
     for number in sorted({golden.version for golden in goldens()}):
-        row(f"goldens of format {number}", {golden.name: golden.folder for golden in goldens() if golden.version == number})
+        row(
+            f"goldens of format {number}",
+            {golden.name: golden.folder for golden in goldens() if golden.version == number},
+        )
     wrong = [
-        f"- {version} does not freeze {name}: {why}" for version in versions for name, why in frozen[version]["results"].items() if why
+        f"- {version} does not freeze {name}: {why}"
+        for version in versions
+        for name, why in frozen[version]["results"].items()
+        if why
     ]
     for version in versions:
         for folder, result in told[version].items():
             if not fine(Path(folder).name, result):
                 why = result["why"] or f"a loss is {result['apart']:.1e} apart"
                 wrong.append(f"- {version} opens {Path(folder).relative_to(ROOT)}: {why}")
-    lines += ["", "Exceptions:", "", *wrong] if wrong else ["", "Every package loads, trains and reproduces its losses with every version."]
+    lines += (
+        ["", "Exceptions:", "", *wrong]
+        if wrong
+        else ["", "Every package loads, trains and reproduces its losses with every version."]
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -129,14 +203,21 @@ def main(versions: Sequence[str]) -> None:
         target.mkdir()
         print(f"torch {version}: freezes", flush=True)
         frozen[version] = asked(version, "freeze", [target])
-    made = [folder for version in versions for name, folder in packages(version).items() if not frozen[version]["results"][name]]
+    made = [
+        folder
+        for version in versions
+        for name, folder in packages(version).items()
+        if not frozen[version]["results"][name]
+    ]
     opened = {}
     for version in versions:
         print(f"torch {version}: opens {len(made)} packages and the goldens", flush=True)
         opened[version] = asked(version, "open", [*made, *(golden.folder for golden in goldens())])
     text = page(versions, frozen, opened)
     (ROOT / "docs" / "compat.md").write_text(text, encoding="utf-8")
-    relative = json.dumps({"frozen": frozen, "opened": opened}, indent=1, sort_keys=True).replace(f"{ROOT}/", "")
+    relative = json.dumps({"frozen": frozen, "opened": opened}, indent=1, sort_keys=True).replace(
+        f"{ROOT}/", ""
+    )
     (ROOT / "benchmarks" / "results" / "compat.json").write_text(relative + "\n", encoding="utf-8")
     print(text.split("\n\n", 2)[2])
 

@@ -1,4 +1,5 @@
-"""What one torch does for the matrix, in an environment of its own: `python -m tests.compat.one freeze|open FILE FOLDER...`.
+"""What one torch does for the matrix, in an environment of its own: `python -m tests.compat.one
+freeze|open FILE FOLDER...`.
 
 Python's path must have the repository's root and src/.
 """
@@ -23,7 +24,10 @@ from trainload.core.errors import TrainloadError
 
 
 def freeze(folder: Path) -> dict[str, Any]:
-    """Freeze every golden's job into `folder`, with the losses that it gives here. Returns: case -> what went wrong, "" if nothing did."""
+    """Freeze every golden's job into `folder`, with the losses that it gives here.
+
+    Returns: case -> what went wrong, "" if nothing did.
+    """
     told = {}
     for name, case in CASES.items():
         try:
@@ -35,7 +39,9 @@ def freeze(folder: Path) -> dict[str, Any]:
 
 
 def tried(folder: Path) -> dict[str, Any]:
-    """Open one package and train it: what was read, and how far its losses are from those that its maker got, relative."""
+    """Open one package and train it: what was read, and how far its losses are from those that its
+    maker got, relative.
+    """
     golden = Golden(folder)
     try:
         package = trainload.open(golden.package, **golden.opening)
@@ -51,8 +57,15 @@ def tried(folder: Path) -> dict[str, Any]:
             found = train(package, golden.data, Path(run_dir) / "run", **golden.opening)
     except (TrainloadError, RuntimeError) as error:
         return {"loads": True, "trains": False, "apart": None, "why": _line(error)}
-    pairs = [pair for kind in ("train", "eval") for pair in zip(found[kind], expected[kind], strict=True)]
-    return {"loads": True, "trains": True, "apart": max(abs(a - b) / abs(b) for a, b in pairs), "why": ""}
+    pairs = [
+        pair for kind in ("train", "eval") for pair in zip(found[kind], expected[kind], strict=True)
+    ]
+    return {
+        "loads": True,
+        "trains": True,
+        "apart": max(abs(a - b) / abs(b) for a, b in pairs),
+        "why": "",
+    }
 
 
 def _line(error: BaseException) -> str:
@@ -62,8 +75,15 @@ def _line(error: BaseException) -> str:
 def main(verb: str, file: Path, folders: Sequence[Path]) -> None:
     """Write a JSON file with what came of it."""
     warnings.simplefilter("ignore")
-    results = freeze(folders[0]) if verb == "freeze" else {str(folder): tried(folder) for folder in folders}
-    file.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1) + "\n", encoding="utf-8")
+    results = (
+        freeze(folders[0])
+        if verb == "freeze"
+        else {str(folder): tried(folder) for folder in folders}
+    )
+    file.write_text(
+        json.dumps({"torch": torch.__version__, "results": results}, indent=1) + "\n",
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def test_a_file_that_several_processes_replace_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_bytes(content(0))
     with fork_server().Pool(WRITERS) as pool:
-        replacing = pool.starmap_async(replace_often, [(path, number) for number in range(WRITERS)], chunksize=1)
+        replacing = pool.starmap_async(
+            replace_often, [(path, number) for number in range(WRITERS)], chunksize=1
+        )
         seen = [path.read_bytes()]
         while not replacing.ready():
             seen.append(path.read_bytes())
@@ -62,10 +64,15 @@ def test_of_several_processes_that_create_a_file_exactly_one_succeeds(tmp_path: 
     assert listed(tmp_path) == ["run.json"]
 
 
-def test_processes_with_one_process_id_have_temporary_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_with_one_process_id_have_temporary_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in two containers that share a file system."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    with atomic.temporary_file(tmp_path / "file", b"first") as first, atomic.temporary_file(tmp_path / "file", b"second") as second:
+    with (
+        atomic.temporary_file(tmp_path / "file", b"first") as first,
+        atomic.temporary_file(tmp_path / "file", b"second") as second,
+    ):
         assert (first.read_bytes(), second.read_bytes()) == (b"first", b"second")
 
 
@@ -82,7 +89,9 @@ def test_a_link_at_the_path_is_not_followed(tmp_path: Path) -> None:
         atomic.create_file(tmp_path / "file", b"same")
 
 
-def test_a_file_is_created_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_created_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_source: Path, _target: Path) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -98,8 +107,14 @@ def test_a_file_has_the_permissions_that_were_asked_for(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("writer", [atomic.replacing, atomic.new_folder, atomic.temporary_folder], ids=lambda writer: writer.__name__)
-def test_nothing_is_left_of_a_write_that_fails(writer: Callable[[Path], AbstractContextManager[Path]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "writer",
+    [atomic.replacing, atomic.new_folder, atomic.temporary_folder],
+    ids=lambda writer: writer.__name__,
+)
+def test_nothing_is_left_of_a_write_that_fails(
+    writer: Callable[[Path], AbstractContextManager[Path]], tmp_path: Path
+) -> None:
     def fail() -> None:
         with writer(tmp_path / "target") as temporary:
             (temporary / "part" if temporary.is_dir() else temporary).write_bytes(b"half")

@@ -10,8 +10,15 @@ from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec="utf-8")),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8")),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=4)
+    ),
     max_leaves=20,
 )
 
@@ -58,7 +65,9 @@ def test_json_in_another_form_is_refused(text: bytes) -> None:
         parse_canonical(text, "m.json")
 
 
-@pytest.mark.parametrize("text", [b"[" * 1_000_000, b'{"a":' * 1_000_000, b"[" * 1000 + b"]" * 1000])
+@pytest.mark.parametrize(
+    "text", [b"[" * 1_000_000, b'{"a":' * 1_000_000, b"[" * 1000 + b"]" * 1000]
+)
 def test_deep_nesting_is_refused_without_recursion(text: bytes) -> None:
     with pytest.raises(UnsafePackageError, match="nested"):
         parse_canonical(text, "m.json")

@@ -13,7 +13,12 @@ import pytest
 
 from trainload.cli import main as cli
 from trainload.core import redaction
-from trainload.core.credentials import check_no_credentials, no_secrets_raised, resolve, resolve_options
+from trainload.core.credentials import (
+    check_no_credentials,
+    no_secrets_raised,
+    resolve,
+    resolve_options,
+)
 from trainload.core.errors import IntegrityError, StorageError, TrainingError
 from trainload.core.storage.open_files import open_files
 
@@ -28,7 +33,10 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_reference_stands_for_a_variable_or_for_a_files_text(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("AKIA\n")
-    assert resolve(f"s3://${{file:{tmp_path}/key}}:${{env:STORE_PASSWORD}}@b/x") == f"s3://AKIA:{SECRET}@b/x"
+    assert (
+        resolve(f"s3://${{file:{tmp_path}/key}}:${{env:STORE_PASSWORD}}@b/x")
+        == f"s3://AKIA:{SECRET}@b/x"
+    )
 
 
 def test_a_text_without_references_is_itself() -> None:
@@ -36,20 +44,35 @@ def test_a_text_without_references_is_itself() -> None:
 
 
 def test_options_are_resolved_at_every_depth() -> None:
-    assert resolve_options({"secret": "${env:STORE_PASSWORD}", "client_kwargs": {"a": "${env:STORE_PASSWORD}", "n": 3}}) == {
+    assert resolve_options(
+        {"secret": "${env:STORE_PASSWORD}", "client_kwargs": {"a": "${env:STORE_PASSWORD}", "n": 3}}
+    ) == {
         "secret": SECRET,
         "client_kwargs": {"a": SECRET, "n": 3},
     }
 
 
 REFUSED = {
-    "${env:NOT_SET_HERE}": r"\$\{env:NOT_SET_HERE\} names an environment variable that is not set here\. Set NOT_SET_HERE",
-    "${file:/nowhere/key}": r"\$\{file:/nowhere/key\} names a file that cannot be read here: No such file",
-    "${file:key}": r"\$\{file:key\} names a file that cannot be read here: the path does not begin with /",
+    "${env:NOT_SET_HERE}": (
+        r"\$\{env:NOT_SET_HERE\} names an environment variable that is not set here\. Set"
+        r" NOT_SET_HERE"
+    ),
+    "${file:/nowhere/key}": (
+        r"\$\{file:/nowhere/key\} names a file that cannot be read here: No such file"
+    ),
+    "${file:key}": (
+        r"\$\{file:key\} names a file that cannot be read here: the path does not begin with /"
+    ),
     "${file:/dev/null}": r"\$\{file:/dev/null\} names a file that is empty",
-    "${vault:key}": r"this is not a reference to a secret \(expected \$\{env:NAME\} or \$\{file:/PATH\}, got \$\{vault:key\}\)",
+    "${vault:key}": (
+        r"this is not a reference to a secret \(expected \$\{env:NAME\} or \$\{file:/PATH\}, got"
+        r" \$\{vault:key\}\)"
+    ),
     "${env:KEY": r"this is not a reference to a secret",
-    "s3://key:hunter2000@bucket/a": r"s3://key:\*\*\*@bucket/a: the URL contains credentials, which would be written to files\. Set them",
+    "s3://key:hunter2000@bucket/a": (
+        r"s3://key:\*\*\*@bucket/a: the URL contains credentials, which would be written to files\."
+        r" Set them"
+    ),
 }
 
 
@@ -62,7 +85,10 @@ def test_what_cannot_be_resolved_is_named(text: str, message: str) -> None:
 
 def test_a_value_that_was_resolved_is_shown_no_more() -> None:
     resolve("${env:STORE_PASSWORD}")
-    assert str(StorageError("it fails", got=f"{SECRET} is wrong")) == "it fails (got ${env:STORE_PASSWORD} is wrong)"
+    assert (
+        str(StorageError("it fails", got=f"{SECRET} is wrong"))
+        == "it fails (got ${env:STORE_PASSWORD} is wrong)"
+    )
 
 
 def test_references_in_a_url_are_no_credentials() -> None:
@@ -86,13 +112,22 @@ def test_an_error_without_secrets_stays_as_it_is() -> None:
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[str]]]:
-    """A web server on loopback that lets in who has the password. Yields: host:port, and what was shown to it."""
+    """A web server on loopback that lets in who has the password.
+
+    Yields: host:port, and what was shown to it.
+    """
     shown: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            shown.append(base64.b64decode(self.headers.get("Authorization", "Basic ").removeprefix("Basic ")).decode())
-            self.send_response(403 if shown[-1] != f"me:{SECRET}" else 404 if "missing" in self.path else 200)
+            shown.append(
+                base64.b64decode(
+                    self.headers.get("Authorization", "Basic ").removeprefix("Basic ")
+                ).decode()
+            )
+            self.send_response(
+                403 if shown[-1] != f"me:{SECRET}" else 404 if "missing" in self.path else 200
+            )
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
@@ -111,7 +146,9 @@ def server() -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
-def test_a_store_is_opened_with_the_value_and_called_by_the_reference(server: tuple[str, list[str]]) -> None:
+def test_a_store_is_opened_with_the_value_and_called_by_the_reference(
+    server: tuple[str, list[str]],
+) -> None:
     address, shown = server
     files = open_files(f"http://me:${{env:STORE_PASSWORD}}@{address}/store")
     assert files.read("x", 100) == b"{}"
@@ -120,7 +157,9 @@ def test_a_store_is_opened_with_the_value_and_called_by_the_reference(server: tu
 
 
 def test_a_store_that_refuses_shows_no_secret(
-    server: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: tuple[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("STORE_PASSWORD", "another-secret")
     assert cli.run(["releases", f"http://me:${{env:STORE_PASSWORD}}@{server[0]}/store"]) == 2
@@ -130,7 +169,9 @@ def test_a_store_that_refuses_shows_no_secret(
     assert "me:another-secret" in server[1]
 
 
-def test_what_is_not_in_a_store_has_no_secret_in_its_traceback(server: tuple[str, list[str]]) -> None:
+def test_what_is_not_in_a_store_has_no_secret_in_its_traceback(
+    server: tuple[str, list[str]],
+) -> None:
     files = open_files(f"http://me:${{env:STORE_PASSWORD}}@{server[0]}/store")
     with pytest.raises(IntegrityError) as caught:
         list(files.receive("missing", 2))
@@ -139,9 +180,15 @@ def test_what_is_not_in_a_store_has_no_secret_in_its_traceback(server: tuple[str
     assert "FileNotFoundError" in told
 
 
-@pytest.mark.parametrize("command", [["releases", "{}"], ["push", "x.tl", "{}"], ["pull", "{}", "-o", "new.tl"], ["gc", "{}"]])
+@pytest.mark.parametrize(
+    "command",
+    [["releases", "{}"], ["push", "x.tl", "{}"], ["pull", "{}", "-o", "new.tl"], ["gc", "{}"]],
+)
 def test_a_store_is_not_given_with_its_password(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.tl").mkdir()

@@ -54,9 +54,14 @@ def test_sigterm_is_an_interrupt_also_after_another_handler_was_set_and_then_wha
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_handler_that_the_caller_has_set_stays_also_after_another_one_was_set(tmp_path: Path) -> None:
+def test_a_handler_that_the_caller_has_set_stays_also_after_another_one_was_set(
+    tmp_path: Path,
+) -> None:
     heard: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: heard.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda number, _frame: heard.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         with interrupted_by_signals() as again:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -88,7 +93,9 @@ def test_another_thread_leaves_signals_alone() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_worker_without_ray_is_asked_to_stop_and_then_ended(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_worker_without_ray_is_asked_to_stop_and_then_ended(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     asked = []
 
     def work() -> None:

@@ -26,12 +26,17 @@ class Case:
     Attributes:
         name: unique; what the table's row is called.
         family: the file that it stands in.
-        build: makes the job. Called under one seed, it makes the same job each time, and imports what it needs itself.
-        refused: why no sound capture of it exists, so that the freeze must refuse it; "": it must be captured.
-        gap: why it is not captured yet, though a sound capture exists. Such a case may be refused, and may pass one day.
-        mixes_rows: a row's result depends on the other rows of its call (batch statistics, in-batch negatives), so that two workers of
-            half the rows each compute the mean over the halves, as eager data parallel training does.
-        stacks: how many times the rows stand in a random value whose first dim is longer than the batch: views that are stacked.
+        build: makes the job. Called under one seed, it makes the same job each time, and imports
+            what it needs itself.
+        refused: why no sound capture of it exists, so that the freeze must refuse it; "": it must
+            be captured.
+        gap: why it is not captured yet, though a sound capture exists. Such a case may be refused,
+            and may pass one day.
+        mixes_rows: a row's result depends on the other rows of its call (batch statistics, in-batch
+            negatives), so that two workers of half the rows each compute the mean over the halves,
+            as eager data parallel training does.
+        stacks: how many times the rows stand in a random value whose first dim is longer than the
+            batch: views that are stacked.
         note: what a reader of the table should know.
     """
 
@@ -53,10 +58,18 @@ class Case:
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of every case: the suite is about gradients. One group for each dtype."""
     dtypes = dict.fromkeys(p.dtype for p in model.parameters())
-    return torch.optim.SGD([{"params": [p for p in model.parameters() if p.dtype is dtype]} for dtype in dtypes], lr=0.01)
+    return torch.optim.SGD(
+        [{"params": [p for p in model.parameters() if p.dtype is dtype]} for dtype in dtypes],
+        lr=0.01,
+    )
 
 
-def make_job(model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[[nn.Module, Batch], Any] | None, **options: Any) -> Job:
+def make_job(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    loss: Callable[[nn.Module, Batch], Any] | None,
+    **options: Any,
+) -> Job:
     """A job of one case. loss: None where the model returns it."""
     return Job(model=model, batch=batch, loss=loss, optimizer=sgd, **options)
 
@@ -64,7 +77,8 @@ def make_job(model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[[nn.M
 class Family:
     """Collects a file's cases.
 
-    `add(name, ...)` decorates a function that returns (model, batch, loss) or a Job; its docstring's first line is the case's note.
+    `add(name, ...)` decorates a function that returns (model, batch, loss) or a Job; its
+    docstring's first line is the case's note.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,14 +86,31 @@ class Family:
         self.cases: list[Case] = []
 
     def add(
-        self, name: str, *, refused: str = "", gap: str = "", mixes_rows: bool = False, stacks: int = 1
+        self,
+        name: str,
+        *,
+        refused: str = "",
+        gap: str = "",
+        mixes_rows: bool = False,
+        stacks: int = 1,
     ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
         """Registers the decorated builder under `name`."""
 
         def register(build: Callable[[], Any]) -> Callable[[], Any]:
             note = (build.__doc__ or "").strip().splitlines()
             text = note[0] if note else ""
-            self.cases.append(Case(name, self.name, lambda: _as_job(build()), refused, gap, mixes_rows, text, stacks))
+            self.cases.append(
+                Case(
+                    name,
+                    self.name,
+                    lambda: _as_job(build()),
+                    refused,
+                    gap,
+                    mixes_rows,
+                    text,
+                    stacks,
+                )
+            )
             return build
 
         return register
@@ -90,7 +121,8 @@ def _as_job(built: Any) -> Job:
 
 
 class Small(nn.Module):
-    """A linear layer, `middle(self, hidden)`, and another linear layer: (rows, WIDTH) -> (rows, WIDTH).
+    """A linear layer, `middle(self, hidden)`, and another linear layer: (rows, WIDTH) -> (rows,
+    WIDTH).
 
     Further parameters, modules and buffers are given by name.
     """
@@ -117,7 +149,9 @@ def mean_square(model: nn.Module, batch: Batch) -> Tensor:
     return (out.float().square() + out.float()).flatten(1).mean(1).mean()
 
 
-def small(middle: Callable[[Any, Tensor], Any], **parts: nn.Module | Tensor) -> tuple[nn.Module, Batch, Any]:
+def small(
+    middle: Callable[[Any, Tensor], Any], **parts: nn.Module | Tensor
+) -> tuple[nn.Module, Batch, Any]:
     """(model, batch, loss) of `Small`."""
     return Small(middle, **parts), {"x": torch.randn(ROWS, WIDTH)}, mean_square
 

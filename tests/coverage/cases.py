@@ -1,4 +1,7 @@
-"""All cases of the suite, in the table's order. Importing this imports neither transformers nor timm."""
+"""All cases of the suite, in the table's order.
+
+Importing this imports neither transformers nor timm.
+"""
 
 from __future__ import annotations
 

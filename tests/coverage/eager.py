@@ -1,4 +1,6 @@
-"""A training step by eager PyTorch, from the case's own source: what everything else is compared with."""
+"""A training step by eager PyTorch, from the case's own source: what everything else is compared
+with.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ ROW = 0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A loss, the weight that its mean was taken over, gradients by parameter (of the mean), and buffers after the step."""
+    """A loss, the weight that its mean was taken over, gradients by parameter (of the mean), and
+    buffers after the step.
+    """
 
     loss: Tensor
     weight: float
@@ -36,7 +40,9 @@ class Step:
 
 def resized(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
     """The batch with `rows` rows: its own, again and again."""
-    return {name: value[torch.arange(rows) % value.shape[0]].clone() for name, value in batch.items()}
+    return {
+        name: value[torch.arange(rows) % value.shape[0]].clone() for name, value in batch.items()
+    }
 
 
 def is_static(job: Job) -> bool:
@@ -45,13 +51,19 @@ def is_static(job: Job) -> bool:
 
 
 def eager_step(case: Case, rows: int) -> Step:
-    """One step of a newly made model on `rows` rows; where it draws random numbers, on those that a step graph would draw."""
+    """One step of a newly made model on `rows` rows; where it draws random numbers, on those that a
+    step graph would draw.
+    """
     state = torch.random.get_rng_state()
-    torch.compiler.reset()  # eager's own control-flow operators compile; what was compiled for other rows does not know the mode below
+    # eager's own control-flow operators compile; what was compiled for other rows does not know the
+    # mode below
+    torch.compiler.reset()
     step = _step(case, rows, None)
     if step.random:
         static = is_static(case.job())
-        step = _step(case, rows, StatelessDraws(SEED, STEP, ROW, rows, static=static, stacks=case.stacks))
+        step = _step(
+            case, rows, StatelessDraws(SEED, STEP, ROW, rows, static=static, stacks=case.stacks)
+        )
     torch.random.set_rng_state(state)
     return step
 
@@ -60,10 +72,14 @@ def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
     job = arranged(case.job())
     model = job.model.train()
     batch = resized(leaves_of(job.batch), rows)
-    torch.set_autocast_cache_enabled(False)  # as in a captured graph; the cache alone moves bf16 gradients by 1e-3
+    # as in a captured graph; the cache alone moves bf16 gradients by 1e-3
+    torch.set_autocast_cache_enabled(False)
     before = torch.random.get_rng_state()
     try:
-        with draws or nullcontext(), replaced(torch, "cond", cond_of_python if draws is None else draws.cond):
+        with (
+            draws or nullcontext(),
+            replaced(torch, "cond", cond_of_python if draws is None else draws.cond),
+        ):
             loss, weight = _forward_backward(job, batch, rows)
     finally:
         torch.set_autocast_cache_enabled(True)
@@ -71,13 +87,20 @@ def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
         loss=loss.detach(),
         weight=weight,
         gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-        buffers={name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)},
+        buffers={
+            name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)
+        },
         random=not torch.equal(before, torch.random.get_rng_state()),
     )
 
 
-def cond_of_python(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
-    """torch.cond as its documentation defines it. In training torch's own rejects branches that write to buffers."""
+def cond_of_python(
+    pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()
+) -> Any:
+    """torch.cond as its documentation defines it.
+
+    In training torch's own rejects branches that write to buffers.
+    """
     return (true_fn if pred else false_fn)(*operands)
 
 

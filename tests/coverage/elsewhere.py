@@ -1,7 +1,9 @@
-"""What a process does that has the wheel, its dependencies and packages, and nothing of the suite: stages loaded, joint, two workers.
+"""What a process does that has the wheel, its dependencies and packages, and nothing of the suite:
+stages loaded, joint, two workers.
 
-Run as a script: `python elsewhere.py FOLDER...`. Each folder holds `case.tl`, `batch.safetensors` and `request.json`; the answers are
-`joint.safetensors` and `answer.json`. It imports nothing of tests/.
+Run as a script: `python elsewhere.py FOLDER...`. Each folder holds `case.tl`, `batch.safetensors`
+and `request.json`; the answers are `joint.safetensors` and `answer.json`. It imports nothing of
+tests/.
 """
 
 from __future__ import annotations
@@ -33,32 +35,59 @@ FOREIGN = ("tests", "transformers", "timm", "pytest")
 Values = dict[str, Tensor]
 
 
-def run_graph(module: torch.fx.GraphModule, inputs: tuple[Port, ...], outputs: tuple[Port, ...], values: Mapping[str, Tensor]) -> Values:
+def run_graph(
+    module: torch.fx.GraphModule,
+    inputs: tuple[Port, ...],
+    outputs: tuple[Port, ...],
+    values: Mapping[str, Tensor],
+) -> Values:
     """Runs a graph on values by "role/name", and names what comes out alike."""
     with torch.no_grad():
         results = module(*(values[f"{p.role.value}/{p.name}"] for p in inputs))
     return {f"{p.role.value}/{p.name}": r for p, r in zip(outputs, results, strict=True)}
 
 
-def inputs_of(package: Package, batch: Mapping[str, Tensor], *, seed: int, step: int, row: int, scale: float) -> Values:
+def inputs_of(
+    package: Package, batch: Mapping[str, Tensor], *, seed: int, step: int, row: int, scale: float
+) -> Values:
     """A training graph's inputs, by "role/name": weights from the package."""
     program = package.program()
-    values = {f"parameter/{p.name}": program.state[p.name] for p in program.parameters if p.alias_of is None}
+    values = {
+        f"parameter/{p.name}": program.state[p.name]
+        for p in program.parameters
+        if p.alias_of is None
+    }
     values |= {f"buffer/{b.name}": program.state[b.name].clone() for b in program.buffers}
     values |= {f"constant/{name}": value for name, value in program.constants.items()}
     values |= {f"batch/{name}": value for name, value in batch.items()}
     whole = {"seed": seed, "step": step, "row": row}
-    return values | {f"{k}/{k}": torch.tensor(v) for k, v in whole.items()} | {"scale/scale": torch.tensor(scale)}
+    return (
+        values
+        | {f"{k}/{k}": torch.tensor(v) for k, v in whole.items()}
+        | {"scale/scale": torch.tensor(scale)}
+    )
 
 
-def one_worker(package: Package, step: StepGraph, batch: Mapping[str, Tensor], request: Mapping[str, Any], row: int = 0) -> Values:
+def one_worker(
+    package: Package,
+    step: StepGraph,
+    batch: Mapping[str, Tensor],
+    request: Mapping[str, Any],
+    row: int = 0,
+) -> Values:
     """Outputs of a whole call. Gradients are those of scale * weight * loss."""
-    values = inputs_of(package, batch, seed=request["seed"], step=request["step"], row=row, scale=request["scale"])
+    values = inputs_of(
+        package, batch, seed=request["seed"], step=request["step"], row=row, scale=request["scale"]
+    )
     return run_graph(step.module, step.inputs, step.outputs, values)
 
 
-def halves_of_one_worker(package: Package, step: StepGraph, batch: Mapping[str, Tensor], request: Mapping[str, Any]) -> Values:
-    """What two workers ought to find together, by one: sums of weight * loss, weight and gradients over both halves."""
+def halves_of_one_worker(
+    package: Package, step: StepGraph, batch: Mapping[str, Tensor], request: Mapping[str, Any]
+) -> Values:
+    """What two workers ought to find together, by one: sums of weight * loss, weight and gradients
+    over both halves.
+    """
     rows = next(iter(batch.values())).shape[0]
     totals: Values = {}
     for row in (0, rows // WORLD):
@@ -70,13 +99,22 @@ def halves_of_one_worker(package: Package, step: StepGraph, batch: Mapping[str, 
 
 def _summed(out: Mapping[str, Tensor]) -> Values:
     weight = out["weight/weight"]
-    return {"weight": weight, "loss": weight * out["loss/loss"].float()} | {n: v for n, v in out.items() if n.startswith("gradient/")}
+    return {"weight": weight, "loss": weight * out["loss/loss"].float()} | {
+        n: v for n, v in out.items() if n.startswith("gradient/")
+    }
 
 
 def two_workers(
-    package: Package, step: StepGraph, batch: Mapping[str, Tensor], request: Mapping[str, Any], folder: Path
+    package: Package,
+    step: StepGraph,
+    batch: Mapping[str, Tensor],
+    request: Mapping[str, Any],
+    folder: Path,
 ) -> tuple[float, float]:
-    """Two gloo ranks take half of the rows each. Returns: relative differences of the loss and of all gradients to one worker's."""
+    """Two gloo ranks take half of the rows each.
+
+    Returns: relative differences of the loss and of all gradients to one worker's.
+    """
     rows = next(iter(batch.values())).shape[0]
     plan = make_plan(package, Cluster(devices_per_node=WORLD), "zero0", global_batch=rows)
     graph = rewrite(step, plan)
@@ -87,11 +125,20 @@ def two_workers(
         bind_groups(plan.groups())
         row = rank * (rows // WORLD)
         half = {name: value[row : row + rows // WORLD] for name, value in batch.items()}
-        values = inputs_of(package, half, seed=request["seed"], step=request["step"], row=row, scale=request["scale"])
+        values = inputs_of(
+            package,
+            half,
+            seed=request["seed"],
+            step=request["step"],
+            row=row,
+            scale=request["scale"],
+        )
         for bucket in plan.buckets:
             flat = torch.zeros(bucket.length, dtype=getattr(torch, bucket.dtype))
             for slot in bucket.slots:
-                flat[slot.offset : slot.offset + slot.length] = values[f"parameter/{slot.parameter}"].flatten()
+                flat[slot.offset : slot.offset + slot.length] = values[
+                    f"parameter/{slot.parameter}"
+                ].flatten()
             values[f"bucket/{bucket.name}"] = flat
         out = run_graph(graph.module, graph.inputs, graph.outputs, values)
         dist.barrier()
@@ -118,20 +165,29 @@ def two_workers(
         reduced = out.get(f"bucket_gradient/{bucket.name}")
         for slot in bucket.slots if reduced is not None else ():
             assert reduced is not None
-            found[f"gradient/{slot.parameter}"] = reduced[slot.offset : slot.offset + slot.length].view(slot.shape)
+            found[f"gradient/{slot.parameter}"] = reduced[
+                slot.offset : slot.offset + slot.length
+            ].view(slot.shape)
     names = [n for n in expected if n.startswith("gradient/")]
     assert set(names) <= set(found), "a gradient is missing"
     norm = float(torch.stack([expected[n].double().norm() for n in names]).norm())
-    apart = float(torch.stack([(expected[n].double() - found[n].double()).norm() for n in names]).norm())
+    apart = float(
+        torch.stack([(expected[n].double() - found[n].double()).norm() for n in names]).norm()
+    )
     loss = float(expected["loss"])
     return abs(float(totals[0]) - loss) / max(abs(loss), 1e-12), apart / max(norm, 1e-12)
 
 
 def visit(folder: Path) -> dict[str, Any]:
-    """Runs the stages for one folder. Returns: stage -> {"seconds", "error"}, and what was measured."""
+    """Runs the stages for one folder.
+
+    Returns: stage -> {"seconds", "error"}, and what was measured.
+    """
     request = json.loads((folder / "request.json").read_text())
     batch = load_file(folder / "batch.safetensors")
-    answer: dict[str, Any] = {"foreign": [name for name in FOREIGN if importlib.util.find_spec(name) is not None]}
+    answer: dict[str, Any] = {
+        "foreign": [name for name in FOREIGN if importlib.util.find_spec(name) is not None]
+    }
     held: dict[str, Any] = {}
 
     def load() -> None:
@@ -140,17 +196,27 @@ def visit(folder: Path) -> dict[str, Any]:
 
     def joint() -> None:
         held["step"] = derive(held["package"].program(), "train", torch.device("cpu"))
-        rows = {name: value[torch.arange(request["rows"]) % value.shape[0]] for name, value in batch.items()}
+        rows = {
+            name: value[torch.arange(request["rows"]) % value.shape[0]]
+            for name, value in batch.items()
+        }
         out = one_worker(held["package"], held["step"], rows, request)
-        save_file({name: value.contiguous() for name, value in out.items()}, folder / "joint.safetensors")
+        save_file(
+            {name: value.contiguous() for name, value in out.items()}, folder / "joint.safetensors"
+        )
 
     def workers() -> None:
-        rows = {name: value[torch.arange(request["two_rows"]) % value.shape[0]] for name, value in batch.items()}
+        rows = {
+            name: value[torch.arange(request["two_rows"]) % value.shape[0]]
+            for name, value in batch.items()
+        }
         shared = {**request, "scale": 1.0 / request["two_rows"]}
         loss, gradients = two_workers(held["package"], held["step"], rows, shared, folder)
         answer["two_workers_apart"] = [loss, gradients]
         if not max(loss, gradients) <= request["tolerance"]:
-            raise AssertionError(f"two workers differ from one: loss by {loss:.2g}, gradients by {gradients:.2g}")
+            raise AssertionError(
+                f"two workers differ from one: loss by {loss:.2g}, gradients by {gradients:.2g}"
+            )
 
     stages: dict[str, Callable[[], None]] = {"loaded": load, "joint": joint, "two workers": workers}
     for name, stage in stages.items():

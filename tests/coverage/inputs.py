@@ -36,7 +36,9 @@ def two(pick: Any, call: Any, **options: Any) -> Any:
         out: Tensor = call(model, batch).square().mean(1).mean()
         return out
 
-    return make_job(Two(pick), {"a": torch.randn(ROWS, WIDTH), "b": torch.randn(ROWS, WIDTH)}, loss, **options)
+    return make_job(
+        Two(pick), {"a": torch.randn(ROWS, WIDTH), "b": torch.randn(ROWS, WIDTH)}, loss, **options
+    )
 
 
 class Pair(NamedTuple):
@@ -133,7 +135,11 @@ def _() -> Any:
 @add("a string in the batch")
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
-    return make_job(model, {**batch, "mode": "mean"}, lambda m, b: loss(m, b) if b["mode"] == "mean" else loss(m, b) * 2)  # type: ignore[dict-item]  # what is tried
+    return make_job(
+        model,
+        {**batch, "mode": "mean"},  # type: ignore[dict-item]  # what is tried
+        lambda m, b: loss(m, b) if b["mode"] == "mean" else loss(m, b) * 2,
+    )
 
 
 @add("a flag in the batch")
@@ -157,16 +163,28 @@ def _() -> Any:
 @add("a 0-dim tensor that all rows share")
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
-    return make_job(model, {**batch, "scale": torch.tensor(0.5)}, lambda m, b: loss(m, b) * b["scale"], shared=["scale"])
+    return make_job(
+        model,
+        {**batch, "scale": torch.tensor(0.5)},
+        lambda m, b: loss(m, b) * b["scale"],
+        shared=["scale"],
+    )
 
 
 @add("class weights that all rows share")
 def _() -> Any:
     model, _, _ = small(lambda _, x: x.relu())
-    batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(0, WIDTH, (ROWS,)), "weight": torch.rand(WIDTH) + 0.5}
+    batch = {
+        "x": torch.randn(ROWS, WIDTH),
+        "y": torch.randint(0, WIDTH, (ROWS,)),
+        "weight": torch.rand(WIDTH) + 0.5,
+    }
 
     def loss(model: nn.Module, b: Batch) -> Loss:
-        return Loss(nn.functional.cross_entropy(model(b["x"]), b["y"], b["weight"]), weight=b["weight"][b["y"]].sum())
+        return Loss(
+            nn.functional.cross_entropy(model(b["x"]), b["y"], b["weight"]),
+            weight=b["weight"][b["y"]].sum(),
+        )
 
     return make_job(model, batch, loss, shared=["weight"])
 
@@ -175,19 +193,33 @@ def _() -> Any:
 def _() -> Any:
     model = nn.GRU(WIDTH, WIDTH, 2, batch_first=True)
     batch = {"x": torch.randn(ROWS, 5, WIDTH), "state": torch.randn(2, ROWS, WIDTH)}
-    return make_job(model, batch, lambda m, b: m(b["x"], b["state"])[0].square().mean(), dynamic={"state": {1: Dim("batch")}})
+    return make_job(
+        model,
+        batch,
+        lambda m, b: m(b["x"], b["state"])[0].square().mean(),
+        dynamic={"state": {1: Dim("batch")}},
+    )
 
 
 @add("time before rows")
 def _() -> Any:
     model = nn.LSTM(WIDTH, WIDTH)
     batch = {"x": torch.randn(5, ROWS, WIDTH)}
-    return make_job(model, batch, lambda m, b: m(b["x"])[0].square().mean(), dynamic={"x": {1: Dim("batch")}})
+    return make_job(
+        model, batch, lambda m, b: m(b["x"])[0].square().mean(), dynamic={"x": {1: Dim("batch")}}
+    )
 
 
 @add("inputs of every dtype")
 def _() -> Any:
-    dtypes = {"u": torch.uint8, "i": torch.int16, "l": torch.int32, "d": torch.float64, "h": torch.bfloat16, "f": torch.float16}
+    dtypes = {
+        "u": torch.uint8,
+        "i": torch.int16,
+        "l": torch.int32,
+        "d": torch.float64,
+        "h": torch.bfloat16,
+        "f": torch.float16,
+    }
     batch = {name: torch.randint(0, 5, (ROWS, WIDTH)).to(dtype) for name, dtype in dtypes.items()}
     batch["m"] = torch.rand(ROWS, WIDTH) < 0.5
 
@@ -203,20 +235,33 @@ def _() -> Any:
     """Neither contiguous nor of one memory each."""
     model, _, loss = small(lambda _, x: x.relu())
     whole = torch.randn(WIDTH, ROWS, 2)
-    return model, {"x": whole[..., 0].t(), "y": whole[..., 1].t()}, lambda m, b: loss(m, b) + (b["x"].view(-1) * b["y"].view(-1)).mean()
+    return (
+        model,
+        {"x": whole[..., 0].t(), "y": whole[..., 1].t()},
+        lambda m, b: loss(m, b) + (b["x"].view(-1) * b["y"].view(-1)).mean(),
+    )
 
 
 @add("images of bytes")
 def _() -> Any:
     stack = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
-    return stack, {"x": torch.randint(0, 255, (ROWS, 3, 8, 8), dtype=torch.uint8)}, lambda m, b: mean_square(m, {"x": b["x"].float() / 255})
+    return (
+        stack,
+        {"x": torch.randint(0, 255, (ROWS, 3, 8, 8), dtype=torch.uint8)},
+        lambda m, b: mean_square(m, {"x": b["x"].float() / 255}),
+    )
 
 
 @add("a second dynamic dim")
 def _() -> Any:
     """The time dim may change from call to call as well."""
     stack = nn.Sequential(nn.Embedding(20, WIDTH), nn.Linear(WIDTH, WIDTH))
-    return make_job(stack, {"x": torch.randint(0, 20, (ROWS, 6))}, mean_square, dynamic={"x": {1: Dim("time", min=2, max=64)}})
+    return make_job(
+        stack,
+        {"x": torch.randint(0, 20, (ROWS, 6))},
+        mean_square,
+        dynamic={"x": {1: Dim("time", min=2, max=64)}},
+    )
 
 
 @add("a fixed batch size")
@@ -244,12 +289,18 @@ def _() -> Any:
     return small(middle)
 
 
-@add("two halves of the rows", gap="torch.export does not see that the halves of any number of rows make up all of them")
+@add(
+    "two halves of the rows",
+    gap="torch.export does not see that the halves of any number of rows make up all of them",
+)
 def _() -> Any:
     return small(lambda _, x: torch.cat([x[: x.shape[0] // 2], x[x.shape[0] // 2 :]]))
 
 
-@add("an example of one row", refused="torch treats sizes 0 and 1 as special, so that the graph would hold for one row only")
+@add(
+    "an example of one row",
+    refused="torch treats sizes 0 and 1 as special, so that the graph would hold for one row only",
+)
 def _() -> Any:
     model, _, loss = small(lambda _, x: x.relu())
     return make_job(model, {"x": torch.randn(1, WIDTH)}, loss)

@@ -35,20 +35,41 @@ from trainload.packaging.derived import read_derived
 from trainload.packaging.package import Package, open_package
 from trainload.sharding.plans.device_step_graphs import derived_key
 
-STAGES = ("captured", "loss", "gradients", "dynamic batch", "compiled", "bfloat16", "saved", "loaded", "joint", "two workers")
+STAGES = (
+    "captured",
+    "loss",
+    "gradients",
+    "dynamic batch",
+    "compiled",
+    "bfloat16",
+    "saved",
+    "loaded",
+    "joint",
+    "two workers",
+)
 PASSED, FAILED, REFUSED, SKIPPED = "passed", "failed", "refused", "skipped"
 NOT_RUN = "not run"
 INTERPRETED = "interpreted"
-"""State of the stage "compiled": a graph could not be compiled, or its results differed, and the run interpreted it."""
+"""State of the stage "compiled": a graph could not be compiled, or its results differed, and the
+run interpreted it.
+"""
 ROWS_COMPARED, ROWS_AGAIN, ROWS_SHARED = 11, 13, 6
-"""Rows of the comparison with eager, of the one of another size, and of the two-worker step. Primes: see `StatelessDraws`."""
+"""Rows of the comparison with eager, of the one of another size, and of the two-worker step.
+
+Primes: see `StatelessDraws`.
+"""
 FULL, LOW, AUTOCAST = 3e-5, 5e-3, 2e-2
-"""Greatest relative L2 difference of a loss or gradient: in float32, where something computes in 16 bits, and under autocast to bfloat16,
-where almost all does (a rounding is up to 0.004)."""
+"""Greatest relative L2 difference of a loss or gradient: in float32, where something computes in 16
+bits, and under autocast to bfloat16, where almost all does (a rounding is up to 0.004).
+"""
 FURTHER = 1.5
-"""Under autocast a larger difference is accepted if the distance from eager in float32 is at most this multiple of eager's own."""
+"""Under autocast a larger difference is accepted if the distance from eager in float32 is at most
+this multiple of eager's own.
+"""
 NOISE = 1e-2
-"""Gradients below this part of all gradients' norm are compared with that part: some are zero but for rounding (a bias before a norm)."""
+"""Gradients below this part of all gradients' norm are compared with that part: some are zero but
+for rounding (a bias before a norm).
+"""
 ELSEWHERE = Path(__file__).with_name("elsewhere.py")
 Outcome = dict[str, Any]
 
@@ -69,18 +90,28 @@ def run_case(case: Case, folder: Path, environment: Environment) -> Outcome:
         try:
             environment.run(ELSEWHERE.read_text(), folder.parent, folder)
         except AssertionError as error:  # the process died
-            (folder / "answer.json").write_text(json.dumps({"loaded": {"error": f"the process died: {str(error)[-300:]}", "seconds": 0.0}}))
+            (folder / "answer.json").write_text(
+                json.dumps(
+                    {"loaded": {"error": f"the process died: {str(error)[-300:]}", "seconds": 0.0}}
+                )
+            )
         after_elsewhere(case, folder, stages, extra)
     return outcome(stages, extra)
 
 
 def outcome(stages: Mapping[str, Outcome], extra: Mapping[str, Any]) -> Outcome:
-    """The record of a case, with stages that were not reached. It names no folders of this machine."""
+    """The record of a case, with stages that were not reached.
+
+    It names no folders of this machine.
+    """
     left = {"state": SKIPPED, "seconds": 0.0, "error": ""}
     named = {name: dict(stages.get(name, left)) for name in STAGES}
     return {
         **extra,
-        "stages": {n: {**e, "seconds": round(e["seconds"], 2), "error": without_folders(e["error"])} for n, e in named.items()},
+        "stages": {
+            n: {**e, "seconds": round(e["seconds"], 2), "error": without_folders(e["error"])}
+            for n, e in named.items()
+        },
     }
 
 
@@ -97,7 +128,9 @@ def lacks_a_stage(found: Outcome) -> bool:
 
 def without_folders(text: str) -> str:
     """A message whose paths begin in the repository or in the folder of installed packages."""
-    return re.sub(r"[^\s\"'`]*/(?:site-packages|tests(?=/coverage/)|src(?=/trainload/))/", _shortened, text)
+    return re.sub(
+        r"[^\s\"'`]*/(?:site-packages|tests(?=/coverage/)|src(?=/trainload/))/", _shortened, text
+    )
 
 
 def _shortened(found: re.Match[str]) -> str:
@@ -106,7 +139,10 @@ def _shortened(found: re.Match[str]) -> str:
 
 
 def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict[str, Any]]:
-    """The stages that run beside the case's source. "two_rows" in the second result: the others can follow."""
+    """The stages that run beside the case's source.
+
+    "two_rows" in the second result: the others can follow.
+    """
     stages: dict[str, Outcome] = {}
     folder.mkdir()
     start = time.perf_counter()
@@ -122,7 +158,11 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
         if stage != "captured":
             stages["captured"] = {"state": PASSED, "seconds": 0.0, "error": ""}
         state = REFUSED if stage == "captured" else FAILED
-        stages[stage] = {"state": state, "seconds": time.perf_counter() - start, "error": str(error)}
+        stages[stage] = {
+            "state": state,
+            "seconds": time.perf_counter() - start,
+            "error": str(error),
+        }
         return stages, {}
     except Exception as error:  # noqa: BLE001 - whatever a freeze raises is what the table tells
         stage = stage_of(error.__traceback__)
@@ -131,7 +171,11 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
         text = f"{type(error).__name__}: {error}"
         stages[stage] = {"state": FAILED, "seconds": time.perf_counter() - start, "error": text}
         return stages, {}
-    stages["captured"] = {"state": PASSED, "seconds": time.perf_counter() - start - made, "error": ""}
+    stages["captured"] = {
+        "state": PASSED,
+        "seconds": time.perf_counter() - start - made,
+        "error": "",
+    }
     stages["saved"] = {"state": PASSED, "seconds": 0.0, "error": ""}
     step = read_derived(package, derived_key("train", torch.device("cpu")))
     assert step is not None
@@ -143,7 +187,11 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
     if expected is None:
         return stages, {}
     if static:
-        stages["dynamic batch"] = {"state": SKIPPED, "seconds": 0.0, "error": "the case fixes its number of rows"}
+        stages["dynamic batch"] = {
+            "state": SKIPPED,
+            "seconds": 0.0,
+            "error": "the case fixes its number of rows",
+        }
     else:
         compare(case, package, step, batch, ROWS_AGAIN, tolerance, stages, ("dynamic batch",))
     stages["compiled"] = compiled(package, batch, rows, folder)
@@ -158,11 +206,20 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
     }
     (folder / "request.json").write_text(json.dumps({**request, "mixes_rows": case.mixes_rows}))
     save_file(batch, folder / "batch.safetensors")
-    save_file({name: value.contiguous() for name, value in values_of(expected).items()}, folder / "eager.safetensors")
-    return stages, {"two_rows": request["two_rows"], "tolerance": tolerance, "random": expected.random}
+    save_file(
+        {name: value.contiguous() for name, value in values_of(expected).items()},
+        folder / "eager.safetensors",
+    )
+    return stages, {
+        "two_rows": request["two_rows"],
+        "tolerance": tolerance,
+        "random": expected.random,
+    }
 
 
-def after_elsewhere(case: Case, folder: Path, stages: dict[str, Outcome], extra: dict[str, Any]) -> None:
+def after_elsewhere(
+    case: Case, folder: Path, stages: dict[str, Outcome], extra: dict[str, Any]
+) -> None:
     """Reads what the other process found; compares its joint graph's values with eager's."""
     answer = json.loads((folder / "answer.json").read_text())
     for name in ("loaded", "joint", "two workers"):
@@ -170,7 +227,11 @@ def after_elsewhere(case: Case, folder: Path, stages: dict[str, Outcome], extra:
             entry = answer[name]
             stages[name] = {"state": FAILED if entry["error"] else PASSED, **entry}
     if answer.get("foreign"):
-        stages["loaded"] = {"state": FAILED, "seconds": 0.0, "error": f"the process could import {', '.join(answer['foreign'])}"}
+        stages["loaded"] = {
+            "state": FAILED,
+            "seconds": 0.0,
+            "error": f"the process could import {', '.join(answer['foreign'])}",
+        }
     if stages.get("joint", {}).get("state") == PASSED:
         eager = load_file(folder / "eager.safetensors")
         problem = difference(eager, load_file(folder / "joint.safetensors"), extra["tolerance"])
@@ -179,11 +240,17 @@ def after_elsewhere(case: Case, folder: Path, stages: dict[str, Outcome], extra:
     if "two_workers_apart" in answer:
         extra["two_workers_apart"] = answer["two_workers_apart"]
     if not extra["two_rows"]:
-        stages["two workers"] = {"state": SKIPPED, "seconds": 0.0, "error": "the case fixes its number of rows"}
+        stages["two workers"] = {
+            "state": SKIPPED,
+            "seconds": 0.0,
+            "error": "the case fixes its number of rows",
+        }
 
 
 def compiled(package: Package, batch: Mapping[str, Tensor], rows: int, folder: Path) -> Outcome:
-    """Trains a package for two steps of so many rows, compiled: as the run says, each graph is compared with the interpreted one."""
+    """Trains a package for two steps of so many rows, compiled: as the run says, each graph is
+    compared with the interpreted one.
+    """
     start = time.perf_counter()
     save_file(resized(batch, rows), folder / "rows.safetensors")
     run_dir = folder / "compiled"
@@ -191,20 +258,42 @@ def compiled(package: Package, batch: Mapping[str, Tensor], rows: int, folder: P
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=rows)
-            os.environ["TRAINLOAD_CACHE_DIR"] = str(folder / "cache")  # of this case's process alone
-            trainload.launch(package, plan, folder / "rows.safetensors", run_dir=run_dir, backend="local", steps=2)
+            # of this case's process alone
+            os.environ["TRAINLOAD_CACHE_DIR"] = str(folder / "cache")
+            trainload.launch(
+                package,
+                plan,
+                folder / "rows.safetensors",
+                run_dir=run_dir,
+                backend="local",
+                steps=2,
+            )
     except DataError as error:  # data files hold no tensors of this dtype
         return {"state": SKIPPED, "seconds": time.perf_counter() - start, "error": str(error)}
     except Exception as error:  # noqa: BLE001 - whatever it raises is what the table tells
-        return {"state": FAILED, "seconds": time.perf_counter() - start, "error": f"{type(error).__name__}: {error}"}
+        return {
+            "state": FAILED,
+            "seconds": time.perf_counter() - start,
+            "error": f"{type(error).__name__}: {error}",
+        }
     finally:
         shutil.rmtree(folder / "cache", ignore_errors=True)
-    told = [str(event.data["message"]) for event in read_events(run_dir) if event.kind == "warning" and event.data.get("interpreted")]
-    return {"state": INTERPRETED if told else PASSED, "seconds": time.perf_counter() - start, "error": "; ".join(told)}
+    told = [
+        str(event.data["message"])
+        for event in read_events(run_dir)
+        if event.kind == "warning" and event.data.get("interpreted")
+    ]
+    return {
+        "state": INTERPRETED if told else PASSED,
+        "seconds": time.perf_counter() - start,
+        "error": "; ".join(told),
+    }
 
 
 def in_bfloat16(case: Case, folder: Path, rows: int, precise: Mapping[str, Tensor]) -> Outcome:
-    """Freezes the same job under autocast to bfloat16, and compares its step graph with eager under autocast. precise: as of `compare`."""
+    """Freezes the same job under autocast to bfloat16, and compares its step graph with eager under
+    autocast. precise: as of `compare`.
+    """
     start = time.perf_counter()
     lower = replace(case, build=lambda: under_autocast(case.build()))
     try:
@@ -212,7 +301,11 @@ def in_bfloat16(case: Case, folder: Path, rows: int, precise: Mapping[str, Tenso
             warnings.simplefilter("ignore")
             eager_step(lower, rows)
     except Exception as error:  # noqa: BLE001 - eager has no such operator in bfloat16
-        return {"state": SKIPPED, "seconds": time.perf_counter() - start, "error": f"eager: {type(error).__name__}: {error}"}
+        return {
+            "state": SKIPPED,
+            "seconds": time.perf_counter() - start,
+            "error": f"eager: {type(error).__name__}: {error}",
+        }
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -220,7 +313,11 @@ def in_bfloat16(case: Case, folder: Path, rows: int, precise: Mapping[str, Tenso
             package = trainload.freeze(job, folder / "lower.tl")
     except Exception as error:  # noqa: BLE001 - as above
         state = REFUSED if isinstance(error, RequestError) else FAILED
-        return {"state": state, "seconds": time.perf_counter() - start, "error": f"{type(error).__name__}: {error}"}
+        return {
+            "state": state,
+            "seconds": time.perf_counter() - start,
+            "error": f"{type(error).__name__}: {error}",
+        }
     step = read_derived(package, derived_key("train", torch.device("cpu")))
     assert step is not None
     found: dict[str, Outcome] = {}
@@ -250,7 +347,8 @@ def compare(
     names: Sequence[str],
     precise: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Step | None:
-    """Compares the package's step graph with eager on so many rows; one name: all of it is one stage. None: it could not be run.
+    """Compares the package's step graph with eager on so many rows; one name: all of it is one
+    stage. None: it could not be run.
 
     precise: eager's values in a higher precision than the case uses, if known.
     """
@@ -259,29 +357,49 @@ def compare(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of compiling cond in eager
             expected = eager_step(case, rows)
-        request = {"seed": SEED, "step": STEP, "scale": 1.0 / expected.weight}  # the mean's gradient, rounded as eager's
+        # the mean's gradient, rounded as eager's
+        request = {"seed": SEED, "step": STEP, "scale": 1.0 / expected.weight}
         found = one_worker(package, step, resized(batch, rows), request, ROW)
     except Exception as error:  # noqa: BLE001 - whatever it raises is what the table tells
-        stages[names[0]] = {"state": FAILED, "seconds": 0.0, "error": f"{type(error).__name__}: {error}"}
+        stages[names[0]] = {
+            "state": FAILED,
+            "seconds": 0.0,
+            "error": f"{type(error).__name__}: {error}",
+        }
         return None
     wanted = values_of(expected)
-    parts = [("loss/", "weight/"), ("gradient/", "buffer/")] if len(names) == 2 else [("loss/", "weight/", "gradient/", "buffer/")]
+    parts = (
+        [("loss/", "weight/"), ("gradient/", "buffer/")]
+        if len(names) == 2
+        else [("loss/", "weight/", "gradient/", "buffer/")]
+    )
     for name, prefixes in zip(names, parts, strict=True):
         kept = {n: v for n, v in wanted.items() if n.startswith(prefixes)}
         problem = difference(kept, found, tolerance, precise)
         seconds = time.perf_counter() - start
-        stages[name] = {"state": FAILED if problem else PASSED, "seconds": seconds, "error": problem}
+        stages[name] = {
+            "state": FAILED if problem else PASSED,
+            "seconds": seconds,
+            "error": problem,
+        }
         start = time.perf_counter()
     return expected
 
 
 def values_of(step: Step) -> dict[str, Tensor]:
     """The results of a step, named as those of a step graph."""
-    named = {f"gradient/{n}": g for n, g in step.gradients.items()} | {f"buffer/{n}": b for n, b in step.buffers.items()}
+    named = {f"gradient/{n}": g for n, g in step.gradients.items()} | {
+        f"buffer/{n}": b for n, b in step.buffers.items()
+    }
     return {"loss/loss": step.loss, "weight/weight": torch.tensor(step.weight), **named}
 
 
-def difference(eager: Mapping[str, Tensor], graph: Values, tolerance: float, precise: Mapping[str, Tensor] = MappingProxyType({})) -> str:
+def difference(
+    eager: Mapping[str, Tensor],
+    graph: Values,
+    tolerance: float,
+    precise: Mapping[str, Tensor] = MappingProxyType({}),
+) -> str:
     """Says what differs most; "": nothing. precise: as of `compare`."""
     squares = [float(v.double().norm()) ** 2 for n, v in eager.items() if n.startswith("gradient/")]
     total = sum(squares) ** 0.5
@@ -289,21 +407,38 @@ def difference(eager: Mapping[str, Tensor], graph: Values, tolerance: float, pre
     for name, expected in eager.items():
         got = graph.get(name)
         if got is None:
-            apart = 0.0 if name.startswith("buffer/") or not bool((expected != 0).any()) else float("inf")
+            apart = (
+                0.0
+                if name.startswith("buffer/") or not bool((expected != 0).any())
+                else float("inf")
+            )
         else:
             floor = NOISE * total if name.startswith("gradient/") else 1e-30
             apart = _apart(expected, got, floor)
             if apart > tolerance and name in precise:
                 own = _apart(precise[name], expected, floor)
-                apart = 0.0 if _apart(precise[name], got, floor) <= FURTHER * own < float("inf") else apart
+                apart = (
+                    0.0
+                    if _apart(precise[name], got, floor) <= FURTHER * own < float("inf")
+                    else apart
+                )
         if not apart <= max(worst, tolerance):
             worst, where = apart, name
-    extra = [n for n, v in graph.items() if n.startswith("gradient/") and n not in eager and bool((v != 0).any())]
+    extra = [
+        n
+        for n, v in graph.items()
+        if n.startswith("gradient/") and n not in eager and bool((v != 0).any())
+    ]
     if any(n.startswith("gradient/") for n in eager) and extra:
-        return f"the graph has a gradient for {extra[0].partition('/')[2]}, which gets none in eager"
+        return (
+            f"the graph has a gradient for {extra[0].partition('/')[2]}, which gets none in eager"
+        )
     if not where:
         return ""
-    return f"the step graph's {where.replace('/', ' ')} differs from eager's by {worst:.2g} of its size (at most {tolerance:g})"
+    return (
+        f"the step graph's {where.replace('/', ' ')} differs from eager's by {worst:.2g} of its"
+        f" size (at most {tolerance:g})"
+    )
 
 
 def _apart(expected: Tensor, got: Tensor, floor: float) -> float:
@@ -325,7 +460,12 @@ def computes_low(module: GraphModule) -> bool:
 
 def stage_of(trace: TracebackType | None) -> str:
     """Which stage a freeze was in when it failed."""
-    stages = {"capture": "captured", "derive": "joint", "check_step": "joint", "capture_optimizer": "saved"}
+    stages = {
+        "capture": "captured",
+        "derive": "joint",
+        "check_step": "joint",
+        "capture_optimizer": "saved",
+    }
     stages |= {"write_package": "saved", "write_derived": "saved", "open_package": "saved"}
     for frame in traceback.extract_tb(trace):
         if "/trainload/" in frame.filename and frame.name in stages:

@@ -1,8 +1,9 @@
-"""Runs the coverage suite and writes its table: `make coverage-suite`, or `python -m tests.coverage.suite --help`.
+"""Runs the coverage suite and writes its table: `make coverage-suite`, or `python -m
+tests.coverage.suite --help`.
 
-Each case has a process of its own, with a time limit: one that crashes or hangs is a row of the table. What needs a process without the
-case's source is done in an environment of the wheel and its dependencies, for several cases one after another. One
-chunk of cases runs on each core.
+Each case has a process of its own, with a time limit: one that crashes or hangs is a row of the
+table. What needs a process without the case's source is done in an environment of the wheel and its
+dependencies, for several cases one after another. One chunk of cases runs on each core.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ from tests.laws.isolated import Environment, build_wheel, make_environment
 
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
 LIMIT = 1200
-"""Seconds for one case beside its source, and for each case elsewhere. Compiling a transformers model takes minutes."""
+"""Seconds for one case beside its source, and for each case elsewhere.
+
+Compiling a transformers model takes minutes.
+"""
 CHUNK = 8
 PRELOADED = ["trainload.freezing.freeze", "tests.coverage.stages"]
 
@@ -50,25 +54,50 @@ PRELOADED = ["trainload.freezing.freeze", "tests.coverage.stages"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 where every case is as it ought to be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", metavar="REGEX", help="run the cases whose family or name matches")
-    parser.add_argument("--missing", action="store_true", help="run only cases with stages that have no result")
-    parser.add_argument("--bad", action="store_true", help="run only cases that are not as they ought to be")
-    parser.add_argument("--table", action="store_true", help="run nothing; write the table from the results")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="run the cases whose family or name matches"
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="run only cases with stages that have no result"
+    )
+    parser.add_argument(
+        "--bad", action="store_true", help="run only cases that are not as they ought to be"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="run nothing; write the table from the results"
+    )
     options = parser.parse_args(arguments)
     known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     results: dict[str, Outcome] = known.get("cases", {})
-    results = {case.name: with_every_stage(results[case.name]) for case in CASES if case.name in results}
+    results = {
+        case.name: with_every_stage(results[case.name]) for case in CASES if case.name in results
+    }
     chosen = [case for case in CASES if re.search(options.only, f"{case.family}: {case.name}")]
     if options.missing:
-        chosen = [case for case in chosen if case.name not in results or lacks_a_stage(results[case.name])]
+        chosen = [
+            case for case in chosen if case.name not in results or lacks_a_stage(results[case.name])
+        ]
     if options.bad:
-        chosen = [case for case in chosen if case.name not in results or bad(case, results[case.name])]
+        chosen = [
+            case for case in chosen if case.name not in results or bad(case, results[case.name])
+        ]
     if not options.table and chosen:
         with tempfile.TemporaryDirectory() as name:
-            run(chosen, results, Path(name), keep=bool(options.only or options.missing or options.bad))
+            run(
+                chosen,
+                results,
+                Path(name),
+                keep=bool(options.only or options.missing or options.bad),
+            )
     write_table(results, json.loads(RESULTS.read_text())["versions"])
-    wrong = [case.name for case in CASES if case.name not in results or bad(case, results[case.name])]
-    print(f"{TABLE.relative_to(ROOT)}: {len(results)} of {len(CASES)} cases, {len(wrong)} not as they ought to be", file=sys.stderr)
+    wrong = [
+        case.name for case in CASES if case.name not in results or bad(case, results[case.name])
+    ]
+    print(
+        f"{TABLE.relative_to(ROOT)}: {len(results)} of {len(CASES)} cases, {len(wrong)} not as they"
+        " ought to be",
+        file=sys.stderr,
+    )
     return 1 if wrong else 0
 
 
@@ -80,28 +109,49 @@ def run(cases: Sequence[Case], results: dict[str, Outcome], folder: Path, *, kee
     environment = dataclasses.replace(environment, prefix=())  # gloo needs a network interface
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        [*PRELOADED, "transformers.modeling_utils"] if any(c.family == "transformers" for c in cases) else PRELOADED
+        [*PRELOADED, "transformers.modeling_utils"]
+        if any(c.family == "transformers" for c in cases)
+        else PRELOADED
     )
     chunks = [cases[start : start + CHUNK] for start in range(0, len(cases), CHUNK)]
     commit = head_commit()
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        runs = [pool.submit(run_chunk, chunk, folder / str(number), environment, context) for number, chunk in enumerate(chunks)]
+        runs = [
+            pool.submit(run_chunk, chunk, folder / str(number), environment, context)
+            for number, chunk in enumerate(chunks)
+        ]
         for finished in as_completed(runs):
-            results |= {name: {**found, "commit": commit} for name, found in finished.result().items()}
+            results |= {
+                name: {**found, "commit": commit} for name, found in finished.result().items()
+            }
             ordered = {case.name: results[case.name] for case in CASES if case.name in results}
-            RESULTS.write_text(json.dumps({"versions": versions(), "cases": ordered}, indent=1) + "\n")
+            RESULTS.write_text(
+                json.dumps({"versions": versions(), "cases": ordered}, indent=1) + "\n"
+            )
     finally:
         pool.shutdown(cancel_futures=True)  # after an interrupt no other chunk begins
 
 
 def head_commit() -> str:
     """Return the commit of the checkout, abbreviated."""
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
 
 
-def run_chunk(cases: Sequence[Case], folder: Path, environment: Environment, context: ForkServerContext) -> dict[str, Outcome]:
-    """Run some cases in a new folder: each beside its source, then all of them elsewhere; then compare results. Return them by name."""
+def run_chunk(
+    cases: Sequence[Case], folder: Path, environment: Environment, context: ForkServerContext
+) -> dict[str, Outcome]:
+    """Run some cases in a new folder: each beside its source, then all of them elsewhere; then
+    compare results.
+
+    Return them by name.
+    """
     folder.mkdir()
     results: dict[str, Outcome] = {}
     reached: list[tuple[Case, Path, dict[str, Any]]] = []
@@ -116,8 +166,17 @@ def run_chunk(cases: Sequence[Case], folder: Path, environment: Environment, con
             process.join()
         told = folder / f"{number}.json"
         if not told.is_file():
-            error = f"the process ended with {process.exitcode} after {time.perf_counter() - start:.0f} s"
-            stages: dict[str, Outcome] = {"captured": {"state": FAILED, "seconds": time.perf_counter() - start, "error": error}}
+            error = (
+                f"the process ended with {process.exitcode} after"
+                f" {time.perf_counter() - start:.0f} s"
+            )
+            stages: dict[str, Outcome] = {
+                "captured": {
+                    "state": FAILED,
+                    "seconds": time.perf_counter() - start,
+                    "error": error,
+                }
+            }
             extra: dict[str, Any] = {}
         else:
             stages, extra = json.loads(told.read_text())
@@ -131,7 +190,12 @@ def run_chunk(cases: Sequence[Case], folder: Path, environment: Environment, con
     for case in cases:
         states = {name: entry["state"] for name, entry in results[case.name]["stages"].items()}
         first = next(
-            (f"{s} at {n}: {results[case.name]['stages'][n]['error'][:150]}" for n, s in states.items() if s in ("failed", "refused")), ""
+            (
+                f"{s} at {n}: {results[case.name]['stages'][n]['error'][:150]}"
+                for n, s in states.items()
+                if s in ("failed", "refused")
+            ),
+            "",
         )
         print(f"{case.family}: {case.name}: {first or 'passed'}", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
@@ -139,14 +203,19 @@ def run_chunk(cases: Sequence[Case], folder: Path, environment: Environment, con
 
 
 def visit(environment: Environment, folders: Sequence[Path], cwd: Path) -> None:
-    """The stages elsewhere. Where the process dies, the folders that have no answer are visited one by one."""
+    """The stages elsewhere.
+
+    Where the process dies, the folders that have no answer are visited one by one.
+    """
     left = list(folders)
     if left:
         _elsewhere(environment, left, cwd)
     for folder in [f for f in left if not (f / "answer.json").is_file()]:
         error = _elsewhere(environment, [folder], cwd)
         if error:
-            (folder / "answer.json").write_text(json.dumps({"loaded": {"error": error, "seconds": 0.0}}))
+            (folder / "answer.json").write_text(
+                json.dumps({"loaded": {"error": error, "seconds": 0.0}})
+            )
 
 
 def _elsewhere(environment: Environment, folders: Sequence[Path], cwd: Path) -> str:

@@ -12,45 +12,89 @@ from typing import Any
 
 from tests.coverage.case import Case
 from tests.coverage.cases import CASES, FAMILIES
-from tests.coverage.stages import FAILED, INTERPRETED, NOT_RUN, PASSED, REFUSED, SKIPPED, STAGES, Outcome
+from tests.coverage.stages import (
+    FAILED,
+    INTERPRETED,
+    NOT_RUN,
+    PASSED,
+    REFUSED,
+    SKIPPED,
+    STAGES,
+    Outcome,
+)
 from tests.house.source import ROOT
 
 TABLE = ROOT / "docs" / "coverage.md"
 TORCH_SAMPLES = ROOT / "benchmarks" / "results" / "torch_samples.json"
 """torch's version; test -> how many cases passed; the cases that failed."""
-_MARKS = {PASSED: "yes", FAILED: "**no**", REFUSED: "refused", SKIPPED: "", INTERPRETED: "interpreted", NOT_RUN: NOT_RUN}
+_MARKS = {
+    PASSED: "yes",
+    FAILED: "**no**",
+    REFUSED: "refused",
+    SKIPPED: "",
+    INTERPRETED: "interpreted",
+    NOT_RUN: NOT_RUN,
+}
 _BESIDE = "bfloat16"
 """This stage is counted separately."""
+_MEANINGS = {
+    "captured": (
+        "`trainload.freeze` captured it, replayed the capture against eager on two batch sizes, and"
+        " derived and proved the joint graph"
+    ),
+    "loss, gradients": (
+        "on {compared} rows, the package's step graph has eager's loss and weight, gradients and"
+        " buffers"
+    ),
+    "dynamic batch": "the same on {again} rows",
+    "compiled": (
+        'two steps were trained compiled; "interpreted": a graph cannot be compiled, or differs'
+        " when compiled, and the run interprets it"
+    ),
+    "bfloat16": (
+        "under autocast to bfloat16 the same job has eager's loss and gradients; empty: eager has"
+        " no such operator"
+    ),
+    "saved": "the package was written, and its graph read back",
+    "loaded": (
+        "an environment with only the wheel and its dependencies opened it: without the case's"
+        " source, transformers or timm"
+    ),
+    "joint": "the joint graph derived again there has eager's loss, gradients and buffers",
+    "two workers": (
+        "two gloo processes that share {shared} rows have the loss and gradients of one worker"
+        " (twice the tolerance)"
+    ),
+}
+"""Columns of the table of stages: `passed` means this."""
 _HEAD = """# Coverage
 
-Which models can be frozen, and is what comes out of the package right? `make coverage-suite` makes this page and
-`benchmarks/results/coverage.json` from the cases in `tests/coverage/`; it takes some hours on two cores.
+Which models can be frozen, and does the package compute what eager PyTorch computes?
+`make coverage-suite` writes this page and `benchmarks/results/coverage.json` from the cases in
+`tests/coverage/`; a full run takes some hours on two cores.
 
-A case is a model with seeded random weights and a loss. The stages, each of which begins where the one before it passed:
+A case is a model with seeded random weights and a loss. Each stage starts if the stage before it
+passed:
 
 | stage | passed means |
 |---|---|
-| captured | `trainload.freeze` took it: captured, replayed against eager on two batch sizes, the joint graph derived and proven |
-| loss, gradients | the package's step graph, on {compared} rows, has eager's loss and weight; every gradient and every buffer |
-| dynamic batch | the same on {again} rows |
-| compiled | two steps were trained compiled; "interpreted": a graph cannot be compiled, or differs when it is, and the run interprets it |
-| bfloat16 | under autocast to bfloat16 the same job was frozen, and has eager's loss and gradients; empty: eager has no such operator |
-| saved | the package was written, and its graph read back |
-| loaded | an environment of the wheel and its dependencies opened it: no source of the case, no transformers, no timm |
-| joint | the forward and backward graph derived anew there has eager's loss, gradients and buffers |
-| two workers | two processes on gloo, {shared} rows between them, have the loss and the gradients of one worker (twice the tolerance) |
+{meanings}
 
-Eager is a plain training step of the case's own code: `loss.backward()`, no part of trainload. Differences are relative L2 distances: at
-most {full:g} in float32, {low:g} where something computes in 16 bits, {autocast:g} in the column bfloat16. A larger difference
-is accepted there if the distance from eager in float32 is at most {further:g} times that of eager under autocast. Gradients
-below {noise:g} of all gradients' norm are compared with that part.
-trainload's random numbers are a function of (seed, step, site, element), so the eager step is run with its random kernels (`bernoulli_`,
-`rand_like`, ...) drawing those numbers: dropout stays on, and everything around the draw is torch's own code. Rows that depend on one
-another (batch statistics, in-batch negatives) make two workers compute the mean over two halves, as in any data parallel training: there
-the reference is one worker on both halves.
+Eager is a plain training step of the case's own code: `loss.backward()`, no part of trainload.
+Differences are relative L2 distances: at most {full:g} in float32, {low:g} where something computes
+in 16 bits, {autocast:g} in the column bfloat16. A larger difference is accepted there if the
+distance from eager in float32 is at most {further:g} times that of eager under autocast. Gradients
+below {noise:g} of the norm of all gradients are compared with that part of it.
 
-"refused" is an outcome too: the freeze says no with a message, where a graph would train something else. Below the table each refusal
-has its message and the reason why no sound capture exists. **no** is a gap or a fault: the model should be captured and is not (yet).
+trainload's random numbers are a function of (seed, step, site, element), so the eager step runs
+with its random kernels (`bernoulli_`, `rand_like`, ...) replaced by ones that draw these numbers:
+dropout stays on, and everything around a draw is torch's own code. If rows depend on one another
+(batch statistics, in-batch negatives), two workers compute the mean over two halves, as in any data
+parallel training; the reference is then one worker on both halves.
+
+"refused" is an outcome too: the freeze rejects a model of which a graph would train something else.
+Below the tables each refusal has its message and the reason why no sound capture exists. **no** is
+a gap or a fault: the model should be captured and is not (yet).
 """
 
 
@@ -73,13 +117,18 @@ def bad(case: Case, found: Mapping[str, Any]) -> bool:
 
 
 def is_gap(case: Case, found: Mapping[str, Any]) -> bool:
-    """Whether a case does not pass that is known not to be captured yet. One with wrong gradients is none."""
+    """Whether a case does not pass that is known not to be captured yet.
+
+    One with wrong gradients is none.
+    """
     return bool(case.gap) and became(found) != PASSED and not wrong_gradients(found)
 
 
 def wrong_gradients(found: Mapping[str, Any]) -> bool:
     """Whether a package was written that trains something else than eager."""
-    return any(found["stages"][name]["state"] == FAILED for name in ("loss", "gradients", "dynamic batch")) or (
+    return any(
+        found["stages"][name]["state"] == FAILED for name in ("loss", "gradients", "dynamic batch")
+    ) or (
         found["stages"]["joint"]["state"] == FAILED and found["stages"]["saved"]["state"] == PASSED
     )
 
@@ -99,7 +148,8 @@ def write_table(results: Mapping[str, Outcome], used: Mapping[str, str]) -> None
     """Writes docs/coverage.md. `used`: the `versions` that the results were found with."""
     from tests.coverage import stages
 
-    head = _HEAD.format(
+    meanings = "\n".join(f"| {stage} | {meaning} |" for stage, meaning in _MEANINGS.items())
+    head = _HEAD.replace("{meanings}", meanings).format(
         compared=stages.ROWS_COMPARED,
         again=stages.ROWS_AGAIN,
         shared=stages.ROWS_SHARED,
@@ -115,19 +165,26 @@ def write_table(results: Mapping[str, Outcome], used: Mapping[str, str]) -> None
     parts.append(_refusals(results))
     parts.append(_gaps(results))
     parts.append(_failures(results))
-    parts.append(_of_stage(results, "compiled", (INTERPRETED,), "Interpreted where they would be compiled"))
+    parts.append(
+        _of_stage(results, "compiled", (INTERPRETED,), "Interpreted where they would be compiled")
+    )
     parts.append(_of_stage(results, _BESIDE, (FAILED, REFUSED), "Not in bfloat16"))
     TABLE.write_text("\n".join(parts).rstrip() + "\n")
 
 
 def _summary(results: Mapping[str, Outcome], used: Mapping[str, str]) -> str:
     told = ", ".join(f"{name} {value}" for name, value in used.items() if name not in ("cores",))
-    commits = Counter(found.get("commit", "before commits were recorded") for found in results.values())
+    commits = Counter(
+        found.get("commit", "before commits were recorded") for found in results.values()
+    )
     when = ", ".join(f"{commit}: {count}" for commit, count in commits.items())
     lines = [
         f"## Summary\n\n{told}. Cases by the commit at which each was run last: {when}.\n",
-        "| family | cases | captured and right | refused, as it must be | known gaps | failing | wrong gradients | not run "
-        "| compiled | interpreted | right in bfloat16 | not in bfloat16 |",
+        (
+            "| family | cases | captured and right | refused, as it must be | known gaps | failing"
+            " | wrong gradients | not run | compiled | interpreted | right in bfloat16 | not in"
+            " bfloat16 |"
+        ),
     ]
     lines.append(f"|---|{'---:|' * 11}")
     total = [0] * 11
@@ -155,23 +212,36 @@ def _torch_samples() -> str:
     """What became of torch's own databases: `tests/torch_samples` notes it."""
     found = json.loads(TORCH_SAMPLES.read_text())
     counts = found["passed"]
-    finite, nan = counts["test_four_updates_of_a_module_are_those_of_eager"], counts["test_what_is_no_number_in_eager_ends_a_run"]
-    lazy, options = counts["test_a_lazy_module_is_refused"], counts["test_four_updates_are_those_of_eager"]
+    finite, nan = (
+        counts["test_four_updates_of_a_module_are_those_of_eager"],
+        counts["test_what_is_no_number_in_eager_ends_a_run"],
+    )
+    lazy, options = (
+        counts["test_a_lazy_module_is_refused"],
+        counts["test_four_updates_are_those_of_eager"],
+    )
     failed = ", ".join(found["failed"]) or "none"
     return (
         "## torch's own databases\n\n"
-        "`torch.testing._internal` holds modules with inputs, and optimizers with sets of options, by which torch tests itself. Each is "
-        "frozen and launched, and four updates are compared with eager: losses, parameters and buffers (`tests/torch_samples`).\n\n"
-        f"| torch {found['torch']} | cases | as in eager | refused |\n|---|---:|---:|---:|\n"
-        f"| modules, the first three samples of each | {finite + nan + lazy} | {finite + nan}, of which {nan} are no numbers in eager "
-        f"| {lazy}, of lazy modules |\n"
-        f"| optimizers that need neither a closure nor sparse gradients, every set of options | {options} | {options} | 0 |\n\n"
+        "`torch.testing._internal` holds modules with inputs, and optimizers with sets of"
+        " options, by which torch tests itself. Each is frozen and launched, and four updates"
+        " are compared with eager: losses, parameters and buffers (`tests/torch_samples`).\n\n"
+        f"| torch {found['torch']} | cases | as in eager | refused |\n"
+        "|---|---:|---:|---:|\n"
+        f"| modules, the first three samples of each | {finite + nan + lazy} | {finite + nan},"
+        f" of which {nan} are no numbers in eager | {lazy}, of lazy modules |\n"
+        "| optimizers that need neither a closure nor sparse gradients, every set of options |"
+        f" {options} | {options} | 0 |\n\n"
         f"Failing: {failed}.\n"
     )
 
 
 def _family(name: str, cases: list[Case], results: Mapping[str, Outcome]) -> str:
-    lines = [f"## {name[0].upper()}{name[1:]}\n", f"| case | {' | '.join(STAGES)} | seconds |", f"|---|{'---|' * len(STAGES)}---:|"]
+    lines = [
+        f"## {name[0].upper()}{name[1:]}\n",
+        f"| case | {' | '.join(STAGES)} | seconds |",
+        f"|---|{'---|' * len(STAGES)}---:|",
+    ]
     for case in cases:
         found = results.get(case.name)
         if found is None:
@@ -184,7 +254,11 @@ def _family(name: str, cases: list[Case], results: Mapping[str, Outcome]) -> str
 
 
 def _refusals(results: Mapping[str, Outcome]) -> str:
-    lines = ["## Refusals, as they must be\n", "| case | why no sound capture exists | message |", "|---|---|---|"]
+    lines = [
+        "## Refusals, as they must be\n",
+        "| case | why no sound capture exists | message |",
+        "|---|---|---|",
+    ]
     for case in CASES:
         found = results.get(case.name)
         if case.refused and found is not None and became(found) == REFUSED:
@@ -193,7 +267,12 @@ def _refusals(results: Mapping[str, Outcome]) -> str:
 
 
 def _gaps(results: Mapping[str, Outcome]) -> str:
-    lines = ["## Known gaps\n", "Not captured so far, though a sound capture exists.\n", "| case | why | message |", "|---|---|---|"]
+    lines = [
+        "## Known gaps\n",
+        "Not captured so far, though a sound capture exists.\n",
+        "| case | why | message |",
+        "|---|---|---|",
+    ]
     for case in CASES:
         found = results.get(case.name)
         if found is not None and is_gap(case, found):
@@ -202,11 +281,17 @@ def _gaps(results: Mapping[str, Outcome]) -> str:
 
 
 def _failures(results: Mapping[str, Outcome]) -> str:
-    lines = ["## Not as it ought to be\n", "| case | ought to be | stage | message |", "|---|---|---|---|"]
+    lines = [
+        "## Not as it ought to be\n",
+        "| case | ought to be | stage | message |",
+        "|---|---|---|---|",
+    ]
     for case in CASES:
         found = results.get(case.name)
         if found is not None and bad(case, found):
-            stage = next((s for s in STAGES if found["stages"][s]["state"] in (FAILED, REFUSED)), "all")
+            stage = next(
+                (s for s in STAGES if found["stages"][s]["state"] in (FAILED, REFUSED)), "all"
+            )
             expected = "refused" if case.refused else "captured"
             message = _message(found) or f"captured, though {case.refused}"
             lines.append(f"| {case.family}: {case.name} | {expected} | {stage} | {message} |")
@@ -218,13 +303,24 @@ def _of_stage(results: Mapping[str, Outcome], stage: str, states: Sequence[str],
     for case in CASES:
         found = results.get(case.name)
         if found is not None and found["stages"][stage]["state"] in states:
-            lines.append(f"| {case.family}: {case.name} | {_in_a_line(found['stages'][stage]['error'])} |")
+            lines.append(
+                f"| {case.family}: {case.name} | {_in_a_line(found['stages'][stage]['error'])} |"
+            )
     return "\n".join([*lines, ""])
 
 
 def _message(found: Mapping[str, Any]) -> str:
     stages = [s for s in STAGES if s != _BESIDE]
-    return _in_a_line(next((found["stages"][s]["error"] for s in stages if found["stages"][s]["state"] in (FAILED, REFUSED)), ""))
+    return _in_a_line(
+        next(
+            (
+                found["stages"][s]["error"]
+                for s in stages
+                if found["stages"][s]["state"] in (FAILED, REFUSED)
+            ),
+            "",
+        )
+    )
 
 
 def _in_a_line(text: str) -> str:

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from tests.coverage.cases import CASES, case_named
-from tests.coverage.stages import INTERPRETED, PASSED, REFUSED, STAGES, after_elsewhere, before_elsewhere, difference, outcome
+from tests.coverage.stages import (
+    INTERPRETED,
+    PASSED,
+    REFUSED,
+    STAGES,
+    after_elsewhere,
+    before_elsewhere,
+    difference,
+    outcome,
+)
 from tests.coverage.suite import visit
 from tests.coverage.table import TABLE, became
 from tests.laws.isolated import make_environment
@@ -34,7 +43,10 @@ REFUSALS = ("if on a value of the batch", "a write to a parameter in forward")
 def outcomes(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Name -> what became of the case."""
     folder = tmp_path_factory.mktemp("coverage")
-    told = {name: (folder / str(number), *before_elsewhere(case_named(name), folder / str(number))) for number, name in enumerate(QUICK)}
+    told = {
+        name: (folder / str(number), *before_elsewhere(case_named(name), folder / str(number)))
+        for number, name in enumerate(QUICK)
+    }
     environment = dataclasses.replace(make_environment(folder / "venv", wheel), prefix=())
     visit(environment, [place for place, _, extra in told.values() if "two_rows" in extra], folder)
     for name, (place, stages, extra) in told.items():
@@ -48,7 +60,11 @@ def test_a_case_passes_every_stage(outcomes: dict[str, dict[str, Any]], name: st
     stages = outcomes[name]["stages"]
     static = name == "a fixed batch size"
     left = ("bfloat16", *(("dynamic batch", "two workers") if static else ()))
-    assert {s: stages[s]["error"] for s in STAGES if stages[s]["state"] not in (PASSED, INTERPRETED) and s not in left} == {}
+    assert {
+        s: stages[s]["error"]
+        for s in STAGES
+        if stages[s]["state"] not in (PASSED, INTERPRETED) and s not in left
+    } == {}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -82,15 +98,26 @@ def test_a_refusal_says_why_no_sound_capture_exists() -> None:
 )
 def test_a_wrong_gradient_is_seen(found: torch.Tensor, said: str) -> None:
     eager = {"gradient/first.weight": torch.tensor([1.0, 2.0]), "loss/loss": torch.tensor(3.0)}
-    problem = difference(eager, {"gradient/first.weight": found, "loss/loss": torch.tensor(3.0)}, 1e-5)
+    problem = difference(
+        eager, {"gradient/first.weight": found, "loss/loss": torch.tensor(3.0)}, 1e-5
+    )
     assert (said in problem) if said else problem == ""
 
 
 @pytest.mark.parametrize(
     ("eager", "found", "right"),
-    [(1.1, 0.9, True), (1.1, 1.14, True), (1.1, 1.2, False), (1.0, 1.2, False), (float("nan"), 1.0, False), (1.1, float("nan"), False)],
+    [
+        (1.1, 0.9, True),
+        (1.1, 1.14, True),
+        (1.1, 1.2, False),
+        (1.0, 1.2, False),
+        (float("nan"), 1.0, False),
+        (1.1, float("nan"), False),
+    ],
 )
-def test_a_rounded_gradient_may_be_as_far_from_the_precise_one_as_eagers(eager: float, found: float, right: bool) -> None:
+def test_a_rounded_gradient_may_be_as_far_from_the_precise_one_as_eagers(
+    eager: float, found: float, right: bool
+) -> None:
     rounded, graph, precise = ({"gradient/a": torch.tensor(value)} for value in (eager, found, 1.0))
     assert (difference(rounded, graph, 1e-3, precise) == "") == right
 

@@ -20,7 +20,9 @@ from trainload.packaging.package import Package
 
 
 class Small(nn.Module):
-    """(rows, 8) -> (rows, 8), with tied weights, a count of its calls, a buffer in no state dict and a constant."""
+    """(rows, 8) -> (rows, 8), with tied weights, a count of its calls, a buffer in no state dict
+    and a constant.
+    """
 
     calls: Tensor
     offset: Tensor
@@ -49,7 +51,12 @@ def predict(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def small_job(**options: Any) -> Job:
     torch.manual_seed(0)
-    return job(Small(), predict=predict, batch={"x": torch.randn(4, 8), "scale": torch.rand(4, 1)}, **options)
+    return job(
+        Small(),
+        predict=predict,
+        batch={"x": torch.randn(4, 8), "scale": torch.rand(4, 1)},
+        **options,
+    )
 
 
 _CHILD = """
@@ -61,7 +68,8 @@ assert importlib.util.find_spec("trainload") is None
 kind, calls, *folders = sys.argv[1:]
 for folder in folders:
     path = f"{folder}/export.pt2"
-    batch = {name: torch.from_numpy(values) for name, values in numpy.load(f"{folder}/rows.npz").items()}
+    rows = numpy.load(f"{folder}/rows.npz")
+    batch = {name: torch.from_numpy(values) for name, values in rows.items()}
     if kind == "pt2":
         files = {"trainload.json": ""}
         call = torch.export.load(path, extra_files=files).module()
@@ -73,14 +81,17 @@ for folder in folders:
     for number in range(int(calls)):
         results = dict(zip(names, call(batch) if kind == "pt2" else call(**batch), strict=True))
         assert not any(value.requires_grad for value in results.values())
-        save_file({name: value.contiguous() for name, value in results.items()}, f"{folder}/results.{number}")
+        contiguous = {name: value.contiguous() for name, value in results.items()}
+        save_file(contiguous, f"{folder}/results.{number}")
     print(json.dumps(json.loads(note)))
 """
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a process that cannot import trainload got: the outputs of each of its calls, by name, and the note."""
+    """What a process that cannot import trainload got: the outputs of each of its calls, by name,
+    and the note.
+    """
 
     results: tuple[dict[str, Tensor], ...]
     note: dict[str, Any]
@@ -90,8 +101,12 @@ Opened = Sequence[tuple[Path, Mapping[str, Tensor]]]
 """Exports, each with the batch that it is called with."""
 
 
-def opened_elsewhere(outside: Environment, kind: str, exports: Opened, folder: Path, calls: int = 1) -> list[Found]:
-    """Opens .pt2 files or AOTInductor packages in one such process, and calls each with its batch."""
+def opened_elsewhere(
+    outside: Environment, kind: str, exports: Opened, folder: Path, calls: int = 1
+) -> list[Found]:
+    """Opens .pt2 files or AOTInductor packages in one such process, and calls each with its
+    batch.
+    """
     folders = [folder / f"export-{number}" for number in range(len(exports))]
     for place, (path, batch) in zip(folders, exports, strict=True):
         place.mkdir()
@@ -99,16 +114,23 @@ def opened_elsewhere(outside: Environment, kind: str, exports: Opened, folder: P
         rows: dict[str, Any] = {name: value.numpy() for name, value in batch.items()}
         np.savez(place / "rows.npz", **rows)
     notes = outside.run(_CHILD, folder, kind, str(calls), *folders).splitlines()
-    results = [tuple(load_file(place / f"results.{number}") for number in range(calls)) for place in folders]
+    results = [
+        tuple(load_file(place / f"results.{number}") for number in range(calls))
+        for place in folders
+    ]
     return [Found(found, json.loads(note)) for found, note in zip(results, notes, strict=True)]
 
 
-def own_results(package: Package, graph: str, batch: Mapping[str, Tensor], calls: int = 1) -> tuple[dict[str, Tensor], ...]:
+def own_results(
+    package: Package, graph: str, batch: Mapping[str, Tensor], calls: int = 1
+) -> tuple[dict[str, Tensor], ...]:
     """What the package's own graph gives in each call, by name."""
     module = package.graph(graph).module(check_guards=False)
     names = [output.name for output in package.manifest.graphs[graph].outputs]
     with torch.no_grad():
-        return tuple(dict(zip(names, module(dict(sorted(batch.items()))), strict=True)) for _ in range(calls))
+        return tuple(
+            dict(zip(names, module(dict(sorted(batch.items()))), strict=True)) for _ in range(calls)
+        )
 
 
 def model_of(package: Package, model: nn.Module) -> nn.Module:

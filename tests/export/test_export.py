@@ -1,4 +1,6 @@
-"""`trainload.export`: what comes out of a package runs where trainload is not, and gives the same."""
+"""`trainload.export`: what comes out of a package runs where trainload is not, and gives the
+same.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ X = {"x": torch.randn(7, 8, generator=torch.Generator().manual_seed(3))}
 ROWS = {**X, "scale": torch.linspace(0.5, 2, 7)[:, None]}
 """Another number of rows than the example's, and another order than the graph's."""
 _GENERATOR = torch.Generator().manual_seed(1)
-ROWS_OF_EVERYTHING = {"x": torch.randint(0, 16, (5, 5), generator=_GENERATOR), "y": torch.randint(0, 16, (5,), generator=_GENERATOR)}
+ROWS_OF_EVERYTHING = {
+    "x": torch.randint(0, 16, (5, 5), generator=_GENERATOR),
+    "y": torch.randint(0, 16, (5,), generator=_GENERATOR),
+}
 
 
 CALLS = 3
@@ -41,12 +46,21 @@ def pt2(trained: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def everything(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> exporting.Exported:
-    """A graph with tied weights, a frozen one, both kinds of buffer, a constant, cond, autocast to bfloat16 and a no_grad region."""
-    return trainload.export(packaged, tmp_path_factory.mktemp("everything") / "job.pt2", to="pt2", graph="eval")
+    """A graph with tied weights, a frozen one, both kinds of buffer, a constant, cond, autocast to
+    bfloat16 and a no_grad region.
+    """
+    return trainload.export(
+        packaged, tmp_path_factory.mktemp("everything") / "job.pt2", to="pt2", graph="eval"
+    )
 
 
 @pytest.fixture(scope="module")
-def elsewhere(pt2: Path, everything: exporting.Exported, outside: Environment, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def elsewhere(
+    pt2: Path,
+    everything: exporting.Exported,
+    outside: Environment,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[Found]:
     """The results of both exports in one process that cannot import trainload."""
     exports = [(pt2, ROWS), (everything.path, ROWS_OF_EVERYTHING)]
     return opened_elsewhere(outside, "pt2", exports, tmp_path_factory.mktemp("elsewhere"), CALLS)
@@ -63,23 +77,35 @@ def aoti(trained: Package, tmp_path_factory: pytest.TempPathFactory) -> exportin
 
 
 @pytest.fixture(scope="module")
-def from_aoti(aoti: exporting.Exported, outside: Environment, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    (found,) = opened_elsewhere(outside, "aoti", [(aoti.path, ROWS)], tmp_path_factory.mktemp("elsewhere"), CALLS)
+def from_aoti(
+    aoti: exporting.Exported, outside: Environment, tmp_path_factory: pytest.TempPathFactory
+) -> Found:
+    (found,) = opened_elsewhere(
+        outside, "aoti", [(aoti.path, ROWS)], tmp_path_factory.mktemp("elsewhere"), CALLS
+    )
     return found
 
 
-def assert_close(found: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]], tolerance: float = 0.0) -> None:
+def assert_close(
+    found: Sequence[dict[str, Tensor]],
+    expected: Sequence[dict[str, Tensor]],
+    tolerance: float = 0.0,
+) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
             torch.testing.assert_close(one[name], value, rtol=tolerance, atol=tolerance)
 
 
-def test_plain_torch_opens_a_pt2_and_predicts_what_the_package_does(from_pt2: Found, trained: Package) -> None:
+def test_plain_torch_opens_a_pt2_and_predicts_what_the_package_does(
+    from_pt2: Found, trained: Package
+) -> None:
     assert_close(from_pt2.results, own_results(trained, "predict", ROWS, CALLS))
 
 
-def test_a_pt2_predicts_what_the_trained_eager_model_does(from_pt2: Found, trained: Package) -> None:
+def test_a_pt2_predicts_what_the_trained_eager_model_does(
+    from_pt2: Found, trained: Package
+) -> None:
     with torch.no_grad():
         assert_close(from_pt2.results[:1], [predict(model_of(trained, Small()), ROWS)], 1e-6)
 
@@ -93,7 +119,9 @@ def test_a_pt2_updates_its_buffers_from_call_to_call(from_pt2: Found) -> None:
     assert not torch.equal(from_pt2.results[0]["y"], from_pt2.results[2]["y"])
 
 
-def test_the_note_in_a_pt2_says_what_goes_in_and_comes_out(from_pt2: Found, trained: Package) -> None:
+def test_the_note_in_a_pt2_says_what_goes_in_and_comes_out(
+    from_pt2: Found, trained: Package
+) -> None:
     note = from_pt2.note
     assert note["inputs"] == [
         {"name": "scale", "dtype": "float32", "shape": ["batch", 1]},
@@ -114,18 +142,24 @@ def test_what_is_built_in_passing_is_not_left_behind(aoti: exporting.Exported) -
 
 
 @pytest.mark.slow
-def test_torchs_loader_runs_an_aotinductor_package_which_updates_its_buffers(from_aoti: Found, trained: Package) -> None:
+def test_torchs_loader_runs_an_aotinductor_package_which_updates_its_buffers(
+    from_aoti: Found, trained: Package
+) -> None:
     assert_close(from_aoti.results, own_results(trained, "predict", ROWS, CALLS), 1e-5)
     assert from_aoti.note["package"] == trained.digest
 
 
 @pytest.mark.slow
-def test_an_aotinductor_package_predicts_what_the_trained_eager_model_does(from_aoti: Found, trained: Package) -> None:
+def test_an_aotinductor_package_predicts_what_the_trained_eager_model_does(
+    from_aoti: Found, trained: Package
+) -> None:
     with torch.no_grad():
         assert_close(from_aoti.results[:1], [predict(model_of(trained, Small()), ROWS)], 1e-5)
 
 
-def test_everything_that_a_graph_holds_comes_out(packaged: Package, everything: exporting.Exported, elsewhere: list[Found]) -> None:
+def test_everything_that_a_graph_holds_comes_out(
+    packaged: Package, everything: exporting.Exported, elsewhere: list[Found]
+) -> None:
     assert everything.difference == 0.0
     assert_close(elsewhere[1].results, own_results(packaged, "eval", ROWS_OF_EVERYTHING, CALLS))
 
@@ -140,15 +174,22 @@ def gradient_inside(model: Any, x: Tensor) -> Tensor:
 
 INSIDE = {
     "autograd.grad": lambda: Model(gradient_inside, part=nn.Linear(8, 8)),
-    "func.grad": lambda: Model(lambda m, x: x + torch.func.grad(lambda y: m.part(y).tanh().sum())(x), part=nn.Linear(8, 8)),
-    "vmap": lambda: Model(lambda m, x: torch.func.vmap(lambda row: m.part(row).tanh() * row.sum())(x), part=nn.Linear(8, 8)),
+    "func.grad": lambda: Model(
+        lambda m, x: x + torch.func.grad(lambda y: m.part(y).tanh().sum())(x), part=nn.Linear(8, 8)
+    ),
+    "vmap": lambda: Model(
+        lambda m, x: torch.func.vmap(lambda row: m.part(row).tanh() * row.sum())(x),
+        part=nn.Linear(8, 8),
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(INSIDE))
 def test_operators_of_trainload_are_traced_away(name: str, tmp_path: Path) -> None:
-    package = trainload.freeze(job(INSIDE[name](), predict=lambda model, batch: model(batch["x"])), tmp_path / "a.tl")
+    package = trainload.freeze(
+        job(INSIDE[name](), predict=lambda model, batch: model(batch["x"])), tmp_path / "a.tl"
+    )
     own = own_operators(package.captured("predict").exported.graph_module)
     assert own
     made = trainload.export(package, tmp_path / "a.pt2", to="pt2")
@@ -156,11 +197,16 @@ def test_operators_of_trainload_are_traced_away(name: str, tmp_path: Path) -> No
     module = torch.export.load(made.path).module()  # noqa: TID251  # made here
     targets = {str(node.target) for node in module.graph.nodes if node.op == "call_function"}
     assert not {target for target in targets if "trainload" in target}
-    assert_close([dict(zip(made.outputs, module(X), strict=True))], own_results(package, "predict", X), 1e-6)
+    assert_close(
+        [dict(zip(made.outputs, module(X), strict=True))], own_results(package, "predict", X), 1e-6
+    )
 
 
 def test_an_operator_that_plain_torch_cannot_say_is_refused_by_its_name(tmp_path: Path) -> None:
-    targets, letters = torch.tensor([[1, 2, 3], [2, 2, 1], [4, 3, 1], [1, 1, 2]]), torch.tensor([3, 2, 3, 1])
+    targets, letters = (
+        torch.tensor([[1, 2, 3], [2, 2, 1], [4, 3, 1], [1, 1, 2]]),
+        torch.tensor([3, 2, 3, 1]),
+    )
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         scores = model(batch["x"]).unsqueeze(0).expand(9, -1, -1).log_softmax(-1)
@@ -169,7 +215,13 @@ def test_an_operator_that_plain_torch_cannot_say_is_refused_by_its_name(tmp_path
 
     batch = {"x": torch.randn(4, 8), "targets": targets, "letters": letters}
     package = trainload.freeze(job(Model(), loss=loss, batch=batch), tmp_path / "ctc.tl")
-    with pytest.raises(PackageError, match=r"graph eval: it calls operators that plain torch does not have.*trainload\.ctc_loss\.default"):
+    with pytest.raises(
+        PackageError,
+        match=(
+            r"graph eval: it calls operators that plain torch does not"
+            r" have.*trainload\.ctc_loss\.default"
+        ),
+    ):
         trainload.export(package, tmp_path / "ctc.pt2", to="pt2", graph="eval")
     assert [path.name for path in tmp_path.iterdir()] == ["ctc.tl"]
 
@@ -177,8 +229,13 @@ def test_an_operator_that_plain_torch_cannot_say_is_refused_by_its_name(tmp_path
 def test_conditions_on_sizes_are_checked_by_torch(tmp_path: Path) -> None:
     """Any number of values that is even, at most 16: the model takes each second one."""
     model = Model(lambda _, x: x[:, ::2] * 2)
-    options: dict[str, Any] = {"batch": {"x": torch.randn(4, 6, 8)}, "dynamic": {"x": {1: 2 * Dim("pairs", max=8)}}}
-    package = trainload.freeze(job(model, predict=lambda model, batch: model(batch["x"]), **options), tmp_path / "even.tl")
+    options: dict[str, Any] = {
+        "batch": {"x": torch.randn(4, 6, 8)},
+        "dynamic": {"x": {1: 2 * Dim("pairs", max=8)}},
+    }
+    package = trainload.freeze(
+        job(model, predict=lambda model, batch: model(batch["x"]), **options), tmp_path / "even.tl"
+    )
     path = trainload.export(package, tmp_path / "even.pt2", to="pt2").path
     module = torch.export.load(path).module()  # noqa: TID251  # made here
     assert module({"x": torch.randn(3, 10, 8)})[0].shape == (3, 5, 8)
@@ -200,7 +257,11 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Package:
             y: Tensor = self.layer(x if x.shape[1] == 8 else x.view(-1, 2, 8).mean(1))
             return y
 
-    made = job(Means(), predict=lambda model, batch: model(batch["x"]), variants={"long": {"x": torch.randn(4, 16)}})
+    made = job(
+        Means(),
+        predict=lambda model, batch: model(batch["x"]),
+        variants={"long": {"x": torch.randn(4, 16)}},
+    )
     return trainload.freeze(made, tmp_path_factory.mktemp("varied") / "varied.tl")
 
 
@@ -210,7 +271,10 @@ def test_a_variant_is_exported_by_its_name(varied: Package, tmp_path: Path) -> N
     assert (made.graph, made.inputs) == ("predict-long", {"x": "float32[batch, 16]"})
     batch = {"x": torch.randn(3, 16)}
     module = torch.export.load(made.path).module()  # noqa: TID251  # made here
-    assert_close([dict(zip(made.outputs, module(batch), strict=True))], own_results(varied, "predict-long", batch))
+    assert_close(
+        [dict(zip(made.outputs, module(batch), strict=True))],
+        own_results(varied, "predict-long", batch),
+    )
 
 
 def golden(name: str) -> Golden:
@@ -219,8 +283,18 @@ def golden(name: str) -> Golden:
 
 
 def test_a_goldens_variant_is_exported_by_its_name(tmp_path: Path) -> None:
-    made = trainload.export(trainload.open(golden("variants").package), tmp_path / "hinted.pt2", to="pt2", graph="eval", variant="hinted")
-    assert (made.graph, sorted(made.inputs), made.difference) == ("eval-hinted", ["hint", "x", "y"], 0.0)
+    made = trainload.export(
+        trainload.open(golden("variants").package),
+        tmp_path / "hinted.pt2",
+        to="pt2",
+        graph="eval",
+        variant="hinted",
+    )
+    assert (made.graph, sorted(made.inputs), made.difference) == (
+        "eval-hinted",
+        ["hint", "x", "y"],
+        0.0,
+    )
 
 
 @pytest.mark.slow  # the rows of the first tests are in another order than the graph's
@@ -255,7 +329,9 @@ def refusal(package: Package, path: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_a_package_without_a_predict_graph_says_which_it_has(packaged: Package, tmp_path: Path) -> None:
+def test_a_package_without_a_predict_graph_says_which_it_has(
+    packaged: Package, tmp_path: Path
+) -> None:
     text = refusal(packaged, tmp_path / "a.pt2")
     assert "the package has no such graph (expected eval, got predict)" in text
     assert "--graph eval" in text
@@ -273,7 +349,9 @@ def test_a_package_without_a_predict_graph_says_which_it_has(packaged: Package, 
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_exported_is_refused(trained: Package, options: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused(
+    trained: Package, options: dict[str, Any], text: str, tmp_path: Path
+) -> None:
     assert text in refusal(trained, tmp_path / "a.pt2", **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -313,7 +391,9 @@ def test_a_damaged_package_leaves_nothing_behind(trained: Package, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["damaged.tl"]
 
 
-def test_what_was_written_wrongly_is_noticed(trained: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_written_wrongly_is_noticed(
+    trained: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = torch.export.save
 
     def saves_another(program: Any, *given: Any, **options: Any) -> None:
@@ -326,7 +406,9 @@ def test_what_was_written_wrongly_is_noticed(trained: Package, tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_comparison_it_is_not_noticed(trained: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_comparison_it_is_not_noticed(
+    trained: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def not_called(*_: Any) -> Sequence[Tensor]:
         raise AssertionError("it was opened")
 
@@ -334,33 +416,51 @@ def test_without_the_comparison_it_is_not_noticed(trained: Package, tmp_path: Pa
     assert trainload.export(trained, tmp_path / "a.pt2", to="pt2", check=False).difference is None
 
 
-def test_a_compiler_that_is_not_there_is_missed(trained: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_not_there_is_missed(
+    trained: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exporting, "has_cpp_compiler", lambda: False)
     assert "no C++ compiler" in refusal(trained, tmp_path / "a.pt2", to="aoti")
 
 
-def test_the_command_writes_beside_the_package(trained: Package, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_beside_the_package(
+    trained: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = trained.path.with_name("trained.pt2")
     assert cli.run(["export", str(trained.path), "--to", "pt2", "--graph", "eval", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["path"], told["graph"], told["outputs"], told["bytes"]) == (str(path), "eval", ["loss"], path.stat().st_size)
+    assert (told["path"], told["graph"], told["outputs"], told["bytes"]) == (
+        str(path),
+        "eval",
+        ["loss"],
+        path.stat().st_size,
+    )
     path.unlink()
 
 
-def test_the_command_says_how_it_is_called(trained: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_how_it_is_called(
+    trained: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["export", str(trained.path), "--to", "pt2", "-o", str(tmp_path / "a.pt2")]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "takes one dict: scale float32[batch, 1], x float32[batch, 8]" in text
     assert "returns a tuple: best, y" in text
 
 
-def test_the_command_refuses_in_one_line(packaged: Package, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.run(["export", str(packaged.path), "--to", "pt2", "-o", str(tmp_path / "a.pt2")]) == 2
+def test_the_command_refuses_in_one_line(
+    packaged: Package, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert (
+        cli.run(["export", str(packaged.path), "--to", "pt2", "-o", str(tmp_path / "a.pt2")]) == 2
+    )
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.slow  # a backward is traced away as gradients are, and autocast as in the graph that holds everything
-@pytest.mark.parametrize("name", ["function_in_autocast", "function_in_no_grad", "function_in_a_checkpoint"])
+# a backward is traced away as gradients are, and autocast as in the graph that holds everything
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["function_in_autocast", "function_in_no_grad", "function_in_a_checkpoint"]
+)
 def test_evaluation_of_what_has_a_backward_of_its_own_comes_out(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     package = trainload.freeze(job(MODELS[name]()), tmp_path / "a.tl")

@@ -36,8 +36,19 @@ def frozen(model: nn.Module, path: Path, **options: Any) -> Package:
 def moved(package: Package, path: Path) -> Package:
     """The package with other parameters, as after training."""
     generator = torch.Generator().manual_seed(5)
-    own = {spec.name: package.weights.tensor(spec.name) for spec in package.parameters if spec.alias_of is None}
-    return with_weights(package, path, [(name, value + 0.1 * torch.randn(value.shape, generator=generator)) for name, value in own.items()])
+    own = {
+        spec.name: package.weights.tensor(spec.name)
+        for spec in package.parameters
+        if spec.alias_of is None
+    }
+    return with_weights(
+        package,
+        path,
+        [
+            (name, value + 0.1 * torch.randn(value.shape, generator=generator))
+            for name, value in own.items()
+        ],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +73,11 @@ for folder in sys.argv[1:]:
     model, told = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(told.values()), (folder, told)
     with torch.no_grad():
-        save_file({"logits": model.eval()(**load_file(f"{folder}.rows")).logits.contiguous()}, f"{folder}.logits")
+        logits = model.eval()(**load_file(f"{folder}.rows")).logits
+        save_file({"logits": logits.contiguous()}, f"{folder}.logits")
     if os.path.exists(f"{folder}/tokenizer.json"):
-        print(json.dumps(transformers.AutoTokenizer.from_pretrained(folder)("w3 w7 w1")["input_ids"]))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        print(json.dumps(tokenizer("w3 w7 w1")["input_ids"]))
 """
 
 
@@ -82,7 +95,9 @@ class Pair(nn.Module):
         self.student: Any = gpt2()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        found = self.student(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
+        found = self.student(
+            input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False
+        )
         loss: Tensor = found.loss + self.scale.weight.square().sum()
         return loss
 
@@ -104,7 +119,9 @@ def frozen_pair(path: Path) -> Package:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What from_pretrained gave in a process that cannot import trainload: package and logits by case, and the ids of three words."""
+    """What from_pretrained gave in a process that cannot import trainload: package and logits by
+    case, and the ids of three words.
+    """
 
     packages: dict[str, Package]
     logits: dict[str, Tensor]
@@ -113,7 +130,14 @@ class Elsewhere:
 
 def test_a_folder_holds_what_it_should_and_no_path_of_this_machine(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()}
-    assert names >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md", "trainload.json"}
+    assert names >= {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "README.md",
+        "trainload.json",
+    }
     assert "huggingface.json" not in names
     text = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md"))
     assert "/tmp" not in text and str(Path.home()) not in text
@@ -121,23 +145,37 @@ def test_a_folder_holds_what_it_should_and_no_path_of_this_machine(folder: Path)
 
 def test_tied_weights_are_written_once_and_named(folder: Path) -> None:
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    assert json.loads((folder / "trainload.json").read_bytes())["aliases"] == {"lm_head.weight": "transformer.wte.weight"}
+    assert json.loads((folder / "trainload.json").read_bytes())["aliases"] == {
+        "lm_head.weight": "transformer.wte.weight"
+    }
 
 
 @pytest.fixture(scope="module")
 def elsewhere(
-    gpt: Package, folder: Path, outside: Environment, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    gpt: Package,
+    folder: Path,
+    outside: Environment,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> Elsewhere:
     scratch = tmp_path_factory.mktemp("elsewhere")
     made: dict[str, Callable[[], Package]] = {
         "gpt": lambda: gpt,
-        "tied decoder": lambda: moved(frozen(bert(), scratch / "bert.tl"), scratch / "bert-trained.tl"),
-        "experts": lambda: moved(frozen(mixtral(), scratch / "mixtral.tl"), scratch / "mixtral-trained.tl"),
-        "within another": lambda: moved(frozen_pair(scratch / "pair.tl"), scratch / "pair-trained.tl"),
+        "tied decoder": lambda: moved(
+            frozen(bert(), scratch / "bert.tl"), scratch / "bert-trained.tl"
+        ),
+        "experts": lambda: moved(
+            frozen(mixtral(), scratch / "mixtral.tl"), scratch / "mixtral-trained.tl"
+        ),
+        "within another": lambda: moved(
+            frozen_pair(scratch / "pair.tl"), scratch / "pair-trained.tl"
+        ),
     }
     needed = {"gpt", *selected(request, "name")}
     packages = {name: make() for name, make in made.items() if name in needed}
-    folders = {name: folder if name == "gpt" else scratch / name.replace(" ", "-") for name in packages}
+    folders = {
+        name: folder if name == "gpt" else scratch / name.replace(" ", "-") for name in packages
+    }
     for name, package in packages.items():
         if name != "gpt":
             trainload.export(package, folders[name], to="huggingface")
@@ -155,7 +193,9 @@ def test_from_pretrained_gives_the_packages_logits(name: str, elsewhere: Elsewhe
     torch.testing.assert_close(elsewhere.logits[name], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_from_pretrained_gives_the_trained_eager_models_logits(gpt: Package, elsewhere: Elsewhere) -> None:
+def test_from_pretrained_gives_the_trained_eager_models_logits(
+    gpt: Package, elsewhere: Elsewhere
+) -> None:
     model: Any = model_of(gpt, gpt2())
     with torch.no_grad():
         torch.testing.assert_close(elsewhere.logits["gpt"], model(**inputs_of(gpt)).logits)
@@ -167,18 +207,30 @@ def test_the_tokenizer_is_where_transformers_looks_for_it(elsewhere: Elsewhere) 
 
 @pytest.mark.slow  # the next test has a part of the model itself
 def test_a_configuration_does_not_go_with_the_weights_of_another_module(tmp_path: Path) -> None:
-    folder = trainload.export(frozen_pair(tmp_path / "pair.tl"), tmp_path / "scale", to="huggingface", part="scale").path
-    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "README.md", "trainload.json"}
+    folder = trainload.export(
+        frozen_pair(tmp_path / "pair.tl"), tmp_path / "scale", to="huggingface", part="scale"
+    ).path
+    assert {path.name for path in folder.iterdir()} == {
+        "model.safetensors",
+        "README.md",
+        "trainload.json",
+    }
 
 
-def test_a_configuration_does_not_go_with_the_weights_of_a_part(gpt: Package, tmp_path: Path) -> None:
+def test_a_configuration_does_not_go_with_the_weights_of_a_part(
+    gpt: Package, tmp_path: Path
+) -> None:
     folder = trainload.export(gpt, tmp_path / "part", to="huggingface", part="transformer").path
     assert not {"config.json", "generation_config.json"} & {path.name for path in folder.iterdir()}
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
-    package = trainload.freeze(job(Model(), assets={"tokenizer/vocab.txt": b"", "vocab.txt": b""}), tmp_path / "a.tl")
-    with pytest.raises(PackageError, match=r"assets/vocab\.txt: two files of the folder have the same name"):
+    package = trainload.freeze(
+        job(Model(), assets={"tokenizer/vocab.txt": b"", "vocab.txt": b""}), tmp_path / "a.tl"
+    )
+    with pytest.raises(
+        PackageError, match=r"assets/vocab\.txt: two files of the folder have the same name"
+    ):
         trainload.export(package, tmp_path / "folder", to="huggingface")
     assert [path.name for path in tmp_path.iterdir()] == ["a.tl"]
 
@@ -216,7 +268,9 @@ def test_buffers_outside_the_state_dict_stay_out(trained: Package, tmp_path: Pat
     assert {"calls", "norm.running_mean"} <= tensors.keys()
 
 
-def test_assets_go_along_and_a_card_is_written_where_there_is_none(trained: Package, tmp_path: Path) -> None:
+def test_assets_go_along_and_a_card_is_written_where_there_is_none(
+    trained: Package, tmp_path: Path
+) -> None:
     made = trainload.export(trained, tmp_path / "small", to="huggingface")
     assert (made.path / "notes/run.log").read_bytes() == b"first\n"
     assert trained.digest in (made.path / "README.md").read_text()
@@ -233,29 +287,53 @@ def test_shards_have_an_index(trained: Package, tmp_path: Path) -> None:
     assert {stored.name for stored in contents.tensors} == index["weight_map"].keys()
 
 
-def test_a_part_has_its_own_names_and_an_alias_whose_owner_is_elsewhere(trained: Package, tmp_path: Path) -> None:
+def test_a_part_has_its_own_names_and_an_alias_whose_owner_is_elsewhere(
+    trained: Package, tmp_path: Path
+) -> None:
     made = trainload.export(trained, tmp_path / "last", to="huggingface", part="last")
     tensors = load_file(made.path / "model.safetensors")
     assert tensors.keys() == {"weight", "bias"}
     assert torch.equal(tensors["weight"], trained.weights.tensor("first.weight"))
 
 
-def test_a_part_that_there_is_not_is_refused_with_those_that_there_are(trained: Package, tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match=r"no module of this name with weights.*Modules with weights: first, last, norm"):
+def test_a_part_that_there_is_not_is_refused_with_those_that_there_are(
+    trained: Package, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        PackageError,
+        match=r"no module of this name with weights.*Modules with weights: first, last, norm",
+    ):
         trainload.export(trained, tmp_path / "a", to="huggingface", part="second")
 
 
-@pytest.mark.parametrize("option", [{"graph": "eval"}, {"variant": "long"}, {"device": "cpu"}], ids=lambda option: next(iter(option)))
-def test_an_option_without_a_meaning_is_refused(trained: Package, option: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match=f"{next(iter(option))}: an export of weights contains no graph"):
+@pytest.mark.parametrize(
+    "option",
+    [{"graph": "eval"}, {"variant": "long"}, {"device": "cpu"}],
+    ids=lambda option: next(iter(option)),
+)
+def test_an_option_without_a_meaning_is_refused(
+    trained: Package, option: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        PackageError, match=f"{next(iter(option))}: an export of weights contains no graph"
+    ):
         trainload.export(trained, tmp_path / "a", to="huggingface", **option)
 
 
-def test_a_tensor_that_was_written_wrongly_is_noticed(trained: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_was_written_wrongly_is_noticed(
+    trained: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainload.packaging.tensors.safetensors_file import TensorFileWriter
 
     add = TensorFileWriter.add
-    monkeypatch.setattr(TensorFileWriter, "add", lambda self, name, tensor: add(self, name, tensor + 1 if name == "last.bias" else tensor))
-    with pytest.raises(PackageError, match=r"model\.safetensors, last\.bias: a written tensor differs from the package's"):
+    monkeypatch.setattr(
+        TensorFileWriter,
+        "add",
+        lambda self, name, tensor: add(self, name, tensor + 1 if name == "last.bias" else tensor),
+    )
+    with pytest.raises(
+        PackageError,
+        match=r"model\.safetensors, last\.bias: a written tensor differs from the package's",
+    ):
         trainload.export(trained, tmp_path / "a", to="huggingface")
     assert list(tmp_path.iterdir()) == []

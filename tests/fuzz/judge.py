@@ -1,4 +1,6 @@
-"""What may become of a mutant: it is refused by an error for people, or it means exactly what its files say."""
+"""What may become of a mutant: it is refused by an error for people, or it means exactly what its
+files say.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,18 @@ def judge(folder: Path, files: Files, mutant: Mutant) -> tuple[str, str]:
     if grown > MEMORY:
         return "wrong", f"it took {grown} MiB"
     if refused:
-        return ("refused", refused) if "\n" not in refused else ("wrong", "the refusal has several lines")
+        return (
+            ("refused", refused)
+            if "\n" not in refused
+            else ("wrong", "the refusal has several lines")
+        )
     if not mutant.sealed and not found:
         present = files_of(folder)
-        changed = {file for file in {*present, *files} if present.get(file) != files.get(file) and file.split("/")[0] not in OUTSIDE}
+        changed = {
+            file
+            for file in {*present, *files}
+            if present.get(file) != files.get(file) and file.split("/")[0] not in OUTSIDE
+        }
         found = [f"{file} is another than its digest says" for file in sorted(changed)]
     return ("wrong", found[0]) if found else ("taken", "")
 
@@ -63,11 +73,17 @@ def _differences(package: Package, present: Files) -> list[str]:
     """Where what is loaded is not what the files say."""
     found: list[str] = []
     program = package.program()
-    exported = {package.manifest.graphs[name].file: graph.exported for name, graph in program.graphs.items()}
+    exported = {
+        package.manifest.graphs[name].file: graph.exported for name, graph in program.graphs.items()
+    }
     for entry, update in zip(package.manifest.updates, package.updates(), strict=True):
         exported |= {entry.first: update.first, entry.following: update.following}
     for file, graph in exported.items():
-        if (told := first_difference(parse_canonical(present[file], file), graph_to_json(graph, file).document)) is not None:
+        if (
+            told := first_difference(
+                parse_canonical(present[file], file), graph_to_json(graph, file).document
+            )
+        ) is not None:
             found.append(f"{file} is read as something else: {told}")
     for file, data in present.items():
         if file.startswith("weights/") and file.endswith(".safetensors"):
@@ -76,14 +92,22 @@ def _differences(package: Package, present: Files) -> list[str]:
             except safetensors.SafetensorError as error:
                 found.append(f"{file}: the library safetensors refuses it: {error}")
                 continue
-            found += [f"{file}, {name}: other bytes" for name, tensor in raw.items() if not _same(package.weights.tensor(name), tensor)]
+            found += [
+                f"{file}, {name}: other bytes"
+                for name, tensor in raw.items()
+                if not _same(package.weights.tensor(name), tensor)
+            ]
     dict(program.state)
     for file in present:
         if file.startswith("assets/"):
             package.asset(file.removeprefix("assets/"))
     others = [name for name in package.weights.names() if name not in program.state]
     found += [f"{NON_PERSISTENT}, {name}: it is no state" for name in others]
-    for key in {file.split("/")[1] for file in present if file.startswith("derived/") and file.endswith("/step.json")}:
+    for key in {
+        file.split("/")[1]
+        for file in present
+        if file.startswith("derived/") and file.endswith("/step.json")
+    }:
         step = read_derived(package, key)
         if step is not None:
             told = parse_canonical(present[f"derived/{key}/step.json"], key)
@@ -115,4 +139,8 @@ def first_difference(told: Any, read: Any, place: str = "") -> str | None:
             if (inner := first_difference(one, other, f"{place}.{number}")) is not None:
                 return inner
         return None
-    return None if canonical_json(told) == canonical_json(read) else f"{place} is {told!r:.80}, and is read as {read!r:.80}"
+    return (
+        None
+        if canonical_json(told) == canonical_json(read)
+        else f"{place} is {told!r:.80}, and is read as {read!r:.80}"
+    )

@@ -1,4 +1,6 @@
-"""Mutants of a package: bytes, JSON values, headers and files changed at random, with its digests left wrong or made right again."""
+"""Mutants of a package: bytes, JSON values, headers and files changed at random, with its digests
+left wrong or made right again.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ class Mutant:
         if MANIFEST in self.files:
             write_manifest(folder, json.loads((folder / MANIFEST).read_bytes()))
             return
-        if any(file.startswith("weights/model-") for file in self.files) and "weights/chunks.json" not in self.files:
+        if (
+            any(file.startswith("weights/model-") for file in self.files)
+            and "weights/chunks.json" not in self.files
+        ):
             rechunk(folder)
         if STEP in self.files:
             reseal_step(folder)
@@ -57,19 +62,34 @@ class Mutant:
             reseal(folder)
 
     def to_json(self) -> str:
-        files = {file: None if data is None else base64.b64encode(data).decode() for file, data in self.files.items()}
-        return json.dumps({"how": self.how, "sealed": self.sealed, "files": files}, indent=1, sort_keys=True) + "\n"
+        files = {
+            file: None if data is None else base64.b64encode(data).decode()
+            for file, data in self.files.items()
+        }
+        return (
+            json.dumps(
+                {"how": self.how, "sealed": self.sealed, "files": files}, indent=1, sort_keys=True
+            )
+            + "\n"
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Mutant:
         told = json.loads(text)
-        files = {file: None if data is None else base64.b64decode(data) for file, data in told["files"].items()}
+        files = {
+            file: None if data is None else base64.b64decode(data)
+            for file, data in told["files"].items()
+        }
         return cls(told["how"], files, told["sealed"])
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Path -> bytes of every file of a package."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def restore(folder: Path, files: Files, changed: Mutant) -> None:
@@ -88,7 +108,18 @@ def restore(folder: Path, files: Files, changed: Mutant) -> None:
 
 # Values
 
-_WORDS = ["", "x", "s0", "train", "weight", "Infinity", "NaN", "self", "torch.ops.aten.add.Tensor", "torch.ops.aten.from_file.default"]
+_WORDS = [
+    "",
+    "x",
+    "s0",
+    "train",
+    "weight",
+    "Infinity",
+    "NaN",
+    "self",
+    "torch.ops.aten.add.Tensor",
+    "torch.ops.aten.from_file.default",
+]
 _WORDS += [
     "torch.ops.higher_order.cond",
     "os.system",
@@ -102,7 +133,14 @@ _WORDS += [
     "\n",
     "\x00",
 ]
-_WORDS += ["Symbol('s0', integer=True)", "Pow(Symbol('s0'), Integer(64))", "Mod(Symbol('s0'), Integer(0))", "float64", "bool", "\U0001f600"]
+_WORDS += [
+    "Symbol('s0', integer=True)",
+    "Pow(Symbol('s0'), Integer(64))",
+    "Mod(Symbol('s0'), Integer(0))",
+    "float64",
+    "bool",
+    "\U0001f600",
+]
 _NUMBERS = [
     0,
     1,
@@ -127,8 +165,27 @@ _NUMBERS = [
     2**64 - 1,
     2**64,
 ]
-_STRANGE: list[Any] = [None, True, False, 0.5, -0.0, 1e308, [], {}, [[]], [{}], {"as_int": 7}, {"as_name": "x"}, {"as_none": True}]
-_STRANGE += [{"as_tensor": {"name": "x"}}, {"as_expr": {"expr_str": "Symbol('s0')", "hint": None}}, {"as_string": "x"}, {"as_bool": False}]
+_STRANGE: list[Any] = [
+    None,
+    True,
+    False,
+    0.5,
+    -0.0,
+    1e308,
+    [],
+    {},
+    [[]],
+    [{}],
+    {"as_int": 7},
+    {"as_name": "x"},
+    {"as_none": True},
+]
+_STRANGE += [
+    {"as_tensor": {"name": "x"}},
+    {"as_expr": {"expr_str": "Symbol('s0')", "hint": None}},
+    {"as_string": "x"},
+    {"as_bool": False},
+]
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
@@ -147,12 +204,37 @@ def _tweaked(value: Any, rng: random.Random) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
-        return rng.choice([value + 1, value - 1, -value, value * 2, value + 2**32, rng.choice(_NUMBERS), float(value)])
+        return rng.choice(
+            [
+                value + 1,
+                value - 1,
+                -value,
+                value * 2,
+                value + 2**32,
+                rng.choice(_NUMBERS),
+                float(value),
+            ]
+        )
     if isinstance(value, float):
-        return rng.choice([-value, value + 1, value / 3, int(value) if abs(value) < 2**63 else 0, rng.choice(_NUMBERS)])
+        return rng.choice(
+            [
+                -value,
+                value + 1,
+                value / 3,
+                int(value) if abs(value) < 2**63 else 0,
+                rng.choice(_NUMBERS),
+            ]
+        )
     if isinstance(value, str) and value:
         at = rng.randrange(len(value))
-        return rng.choice([value[:at] + rng.choice("_.0x'(,é") + value[at + 1 :], value[:at], value + value[-1], rng.choice(_WORDS)])
+        return rng.choice(
+            [
+                value[:at] + rng.choice("_.0x'(,é") + value[at + 1 :],
+                value[:at],
+                value + value[-1],
+                rng.choice(_WORDS),
+            ]
+        )
     return rng.choice(_STRANGE)
 
 
@@ -166,7 +248,9 @@ def mutate_value(document: Any, rng: random.Random, others: list[Any]) -> Any:
         holder, key = places[rng.randrange(len(places))]
         kind = rng.randrange(7)
         if kind == 0:
-            holder[key] = rng.choice([rng.choice(_STRANGE), rng.choice(_NUMBERS), rng.choice(_WORDS)])
+            holder[key] = rng.choice(
+                [rng.choice(_STRANGE), rng.choice(_NUMBERS), rng.choice(_WORDS)]
+            )
         elif kind == 1:
             del holder[key]
         elif kind == 2:
@@ -205,7 +289,9 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
         elif kind == 4:
             del changed[at:]
         else:
-            changed[at : at + length] = rng.choice([b'"', b"[", b"{", b"}", b",", b"\\", b"\xff", b"9" * 30, b"null", bytes(8)])
+            changed[at : at + length] = rng.choice(
+                [b'"', b"[", b"{", b"}", b",", b"\\", b"\xff", b"9" * 30, b"null", bytes(8)]
+            )
     return bytes(changed)
 
 
@@ -221,12 +307,19 @@ def _encoded(value: Any) -> bytes | None:
 
 def _of_bytes(files: Files, rng: random.Random, *, sealed: bool) -> Mutant:
     file = rng.choice(sorted(files))
-    return Mutant(f"bytes of {file}", {file: mutate_bytes(files[file], rng)}, sealed and file != MANIFEST)
+    return Mutant(
+        f"bytes of {file}", {file: mutate_bytes(files[file], rng)}, sealed and file != MANIFEST
+    )
 
 
 def _of_json(files: Files, rng: random.Random) -> Mutant:
-    documents = [file for file in sorted(files) if file.endswith(".json") and not file.startswith("debug/")]
-    weights = [4 if file.startswith(("graphs/", "derived/")) or file == MANIFEST else 1 for file in documents]
+    documents = [
+        file for file in sorted(files) if file.endswith(".json") and not file.startswith("debug/")
+    ]
+    weights = [
+        4 if file.startswith(("graphs/", "derived/")) or file == MANIFEST else 1
+        for file in documents
+    ]
     (file,) = rng.choices(documents, weights)
     others = [json.loads(files[rng.choice(documents)])]
     value = json.loads(files[file])
@@ -247,7 +340,11 @@ def _of_header(files: Files, rng: random.Random) -> Mutant:
     text = _encoded(mutate_value(header, rng, [header])) or b"{}"
     text += b" " * (-len(text) % 8)
     stated = rng.choice([len(text)] * 8 + [0, len(text) + 8, 2**63])
-    return Mutant(f"header of {file}", {file: stated.to_bytes(8, "little") + text + data[8 + length :]}, sealed=True)
+    return Mutant(
+        f"header of {file}",
+        {file: stated.to_bytes(8, "little") + text + data[8 + length :]},
+        sealed=True,
+    )
 
 
 def _of_files(files: Files, rng: random.Random) -> Mutant:
@@ -259,8 +356,14 @@ def _of_files(files: Files, rng: random.Random) -> Mutant:
     if kind == 1:
         return Mutant(f"{first} as {second}", {second: files[first]}, sealed=rng.random() < 0.7)
     if kind == 2:
-        return Mutant(f"{first} and {second} exchanged", {first: files[second], second: files[first]}, sealed=rng.random() < 0.7)
-    added = rng.choice(["x.py", "graphs/x.json", "weights/x.bin", "extensions/x.whl", "TRAIN.json", f"{first}~"])
+        return Mutant(
+            f"{first} and {second} exchanged",
+            {first: files[second], second: files[first]},
+            sealed=rng.random() < 0.7,
+        )
+    added = rng.choice(
+        ["x.py", "graphs/x.json", "weights/x.bin", "extensions/x.whl", "TRAIN.json", f"{first}~"]
+    )
     return Mutant(f"{added} added", {added: files[first]}, sealed=False)
 
 

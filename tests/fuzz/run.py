@@ -1,7 +1,9 @@
-"""`make fuzz`: mutants of a package by Hypothesis and by Atheris, side by side, then Atheris on each parser.
+"""`make fuzz`: mutants of a package by Hypothesis and by Atheris, side by side, then Atheris on
+each parser.
 
-Whatever ends a process (a signal, the watch over a hang, the limit of memory), or is wrong, is reported with its mutant, and the exit
-status is 1. A mutant that was wrong is written to tests/fuzz/corpus/mutants/, where the suite tries it ever after.
+Whatever ends a process (a signal, the watch over a hang, the limit of memory), or is wrong, is
+reported with its mutant, and the exit status is 1. A mutant that was wrong is written to
+tests/fuzz/corpus/mutants/, where the suite tries it ever after.
 
     python -m tests.fuzz.run [--mutants N] [--runs N] [--seed N] [--keep]
 """
@@ -38,14 +40,22 @@ SILENT = 120
 
 
 def by_hypothesis(count: int, number: int, report: Path) -> None:
-    """Judge `count` mutants; `report` tells at any time how far it is, and which mutant is at work."""
+    """Judge `count` mutants; `report` tells at any time how far it is, and which mutant is at
+    work.
+    """
     folder = make_base(Path(tempfile.mkdtemp()))
     files = files_of(folder)
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
 
     @seed(number)
-    @settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(choice=st.integers(0, 2**64 - 1))
     def judged(choice: int) -> None:
         changed = mutant(files, random.Random(choice))
@@ -58,7 +68,9 @@ def by_hypothesis(count: int, number: int, report: Path) -> None:
         outcomes[outcome] += 1
         if outcome == "wrong":
             wrong.append(f"{changed.how}: {why}")
-            (CORPUS / "mutants" / f"{sha256_bytes(changed.to_json().encode())[:16]}.json").write_text(changed.to_json(), encoding="utf-8")
+            (
+                CORPUS / "mutants" / f"{sha256_bytes(changed.to_json().encode())[:16]}.json"
+            ).write_text(changed.to_json(), encoding="utf-8")
         report.write_text(json.dumps({"outcomes": outcomes, "wrong": wrong}), encoding="utf-8")
 
     judged()
@@ -66,16 +78,25 @@ def by_hypothesis(count: int, number: int, report: Path) -> None:
 
 def started(folder: Path, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
     log = (folder / f"{name}.log").open("wb")
-    state = {"TRAINLOAD_STATE_DIR": str(folder / f"{name}.state"), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    state = {
+        "TRAINLOAD_STATE_DIR": str(folder / f"{name}.state"),
+        "TMPDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
     with log:
-        return subprocess.Popen([sys.executable, "-m", *arguments], stdout=log, stderr=log, env={**os.environ, **state})
+        return subprocess.Popen(
+            [sys.executable, "-m", *arguments], stdout=log, stderr=log, env={**os.environ, **state}
+        )
 
 
 def ended(process: subprocess.Popen[bytes], folder: Path, name: str) -> str:
     """Wait for a process. Returns what was wrong with how it ended, "" if nothing was."""
     while process.poll() is None:
         time.sleep(1)
-        newest = max((path.stat().st_mtime for path in folder.glob(f"{name}.*") if path.is_file()), default=time.time())
+        newest = max(
+            (path.stat().st_mtime for path in folder.glob(f"{name}.*") if path.is_file()),
+            default=time.time(),
+        )
         if time.time() - newest > SILENT:
             process.kill()
             process.wait()
@@ -98,16 +119,34 @@ def atheris_arguments(target: str, folder: Path, runs: int, number: int) -> list
         "-max_len=65536",
         "-len_control=0",
     ]
-    return ["tests.fuzz.targets", target, str(found), *([str(kept)] if kept.is_dir() else []), f"-artifact_prefix={folder}/", *limits]
+    return [
+        "tests.fuzz.targets",
+        target,
+        str(found),
+        *([str(kept)] if kept.is_dir() else []),
+        f"-artifact_prefix={folder}/",
+        *limits,
+    ]
 
 
 def seeds(target: str, base: Path, rng: random.Random) -> list[bytes]:
-    """What a target begins with beside its kept corpus: what sound packages hold, or random bytes for mutants to be made of."""
+    """What a target begins with beside its kept corpus: what sound packages hold, or random bytes
+    for mutants to be made of.
+    """
     if target == "package":
         return [rng.randbytes(256) for _ in range(64)]
     files = files_of(base)
     if target in ("canonical", "manifest"):
-        return [files["manifest.json"], *([data for file, data in files.items() if file.endswith(".json") and len(data) < 2000])]
+        return [
+            files["manifest.json"],
+            *(
+                [
+                    data
+                    for file, data in files.items()
+                    if file.endswith(".json") and len(data) < 2000
+                ]
+            ),
+        ]
     if target == "graph":
         return [data for file, data in files.items() if file.startswith("graphs/")]
     if target == "header":
@@ -122,9 +161,15 @@ def executed(log: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mutants", type=int, default=20_000, help="of a package, half of them by each of the two")
+    parser.add_argument(
+        "--mutants", type=int, default=20_000, help="of a package, half of them by each of the two"
+    )
     parser.add_argument("--runs", type=int, default=100_000, help="of each parser")
-    parser.add_argument("--keep", action="store_true", help="add the parsers' inputs that reach further to tests/fuzz/corpus")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="add the parsers' inputs that reach further to tests/fuzz/corpus",
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--hypothesis", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -136,27 +181,58 @@ def main() -> None:
     print(f"seed {arguments.seed}; logs in {folder}", flush=True)
     began, half = time.monotonic(), arguments.mutants // 2
     report = folder / "hypothesis.json"
-    own = ["tests.fuzz.run", "--hypothesis", str(report), "--mutants", str(half), "--seed", str(arguments.seed)]
+    own = [
+        "tests.fuzz.run",
+        "--hypothesis",
+        str(report),
+        "--mutants",
+        str(half),
+        "--seed",
+        str(arguments.seed),
+    ]
     make_base(folder).rename(folder / "base")
     processes = {
         "hypothesis": started(folder, "hypothesis", own),
-        "package": started(folder, "package", atheris_arguments("package", folder, half, arguments.seed)),
+        "package": started(
+            folder, "package", atheris_arguments("package", folder, half, arguments.seed)
+        ),
     }
-    problems = [problem for name, process in processes.items() if (problem := ended(process, folder, name))]
-    told: dict[str, Any] = json.loads(report.read_bytes()) if report.exists() else {"outcomes": {}, "wrong": ["hypothesis did not begin"]}
+    problems = [
+        problem for name, process in processes.items() if (problem := ended(process, folder, name))
+    ]
+    told: dict[str, Any] = (
+        json.loads(report.read_bytes())
+        if report.exists()
+        else {"outcomes": {}, "wrong": ["hypothesis did not begin"]}
+    )
     problems += told["wrong"]
     guided = executed(folder / "package.log")
     total = sum(told["outcomes"].values()) + guided
-    spoken = f"{sum(told['outcomes'].values())} by Hypothesis {told['outcomes']}, {guided} by Atheris"
+    spoken = (
+        f"{sum(told['outcomes'].values())} by Hypothesis {told['outcomes']}, {guided} by Atheris"
+    )
     print(f"{total} mutants: {spoken}; {time.monotonic() - began:.0f} s", flush=True)
-    problems += [f"{total} mutants instead of {arguments.mutants}"] if total < arguments.mutants else []
+    problems += (
+        [f"{total} mutants instead of {arguments.mutants}"] if total < arguments.mutants else []
+    )
     for name in PARSERS:
-        problem = ended(started(folder, name, atheris_arguments(name, folder, arguments.runs, arguments.seed)), folder, name)
+        problem = ended(
+            started(folder, name, atheris_arguments(name, folder, arguments.runs, arguments.seed)),
+            folder,
+            name,
+        )
         print(f"{name}: {executed(folder / f'{name}.log')} runs", flush=True)
         problems += [problem] if problem else []
         if arguments.keep and not problem:
             (CORPUS / name).mkdir(exist_ok=True)
-            merge = ["tests.fuzz.targets", name, str(CORPUS / name), str(folder / f"{name}-corpus"), "-merge=1", "-max_len=256"]
+            merge = [
+                "tests.fuzz.targets",
+                name,
+                str(CORPUS / name),
+                str(folder / f"{name}-corpus"),
+                "-merge=1",
+                "-max_len=256",
+            ]
             problem = ended(started(folder, f"{name}-merge", merge), folder, f"{name}-merge")
             problems += [problem] if problem else []
     for path in [*folder.glob("mutant-*.json"), *(folder.glob("*.mutant") if problems else [])]:

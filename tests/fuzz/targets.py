@@ -2,7 +2,8 @@
 
     python -m tests.fuzz.targets TARGET CORPUS [options of libFuzzer]
 
-The parser's input is the fuzzer's bytes; for `package` they are the random numbers of which tests/fuzz/mutants.py makes a mutant.
+The parser's input is the fuzzer's bytes; for `package` they are the random numbers of which
+tests/fuzz/mutants.py makes a mutant.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["trainload.packaging", "trainload.capture.guards.size_expressions"]):
+with atheris.instrument_imports(
+    include=["trainload.packaging", "trainload.capture.guards.size_expressions"]
+):
     from tests.fuzz.judge import judge
     from tests.fuzz.mutants import files_of, mutant, restore
     from tests.hostile.prepared import make_base
@@ -85,7 +88,11 @@ def guard(data: bytes) -> None:
         return
 
 
-_SPECS = [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "int64", ()), TensorSpec("c", "bool", (0,))]
+_SPECS = [
+    TensorSpec("a", "float32", (2, 3)),
+    TensorSpec("b", "int64", ()),
+    TensorSpec("c", "bool", (0,)),
+]
 
 
 def header(data: bytes) -> None:
@@ -134,7 +141,9 @@ def whole_package() -> Target:
         finally:
             restore(folder, files, changed)
         if outcome == "wrong":
-            Path(tempfile.gettempdir(), f"mutant-{sha256_bytes(data)[:16]}.json").write_text(changed.to_json(), encoding="utf-8")
+            Path(tempfile.gettempdir(), f"mutant-{sha256_bytes(data)[:16]}.json").write_text(
+                changed.to_json(), encoding="utf-8"
+            )
             raise AssertionError(f"{changed.how}: {why}")
 
     return package

@@ -1,4 +1,6 @@
-"""The short form of `make fuzz`: a few hundred mutants of a package, and every one that was ever taken for something else."""
+"""The short form of `make fuzz`: a few hundred mutants of a package, and every one that was ever
+taken for something else.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def place(attacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(folder, files_of(folder))
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=250,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(choice=st.integers(0, 2**64 - 1))
 def test_a_mutant_is_refused_or_means_what_its_files_say(place: Place, choice: int) -> None:
     changed = mutant(place.files, random.Random(choice))
@@ -51,7 +59,9 @@ def test_a_mutant_is_refused_or_means_what_its_files_say(place: Place, choice: i
 
 
 @pytest.mark.parametrize("path", sorted(CORPUS.glob("*.json")), ids=lambda path: path.stem)
-def test_a_mutant_that_was_once_taken_for_something_else_no_longer_is(place: Place, path: Path) -> None:
+def test_a_mutant_that_was_once_taken_for_something_else_no_longer_is(
+    place: Place, path: Path
+) -> None:
     outcome, why = place.judged(Mutant.from_json(path.read_text(encoding="utf-8")))
     assert outcome != "wrong", why
 
@@ -62,18 +72,30 @@ def test_mutants_are_of_both_outcomes_and_leave_no_trace(place: Place) -> None:
     assert files_of(place.folder) == place.files
 
 
-def test_a_reader_that_checks_no_digests_would_be_found_out(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_checks_no_digests_would_be_found_out(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = place.files["graphs/eval.json"]
-    changed = Mutant("an operator", {"graphs/eval.json": graph.replace(b"aten.sin.default", b"aten.cos.default", 1)}, sealed=False)
+    changed = Mutant(
+        "an operator",
+        {"graphs/eval.json": graph.replace(b"aten.sin.default", b"aten.cos.default", 1)},
+        sealed=False,
+    )
     assert changed.files["graphs/eval.json"] != graph
     assert place.judged(changed)[0] == "refused"
-    monkeypatch.setattr(read_module, "read_checked", lambda root, path, entry: (root / path).read_bytes())
+    monkeypatch.setattr(
+        read_module, "read_checked", lambda root, path, entry: (root / path).read_bytes()
+    )
     assert place.judged(changed) == ("wrong", "graphs/eval.json is another than its digest says")
 
 
-def test_a_reader_that_leaves_something_out_would_be_found_out(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_leaves_something_out_would_be_found_out(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = "graphs/update-rest-first.json"
-    graph = place.files[file].replace(b'"storage_offset":{"as_int":0}', b'"storage_offset":{"as_int":1}', 1)
+    graph = place.files[file].replace(
+        b'"storage_offset":{"as_int":0}', b'"storage_offset":{"as_int":1}', 1
+    )
     changed = Mutant("an offset", {file: graph}, sealed=True)
     assert place.judged(changed)[0] == "refused"
     monkeypatch.setattr(read_module, "check_graph", lambda *args: None)
@@ -81,8 +103,12 @@ def test_a_reader_that_leaves_something_out_would_be_found_out(place: Place, mon
     assert outcome == "wrong" and why.startswith(f"{file} is read as something else")
 
 
-def test_a_reader_that_acts_would_be_found_out(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_module, "check_graph", lambda *args: (tmp_path / "sprung").write_text("x"))
+def test_a_reader_that_acts_would_be_found_out(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        read_module, "check_graph", lambda *args: (tmp_path / "sprung").write_text("x")
+    )
     outcome, why = place.judged(Mutant("nothing", {}, sealed=False))
     assert outcome == "wrong" and "sprung" in why
 

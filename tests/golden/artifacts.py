@@ -1,7 +1,9 @@
-"""Golden artifacts: plans, runs, a store, a retraining and a cache as an earlier version wrote them.
+"""Golden artifacts: plans, runs, a store, a retraining and a cache as an earlier version wrote
+them.
 
-Paths of the folder that they were made in are stored as FOLDER. `restore` puts the paths of a test's folder in their place; of the
-store's records that name a path it computes the checksum again. All other bytes are what that version wrote.
+Paths of the folder that they were made in are stored as FOLDER. `restore` puts the paths of a
+test's folder in their place; of the store's records that name a path it computes the checksum
+again. All other bytes are what that version wrote.
 """
 
 from __future__ import annotations
@@ -36,7 +38,15 @@ QUERIES = {
     "simulate": ["simulate", "package.tl", "--plan", "plans/zero3.json"],
     "diff": ["diff", "package.tl", "trained.tl"],
     "ops": ["ops", "package.tl"],
-    "evaluate": ["evaluate", "trained.tl", "--data", "data.npz", "--backend", "local", "--no-compile"],
+    "evaluate": [
+        "evaluate",
+        "trained.tl",
+        "--data",
+        "data.npz",
+        "--backend",
+        "local",
+        "--no-compile",
+    ],
     "runs": ["runs", "runs"],
     "status": ["status", "runs/ended"],
     "logs": ["logs", "runs/ended"],
@@ -52,11 +62,15 @@ QUERIES = {
 
 def versions() -> list[Path]:
     """Return the folders of artifacts, oldest first."""
-    return sorted((path for path in HERE.iterdir() if path.is_dir()), key=lambda path: int(path.name))
+    return sorted(
+        (path for path in HERE.iterdir() if path.is_dir()), key=lambda path: int(path.name)
+    )
 
 
 def store(source: Path, target: Path) -> None:
-    """Copy artifacts that were made in `source`; paths of it become FOLDER, and those of this repository relative ones."""
+    """Copy artifacts that were made in `source`; paths of it become FOLDER, and those of this
+    repository relative ones.
+    """
     shutil.copytree(source, target)
     for path in _texts(target):
         path.write_text(path.read_text().replace(str(source), FOLDER).replace(f"{ROOT}/src/", ""))
@@ -69,7 +83,9 @@ def restore(version: Path, folder: Path) -> Path:
         text = path.read_text()
         if FOLDER in text:
             text = text.replace(FOLDER, str(folder))
-            path.write_text(_sealed(text) if (folder / "retraining" / "store") in path.parents else text)
+            path.write_text(
+                _sealed(text) if (folder / "retraining" / "store") in path.parents else text
+            )
     return folder
 
 
@@ -89,10 +105,14 @@ def _texts(folder: Path) -> Iterator[Path]:
 
 
 def _sealed(text: str) -> str:
-    """Return a record of a store with the checksum of its fields: sha256 of their canonical JSON."""
+    """Return a record of a store with the checksum of its fields: sha256 of their canonical
+    JSON.
+    """
     fields = json.loads(text)
     del fields["checksum"]
-    return _canonical({**fields, "checksum": hashlib.sha256(_canonical(fields).encode()).hexdigest()})
+    return _canonical(
+        {**fields, "checksum": hashlib.sha256(_canonical(fields).encode()).hexdigest()}
+    )
 
 
 def _canonical(value: Any) -> str:

@@ -15,16 +15,22 @@ HERE = Path(__file__).parent
 LIBRARIES = {"golden_ops": str(HERE / "golden_library.py")}
 """What the golden with another library's operators needs where it brings no wheel."""
 FP32 = 2e-5
-"""Another torch, or another processor, adds in another order: some units in the last of float32's 24 bits, more of them after an update."""
+"""Another torch, or another processor, adds in another order: some units in the last of float32's
+24 bits, more of them after an update.
+"""
 BF16 = 3e-3
-"""In a bfloat16 region such a difference may round a value to its neighbour, 2**-8 away; it is one of several that make a loss."""
+"""In a bfloat16 region such a difference may round a value to its neighbour, 2**-8 away; it is one
+of several that make a loss.
+"""
 TOLERANCES = {"plain": BF16}
 """Golden -> how far its losses may be apart, relative, where it is not FP32."""
 
 
 @dataclass(frozen=True)
 class Golden:
-    """A golden: `folder` holds package.tl, its data, and losses.json, which is not there for an abstract package."""
+    """A golden: `folder` holds package.tl, its data, and losses.json, which is not there for an
+    abstract package.
+    """
 
     folder: Path
 
@@ -60,12 +66,33 @@ class Golden:
 
 def goldens() -> Iterator[Golden]:
     """All of them, the oldest version first."""
-    folders = [folder for version in HERE.glob("v*") for folder in version.iterdir() if folder.is_dir()]
-    return (Golden(folder) for folder in sorted(folders, key=lambda each: (Golden(each).version, each.name)))
+    folders = [
+        folder for version in HERE.glob("v*") for folder in version.iterdir() if folder.is_dir()
+    ]
+    return (
+        Golden(folder)
+        for folder in sorted(folders, key=lambda each: (Golden(each).version, each.name))
+    )
 
 
 def train(package: Package, data: Path, run_dir: Path, **options: Any) -> dict[str, list[float]]:
-    """Trains a package for two steps in this process, uncompiled. Returns its losses, and those of the evaluation before and after them."""
+    """Trains a package for two steps in this process, uncompiled.
+
+    Returns its losses, and those of the evaluation before and after them.
+    """
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    run = trainload.launch(package, plan, data, run_dir=run_dir, steps=2, eval_data=data, backend="local", compile=False, **options)
-    return {"train": losses(read_events(run_dir)), "eval": [float(each["loss"]) for each in run.evaluations]}
+    run = trainload.launch(
+        package,
+        plan,
+        data,
+        run_dir=run_dir,
+        steps=2,
+        eval_data=data,
+        backend="local",
+        compile=False,
+        **options,
+    )
+    return {
+        "train": losses(read_events(run_dir)),
+        "eval": [float(each["loss"]) for each in run.evaluations],
+    }

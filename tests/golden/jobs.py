@@ -1,4 +1,6 @@
-"""The jobs whose packages are kept as goldens: between them, all that a package of the present format can hold."""
+"""The jobs whose packages are kept as goldens: between them, all that a package of the present
+format can hold.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Case:
     Attributes:
         make: gives its job, always with the same weights.
         parts: the columns of each part of its data; one: an npz file, more: a mixture of them.
-        reduced: for an abstract package, gives the job that is compared in its place. Then there is no data.
+        reduced: for an abstract package, gives the job that is compared in its place. Then there is
+            no data.
         freeze: further options of the freeze.
         trained: what is kept is what two steps with these settings made of the frozen package.
     """
@@ -38,7 +41,10 @@ class Case:
 
 
 class Plain(nn.Module):
-    """(rows, 5) tokens -> (rows, 16) logits. Tied, frozen weights, dropout, a bfloat16 region, cond, constants, both kinds of buffers."""
+    """(rows, 5) tokens -> (rows, 16) logits.
+
+    Tied, frozen weights, dropout, a bfloat16 region, cond, constants, both kinds of buffers.
+    """
 
     calls: Tensor
     mask: Tensor
@@ -80,7 +86,10 @@ def plain() -> trainload.Job:
     def optimizer(model: nn.Module) -> optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
         matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
-        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors},
+        ]
         return optim.AdamW(groups, lr=0.05, weight_decay=0.0)
 
     def predict(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -105,15 +114,22 @@ def plain() -> trainload.Job:
 
 def tokens(rows: int = 24) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {"x": torch.randint(0, 16, (rows, 5), generator=generator), "y": torch.randint(0, 16, (rows,), generator=generator)}
+    return {
+        "x": torch.randint(0, 16, (rows, 5), generator=generator),
+        "y": torch.randint(0, 16, (rows,), generator=generator),
+    }
 
 
 def turns() -> trainload.Job:
-    """Two losses in turns, each with its optimizer: one takes whole matrices, one clips elements; running means of both."""
+    """Two losses in turns, each with its optimizer: one takes whole matrices, one clips elements;
+    running means of both.
+    """
     torch.manual_seed(SEED)
 
     def generator(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return functional.softplus(-model.get_submodule("judge")(model.get_submodule("maker")(batch["noise"]))).mean()
+        return functional.softplus(
+            -model.get_submodule("judge")(model.get_submodule("maker")(batch["noise"]))
+        ).mean()
 
     def judge(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         made = model.get_submodule("maker")(batch["noise"]).detach()
@@ -136,7 +152,12 @@ def turns() -> trainload.Job:
         ),
     }
     return trainload.Job(
-        model=nn.ModuleDict({"maker": nn.Linear(4, 6), "judge": nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))}),
+        model=nn.ModuleDict(
+            {
+                "maker": nn.Linear(4, 6),
+                "judge": nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)),
+            }
+        ),
         batch={name: column[:4] for name, column in noise().items()},
         graphs=graphs,
         loop=[Turn("judge", times=2, fresh=True), "generator"],
@@ -148,7 +169,10 @@ def turns() -> trainload.Job:
 
 def noise() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return {"noise": torch.randn(30, 4, generator=generator), "x": torch.randn(30, 6, generator=generator)}
+    return {
+        "noise": torch.randn(30, 4, generator=generator),
+        "x": torch.randn(30, 6, generator=generator),
+    }
 
 
 class Either(nn.Module):
@@ -169,7 +193,12 @@ def variants() -> trainload.Job:
     torch.manual_seed(SEED)
 
     def optimizer(model: nn.Module) -> optim.Optimizer:
-        return optim.SGD([{"params": model.get_submodule(name).parameters(), "lr": lr} for name, lr in (("layer", 0.5), ("hint", 0.1))])
+        return optim.SGD(
+            [
+                {"params": model.get_submodule(name).parameters(), "lr": lr}
+                for name, lr in (("layer", 0.5), ("hint", 0.1))
+            ]
+        )
 
     return trainload.Job(
         model=Either(),
@@ -187,7 +216,10 @@ def variants() -> trainload.Job:
 
 def without_hint() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return {"x": torch.randn(18, 5, generator=generator), "y": torch.randn(18, 3, generator=generator)}
+    return {
+        "x": torch.randn(18, 5, generator=generator),
+        "y": torch.randn(18, 3, generator=generator),
+    }
 
 
 def with_hint() -> dict[str, Tensor]:
@@ -250,7 +282,11 @@ def _shaped(model: nn.Module, width: int) -> trainload.Job:
         return found.square().mean()
 
     return trainload.Job(
-        model=model, batch={"x": torch.ones(4, width)}, loss=loss, optimizer=lambda m: optim.SGD(m.parameters(), lr=0.1), steps=2
+        model=model,
+        batch={"x": torch.ones(4, width)},
+        loss=loss,
+        optimizer=lambda m: optim.SGD(m.parameters(), lr=0.1),
+        steps=2,
     )
 
 
@@ -260,7 +296,11 @@ CASES = {
     "variants": Case(variants, (without_hint, with_hint)),
     "operators": Case(operators, (without_hint,), freeze={"bundle_ops": True}),
     "trained": Case(
-        layers, (without_hint,), trained=trainload.Overrides(lr=0.4, adapters=trainload.Adapters(rank=2, layers=("*.weight",)))
+        layers,
+        (without_hint,),
+        trained=trainload.Overrides(
+            lr=0.4, adapters=trainload.Adapters(rank=2, layers=("*.weight",))
+        ),
     ),
     "shapes": Case(shapes, reduced=few_shapes),
 }

@@ -1,6 +1,8 @@
-"""Makes the golden packages of the present format version: python -m tests.golden.make [NAME...]. Once for a version, before it changes.
+"""Makes the golden packages of the present format version: python -m tests.golden.make [NAME...].
+Once for a version, before it changes.
 
-What a folder of goldens holds is never made again by a later version: it is what that version wrote.
+What a folder of goldens holds is never made again by a later version: it is what that version
+wrote.
 """
 
 from __future__ import annotations
@@ -23,33 +25,53 @@ from trainload.packaging.format.manifest import FORMAT_VERSION
 from trainload.packaging.package import Package
 
 APART = 0.01
-"""Two losses of a golden differ by so much at least, relative: a run that left out an update would be noticed."""
+"""Two losses of a golden differ by so much at least, relative: a run that left out an update would
+be noticed.
+"""
 
 
 def make(name: str, case: Case, folder: Path) -> None:
     """Write the golden of a case into a new folder."""
     folder.mkdir(parents=True)
     reduced = case.reduced() if case.reduced is not None else None
-    package = trainload.freeze(case.make(), folder / "package.tl", abstract=reduced is not None, reduced=reduced, **case.freeze)
+    package = trainload.freeze(
+        case.make(),
+        folder / "package.tl",
+        abstract=reduced is not None,
+        reduced=reduced,
+        **case.freeze,
+    )
     # They name this machine's files, and are no part of the package's identity.
     for outside in ("debug", "derived"):
         shutil.rmtree(package.path / outside)
     if not case.parts:
         return
-    files = ["data.npz"] if len(case.parts) == 1 else [f"part-{number}.npz" for number in range(len(case.parts))]
+    files = (
+        ["data.npz"]
+        if len(case.parts) == 1
+        else [f"part-{number}.npz" for number in range(len(case.parts))]
+    )
     for file, part in zip(files, case.parts, strict=True):
         columns = {name: column.numpy() for name, column in part().items()}
         np.savez_compressed(folder / file, **columns)  # type: ignore[arg-type]  # its stub takes arrays for flags
     if len(files) > 1:
-        (folder / "mixture.json").write_text(json.dumps({"parts": [{"data": file} for file in files]}) + "\n")
+        (folder / "mixture.json").write_text(
+            json.dumps({"parts": [{"data": file} for file in files]}) + "\n"
+        )
     data = folder / ("mixture.json" if len(files) > 1 else "data.npz")
     if case.trained is not None:
         package = retrained(package, data, case.trained)
     with tempfile.TemporaryDirectory() as run_dir:
         found = train(package, data, Path(run_dir) / "run", **Golden(folder).opening)
     for kind, values in found.items():
-        assert all(abs(a - b) > APART * abs(a) for a, b in itertools.pairwise(values)), (name, kind, values)
-    (folder / "losses.json").write_text(json.dumps({"torch": torch.__version__.partition("+")[0], **found}, indent=1) + "\n")
+        assert all(abs(a - b) > APART * abs(a) for a, b in itertools.pairwise(values)), (
+            name,
+            kind,
+            values,
+        )
+    (folder / "losses.json").write_text(
+        json.dumps({"torch": torch.__version__.partition("+")[0], **found}, indent=1) + "\n"
+    )
 
 
 def retrained(package: Package, data: Path, overrides: trainload.Overrides) -> Package:
@@ -58,7 +80,14 @@ def retrained(package: Package, data: Path, overrides: trainload.Overrides) -> P
     with tempfile.TemporaryDirectory(dir=package.path.parent) as run_dir:
         made = Path(run_dir) / "trained.tl"
         trainload.launch(
-            package, plan, data, run_dir=Path(run_dir) / "run", output=made, overrides=overrides, backend="local", compile=False
+            package,
+            plan,
+            data,
+            run_dir=Path(run_dir) / "run",
+            output=made,
+            overrides=overrides,
+            backend="local",
+            compile=False,
         )
         shutil.rmtree(package.path)
         made.rename(package.path)

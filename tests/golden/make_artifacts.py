@@ -1,4 +1,5 @@
-"""Makes the golden artifacts of the present version: `python -m tests.golden.make_artifacts NUMBER`, before a format of them changes.
+"""Makes the golden artifacts of the present version: `python -m tests.golden.make_artifacts
+NUMBER`, before a format of them changes.
 
 A number that exists is never made again by a later version: it is what that version wrote.
 """
@@ -61,11 +62,23 @@ def make(folder: Path) -> None:
     (folder / "plans").mkdir()
     for name, options in PLANS.items():
         run("plan", "package.tl", *options, "-o", f"plans/{name}.json")
-    ended = ["--run-dir", "runs/ended", "--steps", f"{STEPS}", "--eval-data", "data.npz", "--output", "trained.tl"]
+    ended = [
+        "--run-dir",
+        "runs/ended",
+        "--steps",
+        f"{STEPS}",
+        "--eval-data",
+        "data.npz",
+        "--output",
+        "trained.tl",
+    ]
     run("launch", "package.tl", *LOCAL, *ended, "--plan", "plans/single.json")
     stop_a_run(folder / "runs" / "stopped")
     retrain(folder / "retraining")
-    expected = {"losses": losses(read_events(folder / "runs" / "ended")), "digest": trainload.open(folder / "trained.tl").digest}
+    expected = {
+        "losses": losses(read_events(folder / "runs" / "ended")),
+        "digest": trainload.open(folder / "trained.tl").digest,
+    }
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
     outputs = {name: output(*arguments) for name, arguments in QUERIES.items()}
     (folder / "outputs.json").write_text(json.dumps(outputs, indent=1) + "\n")
@@ -85,7 +98,15 @@ def stop_a_run(run_dir: Path) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single")
     with contextlib.suppress(trainload.RunInterrupted):
         trainload.launch(
-            package, plan, "data.npz", run_dir=run_dir, steps=STEPS, checkpoint_every=1, backend="local", compile=False, on_event=stop
+            package,
+            plan,
+            "data.npz",
+            run_dir=run_dir,
+            steps=STEPS,
+            checkpoint_every=1,
+            backend="local",
+            compile=False,
+            on_event=stop,
         )
 
 
@@ -96,7 +117,10 @@ def retrain(folder: Path) -> None:
     for day, shift in ((1, 0.0), (2, None), (3, 8.0), (4, 0.0)):
         if shift is not None:
             write_day(folder / "data" / f"{day}.arrow", day, shift)
-        with killed_before_evaluation() if day == 4 else contextlib.nullcontext(), contextlib.suppress(Killed):
+        with (
+            killed_before_evaluation() if day == 4 else contextlib.nullcontext(),
+            contextlib.suppress(Killed),
+        ):
             run("retrain", "tick", "retraining/retrain.yaml", "--at", f"2026-01-0{day}T00:00:00Z")
     for derived in folder.rglob("derived"):
         shutil.rmtree(derived)
@@ -108,7 +132,10 @@ def write_day(path: Path, seed: int, shift: float) -> None:
     mixing = np.random.default_rng(0).normal(size=(5, 3))
     x = draw.normal(shift, 1, (48, 5)).astype(np.float32)
     path.parent.mkdir(exist_ok=True)
-    trainload.write_rows([{"x": x, "y": (np.tanh(x) @ mixing + draw.normal(0, 0.1, (48, 3))).astype(np.float32)}], path)
+    trainload.write_rows(
+        [{"x": x, "y": (np.tanh(x) @ mixing + draw.normal(0, 0.1, (48, 3))).astype(np.float32)}],
+        path,
+    )
 
 
 @contextlib.contextmanager

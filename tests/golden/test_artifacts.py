@@ -1,4 +1,6 @@
-"""What people keep, as an earlier version wrote it: it is read, resumed, promoted and rolled back."""
+"""What people keep, as an earlier version wrote it: it is read, resumed, promoted and rolled
+back.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ CONFIG = "retraining/retrain.yaml"
 
 @pytest.fixture(scope="session", params=versions(), ids=lambda version: version.name)
 def read_only(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The artifacts of a version. No test changes them, but a command may write its output beside them."""
+    """The artifacts of a version.
+
+    No test changes them, but a command may write its output beside them.
+    """
     return restore(request.param, tmp_path_factory.mktemp("artifacts") / "restored")
 
 
@@ -51,7 +56,9 @@ def outcomes(history: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_ranks_of_a_plan_meet(name: str, read_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_of_a_plan_meet(
+    name: str, read_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = read_only / "plans" / f"{name}.json"
     assert cli.run(["simulate", str(read_only / "package.tl"), "--plan", str(plan)]) == 0
     assert capsys.readouterr().out
@@ -81,7 +88,10 @@ def test_the_trained_package_has_the_digest_that_the_run_wrote(read_only: Path) 
 def test_data_is_taken_from_the_cache(folder: Path) -> None:
     before = sorted(path.name for path in (folder / "cache" / "data").iterdir() if path.is_dir())
     trainload.resume(folder / "runs" / "stopped", backend="local")
-    assert sorted(path.name for path in (folder / "cache" / "data").iterdir() if path.is_dir()) == before
+    assert (
+        sorted(path.name for path in (folder / "cache" / "data").iterdir() if path.is_dir())
+        == before
+    )
 
 
 @pytest.mark.parametrize("release", ["1", "2", "3"])
@@ -90,7 +100,9 @@ def test_a_release_is_pulled_whole(release: str, folder: Path) -> None:
     assert trainload.verify(folder / "pulled.tl").ok
 
 
-def test_a_release_is_rolled_back_and_promoted_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_release_is_rolled_back_and_promoted_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def current() -> str:
         states = printed(capsys, "releases", STORE)["lines"][LINE]
         return str(next(each["release"] for each in states if each["status"] == "current"))
@@ -107,20 +119,33 @@ def test_a_rejected_release_is_not_promoted(folder: Path) -> None:
         trainload.promote(folder / STORE, 3, line=LINE)
 
 
-def test_a_tick_that_was_killed_is_continued_from_its_last_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tick_that_was_killed_is_continued_from_its_last_record(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = outcomes(printed(capsys, "history", STORE))
     assert cli.run(["retrain", "tick", CONFIG, "--at", "2026-01-04T00:00:00Z"]) == 0
     capsys.readouterr()
     after = printed(capsys, "history", STORE)
     assert before == ["promoted", "no data", "rejected", "under way"]
     assert outcomes(after) == ["promoted", "no data", "rejected", "promoted"]
-    assert len(list((folder / "retraining" / "runs" / LINE / "20260104T000000Z").glob("run-?"))) == 1  # it was not trained again
+    # it was not trained again
+    assert (
+        len(list((folder / "retraining" / "runs" / LINE / "20260104T000000Z").glob("run-?"))) == 1
+    )
 
 
-def test_another_tick_follows_those_of_the_store(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tick_follows_those_of_the_store(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["retrain", "tick", CONFIG, "--at", "2026-01-05T00:00:00Z"]) == 0
     capsys.readouterr()
-    assert outcomes(printed(capsys, "history", STORE)) == ["promoted", "no data", "rejected", "promoted", "no data"]
+    assert outcomes(printed(capsys, "history", STORE)) == [
+        "promoted",
+        "no data",
+        "rejected",
+        "promoted",
+        "no data",
+    ]
 
 
 @pytest.mark.parametrize("name", QUERIES)
@@ -138,7 +163,12 @@ def test_json_output_keeps_its_keys(
 def test_they_name_no_file_of_the_machine_that_made_them() -> None:
     """No absolute path is in them: the paths of their folder are stored as FOLDER."""
     absolute = re.compile(rb"[\"\s=(']/[A-Za-z]{2,}/")
-    assert [path for version in versions() for path in version.rglob("*") if path.is_file() and absolute.search(path.read_bytes())] == []
+    assert [
+        path
+        for version in versions()
+        for path in version.rglob("*")
+        if path.is_file() and absolute.search(path.read_bytes())
+    ] == []
 
 
 def documents(text: str) -> Sequence[Any]:
@@ -164,11 +194,20 @@ def place_objects(store: Path, place: Place) -> None:
     files = s3fs.S3FileSystem(**place.options, skip_instance_cache=True)
     for path in store.rglob("*"):
         if path.is_file():
-            files.pipe_file(f"{place.url.removeprefix('s3://')}/{path.relative_to(store).as_posix()}", path.read_bytes())
+            files.pipe_file(
+                f"{place.url.removeprefix('s3://')}/{path.relative_to(store).as_posix()}",
+                path.read_bytes(),
+            )
 
 
 @pytest.mark.parametrize("release", ["1", "2"])
-def test_a_release_is_pulled_from_s3(release: str, s3_store: Place, read_only: Path, tmp_path: Path) -> None:
-    trainload.pull(f"{s3_store.url}#{LINE}/{release}", tmp_path / "pulled.tl", options=s3_store.options)
+def test_a_release_is_pulled_from_s3(
+    release: str, s3_store: Place, read_only: Path, tmp_path: Path
+) -> None:
+    trainload.pull(
+        f"{s3_store.url}#{LINE}/{release}", tmp_path / "pulled.tl", options=s3_store.options
+    )
     trainload.pull(f"{read_only / STORE}#{LINE}/{release}", tmp_path / "same.tl")
-    assert trainload.open(tmp_path / "pulled.tl").digest == trainload.open(tmp_path / "same.tl").digest
+    assert (
+        trainload.open(tmp_path / "pulled.tl").digest == trainload.open(tmp_path / "same.tl").digest
+    )

@@ -1,4 +1,6 @@
-"""Packages that earlier versions of the format wrote: each opens, trains two steps and gives the losses that it gave then."""
+"""Packages that earlier versions of the format wrote: each opens, trains two steps and gives the
+losses that it gave then.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,28 @@ def test_every_byte_of_it_is_sound(golden: Golden) -> None:
     assert verify_package(golden.package).problems == ()
 
 
-@pytest.mark.matrix("v1-plain", "v1-operators")  # several graphs and variants are trained by other tests, as today's version writes them
-@pytest.mark.parametrize("golden", [golden for golden in GOLDENS if (golden.folder / "losses.json").exists()], ids=str)
+# several graphs and variants are trained by other tests, as today's version writes them
+@pytest.mark.matrix("v1-plain", "v1-operators")
+@pytest.mark.parametrize(
+    "golden", [golden for golden in GOLDENS if (golden.folder / "losses.json").exists()], ids=str
+)
 def test_it_trains_as_it_did(golden: Golden, tmp_path: Path) -> None:
     package = trainload.open(golden.package, **golden.opening)
     expected = json.loads((golden.folder / "losses.json").read_text())
     found = train(package, golden.data, tmp_path / "run", **golden.opening)
     tolerance = TOLERANCES.get(golden.name, FP32)
-    assert found == {kind: pytest.approx(expected[kind], rel=tolerance) for kind in ("train", "eval")}
+    assert found == {
+        kind: pytest.approx(expected[kind], rel=tolerance) for kind in ("train", "eval")
+    }
 
 
-@pytest.mark.parametrize("golden", [golden for golden in GOLDENS if golden.name == "shapes"], ids=str)
+@pytest.mark.parametrize(
+    "golden", [golden for golden in GOLDENS if golden.name == "shapes"], ids=str
+)
 def test_one_without_weights_is_planned(golden: Golden) -> None:
-    plan = trainload.plan(trainload.open(golden.package), trainload.Cluster(devices_per_node=2), "zero3")
+    plan = trainload.plan(
+        trainload.open(golden.package), trainload.Cluster(devices_per_node=2), "zero3"
+    )
     assert plan.estimate.parameter_bytes > 0
 
 
@@ -49,14 +60,22 @@ def test_graph_files_are_decoded_as_torch_decodes_them() -> None:
     newest = {golden.name: golden for golden in GOLDENS}
     files = [path for golden in newest.values() for path in golden.package.glob("graphs/*.json")]
     graphs = [json.loads(path.read_bytes())["graph_module"] for path in files]
-    assert [_decoded(GraphModule, graph) for graph in graphs] == [_dict_to_dataclass(GraphModule, graph) for graph in graphs]  # type: ignore[no-untyped-call]
+    assert [_decoded(GraphModule, graph) for graph in graphs] == [
+        _dict_to_dataclass(GraphModule, graph)  # type: ignore[no-untyped-call]
+        for graph in graphs
+    ]
     assert graphs
 
 
 def test_every_version_has_goldens_with_all_of_its_features() -> None:
-    lacking = {version: set(FEATURES) - LATER.get(version, set()) for version in range(1, FORMAT_VERSION + 1)}
+    lacking = {
+        version: set(FEATURES) - LATER.get(version, set())
+        for version in range(1, FORMAT_VERSION + 1)
+    }
     for golden in GOLDENS:
-        lacking[golden.version] -= set(json.loads((golden.package / "manifest.json").read_bytes())["features"])
+        lacking[golden.version] -= set(
+            json.loads((golden.package / "manifest.json").read_bytes())["features"]
+        )
     assert {version: left for version, left in lacking.items() if left} == {}
 
 

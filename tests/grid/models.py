@@ -29,8 +29,12 @@ class Attention(nn.Module):
         self.mix_in, self.mix_out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.mix_in(x).chunk(3, -1))
-        found: Tensor = self.mix_out(functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        query, key, value = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.mix_in(x).chunk(3, -1)
+        )
+        found: Tensor = self.mix_out(
+            functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        )
         return found
 
 
@@ -57,7 +61,10 @@ class VisionTransformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch, self.positions = nn.Linear(4, WIDTH), nn.Parameter(0.02 * torch.randn(16, WIDTH))
+        self.patch, self.positions = (
+            nn.Linear(4, WIDTH),
+            nn.Parameter(0.02 * torch.randn(16, WIDTH)),
+        )
         self.dropout = nn.Dropout(0.1)
         self.blocks = nn.ModuleList(Block(_wide()) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
@@ -74,13 +81,16 @@ class VisionTransformer(nn.Module):
 class Convolutions(nn.Module):
     """(rows, 8, 8) images -> (rows, CLASSES), with batch norms.
 
-    No relu: after a batch norm of two rows its kink turns a rounding of the weights (1e-7) into 1e-3 of a loss within fifty steps, in
-    one process of plain torch as well.
+    No relu: after a batch norm of two rows its kink turns a rounding of the weights (1e-7) into
+    1e-3 of a loss within fifty steps, in one process of plain torch as well.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(before, after, 3, padding=1) for before, after in ((1, 16), (16, 16), (16, 32)))
+        self.layers = nn.ModuleList(
+            nn.Conv2d(before, after, 3, padding=1)
+            for before, after in ((1, 16), (16, 16), (16, 32))
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in (16, 16, 32))
         self.head = nn.Linear(32, CLASSES)
 
@@ -110,7 +120,9 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """(rows, 8, 8) images -> (rows, CLASSES): a block whose feed-forward part is a mixture of experts."""
+    """(rows, 8, 8) images -> (rows, CLASSES): a block whose feed-forward part is a mixture of
+    experts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,16 +135,27 @@ class Mixture(nn.Module):
 
 
 class Branches(nn.Module):
-    """(rows, 8, 8) images -> (rows, CLASSES): a condition on a parameter, which training crosses, chooses what is computed."""
+    """(rows, 8, 8) images -> (rows, CLASSES): a condition on a parameter, which training crosses,
+    chooses what is computed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.middle, self.head = nn.Linear(64, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.enter, self.middle, self.head = (
+            nn.Linear(64, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
         self.gate = nn.Parameter(torch.tensor([0.05]))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.enter(x.flatten(1)))
-        x = torch.cond(self.gate.sum() > 0, lambda v: self.middle(v).relu(), lambda v: self.middle(v).sin(), (x,))
+        x = torch.cond(
+            self.gate.sum() > 0,
+            lambda v: self.middle(v).relu(),
+            lambda v: self.middle(v).sin(),
+            (x,),
+        )
         found: Tensor = self.head(x * (1 + self.gate))
         return found
 
@@ -142,7 +165,11 @@ class Recurrence(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.again, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.enter, self.again, self.head = (
+            nn.Linear(8, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         from torch._higher_order_ops.scan import scan
@@ -172,7 +199,10 @@ def _digits() -> dict[str, Any]:
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes seconds
 
     found = load_digits()
-    return {"image": (found.images[:ROWS] / 16).astype(np.float32), "label": found.target[:ROWS].astype(np.int64)}
+    return {
+        "image": (found.images[:ROWS] / 16).astype(np.float32),
+        "label": found.target[:ROWS].astype(np.int64),
+    }
 
 
 def _tokens() -> dict[str, Any]:
@@ -184,7 +214,14 @@ def _on_digits(model: Callable[[], nn.Module]) -> Callable[[], trainload.Job]:
         torch.manual_seed(0)
         rows = {name: torch.from_numpy(column[:4]) for name, column in _digits().items()}
         return trainload.Job(
-            model=model(), batch=rows, loss=_classified, optimizer=_optimizer, steps=STEPS, global_batch=BATCH, clip_norm=1.0, seed=3
+            model=model(),
+            batch=rows,
+            loss=_classified,
+            optimizer=_optimizer,
+            steps=STEPS,
+            global_batch=BATCH,
+            clip_norm=1.0,
+            seed=3,
         )
 
     return make
@@ -194,8 +231,19 @@ def _llama() -> trainload.Job:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=24, num_hidden_layers=2, max_position_embeddings=32, attn_implementation="sdpa", **sizes)
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=24,
+        num_hidden_layers=2,
+        max_position_embeddings=32,
+        attn_implementation="sdpa",
+        **sizes,
+    )
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["tokens"].long()
@@ -215,7 +263,10 @@ def _llama() -> trainload.Job:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A job and its data. `normalised`: whether it has batch norms, whose statistics are then synchronised."""
+    """A job and its data.
+
+    `normalised`: whether it has batch norms, whose statistics are then synchronised.
+    """
 
     job: Callable[[], trainload.Job]
     data: Callable[[], dict[str, Any]]

@@ -1,8 +1,10 @@
-"""`make grid`: every strategy with every kind of model, 50 steps each, against one process. Writes docs/grid.md.
+"""`make grid`: every strategy with every kind of model, 50 steps each, against one process. Writes
+docs/grid.md.
 
     python -m tests.grid.run [--models TEXT] [--steps N]
 
-A cell is the greatest relative difference of a loss from that of one process, or why there is no such plan.
+A cell is the greatest relative difference of a loss from that of one process, or why there is no
+such plan.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ from trainload.sharding.plans.strategies import BatchNorm, Strategy
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "grid.md"
 HEAD = f"""# Every strategy with every kind of model
 
-Each model (`tests/grid/models.py`) is trained {STEPS} steps in float32 by gloo processes on CPUs under each plan, and by one process. A
-cell is the greatest relative difference of a loss between the two; {TOLERANCE:g} is allowed. `make grid` writes this page.
+Each model (`tests/grid/models.py`) is trained for {STEPS} steps in float32, by gloo processes on
+CPUs under each plan and by one process. A cell is the largest relative difference between their
+losses; {TOLERANCE:g} is allowed. `make grid` writes this page.
 
-The model with batch norms is planned with `--batch-norm synchronised`. A batch norm takes the rows of one call, so the pipelines, which
-have four microbatches, are compared with one process that has four microbatches.
+The model with batch norms is planned with `--batch-norm synchronised`. A batch norm computes its
+statistics over the rows of one call, so pipelines, which have four microbatches, are compared with
+one process that has four microbatches.
 
 """
 
 
-BESIDE = """Ranks that share the positions of a row, or experts, as well. A number stands for a plan that is refused, by the line below."""
+BESIDE = """The same for plans that divide the positions of a row, or experts, among ranks.
+A number in brackets stands for a plan that is rejected with the message below the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,14 @@ class Axes:
     def plan(self, package: Package, *, normalised: bool) -> trainload.Plan:
         cluster = trainload.Cluster(nodes=self.nodes, devices_per_node=self.devices)
         statistics: BatchNorm = "synchronised" if normalised else "averaged"
-        return trainload.plan(package, cluster, self.strategy, bucket_bytes=6_000, batch_norm=statistics, **self.options)
+        return trainload.plan(
+            package,
+            cluster,
+            self.strategy,
+            bucket_bytes=6_000,
+            batch_norm=statistics,
+            **self.options,
+        )
 
 
 PIPED = {"pipeline_ranks": 2, "accumulate": 4}
@@ -71,13 +83,19 @@ SHARED = {
     "TP 2, sequence": Axes(None, options={"tensor_ranks": 2, "divide": "sequence"}),
     "context 2": Axes(None, options={"tensor_ranks": 2, "divide": "context"}),
     "experts 2": Axes(None, options={"tensor_ranks": 2, "divide": "expert"}),
-    "PP 2 x context 2": Axes(None, devices=4, options={**PIPED, "tensor_ranks": 2, "divide": "context"}),
+    "PP 2 x context 2": Axes(
+        None, devices=4, options={**PIPED, "tensor_ranks": 2, "divide": "context"}
+    ),
 }
-"""Plans whose ranks share positions, of a row or of what the experts are given: a graph that has none is refused."""
+"""Plans whose ranks share positions, of a row or of what the experts are given: a graph that has
+none is refused.
+"""
 COLUMNS = STRATEGIES | SHARED
 
 
-def row(model: Model, steps: int, folder: Path, strategies: Sequence[str] = tuple(COLUMNS)) -> dict[str, float | str]:
+def row(
+    model: Model, steps: int, folder: Path, strategies: Sequence[str] = tuple(COLUMNS)
+) -> dict[str, float | str]:
     """The cells of a model: differences, or reasons."""
     package, data = model.freeze(folder)
     cells: dict[str, float | str] = {}
@@ -90,15 +108,29 @@ def row(model: Model, steps: int, folder: Path, strategies: Sequence[str] = tupl
             cells[name] = str(error)
             continue
         runs[name] = Run(folder / f"run{len(runs)}", package, plan, data, {"steps": steps})
-    for microbatches in {run.plan.accumulate if model.normalised else 1 for run in runs.values() if run.plan is not None}:
+    for microbatches in {
+        run.plan.accumulate if model.normalised else 1
+        for run in runs.values()
+        if run.plan is not None
+    }:
         alone = trainload.plan(package, trainload.Cluster(), "single", accumulate=microbatches)
-        (singles[microbatches],) = train(1, [Run(folder / f"single{microbatches}", package, alone, data, {"steps": steps})], folder)
+        (singles[microbatches],) = train(
+            1,
+            [Run(folder / f"single{microbatches}", package, alone, data, {"steps": steps})],
+            folder,
+        )
     for world in (2, 4):
-        together = {name: run for name, run in runs.items() if run.plan is not None and run.plan.world_size == world}
+        together = {
+            name: run
+            for name, run in runs.items()
+            if run.plan is not None and run.plan.world_size == world
+        }
         train(world, list(together.values()), folder)
         for name, run in together.items():
             assert run.plan is not None
-            cells[name] = difference(singles[run.plan.accumulate if model.normalised else 1], curve(run.run_dir))
+            cells[name] = difference(
+                singles[run.plan.accumulate if model.normalised else 1], curve(run.run_dir)
+            )
     return {name: cells[name] for name in strategies}
 
 
@@ -107,11 +139,18 @@ def page(rows: dict[str, dict[str, float | str]]) -> str:
     reasons: dict[str, int] = {}
 
     def spelled(cell: float | str) -> str:
-        return f"[{reasons.setdefault(cell, len(reasons) + 1)}]" if isinstance(cell, str) else f"{cell:.1e}"
+        return (
+            f"[{reasons.setdefault(cell, len(reasons) + 1)}]"
+            if isinstance(cell, str)
+            else f"{cell:.1e}"
+        )
 
     def table(columns: Sequence[str]) -> list[str]:
         head = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        return head + [f"| {model} | " + " | ".join(spelled(cells[name]) for name in columns) + " |" for model, cells in rows.items()]
+        return head + [
+            f"| {model} | " + " | ".join(spelled(cells[name]) for name in columns) + " |"
+            for model, cells in rows.items()
+        ]
 
     lines = [*table(list(STRATEGIES)), "", BESIDE, "", *table(list(SHARED))]
     told = [f"{number}. {reason}" for reason, number in reasons.items()]
@@ -120,7 +159,11 @@ def page(rows: dict[str, dict[str, float | str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default="", help="those whose names hold this text; the page is not written then")
+    parser.add_argument(
+        "--models",
+        default="",
+        help="those whose names hold this text; the page is not written then",
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     rows: dict[str, dict[str, float | str]] = {}
@@ -132,7 +175,10 @@ def main() -> None:
             print(f"{name}: {rows[name]}", flush=True)
     cells = [cell for found in rows.values() for cell in found.values()]
     far = [cell for cell in cells if isinstance(cell, float) and cell > TOLERANCE]
-    print(f"{len(cells)} cells, {sum(isinstance(c, str) for c in cells)} refused, {len(far)} too far; {time.monotonic() - began:.0f} s")
+    print(
+        f"{len(cells)} cells, {sum(isinstance(c, str) for c in cells)} refused, {len(far)} too far;"
+        f" {time.monotonic() - began:.0f} s"
+    )
     if not arguments.models and arguments.steps == STEPS:
         PAGE.write_text(page(rows), encoding="utf-8")
     sys.exit(1 if far else 0)

@@ -1,4 +1,7 @@
-"""What a hostile graph file can say. Each changes a parsed, sound one: graphs/train.json, or the graph of a step.json in derived/."""
+"""What a hostile graph file can say.
+
+Each changes a parsed, sound one: graphs/train.json, or the graph of a step.json in derived/.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,16 @@ def call(graph: Document) -> Document:
     """How it is called. A step graph does not say it, so it is put there."""
     calls = graph["graph_module"]["module_call_graph"]
     if not calls:
-        leaf = json.dumps([1, {"children_spec": [], "context": None, "type": None}], separators=(",", ":"))
-        signature: Document = {"inputs": [], "outputs": [], "in_spec": leaf, "out_spec": leaf, "forward_arg_names": None}
+        leaf = json.dumps(
+            [1, {"children_spec": [], "context": None, "type": None}], separators=(",", ":")
+        )
+        signature: Document = {
+            "inputs": [],
+            "outputs": [],
+            "in_spec": leaf,
+            "out_spec": leaf,
+            "forward_arg_names": None,
+        }
         calls.append({"fqn": "", "signature": signature})
     return calls[0]["signature"]  # type: ignore[no-any-return]
 
@@ -40,7 +51,9 @@ def target(name: str) -> Change:
 
 
 def treespec(spec: object) -> Change:
-    return lambda graph: call(graph).update(in_spec=json.dumps([1, spec], separators=(",", ":"), sort_keys=True))
+    return lambda graph: call(graph).update(
+        in_spec=json.dumps([1, spec], separators=(",", ":"), sort_keys=True)
+    )
 
 
 def argument(value: object) -> Change:
@@ -66,7 +79,9 @@ def _specs(end: str) -> Callable[[Document], list[Document]]:
 def _argument_of(spec: Document) -> Document:
     """The `{"name": ...}` of an entry of the signature."""
     ((kind, entry),) = spec.items()
-    found: Document = entry["arg"]["as_tensor"] if kind in ("user_input", "user_output") else entry["arg"]
+    found: Document = (
+        entry["arg"]["as_tensor"] if kind in ("user_input", "user_output") else entry["arg"]
+    )
     return found
 
 
@@ -98,7 +113,9 @@ def _holding(body: Document) -> Document:
 
 
 def _first_output_of_each_kind(graph: Document) -> None:
-    graph["graph_module"]["graph"]["outputs"][0] = {"as_custom_obj": {"name": "x", "class_fqn": "os.system"}}
+    graph["graph_module"]["graph"]["outputs"][0] = {
+        "as_custom_obj": {"name": "x", "class_fqn": "os.system"}
+    }
 
 
 ENUM = {"__enum__": True, "fqn": "os:system", "name": "x"}
@@ -114,11 +131,27 @@ ATTACKS: dict[str, Change] = {
     "guards within the module": lambda graph: graph["graph_module"].update(guards_code=[CODE]),
     "example inputs": lambda graph: graph.update(example_inputs="gASVIQ=="),
     "weights within the graph": lambda graph: graph.update(state_dict={"x": "gASVIQ=="}),
-    "enum in a treespec": treespec({"type": "builtins.dict", "context": json.dumps(ENUM, separators=(",", ":")), "children_spec": []}),
-    "enum as a key": treespec({"type": "builtins.dict", "context": json.dumps([ENUM], separators=(",", ":")), "children_spec": [1]}),
-    "dataclass in a treespec": treespec({"type": "collections.namedtuple", "context": '"os.system"', "children_spec": []}),
+    "enum in a treespec": treespec(
+        {
+            "type": "builtins.dict",
+            "context": json.dumps(ENUM, separators=(",", ":")),
+            "children_spec": [],
+        }
+    ),
+    "enum as a key": treespec(
+        {
+            "type": "builtins.dict",
+            "context": json.dumps([ENUM], separators=(",", ":")),
+            "children_spec": [1],
+        }
+    ),
+    "dataclass in a treespec": treespec(
+        {"type": "collections.namedtuple", "context": '"os.system"', "children_spec": []}
+    ),
     "deep treespec": lambda graph: call(graph).update(in_spec="[" * 5000 + "]" * 5000),
-    "key twice in a treespec": lambda graph: call(graph).update(in_spec='[1,{"type":null,"type":null}]'),
+    "key twice in a treespec": (
+        lambda graph: call(graph).update(in_spec='[1,{"type":null,"type":null}]')
+    ),
     "function of Python": target("os.system"),
     "function of builtins": target("builtins.eval"),
     "function of torch": target("torch.load"),
@@ -131,45 +164,79 @@ ATTACKS: dict[str, Change] = {
     "changing storage": target("torch.ops.aten.set_.source_Tensor"),
     "operator that trusts its input": target("torch.ops.aten._sparse_coo_tensor_unsafe.default"),
     "operator of another library": target("torch.ops.evil.run.default"),
-    "operator that sends to other processes": target("torch.ops._c10d_functional.broadcast.default"),
+    "operator that sends to other processes": target(
+        "torch.ops._c10d_functional.broadcast.default"
+    ),
     "operator that loads quantized weights": target("torch.ops.quantized.linear_prepack.default"),
     "inductor's operators": target("torch.ops.inductor._alloc_from_pool.default"),
     "private attribute of an operator": target("torch.ops.aten.__class__.default"),
     "private attribute of a namespace": target("torch.ops.__init__.__globals__.x"),
-    "higher-order operator that runs kernels": target("torch.ops.higher_order.triton_kernel_wrapper_functional"),
+    "higher-order operator that runs kernels": target(
+        "torch.ops.higher_order.triton_kernel_wrapper_functional"
+    ),
     "higher-order operator that loads": target("torch.ops.higher_order.aoti_call_delegate"),
     "operator as an argument": argument({"as_operator": "torch.hub.load"}),
     "object as an argument": argument({"as_custom_obj": {"name": "x", "class_fqn": "os.system"}}),
     "two kinds of argument at once": argument({"as_int": 1, "as_string": "x"}),
     "unknown kind of argument": argument({"as_pickle": "gASVIQ=="}),
-    "a fraction for the kind of an argument": lambda graph: nodes(graph)[0]["inputs"][0].update(kind=1.0),
-    "another example of a size than of its symbol": lambda graph: first_symbol(graph).update(hint={"as_int": 2**40}),
+    "a fraction for the kind of an argument": (
+        lambda graph: nodes(graph)[0]["inputs"][0].update(kind=1.0)
+    ),
+    "another example of a size than of its symbol": (
+        lambda graph: first_symbol(graph).update(hint={"as_int": 2**40})
+    ),
     "long string": argument({"as_string": "x" * 5000}),
     "code as a node's name": rename_first("x; import os"),
     "newline in a node's name": rename_first("x\nimport os"),
     "keyword as a node's name": rename_first("import"),
     "dunder as a node's name": rename_first("__builtins__"),
     "code as an argument's name": lambda graph: nodes(graph)[0]["inputs"][0].update(name="x=1,y"),
-    "code as a parameter's name": input_spec({"parameter": {"arg": {"name": "p"}, "parameter_name": 'a"); import os; ("'}}),
-    "object as an input": input_spec({"custom_obj": {"arg": {"name": "x", "class_fqn": "os.system"}, "custom_obj_name": "x"}}),
+    "code as a parameter's name": input_spec(
+        {"parameter": {"arg": {"name": "p"}, "parameter_name": 'a"); import os; ("'}}
+    ),
+    "object as an input": input_spec(
+        {"custom_obj": {"arg": {"name": "x", "class_fqn": "os.system"}, "custom_obj_name": "x"}}
+    ),
     "signature with another name of an input": renamed_in_signature("input"),
     "signature with another name of an output": renamed_in_signature("output"),
     "signature with inputs in another order": swapped_in_signature("input"),
-    "signature with an output too many": lambda graph: _specs("output")(graph).append(_specs("output")(graph)[0]),
+    "signature with an output too many": (
+        lambda graph: _specs("output")(graph).append(_specs("output")(graph)[0])
+    ),
     "token as an input": input_spec({"token": {"arg": {"name": "x"}}}),
     "object as an output": _first_output_of_each_kind,
-    "object values": lambda graph: graph["graph_module"]["graph"].update(custom_obj_values={"x": {"name": "x", "class_fqn": "y"}}),
+    "object values": (
+        lambda graph: graph["graph_module"]["graph"].update(
+            custom_obj_values={"x": {"name": "x", "class_fqn": "y"}}
+        )
+    ),
     "metadata": lambda graph: nodes(graph)[0]["metadata"].update(from_node="[]"),
-    "class in a module stack": lambda graph: nodes(graph)[0]["metadata"].update(nn_module_stack="a,a,os.system"),
+    "class in a module stack": (
+        lambda graph: nodes(graph)[0]["metadata"].update(nn_module_stack="a,a,os.system")
+    ),
     "metadata of the graph": lambda graph: graph["graph_module"].update(metadata={"custom": "{}"}),
-    "named tuples": lambda graph: graph["graph_module"].update(treespec_namedtuple_fields={"x": {"field_names": ["a"]}}),
-    "call signature of a submodule": lambda graph: call(graph) and graph["graph_module"]["module_call_graph"][0].update(fqn="a"),
-    "code as an argument of forward": lambda graph: call(graph).update(forward_arg_names=["a=print(1)"]),
+    "named tuples": (
+        lambda graph: graph["graph_module"].update(
+            treespec_namedtuple_fields={"x": {"field_names": ["a"]}}
+        )
+    ),
+    "call signature of a submodule": lambda graph: (
+        call(graph) and graph["graph_module"]["module_call_graph"][0].update(fqn="a")
+    ),
+    "code as an argument of forward": (
+        lambda graph: call(graph).update(forward_arg_names=["a=print(1)"])
+    ),
     "unknown device": argument({"as_device": {"type": "privateuseone", "index": None}}),
-    "million symbols": lambda graph: graph["range_constraints"].update({"u999999999": {"min_val": 0, "max_val": 1}}),
+    "million symbols": (
+        lambda graph: graph["range_constraints"].update(
+            {"u999999999": {"min_val": 0, "max_val": 1}}
+        )
+    ),
     "integer of 65 bits": argument({"as_int": 2**64}),
-    "tensor of 65 dims": lambda graph: next(iter(graph["graph_module"]["graph"]["tensor_values"].values())).update(
-        sizes=[{"as_int": 1}] * 65
+    "tensor of 65 dims": (
+        lambda graph: next(iter(graph["graph_module"]["graph"]["tensor_values"].values())).update(
+            sizes=[{"as_int": 1}] * 65
+        )
     ),
     "control flow in control flow in ...": _nested,
 }

@@ -1,4 +1,6 @@
-"""Reading a package under watch: what runs code, starts processes, writes files or makes tensors is noted."""
+"""Reading a package under watch: what runs code, starts processes, writes files or makes tensors is
+noted.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,17 @@ _RUNS = (
     "socket.",
     "ctypes.dlopen",
 )
-_CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.truncate", "shutil.")
+_CHANGES = (
+    "os.remove",
+    "os.rename",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.chmod",
+    "os.truncate",
+    "shutil.",
+)
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -55,7 +67,12 @@ _hooked: list[bool] = []
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if not _watching:
         return
-    opens_to_write = event == "open" and len(arguments) == 3 and isinstance(arguments[2], int) and bool(arguments[2] & _WRITES)
+    opens_to_write = (
+        event == "open"
+        and len(arguments) == 3
+        and isinstance(arguments[2], int)
+        and bool(arguments[2] & _WRITES)
+    )
     if event.startswith((*_RUNS, *_CHANGES)) or opens_to_write:
         _watching[-1].acts.append(f"{event} {arguments!r}"[:200])
 
@@ -65,7 +82,9 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted = noted
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.device.type != "meta":
             self._noted.made += result.nbytes
@@ -74,7 +93,10 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def watched(*, count: bool = True) -> Iterator[Noted]:
-    """Notes what happens within it; the bytes of tensors only if `count`. An audit hook of Python's stays; this one sleeps otherwise."""
+    """Notes what happens within it; the bytes of tensors only if `count`.
+
+    An audit hook of Python's stays; this one sleeps otherwise.
+    """
     if not _hooked:
         sys.addaudithook(_hook)
         _hooked.append(True)
@@ -88,15 +110,17 @@ def watched(*, count: bool = True) -> Iterator[Noted]:
 
 
 def checked(path: Path) -> Package:
-    """All that is known of a package before its first tensor is made: what a launch demands of it."""
+    """All that is known of a package before its first tensor is made: what a launch demands of
+    it.
+    """
     package = open_package(path)
     package.check_contents()
     return package
 
 
 def refusal(path: Path, file: str) -> str:
-    """The line that a package gets, "" where it is taken. A derived graph that is not sound is passed over unless it was sealed here, so
-    verifying says what it is.
+    """The line that a package gets, "" where it is taken. A derived graph that is not sound is
+    passed over unless it was sealed here, so verifying says what it is.
     """
     try:
         package = checked(path)
@@ -104,4 +128,6 @@ def refusal(path: Path, file: str) -> str:
             return ""
     except PackageError as error:
         return str(error)
-    return "; ".join(f"{problem.file}: {problem.problem}" for problem in verify_package(path).problems)
+    return "; ".join(
+        f"{problem.file}: {problem.problem}" for problem in verify_package(path).problems
+    )

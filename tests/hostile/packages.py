@@ -1,6 +1,8 @@
-"""What a hostile folder can be: each case changes a sound package and makes every digest right again, as its attacker would.
+"""What a hostile folder can be: each case changes a sound package and makes every digest right
+again, as its attacker would.
 
-The package is that of tests/packaging/jobs.py, with a derived graph that the user's own key has sealed.
+The package is that of tests/packaging/jobs.py, with a derived graph that the user's own key has
+sealed.
 """
 
 from __future__ import annotations
@@ -66,10 +68,16 @@ def put(package: Path, file: str, data: bytes) -> None:
 def reseal_step(package: Path) -> None:
     """Seal the step graph with the user's own key: the attacker may be the user's other program."""
     data = (package / STEP).read_bytes()
-    fields = {name: value for name, value in json.loads((package / SEAL).read_bytes()).items() if name not in ("mac", "checksum")}
+    fields = {
+        name: value
+        for name, value in json.loads((package / SEAL).read_bytes()).items()
+        if name not in ("mac", "checksum")
+    }
     fields |= {"sha256": sha256_bytes(data), "size": len(data)}
     fields["mac"] = hmac.digest(user_key(create=True), canonical_json(fields), "sha256").hex()
-    (package / SEAL).write_bytes(canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))}))
+    (package / SEAL).write_bytes(
+        canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
+    )
 
 
 def edit_step(package: Path, change: Change) -> None:
@@ -109,7 +117,12 @@ def header(file: str, change: Callable[[dict[str, Any]], object]) -> Attack:
 
 def tensor(file: str, **changes: object) -> Attack:
     """Say something else of a file's last tensor."""
-    return header(file, lambda fields: fields[max(fields, key=lambda name: fields[name].get("data_offsets", [0])[0])].update(changes))
+    return header(
+        file,
+        lambda fields: fields[
+            max(fields, key=lambda name: fields[name].get("data_offsets", [0])[0])
+        ].update(changes),
+    )
 
 
 def _as_fractions(fields: dict[str, Any]) -> None:
@@ -175,7 +188,10 @@ def _socket(package: Path) -> None:
 
 
 def _two_million_nodes(data: bytes) -> bytes:
-    node = b'{"inputs":[],"is_hop_single_tensor_return":null,"metadata":{},"name":"n","outputs":[],"target":"torch.ops.aten.t.default"}'
+    node = (
+        b'{"inputs":[],"is_hop_single_tensor_return":null,"metadata":{},"name":"n","outputs":[],'
+        b'"target":"torch.ops.aten.t.default"}'
+    )
     return data.replace(b'"nodes":[', b'"nodes":[' + (node + b",") * 2_000_000, 1)
 
 
@@ -202,8 +218,12 @@ def _another_checksum(package: Path) -> None:
 
 def _seal_of_another_key(package: Path) -> None:
     fields = json.loads((package / SEAL).read_bytes())
-    fields = {name: value for name, value in fields.items() if name != "checksum"} | {"key": "../../x"}
-    (package / SEAL).write_bytes(canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))}))
+    fields = {name: value for name, value in fields.items() if name != "checksum"} | {
+        "key": "../../x"
+    }
+    (package / SEAL).write_bytes(
+        canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
+    )
 
 
 def _other_ports(package: Path) -> None:
@@ -270,13 +290,29 @@ _PATHS = (
 def _json_cases() -> Iterator[Case]:
     for file in (MANIFEST, TRAIN, INDEX, CHUNKS, STEP, SEAL):
         yield Case("JSON of 100,000 levels", file, text(file, lambda data: _DEEP))
-        yield Case("JSON of 100,000 levels within", file, text(file, lambda data: data[:-1] + b',"zz":' + _DEEP))
+        yield Case(
+            "JSON of 100,000 levels within",
+            file,
+            text(file, lambda data: data[:-1] + b',"zz":' + _DEEP),
+        )
         yield Case("NaN", file, text(file, lambda data: data[:-1] + b',"zz":NaN}'))
-        yield Case("a number that reads as infinity", file, text(file, lambda data: data[:-1] + b',"zz":1e999}'))
+        yield Case(
+            "a number that reads as infinity",
+            file,
+            text(file, lambda data: data[:-1] + b',"zz":1e999}'),
+        )
         yield Case("invalid UTF-8", file, text(file, lambda data: data[:-1] + b',"zz":"\xff\xfe"}'))
-        yield Case("a lone surrogate", file, text(file, lambda data: data[:-1] + b',"zz":"\\ud800"}'))
-        yield Case("an integer of 5,000 digits", file, text(file, lambda data: data[:-1] + b',"zz":' + b"9" * 5000 + b"}"))
-        yield Case("a space that canonical JSON has not", file, text(file, lambda data: data + b" "))
+        yield Case(
+            "a lone surrogate", file, text(file, lambda data: data[:-1] + b',"zz":"\\ud800"}')
+        )
+        yield Case(
+            "an integer of 5,000 digits",
+            file,
+            text(file, lambda data: data[:-1] + b',"zz":' + b"9" * 5000 + b"}"),
+        )
+        yield Case(
+            "a space that canonical JSON has not", file, text(file, lambda data: data + b" ")
+        )
         yield Case("a byte order mark", file, text(file, lambda data: b"\xef\xbb\xbf" + data))
         yield Case("UTF-16", file, text(file, lambda data: data.decode().encode("utf-16")))
         yield Case("no bytes", file, text(file, lambda data: b""))
@@ -289,29 +325,95 @@ def _manifest_cases() -> Iterator[Case]:
     yield Case("a key twice, both known", MANIFEST, _key_twice_in_the_manifest)
     yield Case("another checksum", MANIFEST, _another_checksum)
     yield Case("a manifest of a terabyte", MANIFEST, _sparse(MANIFEST, 2**40))
-    yield Case("an unknown field, sealed", MANIFEST, manifest(lambda fields: fields.update(guards_code=["x"])))
-    yield Case("a newer format", MANIFEST, manifest(lambda fields: fields.update(format_version=999)))
-    yield Case("a fraction for a count", MANIFEST, manifest(lambda fields: fields["recipe"].update(steps=8.0)))
-    yield Case("a version that is no number", MANIFEST, manifest(lambda fields: fields.update(format_version=True)))
-    yield Case("a feature that nobody knows", MANIFEST, manifest(lambda fields: fields["features"].append("zz-run-code")))
-    yield Case("an operator library that is a module", MANIFEST, manifest(_a_library_that_is_a_module))
-    yield Case("an operator that is none", MANIFEST, manifest(lambda fields: fields["ops"].update({"os.system": "x"})))
     yield Case(
-        "an alias of itself", MANIFEST, manifest(lambda fields: fields["parameters"][0].update(alias_of=fields["parameters"][0]["name"]))
+        "an unknown field, sealed",
+        MANIFEST,
+        manifest(lambda fields: fields.update(guards_code=["x"])),
     )
-    yield Case("a parameter twice", MANIFEST, manifest(lambda fields: fields["parameters"].append(fields["parameters"][0])))
-    yield Case("a shape below zero", MANIFEST, manifest(lambda fields: fields["parameters"][0].update(shape=[-1])))
-    yield Case("a shape of 2^63", MANIFEST, manifest(lambda fields: fields["parameters"][0].update(shape=[2**63])))
-    yield Case("a name of a parameter that is a path", MANIFEST, manifest(lambda fields: fields["buffers"][0].update(name="../../x")))
-    yield Case("a graph's file elsewhere", MANIFEST, manifest(lambda fields: fields["graphs"]["train"].update(file="../train.json")))
-    yield Case("a graph's file that is the manifest", MANIFEST, manifest(lambda fields: fields["graphs"]["train"].update(file=MANIFEST)))
     yield Case(
-        "a graph's file that is another's", MANIFEST, manifest(lambda fields: fields["graphs"]["train"].update(file="graphs/eval.json"))
+        "a newer format", MANIFEST, manifest(lambda fields: fields.update(format_version=999))
     )
-    yield Case("constants without their file", MANIFEST, manifest(lambda fields: fields["files"].pop(CONSTANTS)))
-    yield Case("weights without their index", MANIFEST, manifest(lambda fields: fields["files"].pop(INDEX)))
-    yield Case("a negative size", MANIFEST, manifest(lambda fields: fields["files"][TRAIN].update(size=-1)))
-    yield Case("a file's digest in capitals", MANIFEST, manifest(lambda fields: fields["files"][TRAIN].update(sha256="A" * 64)))
+    yield Case(
+        "a fraction for a count",
+        MANIFEST,
+        manifest(lambda fields: fields["recipe"].update(steps=8.0)),
+    )
+    yield Case(
+        "a version that is no number",
+        MANIFEST,
+        manifest(lambda fields: fields.update(format_version=True)),
+    )
+    yield Case(
+        "a feature that nobody knows",
+        MANIFEST,
+        manifest(lambda fields: fields["features"].append("zz-run-code")),
+    )
+    yield Case(
+        "an operator library that is a module", MANIFEST, manifest(_a_library_that_is_a_module)
+    )
+    yield Case(
+        "an operator that is none",
+        MANIFEST,
+        manifest(lambda fields: fields["ops"].update({"os.system": "x"})),
+    )
+    yield Case(
+        "an alias of itself",
+        MANIFEST,
+        manifest(
+            lambda fields: fields["parameters"][0].update(alias_of=fields["parameters"][0]["name"])
+        ),
+    )
+    yield Case(
+        "a parameter twice",
+        MANIFEST,
+        manifest(lambda fields: fields["parameters"].append(fields["parameters"][0])),
+    )
+    yield Case(
+        "a shape below zero",
+        MANIFEST,
+        manifest(lambda fields: fields["parameters"][0].update(shape=[-1])),
+    )
+    yield Case(
+        "a shape of 2^63",
+        MANIFEST,
+        manifest(lambda fields: fields["parameters"][0].update(shape=[2**63])),
+    )
+    yield Case(
+        "a name of a parameter that is a path",
+        MANIFEST,
+        manifest(lambda fields: fields["buffers"][0].update(name="../../x")),
+    )
+    yield Case(
+        "a graph's file elsewhere",
+        MANIFEST,
+        manifest(lambda fields: fields["graphs"]["train"].update(file="../train.json")),
+    )
+    yield Case(
+        "a graph's file that is the manifest",
+        MANIFEST,
+        manifest(lambda fields: fields["graphs"]["train"].update(file=MANIFEST)),
+    )
+    yield Case(
+        "a graph's file that is another's",
+        MANIFEST,
+        manifest(lambda fields: fields["graphs"]["train"].update(file="graphs/eval.json")),
+    )
+    yield Case(
+        "constants without their file",
+        MANIFEST,
+        manifest(lambda fields: fields["files"].pop(CONSTANTS)),
+    )
+    yield Case(
+        "weights without their index", MANIFEST, manifest(lambda fields: fields["files"].pop(INDEX))
+    )
+    yield Case(
+        "a negative size", MANIFEST, manifest(lambda fields: fields["files"][TRAIN].update(size=-1))
+    )
+    yield Case(
+        "a file's digest in capitals",
+        MANIFEST,
+        manifest(lambda fields: fields["files"][TRAIN].update(sha256="A" * 64)),
+    )
     for path in _PATHS:
         shown = path if path.isprintable() and len(path) < 40 else ascii(path[:20])
         yield Case(f"the path {shown or '(empty)'}", MANIFEST, listed(path))
@@ -323,7 +425,11 @@ def _folder_cases() -> Iterator[Case]:
     yield Case("a listed file that is not there", "assets/LICENSE", _missing("assets/LICENSE"))
     yield Case("weights that are not there", FIRST, _missing(FIRST))
     yield Case("a file that is not listed", "extra.py", _extra("extra.py"))
-    yield Case("a file of weights that is not listed", "weights/pytorch_model.bin", _extra("weights/pytorch_model.bin"))
+    yield Case(
+        "a file of weights that is not listed",
+        "weights/pytorch_model.bin",
+        _extra("weights/pytorch_model.bin"),
+    )
     yield Case("another size than listed", TRAIN, lambda package: os.truncate(package / TRAIN, 10))
     yield Case("a link to a file", TRAIN, link(TRAIN, "/etc/hostname"))
     yield Case("a link to a device", FIRST, link(FIRST, "/dev/zero"))
@@ -339,15 +445,25 @@ def _folder_cases() -> Iterator[Case]:
 
 def _tensor_cases() -> Iterator[Case]:
     for file in (FIRST, CONSTANTS):
-        yield Case("a header that claims 2^60 bytes", file, text(file, lambda data: (2**60).to_bytes(8, "little") + data[8:]))
-        yield Case("a header longer than the file", file, text(file, lambda data: len(data).to_bytes(8, "little") + data[8:]))
+        yield Case(
+            "a header that claims 2^60 bytes",
+            file,
+            text(file, lambda data: (2**60).to_bytes(8, "little") + data[8:]),
+        )
+        yield Case(
+            "a header longer than the file",
+            file,
+            text(file, lambda data: len(data).to_bytes(8, "little") + data[8:]),
+        )
         yield Case("a file without bytes", file, text(file, lambda data: b""))
         yield Case("a file of 7 bytes", file, text(file, lambda data: data[:7]))
         yield Case("a header of 100,000 levels", file, header_text(file, _DEEP))
         yield Case("a key twice in a header", file, header_text(file, b'{"a":1,"a":1}'))
         yield Case("no JSON in a header", file, header_text(file, b"\x80\x04\x95."))
         yield Case("a tensor that overlaps another", file, tensor(file, data_offsets=[0, 4]))
-        yield Case("a tensor past the end of the file", file, tensor(file, data_offsets=[2**40, 2**40 + 4]))
+        yield Case(
+            "a tensor past the end of the file", file, tensor(file, data_offsets=[2**40, 2**40 + 4])
+        )
         yield Case("a tensor before the start", file, tensor(file, data_offsets=[-8, -4]))
         yield Case("a tensor of 2^60 elements", file, tensor(file, shape=[2**30, 2**30]))
         yield Case("a tensor of negative sizes", file, tensor(file, shape=[-1, -1]))
@@ -358,18 +474,41 @@ def _tensor_cases() -> Iterator[Case]:
         yield Case(
             "one tensor more",
             file,
-            header(file, lambda fields: fields.update({"../../x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})),
+            header(
+                file,
+                lambda fields: fields.update(
+                    {"../../x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}
+                ),
+            ),
         )
-        yield Case("metadata with something in it", file, header(file, lambda fields: fields["__metadata__"].update(code="x")))
+        yield Case(
+            "metadata with something in it",
+            file,
+            header(file, lambda fields: fields["__metadata__"].update(code="x")),
+        )
         yield Case("bytes after the last tensor", file, text(file, lambda data: data + bytes(8)))
         yield Case("a pickle", file, text(file, lambda data: b"\x80\x04cos\nsystem\n(S'true'\ntR."))
-    yield Case("a shape whose product overflows", "graphs/eval.json", manifest(_shapes_that_overflow))
+    yield Case(
+        "a shape whose product overflows", "graphs/eval.json", manifest(_shapes_that_overflow)
+    )
     yield Case("an index that leaves the folder", INDEX, weight_map("../../../etc/passwd"))
     yield Case("an index that names the constants", INDEX, weight_map("../constants.safetensors"))
     yield Case("chunks of no bytes", CHUNKS, chunks(lambda fields: fields.update(chunk_size=0)))
-    yield Case("fewer chunks than the file has", CHUNKS, chunks(lambda fields: fields["files"].update({FIRST: []})))
-    yield Case("chunks of another file", CHUNKS, chunks(lambda fields: fields["files"].update({"../x": []})))
-    yield Case("the digest of other bytes", FIRST, chunks(lambda fields: fields["files"].update({FIRST: ["0" * 64]})))
+    yield Case(
+        "fewer chunks than the file has",
+        CHUNKS,
+        chunks(lambda fields: fields["files"].update({FIRST: []})),
+    )
+    yield Case(
+        "chunks of another file",
+        CHUNKS,
+        chunks(lambda fields: fields["files"].update({"../x": []})),
+    )
+    yield Case(
+        "the digest of other bytes",
+        FIRST,
+        chunks(lambda fields: fields["files"].update({FIRST: ["0" * 64]})),
+    )
 
 
 def _graph_cases() -> Iterator[Case]:
@@ -383,4 +522,10 @@ def _graph_cases() -> Iterator[Case]:
     yield Case("a tag that is not allowed", STEP, _other_tags)
 
 
-CASES: tuple[Case, ...] = (*_manifest_cases(), *_json_cases(), *_folder_cases(), *_tensor_cases(), *_graph_cases())
+CASES: tuple[Case, ...] = (
+    *_manifest_cases(),
+    *_json_cases(),
+    *_folder_cases(),
+    *_tensor_cases(),
+    *_graph_cases(),
+)

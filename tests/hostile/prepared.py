@@ -14,10 +14,14 @@ from trainload.packaging.write import write_package
 
 
 def make_base(folder: Path) -> Path:
-    """Write the package of tests/packaging/jobs.py into `folder`, with its joint graph, which the user's key of the environment seals."""
+    """Write the package of tests/packaging/jobs.py into `folder`, with its joint graph, which the
+    user's key of the environment seals.
+    """
     (folder / "LICENSE").write_text("do as you like\n")
     job = make_job()
     assets = {"LICENSE": folder / "LICENSE"}
-    package = write_package(folder / "base.tl", job.program, job.updates, job.recipe, assets=assets, max_shard=600)
+    package = write_package(
+        folder / "base.tl", job.program, job.updates, job.recipe, assets=assets, max_shard=600
+    )
     write_derived(package, KEY, derive(package.program(), "train", torch.device("cpu")))
     return package.path

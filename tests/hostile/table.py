@@ -19,10 +19,12 @@ from tests.hostile.prepared import make_base
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hostile.md"
 HEAD = """# How hostile packages are rejected
 
-Each row is a valid package that was modified by an attacker who recomputed every digest and checksum; a modified derived graph is even
-sealed with the user's own key. A launch reads packages in the same way before it starts anything. `make hostile` writes this page;
-`tests/hostile/test_hostile.py` checks each row: the package is rejected with one line that names the file, before any tensor is created,
-and without starting processes, opening files for writing, unpickling or using sockets, as seen by Python's audit events.
+Each row is a valid package that was modified by an attacker who recomputed every digest and
+checksum; a modified derived graph is even sealed with the user's own key. A launch reads packages
+in the same way before it starts anything. `make hostile` writes this page;
+`tests/hostile/test_hostile.py` checks each row: the package is rejected with one line that names
+the file, before any tensor is created, and without starting processes, opening files for writing,
+unpickling or using sockets, as seen by Python's audit events.
 
 """
 
@@ -39,7 +41,15 @@ def run(folder: Path) -> list[tuple[str, str, str, float, Noted]]:
         began = time.perf_counter()
         with watched() as noted:
             line = refusal(target, case.file)
-        rows.append((case.what, case.file, line.replace(str(target), "job.tl"), time.perf_counter() - began, noted))
+        rows.append(
+            (
+                case.what,
+                case.file,
+                line.replace(str(target), "job.tl"),
+                time.perf_counter() - began,
+                noted,
+            )
+        )
         shutil.rmtree(target)
     return rows
 

@@ -1,4 +1,6 @@
-"""Every way to lie in a package: refused, by file, in one line, before a tensor is made and without running anything."""
+"""Every way to lie in a package: refused, by file, in one line, before a tensor is made and without
+running anything.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,24 @@ EVERYWHERE = {
     "one tensor more",
     "a pickle",
 }
-"""Attacks that are tried on every file. Any other attack is tried on the first of the files that are read in the same way."""
+"""Attacks that are tried on every file.
+
+Any other attack is tried on the first of the files that are read in the same way.
+"""
 FIRST_OF = {case.what: case for case in reversed(CASES)}
 
 
 def stands_for_others(case: Case) -> bool:
-    return "two million" not in case.what and (case.what in EVERYWHERE or case is FIRST_OF[case.what])
+    return "two million" not in case.what and (
+        case.what in EVERYWHERE or case is FIRST_OF[case.what]
+    )
 
 
 @pytest.mark.matrix(when=stands_for_others)
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.file}: {case.what}" for case in CASES])
-def test_it_is_refused_by_file_in_one_line_before_anything_is_made_or_run(target: Path, case: Case) -> None:
+def test_it_is_refused_by_file_in_one_line_before_anything_is_made_or_run(
+    target: Path, case: Case
+) -> None:
     case.attack(target)
     with watched() as noted:
         line = refusal(target, case.file)
@@ -91,14 +100,25 @@ def _move_below_a_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_grow, lambda path: os.truncate(path, 9), _become_a_link, _become_a_pipe, _move_below_a_link, Path.unlink]
+    "change",
+    [
+        _grow,
+        lambda path: os.truncate(path, 9),
+        _become_a_link,
+        _become_a_pipe,
+        _move_below_a_link,
+        Path.unlink,
+    ],
 )
 @pytest.mark.parametrize("file", [FIRST, "graphs/train.json"])
-def test_what_changes_between_check_and_use_is_refused(target: Path, file: str, change: Callable[[Path], object]) -> None:
+def test_what_changes_between_check_and_use_is_refused(
+    target: Path, file: str, change: Callable[[Path], object]
+) -> None:
     package = checked(target)
     change(target / file)
     if change is _grow and file == FIRST:
-        assert {name: tensor.shape for name, tensor in package.program().state.items()}  # what is read is what was listed
+        # what is read is what was listed
+        assert {name: tensor.shape for name, tensor in package.program().state.items()}
         with pytest.raises(IntegrityError, match="size"):
             checked(target)
         return
@@ -111,7 +131,9 @@ def test_a_package_may_lie_below_a_link_of_its_users(target: Path, tmp_path: Pat
     assert checked(tmp_path / "link").digest == checked(target).digest
 
 
-def test_a_launch_refuses_hostile_weights_before_anything_starts(target: Path, tmp_path: Path) -> None:
+def test_a_launch_refuses_hostile_weights_before_anything_starts(
+    target: Path, tmp_path: Path
+) -> None:
     import trainload
 
     case = next(case for case in CASES if case.file == FIRST and "2^60" in case.what)
@@ -119,5 +141,7 @@ def test_a_launch_refuses_hostile_weights_before_anything_starts(target: Path, t
     package = trainload.open(target)
     plan = trainload.plan(package, trainload.Cluster(), "single")
     with pytest.raises(PackageError, match=FIRST):
-        trainload.launch(package, plan, tmp_path / "nothing.npz", run_dir=tmp_path / "run", backend="local")
+        trainload.launch(
+            package, plan, tmp_path / "nothing.npz", run_dir=tmp_path / "run", backend="local"
+        )
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,7 @@
-"""What a hostile package can say, and that none of it is believed. Digests and checksums are right in every case."""
+"""What a hostile package can say, and that none of it is believed.
+
+Digests and checksums are right in every case.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from trainload.packaging.package import Package, open_package
 
 @pytest.mark.matrix("code as a symbolic size", "function of Python", "enum in a treespec")
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_a_hostile_graph_is_refused_by_file_before_torch_reads_it(copied: Path, attack: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_graph_is_refused_by_file_before_torch_reads_it(
+    copied: Path, attack: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainload.packaging.package.graph_from_json", _never)
     edit_graph(copied, attack)
     with pytest.raises(UnsafePackageError, match=r"graphs/train\.json"):
@@ -39,7 +44,9 @@ def test_what_is_attacked_is_fine_without_the_attack(copied: Path) -> None:
     open_package(copied).program()
 
 
-def test_a_symbolic_size_that_runs_code_when_torch_reads_it_is_real(copied: Path, tmp_path: Path) -> None:
+def test_a_symbolic_size_that_runs_code_when_torch_reads_it_is_real(
+    copied: Path, tmp_path: Path
+) -> None:
     sentinel = tmp_path / "ran"
     document = json.loads((copied / "graphs/train.json").read_bytes())
     first_symbol(document).update(expr_str=CODE.format(sentinel))
@@ -54,9 +61,15 @@ def test_a_symbolic_size_that_runs_code_when_torch_reads_it_is_real(copied: Path
 
 
 def test_an_error_names_node_and_rule(copied: Path) -> None:
-    edit_graph(copied, lambda graph: nodes(graph)[2].update(target="torch.ops.aten.from_file.default"))
-    name = json.loads((copied / "graphs/train.json").read_bytes())["graph_module"]["graph"]["nodes"][2]["name"]
-    with pytest.raises(UnsafePackageError, match=rf"graphs/train\.json, node {name}: .*from_file.*denied"):
+    edit_graph(
+        copied, lambda graph: nodes(graph)[2].update(target="torch.ops.aten.from_file.default")
+    )
+    name = json.loads((copied / "graphs/train.json").read_bytes())["graph_module"]["graph"][
+        "nodes"
+    ][2]["name"]
+    with pytest.raises(
+        UnsafePackageError, match=rf"graphs/train\.json, node {name}: .*from_file.*denied"
+    ):
         open_package(copied).program()
 
 
@@ -67,7 +80,15 @@ def test_an_operator_that_the_manifest_does_not_list_is_refused(copied: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["torch.load", "os.system", "torch.ops.aten.__class__", "torch.ops.higher_order.cond", "torch.ops.aten.add.Tensor.x", "aten"]
+    "name",
+    [
+        "torch.load",
+        "os.system",
+        "torch.ops.aten.__class__",
+        "torch.ops.higher_order.cond",
+        "torch.ops.aten.add.Tensor.x",
+        "aten",
+    ],
 )
 def test_the_manifest_cannot_list_what_is_no_operator(copied: Path, name: str) -> None:
     edit_manifest(copied, lambda manifest: manifest["ops"].update({name: "x"}))
@@ -89,22 +110,40 @@ def test_an_operator_of_another_library_needs_its_owners_word(copied: Path) -> N
     name = "torch.ops.trainload_test_ops.double.default"
 
     def use(graph: Document) -> None:
-        node = next(node for node in nodes(graph) if node["target"] == "torch.ops.aten.lift_fresh_copy.default")
+        node = next(
+            node
+            for node in nodes(graph)
+            if node["target"] == "torch.ops.aten.lift_fresh_copy.default"
+        )
         node["target"] = name
         node["inputs"][0]["name"] = "x"
 
     edit_graph(copied, use)
-    edit_manifest(copied, lambda manifest: manifest["ops"].update({name: "trainload_test_ops::double(Tensor x) -> Tensor"}))
+    edit_manifest(
+        copied,
+        lambda manifest: manifest["ops"].update(
+            {name: "trainload_test_ops::double(Tensor x) -> Tensor"}
+        ),
+    )
     with pytest.raises(UnsafePackageError, match="allow the namespace trainload_test_ops"):
         open_package(copied).program()
-    edit_manifest(copied, lambda manifest: manifest["op_libraries"].update(trainload_test_ops=UNKNOWN_LIBRARY))
+    edit_manifest(
+        copied, lambda manifest: manifest["op_libraries"].update(trainload_test_ops=UNKNOWN_LIBRARY)
+    )
     with pytest.raises(UnsafePackageError, match="allow the namespace trainload_test_ops"):
         open_package(copied)
-    assert open_package(copied, namespaces={"trainload_test_ops"}).program().graphs["train"].exported is not None
+    assert (
+        open_package(copied, namespaces={"trainload_test_ops"}).program().graphs["train"].exported
+        is not None
+    )
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 600), marks=pytest.mark.slow)], ids=["some", "many"])
-def test_random_changes_of_a_graph_end_in_a_graph_or_in_a_package_error(packaged: Package, seeds: range) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 600), marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_random_changes_of_a_graph_end_in_a_graph_or_in_a_package_error(
+    packaged: Package, seeds: range
+) -> None:
     original = json.loads((packaged.path / "graphs/train.json").read_bytes())
     state = packaged._state(meta=True)
     outcomes = {"loaded": 0, "unsafe": 0, "refused": 0}

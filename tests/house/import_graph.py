@@ -1,7 +1,8 @@
-"""The import graph of the project: `python -m tests.house.import_graph` prints what is wrong with it, or nothing.
+"""The import graph of the project: `python -m tests.house.import_graph` prints what is wrong with
+it, or nothing.
 
-Modules do not import each other in a circle, a folder imports only folders before it in `LAYERS`, and a folder has at most
-`MODULES` modules. Exit status 0: so it is.
+Modules do not import each other in a circle, a folder imports only folders before it in `LAYERS`,
+and a folder has at most `MODULES` modules. Exit status 0: so it is.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-"""All folders and public modules below `trainload`, from the bottom up: each imports itself and those before it."""
+"""All folders and public modules below `trainload`, from the bottom up: each imports itself and
+those before it.
+"""
 
 
 def module_names() -> dict[str, Path]:
@@ -83,12 +86,15 @@ def module_names() -> dict[str, Path]:
         stage, *rest = path.relative_to(ROOT).with_suffix("").parts
         names[".".join(["trainload", IMPORTED_AS[stage], *rest])] = path
     for path in face_files():
-        names[".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")] = path
+        names[
+            ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        ] = path
     return names
 
 
 def import_graph() -> nx.DiGraph[str]:
-    """Return the graph of modules that import each other, also inside functions and for type checkers alone.
+    """Return the graph of modules that import each other, also inside functions and for type
+    checkers alone.
 
     `trainload` itself is left out: it imports what its public names need on their first use.
     """
@@ -102,27 +108,40 @@ def import_graph() -> nx.DiGraph[str]:
 
 def cycles(graph: nx.DiGraph[str]) -> list[list[str]]:
     """Return the groups of modules that import each other."""
-    return sorted(sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1)
+    return sorted(
+        sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1
+    )
 
 
 def layer_of(module: str) -> str | None:
-    """Return the layer that a module belongs to: its folder, or itself. None: `LAYERS` has neither."""
+    """Return the layer that a module belongs to: its folder, or itself.
+
+    None: `LAYERS` has neither.
+    """
     name = module.removeprefix("trainload.")
     return next((each for each in (name, name.rpartition(".")[0]) if each in LAYERS), None)
 
 
 def upward_arrows(graph: nx.DiGraph[str]) -> list[str]:
-    """Return "importer imports imported" for each import against the order of `LAYERS`, and for modules that no layer has."""
+    """Return "importer imports imported" for each import against the order of `LAYERS`, and for
+    modules that no layer has.
+    """
     place = {layer: number for number, layer in enumerate(LAYERS)}
     homeless = [f"{module} is in no layer" for module in graph if layer_of(module) is None]
-    arrows = [(a, b) for a, b in graph.edges if place[layer_of(a) or LAYERS[0]] < place[layer_of(b) or LAYERS[0]]]
+    arrows = [
+        (a, b)
+        for a, b in graph.edges
+        if place[layer_of(a) or LAYERS[0]] < place[layer_of(b) or LAYERS[0]]
+    ]
     return [*homeless, *(f"{importer} imports {imported}" for importer, imported in sorted(arrows))]
 
 
 def large_folders() -> dict[str, int]:
     """Return the folders that have more than `MODULES` modules, of the product and of the tests."""
     files = [*stage_files(), *face_files(), *(ROOT / "tests").rglob("*.py")]
-    counts = Counter(path.parent.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py")
+    counts = Counter(
+        path.parent.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py"
+    )
     return {folder: count for folder, count in sorted(counts.items()) if count > MODULES}
 
 
@@ -130,7 +149,10 @@ def main() -> int:
     graph = import_graph()
     found = [f"cycle: {', '.join(group)}" for group in cycles(graph)]
     found += [f"against the order: {arrow}" for arrow in upward_arrows(graph)]
-    found += [f"too many modules: {folder} has {count}, at most {MODULES}" for folder, count in large_folders().items()]
+    found += [
+        f"too many modules: {folder} has {count}, at most {MODULES}"
+        for folder, count in large_folders().items()
+    ]
     sys.stdout.write("".join(f"{line}\n" for line in found))
     return 1 if found else 0
 

@@ -1,4 +1,6 @@
-"""The tables of settings in docs/runs.md: `python -m tests.house.settings_page` writes them anew."""
+"""The tables of settings in docs/runs.md: `python -m tests.house.settings_page` writes them
+anew.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ def _table(rows: list[Description]) -> str:
     lines = ["| setting | default | unit | `resume` | |", "|---|---|---|---|---|"]
     for each in rows:
         names = ", ".join(f"`{name}`" for name in each.names)
-        lines.append(f"| {names} | {each.default} | {each.unit} | {'yes' if each.at_resume else 'no'} | {each.text} |")
+        lines.append(
+            f"| {names} | {each.default} | {each.unit} | {'yes' if each.at_resume else 'no'} |"
+            f" {each.text} |"
+        )
     return "\n".join(lines)
 
 
@@ -21,7 +26,10 @@ def with_tables(page: str) -> str:
     """Return a page with its tables made from the models of settings."""
     for name, of_run in (("run", True), ("training", False)):
         table = _table([each for each in descriptions() if each.of_run == of_run])
-        begin, end = f"<!-- settings of the {name}: generated -->\n", f"\n<!-- end: settings of the {name} -->"
+        begin, end = (
+            f"<!-- settings of the {name}: generated -->\n",
+            f"\n<!-- end: settings of the {name} -->",
+        )
         before, _, rest = page.partition(begin)
         _, found, after = rest.partition(end)
         assert found, f"{PAGE.name} has a place for the settings of the {name}"

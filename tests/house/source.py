@@ -12,7 +12,13 @@ STAGES = ("capture", "autograd_trace", "packaging", "sharding", "launch")
 """From the bottom up."""
 IMPORTED_AS = {**{stage: stage for stage in STAGES}, "launch": "launching"}
 """Stage -> its name in `trainload`. `trainload.launch` is a function."""
-PRIVATE_TORCH = frozenset({"autograd_trace/derivation/aot.py", "capture/job/torch_modes.py", "packaging/graphs/graph_json.py"})
+PRIVATE_TORCH = frozenset(
+    {
+        "autograd_trace/derivation/aot.py",
+        "capture/job/torch_modes.py",
+        "packaging/graphs/graph_json.py",
+    }
+)
 """The modules that may touch torch's private names."""
 
 
@@ -32,11 +38,13 @@ Names = tuple[tuple[int, str], ...]
 
 @functools.cache
 def read(text: str) -> tuple[Names, Names]:
-    """Return the names that the module `text` imports, inside functions too, and those that it uses.
+    """Return the names that the module `text` imports, inside functions too, and those that it
+    uses.
 
     Uses are attributes, and arguments of import_module.
 
-    `from a import b` imports both a and a.b. Several tests look through each file; none keeps its tree.
+    `from a import b` imports both a and a.b. Several tests look through each file; none keeps its
+    tree.
     """
     imported: list[tuple[int, str]] = []
     used: list[tuple[int, str]] = []
@@ -45,11 +53,16 @@ def read(text: str) -> tuple[Names, Names]:
             case ast.Import(names=names):
                 imported += [(node.lineno, alias.name) for alias in names]
             case ast.ImportFrom(module=str(module), names=names, level=0):
-                imported += [(node.lineno, module), *((node.lineno, f"{module}.{alias.name}") for alias in names)]
+                imported += [
+                    (node.lineno, module),
+                    *((node.lineno, f"{module}.{alias.name}") for alias in names),
+                ]
             case ast.Attribute():
                 name = dotted(node)
                 used += [(node.lineno, name)] if name is not None else []
-            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if (dotted(function) or "").endswith("import_module"):
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if (
+                dotted(function) or ""
+            ).endswith("import_module"):
                 used.append((node.lineno, name))
     return tuple(imported), tuple(used)
 
@@ -69,7 +82,9 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def private_torch_names(text: str) -> list[str]:
-    """The private names of torch that `text` uses: "line: name". Operator namespaces (`torch.ops._c10d_functional`) are public data."""
+    """The private names of torch that `text` uses: "line: name". Operator namespaces
+    (`torch.ops._c10d_functional`) are public data.
+    """
     imported, used = read(text)
     return [f"{line}: {name}" for line, name in (*imported, *used) if _is_private(name)]
 

@@ -28,7 +28,14 @@ from tests.house.source import (
 def python_at_root(code: str) -> str:
     """What `code` prints in a child that runs at the root with the root as its PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert child.returncode == 0, child.stderr
     return child.stdout.strip()
 
@@ -50,7 +57,11 @@ def test_a_stage_is_reached_through_a_relative_link(stage: str) -> None:
 
 
 def test_no_stage_folder_is_a_regular_package() -> None:
-    assert [str(path.relative_to(ROOT)) for stage in STAGES for path in (ROOT / stage).rglob("__init__.py")] == []
+    assert [
+        str(path.relative_to(ROOT))
+        for stage in STAGES
+        for path in (ROOT / stage).rglob("__init__.py")
+    ] == []
 
 
 def test_no_test_folder_is_a_regular_package() -> None:
@@ -58,7 +69,9 @@ def test_no_test_folder_is_a_regular_package() -> None:
 
 
 def test_no_two_test_files_have_one_name() -> None:
-    """Outside packages pytest imports a test file by its name alone: of two in one process the second is not collected."""
+    """Outside packages pytest imports a test file by its name alone: of two in one process the
+    second is not collected.
+    """
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert [name for name, times in Counter(names).items() if times > 1] == []
 
@@ -70,11 +83,21 @@ def test_every_stage_holds_modules() -> None:
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("trainload/")}
-    paths = ((IMPORTED_AS[stage], path.relative_to(ROOT / stage)) for stage in STAGES for path in (ROOT / stage).rglob("*.py"))
+    paths = (
+        (IMPORTED_AS[stage], path.relative_to(ROOT / stage))
+        for stage in STAGES
+        for path in (ROOT / stage).rglob("*.py")
+    )
     stages = {f"trainload/{stage}/{path.as_posix()}" for stage, path in paths}
     face = {path.relative_to(ROOT / "src").as_posix() for path in face_files()}
-    data = {f"trainload/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "sharding" / "planner" / "devices").glob("*.json")}
-    page = {f"trainload/report/{name}" for name in ("page.css", "base.html", "parts.html", "page.html", "line.html")}
+    data = {
+        f"trainload/{path.relative_to(ROOT).as_posix()}"
+        for path in (ROOT / "sharding" / "planner" / "devices").glob("*.json")
+    }
+    page = {
+        f"trainload/report/{name}"
+        for name in ("page.css", "base.html", "parts.html", "page.html", "line.html")
+    }
     assert held == {*stages, *face, *data, *page, "trainload/py.typed", "trainload/__init__.pyi"}
 
 
@@ -99,24 +122,36 @@ def test_a_folder_has_few_modules() -> None:
 
 
 def test_no_two_modules_have_one_name() -> None:
-    names = Counter(path.name for path in (*stage_files(), *face_files()) if path.name != "__init__.py")
+    names = Counter(
+        path.name for path in (*stage_files(), *face_files()) if path.name != "__init__.py"
+    )
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
 def test_a_function_that_raises_where_something_is_wrong_is_named_check() -> None:
     other = re.compile(r"def (_?(?:demand|refuse|ensure)_\w+)")
-    found = {str(path.relative_to(ROOT)): names for path in (*stage_files(), *face_files()) if (names := other.findall(path.read_text()))}
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in (*stage_files(), *face_files())
+        if (names := other.findall(path.read_text()))
+    }
     assert found == {}
 
 
 @pytest.mark.parametrize("prefix", ["is", "has"])
 def test_a_function_named_as_a_question_returns_a_bool(prefix: str) -> None:
     named = re.compile(rf"def (_?{prefix}_\w+)\([^)]*\) -> (?!bool\b|TypeGuard\[|TypeIs\[)(\S+):")
-    found = {str(path.relative_to(ROOT)): other for path in (*stage_files(), *face_files()) if (other := named.findall(path.read_text()))}
+    found = {
+        str(path.relative_to(ROOT)): other
+        for path in (*stage_files(), *face_files())
+        if (other := named.findall(path.read_text()))
+    }
     assert found == {}
 
 
-TEMPORARY = re.compile(r'with_name\(f?"\.|os\.(?:link|rename|replace)\(|mkdtemp\(|NamedTemporaryFile\(')
+TEMPORARY = re.compile(
+    r'with_name\(f?"\.|os\.(?:link|rename|replace)\(|mkdtemp\(|NamedTemporaryFile\('
+)
 """How temporary files are named and take a file's place."""
 TEMPORARY_ELSEWHERE = {
     "capture/job/hollow.py": "a file that nothing replaces",
@@ -128,14 +163,21 @@ TEMPORARY_ELSEWHERE = {
 
 
 def test_files_are_written_atomically_in_one_module() -> None:
-    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*stage_files(), *face_files())}
+    files = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for path in (*stage_files(), *face_files())
+    }
     users = {name for name, text in files.items() if TEMPORARY.search(text)}
     assert users == {"src/trainload/core/atomic.py", *TEMPORARY_ELSEWHERE}
 
 
 def test_ray_is_imported_by_launch_alone() -> None:
     below = [path for path in stage_files() if path.relative_to(ROOT).parts[0] != "launch"]
-    users = [str(path.relative_to(ROOT)) for path in below if any(name.split(".")[0] == "ray" for _, name in imports(path.read_text()))]
+    users = [
+        str(path.relative_to(ROOT))
+        for path in below
+        if any(name.split(".")[0] == "ray" for _, name in imports(path.read_text()))
+    ]
     assert users == []
 
 
@@ -154,13 +196,21 @@ def test_a_cycle_of_imports_is_seen() -> None:
 @pytest.mark.parametrize("name", ["click", "trainload.cli.commands"])
 def test_only_the_command_line_imports(name: str) -> None:
     files = (*stage_files(), *face_files())
-    users = [path.relative_to(ROOT) for path in files if any(f"{n}.".startswith(f"{name}.") for _, n in imports(path.read_text()))]
-    assert {str(path) for path in users if path.parts[-2] != "commands"} == {"src/trainload/cli/main.py"}
+    users = [
+        path.relative_to(ROOT)
+        for path in files
+        if any(f"{n}.".startswith(f"{name}.") for _, n in imports(path.read_text()))
+    ]
+    assert {str(path) for path in users if path.parts[-2] != "commands"} == {
+        "src/trainload/cli/main.py"
+    }
 
 
 def test_private_names_of_torch_stay_in_their_modules() -> None:
     files = [*stage_files(), *face_files()]
-    names = {path.relative_to(ROOT).as_posix(): private_torch_names(path.read_text()) for path in files}
+    names = {
+        path.relative_to(ROOT).as_posix(): private_torch_names(path.read_text()) for path in files
+    }
     assert {name: used for name, used in names.items() if used and name not in PRIVATE_TORCH} == {}
 
 
@@ -180,7 +230,13 @@ def test_a_private_name_of_torch_is_seen(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["torch.ops._c10d_functional.wait_tensor(x)", "import torch.distributed", "self._private.name", "torch.__version__"]
+    "line",
+    [
+        "torch.ops._c10d_functional.wait_tensor(x)",
+        "import torch.distributed",
+        "self._private.name",
+        "torch.__version__",
+    ],
 )
 def test_other_names_are_not_taken_for_private_ones(line: str) -> None:
     assert private_torch_names(line) == []
@@ -188,13 +244,22 @@ def test_other_names_are_not_taken_for_private_ones(line: str) -> None:
 
 def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
     """By `first_line`: an error may have no text, and so no first line."""
-    taken = re.compile(r"str\((?:error|exc\w*|\w+\.error)\)[\w.()]*\.(?:split\w*|partition)\([^)]*\)\[")
+    taken = re.compile(
+        r"str\((?:error|exc\w*|\w+\.error)\)[\w.()]*\.(?:split\w*|partition)\([^)]*\)\["
+    )
     files = [*stage_files(), *face_files()]
     assert [str(path.relative_to(ROOT)) for path in files if taken.search(path.read_text())] == []
 
 
 def test_what_starts_a_ray_cluster_is_marked() -> None:
-    """`make test` runs these one at a time, and all others two at a time. What uses the fixture `ray_cluster` is marked by itself."""
+    """`make test` runs these one at a time, and all others two at a time.
+
+    What uses the fixture `ray_cluster` is marked by itself.
+    """
     starts = r"\bfaults\.py\b|\burl_run\.py\b|\bstart_head\b|\bray\.init\("
     files = {path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)}
-    assert [path.name for path in files if re.search(starts, text := path.read_text()) and "mark.ray" not in text] == []
+    assert [
+        path.name
+        for path in files
+        if re.search(starts, text := path.read_text()) and "mark.ray" not in text
+    ] == []

@@ -37,16 +37,22 @@ def library(tmp_path: Path) -> Path:
 
 def column(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     tokens = pq.read_table(path)["tokens"].combine_chunks()
-    values: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = tokens.flatten().to_numpy().reshape(len(tokens), -1)
+    values: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = (
+        tokens.flatten().to_numpy().reshape(len(tokens), -1)
+    )
     return values
 
 
-def test_the_column_is_a_fixed_size_list_of_bytes(corpus: ModuleType, library: Path, tmp_path: Path) -> None:
+def test_the_column_is_a_fixed_size_list_of_bytes(
+    corpus: ModuleType, library: Path, tmp_path: Path
+) -> None:
     made = corpus.build(tmp_path / "made", 9, library)
     assert pq.read_schema(made.train).field("tokens").type == pa.list_(pa.uint8(), 10)
 
 
-def test_every_byte_of_the_library_is_in_one_of_the_parts(corpus: ModuleType, library: Path, tmp_path: Path) -> None:
+def test_every_byte_of_the_library_is_in_one_of_the_parts(
+    corpus: ModuleType, library: Path, tmp_path: Path
+) -> None:
     made = corpus.build(tmp_path / "made", 9, library)
     both = np.concatenate([column(made.train), column(made.held_out)])
     assert sorted(both.flatten().tolist()) == sorted(np.repeat(np.arange(60), 10).tolist())

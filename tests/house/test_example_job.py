@@ -55,7 +55,9 @@ def test_only_matrices_are_decayed(job: Job) -> None:
     optimizer = job.optimizer(job.model)
     assert isinstance(optimizer, torch.optim.Optimizer)
     groups = optimizer.param_groups
-    assert {(p.ndim >= 2, group["weight_decay"] > 0) for group in groups for p in group["params"]} == {(True, True), (False, False)}
+    assert {
+        (p.ndim >= 2, group["weight_decay"] > 0) for group in groups for p in group["params"]
+    } == {(True, True), (False, False)}
 
 
 def test_the_optimizer_has_every_parameter_once(job: Job) -> None:
@@ -76,7 +78,9 @@ def test_accuracy_has_no_gradient(job: Job) -> None:
 
 def test_both_forms_start_from_the_same_weights(job: Job, job_fp32: Job) -> None:
     ours = dict(job_fp32.model.named_parameters())
-    assert all(torch.equal(parameter, ours[name]) for name, parameter in job.model.named_parameters())
+    assert all(
+        torch.equal(parameter, ours[name]) for name, parameter in job.model.named_parameters()
+    )
 
 
 def test_the_autocast_region_is_what_differs_between_the_forms(job: Job, job_fp32: Job) -> None:

@@ -23,7 +23,12 @@ def test_all_is_exactly_what_can_be_seen() -> None:
     for name in trainload.__all__:
         getattr(trainload, name)
     seen = {name for name in dir(trainload) if not name.startswith("_")}
-    modules = {name for name in seen if isinstance(getattr(trainload, name), types.ModuleType) and not callable(getattr(trainload, name))}
+    modules = {
+        name
+        for name in seen
+        if isinstance(getattr(trainload, name), types.ModuleType)
+        and not callable(getattr(trainload, name))
+    }
     assert seen - modules | {"__version__"} == set(trainload.__all__)
 
 
@@ -36,7 +41,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_it_imports_neither_torch_nor_ray() -> None:
-    assert child("import sys, trainload; print(sorted({'torch', 'ray', 'numpy', 'pyarrow'} & set(sys.modules)))") == "[]"
+    assert (
+        child(
+            "import sys, trainload; print(sorted({'torch', 'ray', 'numpy', 'pyarrow'} &"
+            " set(sys.modules)))"
+        )
+        == "[]"
+    )
 
 
 def test_what_holds_a_runs_messages_starts_without_torch() -> None:
@@ -47,7 +58,12 @@ def test_what_holds_a_runs_messages_starts_without_torch() -> None:
 
 @pytest.mark.slow  # it imports torch
 def test_ray_trains_controller_imports_no_compiler() -> None:
-    assert child("import sys, trainload.launching.cluster.attempt; print('torch._dynamo' in sys.modules)") == "False"
+    assert (
+        child(
+            "import sys, trainload.launching.cluster.attempt; print('torch._dynamo' in sys.modules)"
+        )
+        == "False"
+    )
 
 
 def test_launch_is_a_verb_before_its_stage_is_imported() -> None:
@@ -55,11 +71,23 @@ def test_launch_is_a_verb_before_its_stage_is_imported() -> None:
 
 
 def test_launch_is_a_verb_after_its_stage_was_imported() -> None:
-    assert child("import trainload.launching.data.sampler; import trainload; print(callable(trainload.launch))") == "True"
+    assert (
+        child(
+            "import trainload.launching.data.sampler; import trainload;"
+            " print(callable(trainload.launch))"
+        )
+        == "True"
+    )
 
 
 def test_the_stage_of_the_same_name_as_a_verb_can_be_imported() -> None:
-    assert child("import trainload.launching.data.sampler as s, trainload; print(trainload.launching.data.sampler is s)") == "True"
+    assert (
+        child(
+            "import trainload.launching.data.sampler as s, trainload;"
+            " print(trainload.launching.data.sampler is s)"
+        )
+        == "True"
+    )
 
 
 def test_the_verb_launch_has_the_signature_of_its_function() -> None:

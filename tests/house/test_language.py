@@ -1,4 +1,6 @@
-"""Docs, help, messages and docstrings are plain English: a short list of phrases that they do not use."""
+"""Docs, help, messages and docstrings are plain English: a short list of phrases that they do not
+use.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def banned_phrases(path: Path) -> list[str]:
     found = []
     for pattern in BANNED:
         spaced = pattern.replace(" ", r"[\s#]+")
-        found += [f"{text[: m.start()].count(chr(10)) + 1}: {m[0]}" for m in re.finditer(rf"\b(?:{spaced})\b", text, re.IGNORECASE)]
+        found += [
+            f"{text[: m.start()].count(chr(10)) + 1}: {m[0]}"
+            for m in re.finditer(rf"\b(?:{spaced})\b", text, re.IGNORECASE)
+        ]
     return found
 
 
@@ -49,12 +54,20 @@ def test_a_page_is_plain_english(path: Path) -> None:
 
 
 def test_docstrings_messages_and_help_are_plain_english() -> None:
-    assert {str(path.relative_to(ROOT)): phrases for path in SOURCES if (phrases := banned_phrases(path))} == {}
+    assert {
+        str(path.relative_to(ROOT)): phrases
+        for path in SOURCES
+        if (phrases := banned_phrases(path))
+    } == {}
 
 
 def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     first = re.compile(r'^\s*(?:"""|r""")(What|Whether|As|Of|How|Where|Who|When)\b', re.MULTILINE)
-    assert {str(path.relative_to(ROOT)): words for path in SOURCES if (words := first.findall(path.read_text()))} == {}
+    assert {
+        str(path.relative_to(ROOT)): words
+        for path in SOURCES
+        if (words := first.findall(path.read_text()))
+    } == {}
 
 
 def test_a_banned_phrase_is_seen_across_lines(tmp_path: Path) -> None:

@@ -12,14 +12,20 @@ from tests.mutations import MUTATIONS
 LAWS = range(1, 8)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.law} {mutation.name}")
+@pytest.mark.parametrize(
+    "mutation", MUTATIONS, ids=lambda mutation: f"{mutation.law} {mutation.name}"
+)
 def test_what_a_break_replaces_occurs_once(mutation: Mutation) -> None:
     assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
     assert mutation.new != mutation.old
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.law} {mutation.name}")
-def test_the_test_that_must_notice_a_break_is_one_of_its_law_or_of_a_stage(mutation: Mutation) -> None:
+@pytest.mark.parametrize(
+    "mutation", MUTATIONS, ids=lambda mutation: f"{mutation.law} {mutation.name}"
+)
+def test_the_test_that_must_notice_a_break_is_one_of_its_law_or_of_a_stage(
+    mutation: Mutation,
+) -> None:
     file, _, node = mutation.test.partition("::")
     assert file == f"test_law_{mutation.law}.py" or file.startswith("../")
     assert f"def {node.partition('[')[0]}(" in (ROOT / "tests/laws" / file).read_text()

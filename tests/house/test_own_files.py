@@ -10,7 +10,11 @@ from trainload.capture.source.source_place import is_users
 from trainload.core import user_code
 from trainload.packaging.format import source_map
 
-IMPORTED = [str(ROOT / "src" / f"{name.replace('.', '/')}.py") for name in sorted(module_names()) if "." in name]
+IMPORTED = [
+    str(ROOT / "src" / f"{name.replace('.', '/')}.py")
+    for name in sorted(module_names())
+    if "." in name
+]
 """Files of the modules, by the names that they are imported under."""
 
 

@@ -1,4 +1,6 @@
-"""Import the helper in a process that has not imported transformers yet, as the tests of this folder have."""
+"""Import the helper in a process that has not imported transformers yet, as the tests of this
+folder have.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-import transformers  # whose names are imported when they are asked for: every process of the suite imports this file
+
+# whose names are imported when they are asked for: every process of the suite imports this file
+import transformers
 from tests.huggingface.import_alone import tell_whether_transformers_is_imported
 from tests.ranks import ran
 from tests.shared import frozen_once
@@ -31,14 +33,30 @@ NORM_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_
 
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {
+        "n_positions": 16,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
     model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL, **sizes))
     return model
 
 
 def bert(head: str = "BertForMaskedLM") -> nn.Module:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 16}
-    model: nn.Module = getattr(transformers, head)(transformers.BertConfig(**SMALL, **sizes, num_labels=3))
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "max_position_embeddings": 16,
+    }
+    model: nn.Module = getattr(transformers, head)(
+        transformers.BertConfig(**SMALL, **sizes, num_labels=3)
+    )
     return model
 
 
@@ -52,27 +70,48 @@ def batch() -> dict[str, Tensor]:
 
 
 def settings(**given: Any) -> Any:
-    """Trainer's own defaults, and some that are given. (TrainingArguments itself wants accelerate to be made.)"""
+    """Trainer's own defaults, and some that are given. (TrainingArguments itself wants accelerate
+    to be made.)
+    """
     defaults = {
-        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory() if callable(f.default_factory) else None
+        f.name: (
+            f.default
+            if f.default is not dataclasses.MISSING
+            else f.default_factory()
+            if callable(f.default_factory)
+            else None
+        )
         for f in dataclasses.fields(transformers.TrainingArguments)
     }
     return types.SimpleNamespace(**defaults | {"max_steps": STEPS} | given)
 
 
-RUN = {"learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5} | {
+RUN = {
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+} | {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
 }
 
 
 def eager_losses() -> list[float]:
-    """What Trainer does with `RUN`: microbatches, each of whose loss is divided by the labels of all of them, clipping, AdamW, schedule."""
+    """What Trainer does with `RUN`: microbatches, each of whose loss is divided by the labels of
+    all of them, clipping, AdamW, schedule.
+    """
     model = gpt2().train()
-    decayed = transformers.trainer_pt_utils.get_parameter_names(model, [nn.LayerNorm], NORM_PATTERNS)
+    decayed = transformers.trainer_pt_utils.get_parameter_names(
+        model, [nn.LayerNorm], NORM_PATTERNS
+    )
     groups = [
         {"params": [p for n, p in model.named_parameters() if n in decayed], "weight_decay": 0.1},
-        {"params": [p for n, p in model.named_parameters() if n not in decayed], "weight_decay": 0.0},
+        {
+            "params": [p for n, p in model.named_parameters() if n not in decayed],
+            "weight_decay": 0.0,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
@@ -98,9 +137,13 @@ WORDS = ["[PAD]", "[BOS]", "[EOS]", *(f"w{i}" for i in range(45))]
 
 
 def tokenizer() -> Any:
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[PAD]"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[PAD]")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]"
+    )
 
 
 def gpt2_job() -> trainload.Job:
@@ -152,9 +195,13 @@ def test_biases_and_norms_do_not_decay() -> None:
     assert factory is not None
     optimizer = factory(model)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    decayed = transformers.trainer_pt_utils.get_parameter_names(model, [nn.LayerNorm], NORM_PATTERNS)
+    decayed = transformers.trainer_pt_utils.get_parameter_names(
+        model, [nn.LayerNorm], NORM_PATTERNS
+    )
     expected = {id(p): 0.3 if n in decayed else 0.0 for n, p in model.named_parameters()}
-    assert {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]} == expected
+    assert {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    } == expected
 
 
 @pytest.mark.parametrize(
@@ -166,7 +213,9 @@ def test_biases_and_norms_do_not_decay() -> None:
     ],
     ids=["shifted tokens", "tokens", "rows"],
 )
-def test_the_weight_is_the_number_of_counted_labels(model: Any, labels: Tensor, weight: int) -> None:
+def test_the_weight_is_the_number_of_counted_labels(
+    model: Any, labels: Tensor, weight: int
+) -> None:
     given = batch() | {"labels": labels}
     job = job_of(model(), given, settings())
     assert job.loss is not None
@@ -185,19 +234,40 @@ def test_labels_that_are_no_integers_count_by_rows() -> None:
 
 
 def test_the_rows_of_an_update_are_those_of_all_microbatches() -> None:
-    assert job_of(gpt2(), batch(), settings(per_device_train_batch_size=3, gradient_accumulation_steps=5)).global_batch == 15
+    assert (
+        job_of(
+            gpt2(), batch(), settings(per_device_train_batch_size=3, gradient_accumulation_steps=5)
+        ).global_batch
+        == 15
+    )
 
 
-@pytest.mark.parametrize(("given", "seed"), [({}, 42), ({"seed": 7}, 7), ({"seed": 7, "data_seed": 0}, 0), ({"data_seed": 3}, 3)])
+@pytest.mark.parametrize(
+    ("given", "seed"),
+    [({}, 42), ({"seed": 7}, 7), ({"seed": 7, "data_seed": 0}, 0), ({"data_seed": 3}, 3)],
+)
 def test_the_seed_is_that_of_the_data_where_one_is_given(given: dict[str, Any], seed: int) -> None:
     assert job_of(gpt2(), batch(), settings(**given)).seed == seed
 
 
 def test_a_share_of_the_steps_may_be_warmup() -> None:
-    job = job_of(gpt2(), batch(), settings(max_steps=20, warmup_steps=0.2, lr_scheduler_type="constant_with_warmup", learning_rate=1.0))
+    job = job_of(
+        gpt2(),
+        batch(),
+        settings(
+            max_steps=20,
+            warmup_steps=0.2,
+            lr_scheduler_type="constant_with_warmup",
+            learning_rate=1.0,
+        ),
+    )
     assert job.schedule is not None
     scheduler: Any = job.schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))  # type: ignore[arg-type]  # a factory here
-    rates = [scheduler.get_last_lr()[0] for _ in range(6) if scheduler.optimizer.step() is None and scheduler.step() is None]
+    rates = [
+        scheduler.get_last_lr()[0]
+        for _ in range(6)
+        if scheduler.optimizer.step() is None and scheduler.step() is None
+    ]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
@@ -236,9 +306,17 @@ def test_the_configuration_is_left_as_it_was() -> None:
 
 def mixtral(dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SMALL, **sizes, num_local_experts=2, max_position_embeddings=16)
+        transformers.MixtralConfig(
+            **SMALL, **sizes, num_local_experts=2, max_position_embeddings=16
+        )
     ).to(dtype)
 
 
@@ -248,7 +326,11 @@ def test_experts_are_computed_by_operators_that_a_package_can_hold(tmp_path: Pat
     with pytest.warns(UserWarning, match=r"batched_mm.*copies the weights"):
         job = job_of(model, batch(), settings())
     package = trainload.freeze(job, tmp_path / "mixtral.tl")
-    targets = {str(node.target) for node in package.graph("train").graph.nodes if node.op == "call_function"}
+    targets = {
+        str(node.target)
+        for node in package.graph("train").graph.nodes
+        if node.op == "call_function"
+    }
     assert not {target for target in targets if target.startswith("transformers")}
     assert "aten.bmm.default" in targets
     assert model.get_experts_implementation() == {"": "grouped_mm"}
@@ -261,7 +343,9 @@ def test_experts_in_bfloat16_keep_torchs_grouped_products() -> None:
         job = job_of(model, batch(), settings())
     seen: list[str] = []
     assert job.loss is not None
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(model.config._experts_implementation))
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda *_: seen.append(model.config._experts_implementation)
+    )
     job.loss(model, batch())
     assert seen == ["grouped_mm"]
 

@@ -1,4 +1,6 @@
-"""Plans and states for the tests of checkpoints: every element is a function of parameter, entry and place."""
+"""Plans and states for the tests of checkpoints: every element is a function of parameter, entry
+and place.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from trainload.launching.checkpoints.writer import CheckpointWriter
 from trainload.sharding.plans.plan import Bucket, Cluster, Estimate, Pipeline, Plan, Shard, Slot
 from trainload.sharding.plans.strategies import Strategy
 
-NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+NOTHING = Estimate(
+    parameter_bytes=0,
+    gradient_bytes=0,
+    optimizer_bytes=0,
+    gathered_bytes=0,
+    communication_bytes_per_step=0,
+)
 PARAMETERS: dict[str, tuple[tuple[int, ...], str | None]] = {
     "a.weight": ((5, 7), "decay"),
     "b.weight": ((3, 11), "decay"),
@@ -38,7 +46,11 @@ DATA = DataPosition(fingerprint="f" * 64, seed=3, position=48)
 def shard_of(checkpoint: Path, rank: int, world: int) -> Path:
     """Return the file of a shard, of those that the index names."""
     index = Checkpoint.open(checkpoint).index
-    return next(checkpoint / file.name for file in index.files if file.name.endswith(f"rank-{rank:05}-of-{world:05}.safetensors"))
+    return next(
+        checkpoint / file.name
+        for file in index.files
+        if file.name.endswith(f"rank-{rank:05}-of-{world:05}.safetensors")
+    )
 
 
 def make_plan(
@@ -51,16 +63,20 @@ def make_plan(
     stages: Sequence[tuple[int, ...]] = (),
     stage_ranks: tuple[int, ...] = (0, 1),
 ) -> Plan:
-    """A plan whose buckets hold `layout`'s parameters, `gap` elements apart, padded to a multiple of the world size. shard: how a tensor
-    axis of `tensor` ranks divides c.weight. stages: of a pipeline, for each bucket; stage_ranks: who has them. The last stage updates the
-    buffer `mean`.
+    """A plan whose buckets hold `layout`'s parameters, `gap` elements apart, padded to a multiple
+    of the world size. shard: how a tensor axis of `tensor` ranks divides c.weight. stages: of a
+    pipeline, for each bucket; stage_ranks: who has them. The last stage updates the buffer `mean`.
     """
     shards = {} if shard is None else {"c.weight": shard}
     buckets = []
     for number, names in enumerate(layout):
         slots, offset = [], 0
         for name in names:
-            shape = PARAMETERS[name][0] if name not in shards else shards[name].share_shape(PARAMETERS[name][0], tensor)
+            shape = (
+                PARAMETERS[name][0]
+                if name not in shards
+                else shards[name].share_shape(PARAMETERS[name][0], tensor)
+            )
             length = int(torch.Size(shape).numel())
             slots.append(Slot(parameter=name, offset=offset, length=length, shape=shape))
             offset += length + gap
@@ -71,7 +87,15 @@ def make_plan(
         divided = names[0] in shards
         used_by = stages[number] if stages else ()
         buckets.append(
-            Bucket(name=f"bucket{number}", dtype=dtype, groups=groups, length=length, slots=tuple(slots), divided=divided, stages=used_by)
+            Bucket(
+                name=f"bucket{number}",
+                dtype=dtype,
+                groups=groups,
+                length=length,
+                slots=tuple(slots),
+                divided=divided,
+                stages=used_by,
+            )
         )
     pipeline = Pipeline(
         ranks=len(set(stage_ranks)),
@@ -113,37 +137,65 @@ def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
             for slot in bucket.slots:
                 whole = value(slot.parameter, entry, salt)
                 if slot.parameter in plan.tensor_shards:
-                    shaped, shard = whole.reshape(PARAMETERS[slot.parameter][0]), plan.tensor_shards[slot.parameter]
+                    shaped, shard = (
+                        whole.reshape(PARAMETERS[slot.parameter][0]),
+                        plan.tensor_shards[slot.parameter],
+                    )
                     whole = cut(shaped, shard, plan.tensor_index(rank), plan.tensor_ranks).flatten()
                 flat[slot.offset : slot.offset + slot.length] = whole
             start, stop = held(plan, bucket, entry, rank)
             flats[bucket.name][entry] = flat[start:stop].clone()
-    scalars = {bucket.name: {"step": torch.tensor(7.0 + salt)} for bucket in buckets if bucket.groups}
-    buffers = {"mean": torch.arange(6.0).reshape(2, 3) + salt, "seen": torch.tensor(2**40 + 1 + salt)}
+    scalars = {
+        bucket.name: {"step": torch.tensor(7.0 + salt)} for bucket in buckets if bucket.groups
+    }
+    buffers = {
+        "mean": torch.arange(6.0).reshape(2, 3) + salt,
+        "seen": torch.tensor(2**40 + 1 + salt),
+    }
     return ShardedState(flats, scalars, buffers)
 
 
 def writers(
-    run: Path | CheckpointPlace, plan: Plan, attempt: str = "t1", keep_last: int = 2, timeout: float = 20.0
+    run: Path | CheckpointPlace,
+    plan: Plan,
+    attempt: str = "t1",
+    keep_last: int = 2,
+    timeout: float = 20.0,
 ) -> list[CheckpointWriter]:
-    """A writer for each rank, in one process. `run`: a run's folder, or the place of its checkpoints."""
+    """A writer for each rank, in one process.
+
+    `run`: a run's folder, or the place of its checkpoints.
+    """
     world, place = range(plan.world_size), place_of(run) if isinstance(run, Path) else run
-    return [CheckpointWriter(place, plan, rank, attempt, keep=Retention(keep_last), timeout=timeout) for rank in world]
+    return [
+        CheckpointWriter(place, plan, rank, attempt, keep=Retention(keep_last), timeout=timeout)
+        for rank in world
+    ]
 
 
-def save_in(place: CheckpointPlace, plan: Plan, step: int, salt: int = 0, attempt: str = "t1", keep_last: int = 2) -> Where:
+def save_in(
+    place: CheckpointPlace,
+    plan: Plan,
+    step: int,
+    salt: int = 0,
+    attempt: str = "t1",
+    keep_last: int = 2,
+) -> Where:
     """All ranks write one checkpoint and wait for it. Returns: it."""
     ranks = writers(place, plan, attempt, keep_last)
     for rank, writer in enumerate(ranks):
         state = make_state(plan, rank, salt)
         if plan.pipeline is not None and plan.pipeline_index(rank) != plan.pipeline.stage_ranks[-1]:
-            state = replace(state, buffers={**state.buffers, "mean": torch.zeros(2, 3)})  # another rank's stage updates it
+            # another rank's stage updates it
+            state = replace(state, buffers={**state.buffers, "mean": torch.zeros(2, 3)})
         writer.save(step, state, DATA, {"best": 1.5})
     for writer in ranks:
         writer.wait()
     return place.published()[step]
 
 
-def save_all(run: Path, plan: Plan, step: int, salt: int = 0, attempt: str = "t1", keep_last: int = 2) -> Path:
+def save_all(
+    run: Path, plan: Plan, step: int, salt: int = 0, attempt: str = "t1", keep_last: int = 2
+) -> Path:
     """`save_in` a run's folder."""
     return Path(save_in(place_of(run), plan, step, salt, attempt, keep_last))

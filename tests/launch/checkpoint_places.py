@@ -1,4 +1,6 @@
-"""Places of checkpoints for the tests: a folder, fsspec's memory, S3; and an S3 that fails for a while, hangs, or dies with who asks it."""
+"""Places of checkpoints for the tests: a folder, fsspec's memory, S3; and an S3 that fails for a
+while, hangs, or dies with who asks it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ class Kept:
         """Path -> size of all that there is, folders of drafts too."""
         if self.is_folder:
             root = Path(self.url.removeprefix("file://"))
-            return {path.relative_to(root).as_posix(): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
+            return {
+                path.relative_to(root).as_posix(): path.stat().st_size
+                for path in sorted(root.rglob("*"))
+                if path.is_file()
+            }
         return {file.path: file.size for file in RemoteFiles(self.url, {}).walk("")}
 
     def read(self, path: str) -> bytes:
@@ -65,9 +71,11 @@ def s3_kept() -> Kept:
 
 
 class Wire:
-    """What stands between a client and a server: hands bytes on; or refuses, or keeps silent, while it is told so.
+    """What stands between a client and a server: hands bytes on; or refuses, or keeps silent, while
+    it is told so.
 
-    refuse: connections are closed at once. refused: how many were. silent: what comes is taken, and never answered.
+    refuse: connections are closed at once. refused: how many were. silent: what comes is taken, and
+    never answered.
     """
 
     def __init__(self, server: str) -> None:
@@ -120,7 +128,11 @@ class Wire:
                 if asks and self.silent:
                     continue
                 if asks:
-                    self.seen += [line.decode("latin1") for line in data.split(b"\r\n") if line.endswith(b" HTTP/1.1")]
+                    self.seen += [
+                        line.decode("latin1")
+                        for line in data.split(b"\r\n")
+                        if line.endswith(b" HTTP/1.1")
+                    ]
                 target.sendall(data)
         for each in (source, target):
             with suppress(OSError):

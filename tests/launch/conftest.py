@@ -17,11 +17,23 @@ from trainload.packaging.package import Package
 
 
 @pytest.fixture(scope="session")
-def undisturbed(ray_cluster: None, gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """The GPT's run on two Ray workers under ZeRO-3, uncompiled, that nobody interrupts or kills."""
+def undisturbed(
+    ray_cluster: None, gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> RunResult:
+    """The GPT's run on two Ray workers under ZeRO-3, uncompiled, that nobody interrupts or
+    kills.
+    """
     plan = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), "zero3")
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    return trainload.launch(gpt, plan, gpt_data, run_dir=folder, steps=STEPS, checkpoint_every=CHECKPOINT_EVERY, compile=False)
+    return trainload.launch(
+        gpt,
+        plan,
+        gpt_data,
+        run_dir=folder,
+        steps=STEPS,
+        checkpoint_every=CHECKPOINT_EVERY,
+        compile=False,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +52,14 @@ def s3(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return s3_url
 
 
-@pytest.fixture(params=["folder", pytest.param("file", marks=pytest.mark.slow), pytest.param("memory", marks=pytest.mark.slow), "s3"])
+@pytest.fixture(
+    params=[
+        "folder",
+        pytest.param("file", marks=pytest.mark.slow),
+        pytest.param("memory", marks=pytest.mark.slow),
+        "s3",
+    ]
+)
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
     """A place of checkpoints where nothing is yet."""
     match request.param:

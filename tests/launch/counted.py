@@ -1,4 +1,6 @@
-"""A job that counts its rows: each row has a weight of its own, which a step that the row is in makes one less."""
+"""A job that counts its rows: each row has a weight of its own, which a step that the row is in
+makes one less.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Counts(nn.Module):
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean of the rows' weights: its gradient is 1 / BATCH where a row is in the batch, once for each time."""
+    """The mean of the rows' weights: its gradient is 1 / BATCH where a row is in the batch, once
+    for each time.
+    """
     found: Tensor = model(batch["row"]).mean()
     return found
 
@@ -57,6 +61,8 @@ def counts(trained: str | Path) -> np.ndarray:
 
 
 def demand_exact(found: np.ndarray, steps: int) -> None:
-    """Check that so many steps had every row once in each whole epoch, and some of them once more in the last one."""
+    """Check that so many steps had every row once in each whole epoch, and some of them once more
+    in the last one.
+    """
     whole, rest = divmod(steps * BATCH, len(found))
     assert sorted(found) == [whole] * (len(found) - rest) + [whole + 1] * rest

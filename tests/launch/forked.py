@@ -1,5 +1,6 @@
-"""Command lines and scripts in processes of their own that need no interpreter of their own: they are forked from the server of
-`tests/ranks.py`, which has torch and trainload imported and has done nothing else. None has what this process has imported or registered.
+"""Command lines and scripts in processes of their own that need no interpreter of their own: they
+are forked from the server of `tests/ranks.py`, which has torch and trainload imported and has done
+nothing else. None has what this process has imported or registered.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Command:
     """A command line that has been started in a process.
 
     Attributes:
-        process: the process. out, err: what it has written so far to standard output and to standard error.
+        process: the process. out, err: what it has written so far to standard output and to
+            standard error.
     """
 
     def __init__(
@@ -42,7 +44,15 @@ class Command:
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
         environment = {**os.environ, **variables}
-        self.process = start(act, [str(word) for word in words], self._err, first, cwd=cwd, log=self._out, variables=environment)
+        self.process = start(
+            act,
+            [str(word) for word in words],
+            self._err,
+            first,
+            cwd=cwd,
+            log=self._out,
+            variables=environment,
+        )
 
     @property
     def out(self) -> str:
@@ -69,7 +79,9 @@ class Command:
 
 
 @contextmanager
-def command(*words: str | Path, cwd: Path, first: Callable[[], object] | None = None, **variables: str) -> Iterator[Command]:
+def command(
+    *words: str | Path, cwd: Path, first: Callable[[], object] | None = None, **variables: str
+) -> Iterator[Command]:
     """A command line, killed where the block ends before it does.
 
     Args:
@@ -84,7 +96,11 @@ def command(*words: str | Path, cwd: Path, first: Callable[[], object] | None = 
 
 @contextmanager
 def _started(
-    words: Sequence[str | Path], cwd: Path, first: Callable[[], object] | None, variables: dict[str, str], act: Callable[..., None]
+    words: Sequence[str | Path],
+    cwd: Path,
+    first: Callable[[], object] | None,
+    variables: dict[str, str],
+    act: Callable[..., None],
 ) -> Iterator[Command]:
     started = Command(words, cwd, first, variables, act)
     try:
@@ -94,9 +110,15 @@ def _started(
 
 
 def interrupted(
-    words: Sequence[str | Path], cwd: Path, ready: Callable[[], bool], number: signal.Signals, *, torchrun: bool = False
+    words: Sequence[str | Path],
+    cwd: Path,
+    ready: Callable[[], bool],
+    number: signal.Signals,
+    *,
+    torchrun: bool = False,
 ) -> Interrupted:
-    """Start a command in a session of its own and, once it is `ready`, send it a signal: SIGINT to all of the session, as a terminal does.
+    """Start a command in a session of its own and, once it is `ready`, send it a signal: SIGINT to
+    all of the session, as a terminal does.
 
     torchrun: by torchrun, on two ranks.
     """
@@ -113,10 +135,16 @@ def interrupted(
         return Interrupted(status, started.err, left_in(leader))
 
 
-def terminal_closed(words: Sequence[str | Path], cwd: Path, ready: Callable[[], bool]) -> Interrupted:
-    """Start a command on a terminal of its own, which is closed once it is `ready`: SIGHUP to all there, and nowhere to write."""
+def terminal_closed(
+    words: Sequence[str | Path], cwd: Path, ready: Callable[[], bool]
+) -> Interrupted:
+    """Start a command on a terminal of its own, which is closed once it is `ready`: SIGHUP to all
+    there, and nowhere to write.
+    """
     master, slave = os.openpty()
-    with _started(words, cwd, partial(_take_terminal, os.ttyname(slave)), {"TERM": "xterm"}, _command) as started:
+    with _started(
+        words, cwd, partial(_take_terminal, os.ttyname(slave)), {"TERM": "xterm"}, _command
+    ) as started:
         leader = started.process.pid
         assert leader is not None
         shown = bytearray()
@@ -173,7 +201,9 @@ def _of_session(leader: int) -> list[str]:
     return found
 
 
-def done(*words: str | Path, cwd: Path, first: Callable[[], object] | None = None, **variables: str) -> tuple[int, str, str]:
+def done(
+    *words: str | Path, cwd: Path, first: Callable[[], object] | None = None, **variables: str
+) -> tuple[int, str, str]:
     """Run a command line.
 
     Returns:
@@ -191,8 +221,16 @@ def json_said(*words: str | Path, cwd: Path, first: Callable[[], object] | None 
     return json.loads(out)
 
 
-def refused_apart(words: Sequence[str | Path], folder: Path, first: Callable[[], object] | None = None, **variables: str) -> str:
-    """Check that a command ends with status 2, says one line, and leaves `folder` as it is. Returns: the line."""
+def refused_apart(
+    words: Sequence[str | Path],
+    folder: Path,
+    first: Callable[[], object] | None = None,
+    **variables: str,
+) -> str:
+    """Check that a command ends with status 2, says one line, and leaves `folder` as it is.
+
+    Returns: the line.
+    """
     before = contents(folder)
     status, out, err = done(*words, cwd=folder, first=first, **variables)
     assert status == 2, err
@@ -223,7 +261,9 @@ def _command(words: list[str], err: Path, first: Callable[[], object] | None) ->
 
 
 def _torchrun(words: list[str], err: Path, first: Callable[[], object] | None) -> None:
-    """Call torchrun's own launcher, whose ranks are forked and call the command line where it would start an interpreter for each."""
+    """Call torchrun's own launcher, whose ranks are forked and call the command line where it would
+    start an interpreter for each.
+    """
     from torch.distributed import run
 
     with err.open("wb") as file:
@@ -243,8 +283,10 @@ def _torchrun(words: list[str], err: Path, first: Callable[[], object] | None) -
 def _torchrun_rank(*words: str) -> None:
     from trainload.cli.main import main
 
-    os.setpgid(0, 0)  # torchrun has each in a group of its own, which a terminal's signals do not reach
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # as an interpreter has them, and not as torchrun's process does
+    # torchrun has each in a group of its own, which a terminal's signals do not reach
+    os.setpgid(0, 0)
+    # as an interpreter has them, and not as torchrun's process does
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.insert(0, os.getcwd())
@@ -253,12 +295,18 @@ def _torchrun_rank(*words: str) -> None:
 
 
 class Talk:
-    """A process that this one talks with: what is said to it is its standard input, and what it prints is heard."""
+    """A process that this one talks with: what is said to it is its standard input, and what it
+    prints is heard.
+    """
 
-    def __init__(self, act: Callable[..., None], arguments: Sequence[Any], ignored: Sequence[int]) -> None:
+    def __init__(
+        self, act: Callable[..., None], arguments: Sequence[Any], ignored: Sequence[int]
+    ) -> None:
         self._ours, theirs = socket.socketpair()
         with theirs:
-            self.process: ForkServerProcess = fork_server().Process(target=_talk, args=(act, arguments, theirs, tuple(ignored)))
+            self.process: ForkServerProcess = fork_server().Process(
+                target=_talk, args=(act, arguments, theirs, tuple(ignored))
+            )
             self.process.start()
         self.heard = self._ours.makefile("r")
 
@@ -294,8 +342,11 @@ class Talk:
 
 
 @contextmanager
-def talking(act: Callable[..., None], *arguments: Any, ignored: Sequence[int] = ()) -> Iterator[Talk]:
-    """A process that calls `act(*arguments)`, a function of a module, killed where the block ends before it does.
+def talking(
+    act: Callable[..., None], *arguments: Any, ignored: Sequence[int] = ()
+) -> Iterator[Talk]:
+    """A process that calls `act(*arguments)`, a function of a module, killed where the block ends
+    before it does.
 
     ignored: signals that it ignores from its beginning, as `nohup` has it.
     """
@@ -306,7 +357,9 @@ def talking(act: Callable[..., None], *arguments: Any, ignored: Sequence[int] = 
         talk.close()
 
 
-def _talk(act: Callable[..., None], arguments: Sequence[Any], line: socket.socket, ignored: Sequence[int]) -> None:
+def _talk(
+    act: Callable[..., None], arguments: Sequence[Any], line: socket.socket, ignored: Sequence[int]
+) -> None:
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     for stream in (0, 1):

@@ -29,13 +29,19 @@ SIZE = 90
 
 @functools.cache
 def digits() -> dict[str, Tensor]:
-    """scikit-learn's digits: images (90, 64) in [0, 1], labels (90,), and noise (90, 8) for a generator."""
+    """scikit-learn's digits: images (90, 64) in [0, 1], labels (90,), and noise (90, 8) for a
+    generator.
+    """
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes seconds
 
     found = load_digits()
     generator = torch.Generator().manual_seed(1)
     images = torch.from_numpy(found.images[:SIZE]).float().flatten(1) / 16
-    return {"image": images, "label": torch.from_numpy(found.target[:SIZE]), "noise": torch.randn(SIZE, 8, generator=generator)}
+    return {
+        "image": images,
+        "label": torch.from_numpy(found.target[:SIZE]),
+        "noise": torch.randn(SIZE, 8, generator=generator),
+    }
 
 
 def write_digits(path: Path, names: set[str]) -> Path:
@@ -65,7 +71,9 @@ def made(kind: Callable[[], nn.Module], names: set[str], **options: Any) -> trai
 
 
 def gan(**options: Any) -> trainload.Job:
-    """Two losses, two optimizers, of which neither touches the other's parameters; two steps of one for each of the other."""
+    """Two losses, two optimizers, of which neither touches the other's parameters; two steps of one
+    for each of the other.
+    """
 
     def generator(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         fake = torch.sigmoid(model.get_submodule("generator")(batch["noise"]))
@@ -75,13 +83,18 @@ def gan(**options: Any) -> trainload.Job:
         fake = torch.sigmoid(model.get_submodule("generator")(batch["noise"]))
         real, judged = (model.get_submodule("discriminator")(x) for x in (batch["image"], fake))
         accuracy = 0.5 * ((real > 0).float().mean() + (judged < 0).float().mean())
-        return Loss((functional.softplus(-real) + functional.softplus(judged)).mean(), metrics={"accuracy": accuracy})
+        return Loss(
+            (functional.softplus(-real) + functional.softplus(judged)).mean(),
+            metrics={"accuracy": accuracy},
+        )
 
     graphs = {
         "generator": Graph(
             loss=generator,
             inputs=["noise"],
-            optimizer=lambda m: optim.Adam(m.get_submodule("generator").parameters(), lr=2e-3, betas=(0.5, 0.9), eps=1e-3),
+            optimizer=lambda m: optim.Adam(
+                m.get_submodule("generator").parameters(), lr=2e-3, betas=(0.5, 0.9), eps=1e-3
+            ),
         ),
         "discriminator": Graph(
             loss=discriminator,
@@ -101,17 +114,23 @@ def gan(**options: Any) -> trainload.Job:
 
 
 def distillation() -> trainload.Job:
-    """A teacher that computes, a student that learns from it, and the teacher's own training every other round."""
+    """A teacher that computes, a student that learns from it, and the teacher's own training every
+    other round.
+    """
 
     def teach(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"logits": model.get_submodule("teacher")(batch["image"])}
 
     def student(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model.get_submodule("student")(batch["image"])
-        return functional.kl_div(logits.log_softmax(-1), batch["wanted"].softmax(-1), reduction="batchmean")
+        return functional.kl_div(
+            logits.log_softmax(-1), batch["wanted"].softmax(-1), reduction="batchmean"
+        )
 
     def teacher(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return functional.cross_entropy(model.get_submodule("teacher")(batch["image"]), batch["label"])
+        return functional.cross_entropy(
+            model.get_submodule("teacher")(batch["image"]), batch["label"]
+        )
 
     graphs = {
         "teach": Graph(compute=teach, inputs=["image"]),
@@ -121,54 +140,83 @@ def distillation() -> trainload.Job:
             feeds={"wanted": "teach.logits"},
             optimizer=lambda m: optim.SGD(m.get_submodule("student").parameters(), 0.1),
         ),
-        "teacher": Graph(loss=teacher, optimizer=lambda m: optim.Adam(m.get_submodule("teacher").parameters(), 0.01)),
+        "teacher": Graph(
+            loss=teacher,
+            optimizer=lambda m: optim.Adam(m.get_submodule("teacher").parameters(), 0.01),
+        ),
     }
     loop = ["teach", Turn("student", times=2), Turn("teacher", every=2, start=1)]
     return made(
-        lambda: nn.ModuleDict({"teacher": mlp(64, 32, 10), "student": mlp(64, 16, 10)}), {"image", "label"}, graphs=graphs, loop=loop
+        lambda: nn.ModuleDict({"teacher": mlp(64, 32, 10), "student": mlp(64, 16, 10)}),
+        {"image", "label"},
+        graphs=graphs,
+        loop=loop,
     )
 
 
 def actor_critic() -> trainload.Job:
-    """A torso that two optimizers train, each after its own loss; the critic's advantage feeds the actor."""
+    """A torso that two optimizers train, each after its own loss; the critic's advantage feeds the
+    actor.
+    """
 
     def critic(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-        value = model.get_submodule("value")(model.get_submodule("torso")(batch["image"])).squeeze(-1)
+        value = model.get_submodule("value")(model.get_submodule("torso")(batch["image"])).squeeze(
+            -1
+        )
         reward = batch["label"].float() / 10
         return Loss((value - reward).square().mean(), outputs={"advantage": reward - value})
 
     def actor(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        scores = model.get_submodule("policy")(model.get_submodule("torso")(batch["image"])).log_softmax(-1)
+        scores = model.get_submodule("policy")(
+            model.get_submodule("torso")(batch["image"])
+        ).log_softmax(-1)
         taken: Tensor = scores.gather(-1, batch["label"].unsqueeze(-1)).squeeze(-1)
         return -(taken * batch["advantage"]).mean()
 
     def over(head: str) -> Callable[[nn.Module], optim.Optimizer]:
         return lambda m: optim.SGD(
-            [*m.get_submodule("torso").parameters(), *m.get_submodule(head).parameters()], lr=0.05, momentum=0.9, weight_decay=0.1
+            [*m.get_submodule("torso").parameters(), *m.get_submodule(head).parameters()],
+            lr=0.05,
+            momentum=0.9,
+            weight_decay=0.1,
         )
 
     graphs = {
         "critic": Graph(loss=critic, optimizer=over("value")),
-        "actor": Graph(loss=actor, feeds={"advantage": "critic.advantage"}, optimizer=over("policy")),
+        "actor": Graph(
+            loss=actor, feeds={"advantage": "critic.advantage"}, optimizer=over("policy")
+        ),
     }
     return made(
-        lambda: nn.ModuleDict({"torso": mlp(64, 24, 16), "value": nn.Linear(16, 1), "policy": nn.Linear(16, 10)}),
+        lambda: nn.ModuleDict(
+            {"torso": mlp(64, 24, 16), "value": nn.Linear(16, 1), "policy": nn.Linear(16, 10)}
+        ),
         {"image", "label"},
         graphs=graphs,
     )
 
 
 def tasks() -> trainload.Job:
-    """Two losses under one optimizer with momentum and decay; neither loss reaches the other's head, which is left alone meanwhile."""
+    """Two losses under one optimizer with momentum and decay; neither loss reaches the other's
+    head, which is left alone meanwhile.
+    """
 
     def classify(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return functional.cross_entropy(model.get_submodule("classes")(model.get_submodule("torso")(batch["image"])), batch["label"])
+        return functional.cross_entropy(
+            model.get_submodule("classes")(model.get_submodule("torso")(batch["image"])),
+            batch["label"],
+        )
 
     def rebuild(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return functional.mse_loss(model.get_submodule("pixels")(model.get_submodule("torso")(batch["image"])), batch["image"])
+        return functional.mse_loss(
+            model.get_submodule("pixels")(model.get_submodule("torso")(batch["image"])),
+            batch["image"],
+        )
 
     return made(
-        lambda: nn.ModuleDict({"torso": mlp(64, 16, 16), "classes": nn.Linear(16, 10), "pixels": nn.Linear(16, 64)}),
+        lambda: nn.ModuleDict(
+            {"torso": mlp(64, 16, 16), "classes": nn.Linear(16, 10), "pixels": nn.Linear(16, 64)}
+        ),
         {"image", "label"},
         graphs={"classify": Graph(loss=classify), "rebuild": Graph(loss=rebuild, inputs=["image"])},
         loop=["classify", Turn("rebuild", fresh=True)],
@@ -177,7 +225,12 @@ def tasks() -> trainload.Job:
     )
 
 
-JOBS: dict[str, Callable[[], trainload.Job]] = {"gan": gan, "distillation": distillation, "actor_critic": actor_critic, "tasks": tasks}
+JOBS: dict[str, Callable[[], trainload.Job]] = {
+    "gan": gan,
+    "distillation": distillation,
+    "actor_critic": actor_critic,
+    "tasks": tasks,
+}
 
 
 @dataclass(frozen=True)
@@ -196,11 +249,19 @@ def eager(job: trainload.Job) -> Eager:
     for name, graph in job.graphs.items():
         if graph.loss is not None:
             optimizers[name] = shared if graph.optimizer is None else graph.optimizer(model)
-    schedules = {id(optimizers[n]): g.schedule or job.schedule for n, g in job.graphs.items() if g.loss is not None}
-    rates = {key: [group["lr"] for group in o.param_groups] for o in optimizers.values() for key in [id(o)]}
+    schedules = {
+        id(optimizers[n]): g.schedule or job.schedule
+        for n, g in job.graphs.items()
+        if g.loss is not None
+    }
+    rates = {
+        key: [group["lr"] for group in o.param_groups]
+        for o in optimizers.values()
+        for key in [id(o)]
+    }
     updates = dict.fromkeys(rates, 0)
     drawn, losses = 0, []
-    turns = [Turn(turn) if isinstance(turn, str) else turn for turn in (job.loop or list(job.graphs))]
+    turns = [Turn(turn) if isinstance(turn, str) else turn for turn in job.loop or list(job.graphs)]
 
     def draw() -> dict[str, Tensor]:
         nonlocal drawn
@@ -218,12 +279,16 @@ def eager(job: trainload.Job) -> Eager:
             graph = job.graphs[turn.graph]
             for _ in range(turn.times):
                 batch: dict[str, Any] = {**(draw() if turn.fresh else common)}
-                batch = {n: t for n, t in batch.items() if graph.inputs is None or n in graph.inputs}
+                batch = {
+                    n: t for n, t in batch.items() if graph.inputs is None or n in graph.inputs
+                }
                 batch |= {entry: fed[source] for entry, source in graph.feeds.items()}
                 if graph.compute is not None:
                     model.eval()
                     with torch.no_grad():
-                        fed |= {f"{turn.graph}.{n}": t for n, t in graph.compute(model, batch).items()}
+                        fed |= {
+                            f"{turn.graph}.{n}": t for n, t in graph.compute(model, batch).items()
+                        }
                     continue
                 model.train()
                 assert graph.loss is not None
@@ -234,7 +299,12 @@ def eager(job: trainload.Job) -> Eager:
                 for parameter in model.parameters():
                     parameter.grad = None
                 loss.value.backward()  # type: ignore[no-untyped-call]  # torch's own
-                own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                own = [
+                    p
+                    for group in optimizer.param_groups
+                    for p in group["params"]
+                    if p.grad is not None
+                ]
                 if graph.clip_norm is not None:
                     nn.utils.clip_grad_norm_(own, graph.clip_norm)
                 schedule: Any = schedules[key]

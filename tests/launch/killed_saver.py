@@ -1,7 +1,8 @@
-"""Run by a test: saves checkpoints in children that are killed by SIGKILL at their n-th file operation, for n = first, first + stride, ...
+"""Run by a test: saves checkpoints in children that are killed by SIGKILL at their n-th file
+operation, for n = first, first + stride, ...
 
-Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them are whole, and how many drafts
-are left after the next attempt has begun.
+Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them
+are whole, and how many drafts are left after the next attempt has begun.
 """
 
 from __future__ import annotations
@@ -59,8 +60,14 @@ def main(folder: Path, first: int, stride: int) -> None:
         visible = published(run)
         whole = sum(is_whole(path) for path in visible.values())
         writers(run, PLAN, attempt="t2")
-        named = {file.name for path in published(run).values() for file in Checkpoint.open(path).index.files}
-        shards = {"/".join(path.parts[-2:]) for path in (run / "checkpoints").rglob("*.safetensors")}
+        named = {
+            file.name
+            for path in published(run).values()
+            for file in Checkpoint.open(path).index.files
+        }
+        shards = {
+            "/".join(path.parts[-2:]) for path in (run / "checkpoints").rglob("*.safetensors")
+        }
         drafts = len(shards - named) + sum(1 for _ in (run / "checkpoints").rglob(".*"))
         print(at, killed, ",".join(str(step) for step in visible) or "-", whole, drafts, flush=True)
         at += stride

@@ -1,8 +1,9 @@
-"""Run by a test: saves checkpoints at a URL in children that are killed by SIGKILL before their n-th write or removal, for each
-n = first, first + stride, ...
+"""Run by a test: saves checkpoints at a URL in children that are killed by SIGKILL before their
+n-th write or removal, for each n = first, first + stride, ...
 
-Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them are whole, and how many files that no
-checkpoint needs are left after the next attempt has begun. The next child finds that out, before it begins. Only children speak with the
+Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them
+are whole, and how many files that no checkpoint needs are left after the next attempt has begun.
+The next child finds that out, before it begins. Only children speak with the
 server: fsspec's thread does not survive a fork.
 """
 

@@ -1,4 +1,6 @@
-"""A job of several optimizers, one of them nobody's but ours, and the plain loop that it must equal."""
+"""A job of several optimizers, one of them nobody's but ours, and the plain loop that it must
+equal.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ class AutocastHalf(Model):
 
 
 class Damped(optim.Optimizer):
-    """A user's own: a mean of gradients, corrected by a count in Python, divided by the parameter's own length."""
+    """A user's own: a mean of gradients, corrected by a count in Python, divided by the parameter's
+    own length.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -146,11 +150,19 @@ def adam(model: nn.Module) -> optim.Optimizer:
     return optim.AdamW(model.parameters(), lr=0.02)
 
 
-def make_job(optimizer: Callable[[nn.Module], Any], kind: type[Model] = Model, **options: Any) -> trainload.Job:
+def make_job(
+    optimizer: Callable[[nn.Module], Any], kind: type[Model] = Model, **options: Any
+) -> trainload.Job:
     """The job, always with the same weights."""
     torch.manual_seed(0)
     batch = {name: value[:4] for name, value in data().items()}
-    given: dict[str, Any] = {"schedule": _schedule, "steps": STEPS, "global_batch": ROWS, "seed": SEED, **options}
+    given: dict[str, Any] = {
+        "schedule": _schedule,
+        "steps": STEPS,
+        "global_batch": ROWS,
+        "seed": SEED,
+        **options,
+    }
     return trainload.Job(model=kind(), batch=batch, loss=loss, optimizer=optimizer, **given)
 
 
@@ -185,7 +197,11 @@ def eager(job: trainload.Job) -> Eager:
     if job.ema is not None:
         rule = swa_utils.get_ema_multi_avg_fn(job.ema.decay)  # type: ignore[no-untyped-call]  # torch's own
         mean = swa_utils.AveragedModel(job.model, multi_avg_fn=rule)
-    scaler = torch.amp.GradScaler("cpu", enabled=job.loss_scaling is not None, **asdict(job.loss_scaling or trainload.LossScaling()))
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        enabled=job.loss_scaling is not None,
+        **asdict(job.loss_scaling or trainload.LossScaling()),
+    )
     for step in range(job.steps):
         chosen = torch.from_numpy(rows(SEED, 41, step * ROWS, ROWS))
         value = loss(job.model, {name: tensor[chosen] for name, tensor in whole.items()})

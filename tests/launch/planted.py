@@ -1,4 +1,6 @@
-"""Faults of a compiler, planted: what is compiled computes something else than the graph that it was given."""
+"""Faults of a compiler, planted: what is compiled computes something else than the graph that it
+was given.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def job() -> trainload.Job:
     torch.manual_seed(0)
     batch = {"tokens": torch.from_numpy(token_rows(4))}
     return trainload.Job(
-        Subject(), batch, lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1), loss=loss, global_batch=8
+        Subject(),
+        batch,
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1),
+        loss=loss,
+        global_batch=8,
     )
 
 
@@ -55,7 +61,9 @@ def _after(target: Any, *more: Any) -> Change:
 
 def _other_arguments(*places: int) -> Change:
     """The same operator of its arguments in another order."""
-    return lambda graph, node: graph.create_node("call_function", node.target, tuple(node.args[place] for place in places))
+    return lambda graph, node: graph.create_node(
+        "call_function", node.target, tuple(node.args[place] for place in places)
+    )
 
 
 def _without_bias(graph: Graph, node: Node) -> Node:
@@ -66,9 +74,18 @@ FAULTS: dict[str, tuple[Any, Change]] = {
     "forward, a wrong kernel": (aten.relu.default, _instead(aten.abs.default)),
     "forward, a dropped term": (aten.addmm.default, _without_bias),
     "forward, swapped operands": (aten.sub.Tensor, _other_arguments(1, 0)),
-    "forward, a wrong dim": (aten.mean.dim, lambda graph, node: graph.call_function(aten.mean.dim, (node.args[0], [0], True))),
-    "backward, a gradient that is let through": (aten.threshold_backward.default, _instead(aten.clone.default)),
-    "backward, a factor of 1.001": (aten.embedding_dense_backward.default, _after(aten.mul.Tensor, 1.001)),
+    "forward, a wrong dim": (
+        aten.mean.dim,
+        lambda graph, node: graph.call_function(aten.mean.dim, (node.args[0], [0], True)),
+    ),
+    "backward, a gradient that is let through": (
+        aten.threshold_backward.default,
+        _instead(aten.clone.default),
+    ),
+    "backward, a factor of 1.001": (
+        aten.embedding_dense_backward.default,
+        _after(aten.mul.Tensor, 1.001),
+    ),
     "backward, a wrong sign": (aten._log_softmax_backward_data.default, _after(aten.neg.default)),
     "update, a dropped root": (aten.sqrt.default, _instead(aten.clone.default)),
     "update, a dropped decay": (aten.mul_.Tensor, _instead(aten.mul_.Tensor, 1.0)),

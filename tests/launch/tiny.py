@@ -1,4 +1,6 @@
-"""A job that is frozen, derived and trained in a moment, for what has nothing to do with the model: launching, fetching, watching."""
+"""A job that is frozen, derived and trained in a moment, for what has nothing to do with the model:
+launching, fetching, watching.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Run by a test: two workers on a Ray cluster of their own, whose checkpoints are in S3; one of them is killed.
+"""Run by a test: two workers on a Ray cluster of their own, whose checkpoints are in S3; one of
+them is killed.
 
     url_run.py FOLDER PACKAGE DATA URL STEPS
 
-Prints JSON: how often workers were started again, at which steps they began, the losses, and the digest of the trained package; then the
-same of the run on one worker that goes on from there.
+Prints JSON: how often workers were started again, at which steps they began, the losses, and the
+digest of the trained package; then the same of the run on one worker that goes on from there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from trainload.launching.run.run_spec import RUN_FILE, read_spec, write_spec
 def told(result: RunResult) -> None:
     events = read_events(result.run_dir)
     starts = [event.data["step"] for event in events if event.kind == "start"]
-    print(json.dumps({"restarts": result.restarts, "starts": starts, "losses": losses(events), "checkpoint": str(result.checkpoint)}))
+    print(
+        json.dumps(
+            {
+                "restarts": result.restarts,
+                "starts": starts,
+                "losses": losses(events),
+                "checkpoint": str(result.checkpoint),
+            }
+        )
+    )
 
 
 def main(folder: Path, package: str, data: str, url: str, steps: int) -> None:
@@ -38,11 +48,27 @@ def main(folder: Path, package: str, data: str, url: str, steps: int) -> None:
             killed.append(int(start.data["workers"][1].partition(":")[2]))
             os.kill(killed[0], signal.SIGKILL)
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     opened = trainload.open(package)
     plan = trainload.plan(opened, trainload.Cluster(devices_per_node=2), "zero3")
     told(
-        trainload.launch(opened, plan, data, run_dir=folder, steps=steps, checkpoint_every=2, checkpoints=url, compile=False, on_event=kill)
+        trainload.launch(
+            opened,
+            plan,
+            data,
+            run_dir=folder,
+            steps=steps,
+            checkpoint_every=2,
+            checkpoints=url,
+            compile=False,
+            on_event=kill,
+        )
     )
     spec = read_spec(folder)
     (folder / RUN_FILE).unlink()

@@ -1,4 +1,6 @@
-"""A job with an optional input, a flag and two shape families, its data as a mixture, and the plain loop that a run must equal."""
+"""A job with an optional input, a flag and two shape families, its data as a mixture, and the plain
+loop that a run must equal.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ VARIANTS = ("", "small", "hinted", "parity")
 
 
 class Reader(nn.Module):
-    """It reads digits: large ones through a convolution, small ones (8 x 8) pixel by pixel, either with a hint where there is one."""
+    """It reads digits: large ones through a convolution, small ones (8 x 8) pixel by pixel, either
+    with a hint where there is one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,18 +44,30 @@ class Reader(nn.Module):
         self.digit = nn.Linear(24, 10)
         self.odd = nn.Linear(24, 2)
 
-    def forward(self, image: Tensor, label: Tensor, hint: Tensor | None = None, task: str = "digit") -> Tensor:
+    def forward(
+        self, image: Tensor, label: Tensor, hint: Tensor | None = None, task: str = "digit"
+    ) -> Tensor:
         small = image.shape[-1] == 8
-        y = self.pixels(image.flatten(1)) if small else self.pool(self.conv(image).relu().mean((2, 3)))
+        y = (
+            self.pixels(image.flatten(1))
+            if small
+            else self.pool(self.conv(image).relu().mean((2, 3)))
+        )
         if hint is not None:
             y = y + self.hint(hint)
         y = y.relu()
-        return functional.cross_entropy(self.digit(y), label) if task == "digit" else functional.cross_entropy(self.odd(y), label % 2)
+        return (
+            functional.cross_entropy(self.digit(y), label)
+            if task == "digit"
+            else functional.cross_entropy(self.odd(y), label % 2)
+        )
 
 
 @functools.cache
 def parts() -> tuple[dict[str, Tensor], ...]:
-    """The rows of each part: 40 large digits of 16 x 16; 30 small ones; 20 large ones of 20 x 20 with a hint; 26 large ones."""
+    """The rows of each part: 40 large digits of 16 x 16; 30 small ones; 20 large ones of 20 x 20
+    with a hint; 26 large ones.
+    """
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes seconds
 
     found = load_digits()
@@ -61,7 +77,9 @@ def parts() -> tuple[dict[str, Tensor], ...]:
     def large(start: int, stop: int, side: int) -> Tensor:
         return functional.interpolate(images[start:stop], size=(side, side))
 
-    hints = torch.stack([labels[70:90] > 4, labels[70:90] % 2 == 0, labels[70:90] % 3 == 0], -1).float()
+    hints = torch.stack(
+        [labels[70:90] > 4, labels[70:90] % 2 == 0, labels[70:90] % 3 == 0], -1
+    ).float()
     return (
         {"image": large(0, 40, 16), "label": labels[:40]},
         {"image": images[40:70], "label": labels[40:70]},
@@ -96,7 +114,11 @@ def job() -> trainload.Job:
     return trainload.Job(
         model=model(),
         batch={**first, "task": "digit"},
-        variants={"small": {**small, "task": "digit"}, "hinted": {**hinted, "task": "digit"}, "parity": parity},
+        variants={
+            "small": {**small, "task": "digit"},
+            "hinted": {**hinted, "task": "digit"},
+            "parity": parity,
+        },
         dynamic={"image": {2: Dim.AUTO, 3: Dim.AUTO}},
         **options(),
     )
@@ -109,8 +131,16 @@ def write_mixture(folder: Path) -> Path:
         if name.endswith(".npz"):
             np.savez(folder / name, **{n: t.numpy() for n, t in columns.items()})  # type: ignore[arg-type]  # its stub takes arrays for flags
         else:
-            pq.write_table(pa.table({n: t.tolist() if n == "label" else _lists(t) for n, t in columns.items()}), folder / name)
-    entries = [{"data": n, "constants": c, "weight": w} for n, c, w in zip(names, CONSTANTS, WEIGHTS, strict=True)]
+            pq.write_table(
+                pa.table(
+                    {n: t.tolist() if n == "label" else _lists(t) for n, t in columns.items()}
+                ),
+                folder / name,
+            )
+    entries = [
+        {"data": n, "constants": c, "weight": w}
+        for n, c, w in zip(names, CONSTANTS, WEIGHTS, strict=True)
+    ]
     path = folder / "mixture.json"
     path.write_text(json.dumps({"parts": entries}))
     return path
@@ -136,7 +166,11 @@ def eager(steps: int = STEPS) -> Eager:
     """One process, torch's own parts, the mixture's batches in their order."""
     net, whole, given = model(), parts(), options()
     optimizer = given["optimizer"](net)
-    order = BatchOrder(SEED, tuple(len(columns["label"]) for columns in whole), tuple(int(weight) for weight in WEIGHTS))
+    order = BatchOrder(
+        SEED,
+        tuple(len(columns["label"]) for columns in whole),
+        tuple(int(weight) for weight in WEIGHTS),
+    )
     losses, taken = [], []
     for step in range(steps):
         part, before = order.part(step)
@@ -145,7 +179,9 @@ def eager(steps: int = STEPS) -> Eager:
         optimizer.zero_grad(set_to_none=True)
         loss = net(**batch, **CONSTANTS[part])
         loss.backward()
-        nn.utils.clip_grad_norm_([p for p in net.parameters() if p.grad is not None], given["clip_norm"])
+        nn.utils.clip_grad_norm_(
+            [p for p in net.parameters() if p.grad is not None], given["clip_norm"]
+        )
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * given["schedule"](step)
         optimizer.step()

@@ -34,4 +34,6 @@ def adam(model: nn.Module) -> optim.Optimizer:
 
 def wide_job() -> trainload.Job:
     """Two steps over batches of ROWS rows."""
-    return trainload.Job(Wide(), {"x": torch.randn(4, WIDTH)}, adam, loss=loss, steps=2, global_batch=ROWS)
+    return trainload.Job(
+        Wide(), {"x": torch.randn(4, WIDTH)}, adam, loss=loss, steps=2, global_batch=ROWS
+    )

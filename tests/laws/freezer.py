@@ -1,5 +1,5 @@
-"""Run by a test, from a folder of its own with `gpt.py` and `jobs.py` in it: prints its user, writes the packages that are asked for, and
-prints their digests.
+"""Run by a test, from a folder of its own with `gpt.py` and `jobs.py` in it: prints its user,
+writes the packages that are asked for, and prints their digests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from trainload.packaging.write import write_package
 
 
 class Small(torch.nn.Module):
-    """The laws' job with a model that takes no time to freeze: tied embeddings, dropout, a buffer that training writes to."""
+    """The laws' job with a model that takes no time to freeze: tied embeddings, dropout, a buffer
+    that training writes to.
+    """
 
     calls: torch.Tensor
 
@@ -40,7 +42,9 @@ class Small(torch.nn.Module):
 
 
 def write(name: str, path: Path) -> Package:
-    """Write one of the packages: of the laws' GPT, of a small model, or of a job that was captured by hand."""
+    """Write one of the packages: of the laws' GPT, of a small model, or of a job that was captured
+    by hand.
+    """
     if name == "job.tl":
         job = jobs.make_job()
         return write_package(path, job.program, job.updates, job.recipe)

@@ -1,7 +1,8 @@
-"""The job that the laws are tested with: a GPT of one layer with all that a strategy, a restart or a file could get wrong.
+"""The job that the laws are tested with: a GPT of one layer with all that a strategy, a restart or
+a file could get wrong.
 
-Tied embeddings, dropout, a frozen scale, two buffers, a weight that differs from row to row, two parameter groups, clipping that
-bites, a schedule that never stands still.
+Tied embeddings, dropout, a frozen scale, two buffers, a weight that differs from row to row, two
+parameter groups, clipping that bites, a schedule that never stands still.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class TinyGPT(nn.Module):
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def attend(self, x: Tensor) -> Tensor:
-        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.mix_in(x).chunk(3, -1))
+        query, key, value = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.mix_in(x).chunk(3, -1)
+        )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.mix_out(mixed.transpose(1, 2).flatten(2))
         return out
@@ -74,7 +77,9 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
     kept = (targets != PADDING).float()
     with torch.no_grad():
         hits = ((logits.argmax(-1) == targets) * kept).sum() / kept.sum()
-    return Loss((each * kept.flatten()).sum() / kept.sum(), weight=kept.sum(), metrics={"accuracy": hits})
+    return Loss(
+        (each * kept.flatten()).sum() / kept.sum(), weight=kept.sum(), metrics={"accuracy": hits}
+    )
 
 
 def predict(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -114,7 +119,9 @@ def gpt_job(dropout: float = 0.1, steps: int = 100) -> trainload.Job:
 
 
 def token_rows(rows: int, seed: int = 0) -> Tensor:
-    """uint8 (rows, CONTEXT + 1): the next token follows from the last one, but for noise; each row ends with padding of its own length."""
+    """uint8 (rows, CONTEXT + 1): the next token follows from the last one, but for noise; each row
+    ends with padding of its own length.
+    """
     generator = np.random.default_rng(seed)
     first = generator.integers(1, VOCABULARY, (rows, 1))
     steps = generator.choice([1, 1, 1, 5], (rows, CONTEXT))

@@ -1,4 +1,6 @@
-"""A fresh environment: a venv that holds the built wheel and its declared dependencies, without the repository and without a network."""
+"""A fresh environment: a venv that holds the built wheel and its declared dependencies, without the
+repository and without a network.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ import errno, ipaddress, sys
 
 def refuse(event, args):
     if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo"):
-        host = args[0] if event == "socket.getaddrinfo" else args[1][0] if isinstance(args[1], tuple) else "127.0.0.1"
+        if event == "socket.getaddrinfo":
+            host = args[0]
+        else:
+            host = args[1][0] if isinstance(args[1], tuple) else "127.0.0.1"
         try:
             inside = ipaddress.ip_address(host).is_loopback
         except ValueError:
@@ -32,21 +37,43 @@ def refuse(event, args):
 
 sys.addaudithook(refuse)
 """
-"""sitecustomize.py where the system cannot take the network away: Python's own sockets then reach this machine only."""
+"""sitecustomize.py where the system cannot take the network away: Python's own sockets then reach
+this machine only.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """`python`: its interpreter; `prefix`: what comes before every command, to cut the network off."""
+    """`python`: its interpreter; `prefix`: what comes before every command, to cut the network
+    off.
+    """
 
     python: Path
     prefix: tuple[str, ...]
 
-    def run(self, code: str, cwd: Path, *arguments: str | Path, timeout: float | None = None) -> str:
-        """What `code` prints in a process that knows nothing of this one. AssertionError: it fails."""
-        variables = {"PATH": os.defpath, "HOME": str(cwd), "TRAINLOAD_CACHE_DIR": str(cwd / "cache"), "LC_ALL": "C.UTF-8"}
+    def run(
+        self, code: str, cwd: Path, *arguments: str | Path, timeout: float | None = None
+    ) -> str:
+        """What `code` prints in a process that knows nothing of this one.
+
+        AssertionError: it fails.
+        """
+        variables = {
+            "PATH": os.defpath,
+            "HOME": str(cwd),
+            "TRAINLOAD_CACHE_DIR": str(cwd / "cache"),
+            "LC_ALL": "C.UTF-8",
+        }
         command = [*self.prefix, str(self.python), "-c", code, *map(str, arguments)]
-        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=timeout)
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -57,15 +84,31 @@ def build_wheel(folder: Path) -> Path:
     source.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE", "src", *STAGES):
         subprocess.run(["cp", "-a", str(ROOT / name), str(source)], check=True)
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    built = subprocess.run([sys.executable, "-m", "pip", "wheel", *options], capture_output=True, text=True, check=False)
+    options = [
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        str(source),
+    ]
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert built.returncode == 0, built.stderr
     (found,) = folder.glob("trainload-*.whl")
     return found
 
 
 def make_environment(folder: Path, wheel: Path) -> Environment:
-    """Makes one in `folder`. Dependencies are links to what this environment has, one for each package: it has others, such as pytest."""
+    """Makes one in `folder`.
+
+    Dependencies are links to what this environment has, one for each package: it has others, such
+    as pytest.
+    """
     venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
     (site,) = folder.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
@@ -80,7 +123,9 @@ def make_environment(folder: Path, wheel: Path) -> Environment:
 
 
 def make_plain_environment(folder: Path, *names: str) -> Environment:
-    """Makes one in `folder` without this project: it holds these distributions and what they declare to need."""
+    """Makes one in `folder` without this project: it holds these distributions and what they
+    declare to need.
+    """
     venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
     (site,) = folder.glob("lib/python*/site-packages")
     for name in names:
@@ -95,12 +140,15 @@ def make_plain_environment(folder: Path, *names: str) -> Environment:
 
 def _dependencies(root: importlib.metadata.Distribution) -> list[importlib.metadata.Distribution]:
     """Every distribution that one declares to need, and they in turn; extras are left out."""
-    requirements: Any = importlib.import_module("packaging.requirements")  # PyPI's; mypy sees the project's folder of that name
+    # PyPI's; mypy sees the project's folder of that name
+    requirements: Any = importlib.import_module("packaging.requirements")
     found: dict[str, importlib.metadata.Distribution] = {}
     left = [root]
     while left:
         parsed = [requirements.Requirement(text) for text in left.pop().requires or ()]
-        for name in [r.name for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]:
+        for name in [
+            r.name for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})
+        ]:
             distribution = importlib.metadata.distribution(name)
             if distribution.metadata["Name"] not in found:
                 found[distribution.metadata["Name"]] = distribution
@@ -111,15 +159,23 @@ def _dependencies(root: importlib.metadata.Distribution) -> list[importlib.metad
 def _link(distribution: importlib.metadata.Distribution, site: Path) -> None:
     tops = {path.parts[0] for path in distribution.files or ()}
     for top in tops:
-        if top not in ("..", "__pycache__") and not top.endswith(".pth") and not (site / top).is_symlink():
+        if (
+            top not in ("..", "__pycache__")
+            and not top.endswith(".pth")
+            and not (site / top).is_symlink()
+        ):
             (site / top).symlink_to(Path(str(distribution.locate_file(top))))
 
 
 def _cut_off() -> tuple[str, ...]:
-    """A command prefix that runs a program in a network namespace of its own, or nothing where the system allows none."""
+    """A command prefix that runs a program in a network namespace of its own, or nothing where the
+    system allows none.
+    """
     for prefix in (("unshare", "--net"), ("unshare", "--map-root-user", "--net")):
         try:
-            done = subprocess.run([*prefix, sys.executable, "-c", ""], capture_output=True, check=False)
+            done = subprocess.run(
+                [*prefix, sys.executable, "-c", ""], capture_output=True, check=False
+            )
         except FileNotFoundError:
             return ()
         if done.returncode == 0:

@@ -1,8 +1,10 @@
-"""Writes packages or trains, in children that are killed by SIGKILL at random moments, and tells what is then visible.
+"""Writes packages or trains, in children that are killed by SIGKILL at random moments, and tells
+what is then visible.
 
-A moment is just before an operation that writes to the folder (an open, a rename, a removal), or a time; which one is drawn from the
-seed. `packages` and `runs`, which are called in a process of their own, print a line of JSON for each child: whether it was killed, and
-each visible thing with whether it is whole.
+A moment is just before an operation that writes to the folder (an open, a rename, a removal), or a
+time; which one is drawn from the seed. `packages` and `runs`, which are called in a process of
+their own, print a line of JSON for each child: whether it was killed, and each visible thing with
+whether it is whole.
 """
 
 from __future__ import annotations
@@ -43,11 +45,17 @@ def die() -> None:
 
 
 def watch(folder: Path, see: Callable[[str], None]) -> None:
-    """Tells `see` of every operation that is about to write below `folder`, or to what is named after it, by its kind."""
+    """Tells `see` of every operation that is about to write below `folder`, or to what is named
+    after it, by its kind.
+    """
     places = (str(folder), str(folder.with_name(f".{folder.name}")))
 
     def hear(event: str, args: tuple[Any, ...]) -> None:
-        if event in OPERATIONS and str(args[0]).startswith(places) and not (event == "open" and _reads(*args)):
+        if (
+            event in OPERATIONS
+            and str(args[0]).startswith(places)
+            and not (event == "open" and _reads(*args))
+        ):
             path = str(args[0]).removeprefix(str(folder.parent)).replace(folder.name, "NAME")
             see(f"{event} {_DRAWN.sub('#', path)}")
 
@@ -55,7 +63,11 @@ def watch(folder: Path, see: Callable[[str], None]) -> None:
 
 
 def _reads(path: object, mode: str | None, flags: int) -> bool:
-    return "r" in mode and "+" not in mode if mode is not None else flags & (os.O_WRONLY | os.O_RDWR) == 0
+    return (
+        "r" in mode and "+" not in mode
+        if mode is not None
+        else flags & (os.O_WRONLY | os.O_RDWR) == 0
+    )
 
 
 def kill_at(folder: Path, number: int, kind: str | None = None) -> None:
@@ -112,7 +124,10 @@ def kill_after(seconds: float) -> None:
 
 
 def packages(folder: Path, seed: int, package: Path, children: int) -> None:
-    """Each child writes a package, then one with new weights beside it. Half are killed at an operation, half after a time."""
+    """Each child writes a package, then one with new weights beside it.
+
+    Half are killed at an operation, half after a time.
+    """
     on_one_core()
     rng, source = random.Random(seed), trainload.open(package)
     program, updates = source.program(), source.updates()
@@ -120,7 +135,9 @@ def packages(folder: Path, seed: int, package: Path, children: int) -> None:
 
     def write_into(place: Path) -> Callable[[], None]:
         def act() -> None:
-            first = write_package(place / "first.tl", program, updates, source.recipe, max_shard=4000)
+            first = write_package(
+                place / "first.tl", program, updates, source.recipe, max_shard=4000
+            )
             with_weights(first, place / "second.tl", state.items(), max_shard=4000)
 
         place.mkdir()
@@ -137,22 +154,35 @@ def packages(folder: Path, seed: int, package: Path, children: int) -> None:
 
 
 def runs(folder: Path, seed: int, package: Path, data: Path, steps: int) -> None:
-    """Children train a run, each from where the one before was killed, and begin another where it was done: one for every kind of
-    operation, and more until the last run is done.
+    """Children train a run, each from where the one before was killed, and begin another where it
+    was done: one for every kind of operation, and more until the last run is done.
     """
     on_one_core()
     rng, source = random.Random(seed), trainload.open(package)
     plan = trainload.plan(source, trainload.Cluster(), "single", bucket_bytes=6_000)
     built = uncompiled_build(source, plan, torch.device("cpu"))
-    patch.object(worker, "uncompiled_build", lambda *_, **__: built).start()  # children need not derive the same graphs again
+    # children need not derive the same graphs again
+    patch.object(worker, "uncompiled_build", lambda *_, **__: built).start()
 
     def train_in(run_dir: Path) -> Callable[[], None]:
         def act() -> None:
             if (run_dir / RUN_FILE).exists():
                 trainload.resume(run_dir, backend="local")
             else:
-                options: dict[str, Any] = {"steps": steps, "checkpoint_every": 1, "backend": "local", "compile": False}
-                trainload.launch(source, plan, data, run_dir=run_dir, output=run_dir.with_suffix(".tl"), **options)
+                options: dict[str, Any] = {
+                    "steps": steps,
+                    "checkpoint_every": 1,
+                    "backend": "local",
+                    "compile": False,
+                }
+                trainload.launch(
+                    source,
+                    plan,
+                    data,
+                    run_dir=run_dir,
+                    output=run_dir.with_suffix(".tl"),
+                    **options,
+                )
 
         return act
 
@@ -164,7 +194,11 @@ def runs(folder: Path, seed: int, package: Path, data: Path, steps: int) -> None
     while kinds or killed:
         run_dir = folder / f"run{number}"
         kind = kinds.pop() if kinds else None
-        arm = partial(kill_at, run_dir, rng.randint(1, min(2, operations.count(kind))), kind) if kind is not None else lambda: None
+        arm = (
+            partial(kill_at, run_dir, rng.randint(1, min(2, operations.count(kind))), kind)
+            if kind is not None
+            else lambda: None
+        )
         killed = child(train_in(run_dir), arm)
         visible = {path.name: is_whole_checkpoint(path) for path in published(run_dir).values()}
         if run_dir.with_suffix(".tl").exists():

@@ -23,7 +23,12 @@ def descendants(pid: int) -> dict[int, str]:
             at = parents[at]
         if at == pid and child != pid:
             try:
-                found[child] = (Path("/proc") / str(child) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[child] = (
+                    (Path("/proc") / str(child) / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode()
+                )
             except OSError:  # it has ended meanwhile
                 continue
     return found

@@ -28,7 +28,10 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run for `worker.py`. `options`: of `trainload.launch`; `resume`: of `trainload.resume`, for a run that exists."""
+    """A run for `worker.py`.
+
+    `options`: of `trainload.launch`; `resume`: of `trainload.resume`, for a run that exists.
+    """
 
     run_dir: Path
     package: Package | None = None
@@ -43,7 +46,11 @@ class Run:
         if self.resume is not None:
             return {**entry, "resume": dict(self.resume)}
         assert self.package is not None and self.plan is not None
-        start = {"package": str(self.package.path), "plan": self.plan.model_dump_json(), "data": str(self.data)}
+        start = {
+            "package": str(self.package.path),
+            "plan": self.plan.model_dump_json(),
+            "data": str(self.data),
+        }
         return {**entry, **start, "options": {"compile": False, **self.options}}
 
 
@@ -55,16 +62,30 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def ranks(
-    world: int, runs: Sequence[Run], folder: Path, act: Callable[[list[dict[str, Any]]], None] = train_as_rank
+    world: int,
+    runs: Sequence[Run],
+    folder: Path,
+    act: Callable[[list[dict[str, Any]]], None] = train_as_rank,
 ) -> Iterator[list[ForkServerProcess]]:
-    """Processes that train `runs`, killed where the block ends before they do. `act`: what each does with the runs' entries."""
+    """Processes that train `runs`, killed where the block ends before they do.
+
+    `act`: what each does with the runs' entries.
+    """
     entries = [run.entry() for run in runs]
     started: list[ForkServerProcess] = []
     try:
         for rank in range(world):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world,
+                "LOCAL_WORLD_SIZE": world,
+                "MASTER_ADDR": "127.0.0.1",
+            }
             variables = environment(**{name: str(value) for name, value in place.items()})
-            started.append(start(act, entries, cwd=folder, log=_log(folder, rank), variables=variables))
+            started.append(
+                start(act, entries, cwd=folder, log=_log(folder, rank), variables=variables)
+            )
         yield started
     finally:
         end(started)
@@ -78,15 +99,23 @@ def train(
     once: bool = True,
     act: Callable[[list[dict[str, Any]]], None] = train_as_rank,
 ) -> list[list[float]]:
-    """Trains `runs` to their ends. Returns: the losses of each, by step; see `curve`. `act`: as of `ranks`."""
+    """Trains `runs` to their ends.
+
+    Returns: the losses of each, by step; see `curve`. `act`: as of `ranks`.
+    """
     with ranks(world, runs, folder, act) as started:
         ended = _wait(started)
-        assert ended == [0] * world, "\n".join(_log(folder, rank).read_text() for rank in range(world))
+        assert ended == [0] * world, "\n".join(
+            _log(folder, rank).read_text() for rank in range(world)
+        )
     return [curve(run.run_dir, once=once) for run in runs]
 
 
 def _wait(started: Sequence[ForkServerProcess], patience: float = 30.0) -> list[int | None]:
-    """Exit codes of processes that have ended. Those that wait for one that failed are left after `patience` seconds: None."""
+    """Exit codes of processes that have ended.
+
+    Those that wait for one that failed are left after `patience` seconds: None.
+    """
     deadline = math.inf
     while time.monotonic() < deadline:
         codes = [process.exitcode for process in started]
@@ -105,13 +134,16 @@ def _log(folder: Path, rank: int) -> Path:
 def curve(run_dir: Path, *, of: str = "loss", once: bool = True) -> list[float]:
     """The loss of every step of a run, none of which may be missing: as it was done last.
 
-    of: "loss", or "gradient_norm" before clipping. once: a step that was repeated after a restart must have the same bits each time.
+    of: "loss", or "gradient_norm" before clipping. once: a step that was repeated after a restart
+    must have the same bits each time.
     """
     values: dict[int, float] = {}
     for event in read_events(run_dir):
         if event.kind == "step":
             step, value = int(event.data["step"]), float(event.data[of])
-            assert not once or values.get(step, value) == value, f"step {step} of {run_dir.name} was repeated with another {of}"
+            assert not once or values.get(step, value) == value, (
+                f"step {step} of {run_dir.name} was repeated with another {of}"
+            )
             values[step] = value
     assert sorted(values) == list(range(len(values)))
     return [values[step] for step in range(len(values))]
@@ -122,10 +154,18 @@ def difference(first: Sequence[float], second: Sequence[float]) -> float:
     return max(abs(a - b) / abs(a) for a, b in zip(first, second, strict=True))
 
 
-def wait_for_step(run_dir: Path, step: int, are_alive: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait_for_step(
+    run_dir: Path, step: int, are_alive: Callable[[], bool], seconds: float = 120.0
+) -> None:
     """Returns as soon as a run has done `step`."""
 
     def demand_alive() -> None:
         assert are_alive(), f"a rank has ended before step {step}"
 
-    wait_until(lambda: any(event.kind == "step" and event.data["step"] >= step for event in read_events(run_dir)), seconds, demand_alive)
+    wait_until(
+        lambda: any(
+            event.kind == "step" and event.data["step"] >= step for event in read_events(run_dir)
+        ),
+        seconds,
+        demand_alive,
+    )

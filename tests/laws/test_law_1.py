@@ -1,4 +1,6 @@
-"""Law 1: the package alone is enough: in an environment of the wheel and its dependencies, without repository and network, it trains."""
+"""Law 1: the package alone is enough: in an environment of the wheel and its dependencies, without
+repository and network, it trains.
+"""
 
 from __future__ import annotations
 
@@ -37,26 +39,39 @@ except OSError as error:
 import trainload
 package = trainload.open("alone.tl")
 plan = trainload.plan(package, trainload.Cluster(), "single")
-options = {"steps": int(sys.argv[1]), "eval_data": "held-out.npz", "output": "trained.tl", "backend": "local", "compile": False}
+options = {"steps": int(sys.argv[1]), "eval_data": "held-out.npz", "output": "trained.tl"}
+options |= {"backend": "local", "compile": False}
 result = trainload.launch(package, plan, "rows.npz", run_dir="run", **options)
 root = Path(sys.argv[2])
 origins = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
 answer = {
     "trainload": trainload.__file__,
     "importable": [name for name in sys.argv[3:] if importable(name)],
-    "from_repository": [path for path in [*sys.path, *origins] if path and Path(path).is_relative_to(root)],
+    "from_repository": [p for p in [*sys.path, *origins] if p and Path(p).is_relative_to(root)],
     "network": network,
     "evaluations": [entry["loss"] for entry in result.evaluations],
     "output_digest": result.output_digest,
 }
 print(json.dumps(answer))
 """
-FOREIGN = ("tests.laws.gpt", "examples.gpt.model", "model", "job", "capture", "sharding", "launch", "pytest", "ray")
+FOREIGN = (
+    "tests.laws.gpt",
+    "examples.gpt.model",
+    "model",
+    "job",
+    "capture",
+    "sharding",
+    "launch",
+    "pytest",
+    "ray",
+)
 """What made the package, the repository's folders, and what the wheel does not depend on."""
 
 
 @pytest.fixture(scope="module")
-def elsewhere(gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def elsewhere(
+    gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with a package and data, and nothing else."""
     folder = tmp_path_factory.mktemp("elsewhere")
     shutil.copytree(gpt.path, folder / "alone.tl")
@@ -66,10 +81,14 @@ def elsewhere(gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path_factory
 
 
 @pytest.fixture(scope="module")
-def answer(wheel: Path, elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def answer(
+    wheel: Path, elsewhere: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What a process in a fresh environment says after it has trained the package."""
     environment = make_environment(tmp_path_factory.mktemp("fresh") / "venv", wheel)
-    said: dict[str, Any] = json.loads(environment.run(CHILD, elsewhere, str(STEPS), ROOT, *FOREIGN).splitlines()[-1])
+    said: dict[str, Any] = json.loads(
+        environment.run(CHILD, elsewhere, str(STEPS), ROOT, *FOREIGN).splitlines()[-1]
+    )
     assert Path(said["trainload"]).is_relative_to(environment.python.parents[1])
     return said
 

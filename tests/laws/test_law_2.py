@@ -1,4 +1,6 @@
-"""Law 2: the graph is eager: loss and every gradient, on every example, before a package is written."""
+"""Law 2: the graph is eager: loss and every gradient, on every example, before a package is
+written.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,28 @@ def relative(expected: Tensor, got: Tensor) -> float:
 
 
 def eager_gradients(job: trainload.Job, tokens: Tensor) -> tuple[Loss, dict[str, Tensor]]:
-    """The loss of the job's own model, in train mode, and the gradient of every parameter that is trained."""
+    """The loss of the job's own model, in train mode, and the gradient of every parameter that is
+    trained.
+    """
     assert job.loss is not None
     model = job.model.train()
     model.zero_grad()
     loss = job.loss(model, {"tokens": tokens})
     assert isinstance(loss, Loss)
     torch.autograd.backward(loss.value)
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss, {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def run_step_graph(step: StepGraph, package: Package, tokens: Tensor) -> dict[str, Tensor]:
     """What a step graph makes of a batch, by "role/name"; gradients are those of the mean loss."""
-    scalars = {Role.SEED: torch.tensor(1), Role.STEP: torch.tensor(3), Role.ROW: torch.tensor(0), Role.SCALE: torch.tensor(1.0)}
+    scalars = {
+        Role.SEED: torch.tensor(1),
+        Role.STEP: torch.tensor(3),
+        Role.ROW: torch.tensor(0),
+        Role.SCALE: torch.tensor(1.0),
+    }
     constants = package.program().constants
     arguments = []
     for port in step.inputs:
@@ -56,9 +67,15 @@ def run_step_graph(step: StepGraph, package: Package, tokens: Tensor) -> dict[st
                 arguments.append(scalars[role])
     with torch.no_grad():
         results = step.module(*arguments)
-    found: dict[str, Tensor] = {f"{port.role.value}/{port.name}": value for port, value in zip(step.outputs, results, strict=True)}
+    found: dict[str, Tensor] = {
+        f"{port.role.value}/{port.name}": value
+        for port, value in zip(step.outputs, results, strict=True)
+    }
     weight = found["weight/weight"]
-    return {name: value / weight if name.startswith("gradient/") else value for name, value in found.items()}
+    return {
+        name: value / weight if name.startswith("gradient/") else value
+        for name, value in found.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +90,9 @@ def step_graph(without_dropout: Package) -> StepGraph:
 
 
 @pytest.mark.parametrize(("seed", "rows"), EXAMPLES)
-def test_the_package_s_graph_has_eager_s_loss_and_gradients_with_dropout(gpt: Package, seed: int, rows: int) -> None:
+def test_the_package_s_graph_has_eager_s_loss_and_gradients_with_dropout(
+    gpt: Package, seed: int, rows: int
+) -> None:
     tokens = token_rows(rows, seed)
     job = gpt_job()
     torch.manual_seed(seed)
@@ -104,16 +123,22 @@ def test_the_step_graph_has_eager_s_loss_gradients_and_buffers(
     assert eager.weight is not None
     assert relative(eager.value, found["loss/loss"]) <= 1e-6
     assert relative(eager.weight, found["weight/weight"]) == 0
-    assert {name.removeprefix("gradient/") for name in found if name.startswith("gradient/")} == set(gradients)
+    assert {
+        name.removeprefix("gradient/") for name in found if name.startswith("gradient/")
+    } == set(gradients)
     for name, gradient in gradients.items():
         assert relative(gradient, found[f"gradient/{name}"]) <= 1e-5, name
     for name, buffer in job.model.named_buffers():
         assert relative(buffer.float(), found[f"buffer/{name}"].float()) <= 1e-6, name
 
 
-def test_twelve_steps_from_the_package_are_twelve_steps_of_eager(without_dropout: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_twelve_steps_from_the_package_are_twelve_steps_of_eager(
+    without_dropout: Package, gpt_data: Path, tmp_path: Path
+) -> None:
     plan = trainload.plan(without_dropout, trainload.Cluster(), "single")
-    trainload.launch(without_dropout, plan, gpt_data, run_dir=tmp_path / "run", backend="local", compile=False)
+    trainload.launch(
+        without_dropout, plan, gpt_data, run_dir=tmp_path / "run", backend="local", compile=False
+    )
     job = gpt_job(dropout=0.0, steps=12)
     data = token_rows(91, seed=1)
     assert job.optimizer is not None
@@ -122,7 +147,9 @@ def test_twelve_steps_from_the_package_are_twelve_steps_of_eager(without_dropout
     rates = [group["lr"] for group in optimizer.param_groups]
     losses = []
     for step in range(12):
-        loss, _ = eager_gradients(job, data[torch.from_numpy(rows_at(job.seed, len(data), step * ROWS, ROWS))])
+        loss, _ = eager_gradients(
+            job, data[torch.from_numpy(rows_at(job.seed, len(data), step * ROWS, ROWS))]
+        )
         assert job.clip_norm is not None
         torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip_norm)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -136,7 +163,8 @@ class _Doubled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         if out.grad_fn is not None:
-            out.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))  # on autograd's own graph, where no capture sees it
+            # on autograd's own graph, where no capture sees it
+            out.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
         return out
 
 
@@ -150,7 +178,9 @@ class _Counting(nn.Linear):
 
 @pytest.mark.parametrize("kind", [_Doubled, _Counting])
 @pytest.mark.filterwarnings("ignore")  # torch's, about what it drops
-def test_a_freeze_whose_graph_differs_is_refused_and_writes_nothing(tmp_path: Path, kind: type[nn.Linear]) -> None:
+def test_a_freeze_whose_graph_differs_is_refused_and_writes_nothing(
+    tmp_path: Path, kind: type[nn.Linear]
+) -> None:
     job = gpt_job()
     outputs, inputs = job.model.get_submodule("narrow").get_parameter("weight").shape
     job.model.register_module("narrow", kind(inputs, outputs))

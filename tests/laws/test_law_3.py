@@ -1,7 +1,8 @@
-"""Law 3: in fp32, 100 steps under any plan give the single-process losses within 1e-5, dropout and all.
+"""Law 3: in fp32, 100 steps under any plan give the single-process losses within 1e-5, dropout and
+all.
 
-Losses alone would not show a gradient of another length: the optimizer and the clipping both divide it out. So the gradients' norms are
-compared too.
+Losses alone would not show a gradient of another length: the optimizer and the clipping both divide
+it out. So the gradients' norms are compared too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ ONE_EACH = 1
 
 
 @pytest.fixture(scope="module")
-def single(gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single(
+    gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The run of one process."""
     folder = tmp_path_factory.mktemp("single")
     plan = trainload.plan(gpt_source, trainload.Cluster(), "single")
@@ -64,12 +67,15 @@ CASES: dict[str, tuple[Strategy | None, int, int, int]] = {
     "1f1b": (None, STEPS, 4, SMALL),
     "zbv": (None, FEWER, 4, SMALL),
 }
-"""(strategy; None: both workers are of the tensor axis, which divides what the name says, or of a pipeline with this schedule; steps,
-microbatches, bytes of a bucket)
+"""(strategy; None: both workers are of the tensor axis, which divides what the name says, or of a
+pipeline with this schedule; steps, microbatches, bytes of a bucket)
 """
 PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
     ("zero3", {"pipeline_ranks": 2, "accumulate": 2, "recompute": "full"}),
-    ("zero1", {"pipeline_ranks": 2, "accumulate": 4, "schedule": "zero-bubble", "stages_per_rank": 2}),
+    (
+        "zero1",
+        {"pipeline_ranks": 2, "accumulate": 4, "schedule": "zero-bubble", "stages_per_rank": 2},
+    ),
     (None, {"pipeline_ranks": 2, "tensor_ranks": 2, "accumulate": 4}),
     (None, {"pipeline_ranks": 4, "accumulate": 8, "schedule": "gpipe"}),
 )
@@ -94,7 +100,9 @@ FEW = 4
 
 
 @pytest.fixture(scope="module")
-def two_workers(gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def two_workers(
+    gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Case -> its run by two processes, which begins when it is first asked for."""
 
     @functools.cache
@@ -102,9 +110,15 @@ def two_workers(gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_facto
         strategy, steps, accumulate, bucket_bytes = CASES[case]
         cluster = trainload.Cluster(devices_per_node=2)
         what = case if case in DIVIDES else "tensor"
-        axes: dict[str, Any] = {"pipeline_ranks": 2, "schedule": case} if case in SCHEDULES else {"tensor_ranks": 2, "divide": what}
+        axes: dict[str, Any] = (
+            {"pipeline_ranks": 2, "schedule": case}
+            if case in SCHEDULES
+            else {"tensor_ranks": 2, "divide": what}
+        )
         axes = {} if strategy is not None else axes
-        plan = trainload.plan(gpt_source, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, **axes)
+        plan = trainload.plan(
+            gpt_source, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, **axes
+        )
         assert (len(plan.buckets) > 4) == (bucket_bytes != WHOLE)
         folder = tmp_path_factory.mktemp("two")
         train(2, [Run(folder / "run", gpt, plan, gpt_data, {"steps": steps})], folder)
@@ -118,7 +132,9 @@ of_each_axis = pytest.mark.matrix("zero3", "sequence", "zbv")
 
 @of_each_axis
 @pytest.mark.parametrize("case", CASES)
-def test_two_workers_have_the_losses_of_one(single: Path, two_workers: Callable[[str], Path], case: str) -> None:
+def test_two_workers_have_the_losses_of_one(
+    single: Path, two_workers: Callable[[str], Path], case: str
+) -> None:
     steps = CASES[case][1]
     found = difference(curve(single)[:steps], curve(two_workers(case)))
     print(f"{case}: {steps} losses differ by at most {found:.2g}")
@@ -127,9 +143,16 @@ def test_two_workers_have_the_losses_of_one(single: Path, two_workers: Callable[
 
 @of_each_axis
 @pytest.mark.parametrize("case", CASES)
-def test_two_workers_have_the_gradients_of_one(single: Path, two_workers: Callable[[str], Path], case: str) -> None:
+def test_two_workers_have_the_gradients_of_one(
+    single: Path, two_workers: Callable[[str], Path], case: str
+) -> None:
     steps = CASES[case][1]
-    assert difference(curve(single, of="gradient_norm")[:steps], curve(two_workers(case), of="gradient_norm")) <= TOLERANCE
+    assert (
+        difference(
+            curve(single, of="gradient_norm")[:steps], curve(two_workers(case), of="gradient_norm")
+        )
+        <= TOLERANCE
+    )
 
 
 @pytest.mark.slow
@@ -141,17 +164,29 @@ def test_four_workers_in_two_nodes_have_the_losses_of_one(
     assert (plan.shard_degree, plan.replicas) == (2, 2)
     (losses,) = train(4, [Run(tmp_path / "run", gpt, plan, gpt_data, {"steps": FEWER})], tmp_path)
     assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
-    assert difference(curve(single, of="gradient_norm")[:FEWER], curve(tmp_path / "run", of="gradient_norm")) <= TOLERANCE
+    assert (
+        difference(
+            curve(single, of="gradient_norm")[:FEWER], curve(tmp_path / "run", of="gradient_norm")
+        )
+        <= TOLERANCE
+    )
 
 
 @pytest.mark.slow
-def test_recomputation_changes_no_bit(gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path: Path) -> None:
+def test_recomputation_changes_no_bit(
+    gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path: Path
+) -> None:
     cluster = trainload.Cluster(devices_per_node=2)
     runs: list[Run] = []
-    axes: dict[Recompute, dict[str, Any]] = {"full": {"pipeline_ranks": 2, "accumulate": 2}, "selective": {"tensor_ranks": 2}}
+    axes: dict[Recompute, dict[str, Any]] = {
+        "full": {"pipeline_ranks": 2, "accumulate": 2},
+        "selective": {"tensor_ranks": 2},
+    }
     for how, more in axes.items():
         for recompute in ("job", how):
-            plan = trainload.plan(gpt_source, cluster, bucket_bytes=SMALL, recompute=recompute, **more)
+            plan = trainload.plan(
+                gpt_source, cluster, bucket_bytes=SMALL, recompute=recompute, **more
+            )
             runs.append(Run(tmp_path / f"run{len(runs)}", gpt, plan, gpt_data, {"steps": 4}))
     kept, full, kept_too, selective = train(2, runs, tmp_path)
     assert (kept, kept_too) == (full, selective)
@@ -165,17 +200,35 @@ def test_tensor_and_data_axis_together_have_the_losses_of_one(
     runs = []
     for number, strategy in enumerate(TOGETHER):
         what: Divide = "tensor" if strategy == "zero1" else "sequence"
-        plan = trainload.plan(gpt_source, cluster, strategy, accumulate=2, bucket_bytes=SMALL, tensor_ranks=2, divide=what)
+        plan = trainload.plan(
+            gpt_source,
+            cluster,
+            strategy,
+            accumulate=2,
+            bucket_bytes=SMALL,
+            tensor_ranks=2,
+            divide=what,
+        )
         assert (plan.data_ranks, plan.tensor_ranks) == (2, 2)
         runs.append(Run(tmp_path / f"run{number}", gpt, plan, gpt_data, {"steps": FEWER}))
     for losses, run in zip(train(4, runs, tmp_path), runs, strict=True):
         assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
-        assert difference(curve(single, of="gradient_norm")[:FEWER], curve(run.run_dir, of="gradient_norm")) <= TOLERANCE
+        assert (
+            difference(
+                curve(single, of="gradient_norm")[:FEWER], curve(run.run_dir, of="gradient_norm")
+            )
+            <= TOLERANCE
+        )
 
 
 @pytest.mark.slow
 def test_pipelines_of_four_workers_have_the_losses_of_one(
-    gpt: Package, gpt_source: Source, gpt_data: Path, gpt_held_out: Path, single: Path, tmp_path: Path
+    gpt: Package,
+    gpt_source: Source,
+    gpt_data: Path,
+    gpt_held_out: Path,
+    single: Path,
+    tmp_path: Path,
 ) -> None:
     cluster, runs = trainload.Cluster(devices_per_node=4), []
     for number, (strategy, axes) in enumerate(PIPED):
@@ -184,22 +237,49 @@ def test_pipelines_of_four_workers_have_the_losses_of_one(
         runs.append(Run(tmp_path / f"run{number}", gpt, plan, gpt_data, options))
     for losses, run in zip(train(4, runs, tmp_path), runs, strict=True):
         assert difference(curve(single)[:FEWER], losses) <= TOLERANCE
-        assert difference(curve(single, of="gradient_norm")[:FEWER], curve(run.run_dir, of="gradient_norm")) <= TOLERANCE
-    evaluated = [[event.data["loss"] for event in read_events(run.run_dir) if event.kind == "eval"] for run in runs]
+        assert (
+            difference(
+                curve(single, of="gradient_norm")[:FEWER], curve(run.run_dir, of="gradient_norm")
+            )
+            <= TOLERANCE
+        )
+    evaluated = [
+        [event.data["loss"] for event in read_events(run.run_dir) if event.kind == "eval"]
+        for run in runs
+    ]
     assert all(difference(evaluated[0], each) <= TOLERANCE for each in evaluated[1:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled_workers_have_the_losses_of_one(
-    gpt: Package, gpt_source: Source, gpt_data: Path, gpt_held_out: Path, single: Path, tmp_path: Path, case: str
+    gpt: Package,
+    gpt_source: Source,
+    gpt_data: Path,
+    gpt_held_out: Path,
+    single: Path,
+    tmp_path: Path,
+    case: str,
 ) -> None:
     workers, strategy, axes = COMPILED[case]
-    plan = trainload.plan(gpt_source, trainload.Cluster(devices_per_node=workers), strategy, bucket_bytes=SMALL, **axes)
-    options = {"steps": FEW, "eval_data": str(gpt_held_out), "eval_every": FEW // 2, "compile": True}
+    plan = trainload.plan(
+        gpt_source,
+        trainload.Cluster(devices_per_node=workers),
+        strategy,
+        bucket_bytes=SMALL,
+        **axes,
+    )
+    options = {
+        "steps": FEW,
+        "eval_data": str(gpt_held_out),
+        "eval_every": FEW // 2,
+        "compile": True,
+    }
     (losses,) = train(workers, [Run(tmp_path / "run", gpt, plan, gpt_data, options)], tmp_path)
     assert difference(curve(single)[:FEW], losses) <= TOLERANCE
-    assert [event.data["message"] for event in read_events(tmp_path / "run") if event.kind == "warning"] == []
+    assert [
+        event.data["message"] for event in read_events(tmp_path / "run") if event.kind == "warning"
+    ] == []
 
 
 def test_one_worker_that_accumulates_has_the_same_losses(

@@ -1,4 +1,6 @@
-"""Law 4: a run that is killed goes on as if nothing had been: bit for bit on as many workers, within 1e-5 on another number."""
+"""Law 4: a run that is killed goes on as if nothing had been: bit for bit on as many workers,
+within 1e-5 on another number.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ OPTIONS = {"steps": STEPS, "checkpoint_every": EVERY}
 
 
 def drawn(every: int, end: int) -> int:
-    """A step before `end`, of a seed that is printed, by which one checkpoint is whole: the second one waits for the first."""
+    """A step before `end`, of a seed that is printed, by which one checkpoint is whole: the second
+    one waits for the first.
+    """
     seed = random.SystemRandom().randrange(10**6)
     step = random.Random(seed).randrange(2 * every + 1, end)
     print(f"seed {seed}: step {step}")
@@ -41,7 +45,9 @@ def drawn(every: int, end: int) -> int:
 
 
 def plan_for(package: Package, world: int, strategy: Strategy, bucket_bytes: int = BUCKET) -> Plan:
-    return trainload.plan(package, trainload.Cluster(devices_per_node=world), strategy, bucket_bytes=bucket_bytes)
+    return trainload.plan(
+        package, trainload.Cluster(devices_per_node=world), strategy, bucket_bytes=bucket_bytes
+    )
 
 
 def started_at(run_dir: Path) -> list[int]:
@@ -56,22 +62,40 @@ def move(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.matrix("2-zero3-1-single")
-@pytest.mark.parametrize(("world", "strategy", "other", "new_strategy"), [(2, "zero3", 1, "single"), (1, "single", 2, "zero1")])
+@pytest.mark.parametrize(
+    ("world", "strategy", "other", "new_strategy"),
+    [(2, "zero3", 1, "single"), (1, "single", 2, "zero1")],
+)
 def test_a_killed_run_resumes(
-    gpt: Package, gpt_data: Path, tmp_path: Path, world: int, strategy: Strategy, other: int, new_strategy: Strategy
+    gpt: Package,
+    gpt_data: Path,
+    tmp_path: Path,
+    world: int,
+    strategy: Strategy,
+    other: int,
+    new_strategy: Strategy,
 ) -> None:
     plan = plan_for(gpt, world, strategy)
     (whole,) = train(world, [Run(tmp_path / "whole", gpt, plan, gpt_data, OPTIONS)], tmp_path)
     killed = Run(tmp_path / "killed", gpt, plan, gpt_data, OPTIONS)
     with ranks(world, [killed], tmp_path) as processes:
-        wait_for_step(killed.run_dir, drawn(EVERY, STEPS - 4), lambda: all(process.is_alive() for process in processes))
+        wait_for_step(
+            killed.run_dir,
+            drawn(EVERY, STEPS - 4),
+            lambda: all(process.is_alive() for process in processes),
+        )
         for process in processes:
             process.kill()
     moved = move(killed.run_dir, tmp_path / "moved")
     (resumed,) = train(world, [Run(killed.run_dir, resume={})], tmp_path)
     assert resumed == whole
     assert trained_weights(killed.run_dir) == trained_weights(tmp_path / "whole")
-    (elsewhere,) = train(other, [Run(moved, resume={"workers": other, "strategy": new_strategy})], tmp_path, once=False)
+    (elsewhere,) = train(
+        other,
+        [Run(moved, resume={"workers": other, "strategy": new_strategy})],
+        tmp_path,
+        once=False,
+    )
     assert difference(whole, elsewhere) <= TOLERANCE
     for run in (killed.run_dir, moved):
         first, second = started_at(run)
@@ -80,12 +104,17 @@ def test_a_killed_run_resumes(
 
 def trained_weights(run_dir: Path) -> list[bytes]:
     """The bytes of the shards of a run's last checkpoint."""
-    return [path.read_bytes() for path in sorted((run_dir / "checkpoints" / f"step-{STEPS:08}").rglob("*.safetensors"))]
+    return [
+        path.read_bytes()
+        for path in sorted((run_dir / "checkpoints" / f"step-{STEPS:08}").rglob("*.safetensors"))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class OnRay:
-    """A job that is trained on Ray in the form that people use: compiled, two workers, ZeRO-3. every: steps between its checkpoints."""
+    """A job that is trained on Ray in the form that people use: compiled, two workers, ZeRO-3.
+    every: steps between its checkpoints.
+    """
 
     package: Package
     data: Path
@@ -99,22 +128,38 @@ class OnRay:
 
     def options(self, output: str) -> dict[str, Any]:
         """Those of `trainload.launch`. output: the trained package's name."""
-        return {"steps": self.steps, "checkpoint_every": self.every, "output": str(self.folder / output)}
+        return {
+            "steps": self.steps,
+            "checkpoint_every": self.every,
+            "output": str(self.folder / output),
+        }
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("gpt", marks=pytest.mark.slow)])
-def on_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> OnRay:
+def on_ray(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_cluster: None
+) -> OnRay:
     folder = tmp_path_factory.mktemp("ray")
-    package, data = request.getfixturevalue(request.param), request.getfixturevalue(f"{request.param}_data")
+    package, data = (
+        request.getfixturevalue(request.param),
+        request.getfixturevalue(f"{request.param}_data"),
+    )
     if request.param == "gpt":
         return OnRay(package, data, folder, STEPS, EVERY, BUCKET)
-    return OnRay(package, data, folder, 200, 10, 500)  # a step takes milliseconds, and a kill has to arrive before the last one
+    # a step takes milliseconds, and a kill has to arrive before the last one
+    return OnRay(package, data, folder, 200, 10, 500)
 
 
 @pytest.fixture(scope="module")
 def whole(on_ray: OnRay) -> Path:
     """An uninterrupted run of it, on two compiled ranks without Ray."""
-    run = Run(on_ray.folder / "whole", on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, on_ray.options("whole.tl") | {"compile": True})
+    run = Run(
+        on_ray.folder / "whole",
+        on_ray.package,
+        on_ray.plan(2, "zero3"),
+        on_ray.data,
+        on_ray.options("whole.tl") | {"compile": True},
+    )
     train(2, [run], on_ray.folder)
     return run.run_dir
 
@@ -131,21 +176,34 @@ def killed(on_ray: OnRay) -> RunResult:
             os.kill(victims[0], signal.SIGKILL)
 
     where: dict[str, Any] = {"run_dir": on_ray.folder / "killed", "on_event": kill}
-    result = trainload.launch(on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, **where, **on_ray.options("killed.tl"))
+    result = trainload.launch(
+        on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, **where, **on_ray.options("killed.tl")
+    )
     assert victims
     return result
 
 
 @pytest.mark.timeout(600)  # of which compiling takes most
-def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(on_ray: OnRay, killed: RunResult, tmp_path: Path) -> None:
-    alone = Run(tmp_path / "single", on_ray.package, on_ray.plan(1, "single"), on_ray.data, {"steps": on_ray.steps})
+def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(
+    on_ray: OnRay, killed: RunResult, tmp_path: Path
+) -> None:
+    alone = Run(
+        tmp_path / "single",
+        on_ray.package,
+        on_ray.plan(1, "single"),
+        on_ray.data,
+        {"steps": on_ray.steps},
+    )
     (single,) = train(1, [alone], tmp_path)
-    compared = slice(LAW_STEPS)  # differences of rounding grow from step to step: after 200 they may be 1e-4, on some CPUs
+    # differences of rounding grow from step to step: after 200 they may be 1e-4, on some CPUs
+    compared = slice(LAW_STEPS)
     assert difference(single[compared], curve(killed.run_dir)[compared]) <= TOLERANCE
 
 
 @pytest.mark.timeout(600)
-def test_a_ray_worker_that_is_killed_changes_no_bit(on_ray: OnRay, whole: Path, killed: RunResult) -> None:
+def test_a_ray_worker_that_is_killed_changes_no_bit(
+    on_ray: OnRay, whole: Path, killed: RunResult
+) -> None:
     assert killed.restarts == 1
     assert started_at(killed.run_dir)[1] >= on_ray.every
     assert curve(killed.run_dir) == curve(whole)

@@ -35,7 +35,9 @@ PLAN = make_plan("zero3", 2)
 
 
 def files_of(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def flip_somewhere(path: Path, last: int | None = None) -> None:
@@ -52,15 +54,28 @@ OTHER = 12345
 
 
 def as_other_user(command: list[str]) -> list[str]:
-    """The command as run by another user, in a namespace where this one's files are theirs; as it is where the system has none for us."""
+    """The command as run by another user, in a namespace where this one's files are theirs; as it
+    is where the system has none for us.
+    """
     become = ["unshare", "--user", f"--map-user={OTHER}", f"--map-group={OTHER}"]
-    found = shutil.which("unshare") is not None and subprocess.run([*become, "true"], capture_output=True, check=False).returncode == 0
+    found = (
+        shutil.which("unshare") is not None
+        and subprocess.run([*become, "true"], capture_output=True, check=False).returncode == 0
+    )
     return [*become, *command] if found and os.getuid() != OTHER else command
 
 
 def circumstances(folder: Path) -> dict[str, str]:
-    """Return an environment that differs from this process's in names, home, locale, time zone, hash seed, width, cache and key."""
-    own = {"HOME": "home", "TRAINLOAD_CACHE_DIR": "cache", "TRAINLOAD_STATE_DIR": "state", "XDG_CACHE_HOME": "xdg", "TMPDIR": "temporary"}
+    """Return an environment that differs from this process's in names, home, locale, time zone,
+    hash seed, width, cache and key.
+    """
+    own = {
+        "HOME": "home",
+        "TRAINLOAD_CACHE_DIR": "cache",
+        "TRAINLOAD_STATE_DIR": "state",
+        "XDG_CACHE_HOME": "xdg",
+        "TMPDIR": "temporary",
+    }
     for place in own.values():
         (folder / place).mkdir()
     return {
@@ -92,12 +107,17 @@ PACKAGES = ("gpt.tl", "small.tl", "job.tl")
 
 
 @pytest.fixture(scope="module")
-def frozen_twice(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Path]:
-    """Folders with the same packages, made by this process and another one from two copies of the source: by two users, with other names,
-    homes, hash seeds, locales, time zones and umasks.
+def frozen_twice(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, Path]:
+    """Folders with the same packages, made by this process and another one from two copies of the
+    source: by two users, with other names, homes, hash seeds, locales, time zones and umasks.
     """
     asked = sorted(selected(request, "name")) or PACKAGES
-    here, there = folders = (tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there") / "deeper" / "down")
+    here, there = folders = (
+        tmp_path_factory.mktemp("here"),
+        tmp_path_factory.mktemp("there") / "deeper" / "down",
+    )
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         for source in ("laws/freezer.py", "laws/gpt.py", "packaging/jobs.py"):
@@ -105,22 +125,31 @@ def frozen_twice(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     command = [sys.executable, "freezer.py", str(there), *asked]
     who = as_other_user(command)
     print(f"run by {who[0]}")
-    with subprocess.Popen(who, cwd=there, env=circumstances(there), umask=0o077, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        who, cwd=there, env=circumstances(there), umask=0o077, stdout=subprocess.PIPE, text=True
+    ) as other:
         own = freeze_here(here, asked)
         printed = (own.splitlines(), other.communicate()[0].splitlines())
     assert other.returncode == 0
     assert printed[0][1:] == printed[1][1:]
-    assert [lines[0] for lines in printed] == [str(os.getuid()), str(OTHER) if who[0] == "unshare" else str(os.getuid())]
+    assert [lines[0] for lines in printed] == [
+        str(os.getuid()),
+        str(OTHER) if who[0] == "unshare" else str(os.getuid()),
+    ]
     return folders
 
 
 @pytest.mark.alone  # another interpreter begins beside this one
 @pytest.mark.matrix("small.tl")
 @pytest.mark.parametrize("name", PACKAGES)
-def test_two_processes_in_two_folders_write_the_same_bytes(frozen_twice: tuple[Path, Path], name: str) -> None:
+def test_two_processes_in_two_folders_write_the_same_bytes(
+    frozen_twice: tuple[Path, Path], name: str
+) -> None:
     first, second = (folder / name for folder in frozen_twice)
     assert files_of(first) == files_of(second)
-    different = {file for file in files_of(first) if sha256_file(first / file) != sha256_file(second / file)}
+    different = {
+        file for file in files_of(first) if sha256_file(first / file) != sha256_file(second / file)
+    }
     assert {file for file in different if file.split("/")[0] not in OUTSIDE} == set()
     assert "debug/train.json" in different, "source paths were the same: this shows nothing"
     assert trainload.open(first).digest == trainload.open(second).digest
@@ -144,7 +173,9 @@ def demand_flips_found(package: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_flipped_bit_in_any_file_of_a_package_is_found(frozen_twice: tuple[Path, Path], name: str) -> None:
+def test_a_flipped_bit_in_any_file_of_a_package_is_found(
+    frozen_twice: tuple[Path, Path], name: str
+) -> None:
     demand_flips_found(frozen_twice[0] / name)
 
 
@@ -161,9 +192,13 @@ def use(path: Path) -> None:
 
 
 @pytest.mark.slow  # with what is only tried there
-def test_every_kind_of_file_that_a_package_can_hold_was_tried(frozen_twice: tuple[Path, Path], packaged: Package) -> None:
+def test_every_kind_of_file_that_a_package_can_hold_was_tried(
+    frozen_twice: tuple[Path, Path], packaged: Package
+) -> None:
     tried = {file for package in frozen_twice[0].glob("*.tl") for file in files_of(package)}
-    assert {kind_of(file) for file in files_of(packaged.path)} - {kind_of(file) for file in tried} == {("assets", "")}
+    assert {kind_of(file) for file in files_of(packaged.path)} - {
+        kind_of(file) for file in tried
+    } == {("assets", "")}
 
 
 def kind_of(file: str) -> tuple[str, str]:
@@ -177,14 +212,24 @@ def test_a_flipped_bit_in_an_asset_is_found(copied: Path) -> None:
         open_package(copied).asset("LICENSE")
 
 
-def test_a_run_does_not_train_on_weights_with_a_flipped_bit(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_train_on_weights_with_a_flipped_bit(
+    gpt: Package, gpt_data: Path, tmp_path: Path
+) -> None:
     shutil.copytree(gpt.path, tmp_path / "gpt.tl")
     package = trainload.open(tmp_path / "gpt.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")
     weights = sorted((package.path / "weights").glob("model-*.safetensors"))[0]
     flip_somewhere(weights, last=1000)
     with pytest.raises(IntegrityError, match=weights.name):
-        trainload.launch(package, plan, gpt_data, run_dir=tmp_path / "run", steps=2, backend="local", compile=False)
+        trainload.launch(
+            package,
+            plan,
+            gpt_data,
+            run_dir=tmp_path / "run",
+            steps=2,
+            backend="local",
+            compile=False,
+        )
     assert [event for event in read_events(tmp_path / "run") if event.kind == "step"] == []
 
 
@@ -194,7 +239,9 @@ def load_all(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [None, 40])
-def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(tmp_path: Path, last: int | None) -> None:
+def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(
+    tmp_path: Path, last: int | None
+) -> None:
     earlier, newest = (save_all(tmp_path, PLAN, step, salt=step) for step in (10, 20))
     for file in files_of(newest):
         before = (newest / file).read_bytes()

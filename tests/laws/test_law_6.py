@@ -1,4 +1,7 @@
-"""Law 6: nothing in a package can run code. Every digest of these packages is right: they were made by whoever attacks."""
+"""Law 6: nothing in a package can run code.
+
+Every digest of these packages is right: they were made by whoever attacks.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ def symbolic_size(package: Path, trap: Trap) -> None:
 
 
 def range_of_a_symbol(package: Path, trap: Trap) -> None:
-    edit_graph(package, lambda graph: graph["range_constraints"].update({trap.code: {"min_val": 0, "max_val": 1}}))
+    edit_graph(
+        package,
+        lambda graph: graph["range_constraints"].update({trap.code: {"min_val": 0, "max_val": 1}}),
+    )
 
 
 def enum_in_a_treespec(package: Path, trap: Trap) -> None:
@@ -76,8 +82,14 @@ def enum_in_a_treespec(package: Path, trap: Trap) -> None:
 
 
 def treespec_with(trap: Trap) -> str:
-    context = json.dumps([{"__enum__": True, "fqn": f"{trap.module}:Kind", "name": "x"}], separators=(",", ":"))
-    spec = {"type": "builtins.dict", "context": context, "children_spec": [{"type": None, "context": None, "children_spec": []}]}
+    context = json.dumps(
+        [{"__enum__": True, "fqn": f"{trap.module}:Kind", "name": "x"}], separators=(",", ":")
+    )
+    spec = {
+        "type": "builtins.dict",
+        "context": context,
+        "children_spec": [{"type": None, "context": None, "children_spec": []}],
+    }
     return json.dumps([1, spec], separators=(",", ":"), sort_keys=True)
 
 
@@ -102,7 +114,9 @@ def pickled_weights(package: Path, trap: Trap) -> None:
     (package / name).write_bytes(trap.pickle())
     chunks = json.loads((package / "weights/chunks.json").read_bytes())
     chunks["files"][name] = [hashlib.sha256(trap.pickle()).hexdigest()]
-    (package / "weights/chunks.json").write_text(json.dumps(chunks, separators=(",", ":"), sort_keys=True))
+    (package / "weights/chunks.json").write_text(
+        json.dumps(chunks, separators=(",", ":"), sort_keys=True)
+    )
     reseal(package)
 
 
@@ -114,8 +128,15 @@ def pickled_constants(package: Path, trap: Trap) -> None:
 def operator_that_writes_files(package: Path, trap: Trap) -> None:
     def change(graph: dict[str, Any]) -> None:
         node = nodes(graph)[0]
-        values = {"filename": {"as_string": str(trap.sprung)}, "shared": {"as_bool": True}, "size": {"as_int": 1}}
-        node.update(target=WRITES, inputs=[{"name": name, "arg": arg, "kind": 1} for name, arg in values.items()])
+        values = {
+            "filename": {"as_string": str(trap.sprung)},
+            "shared": {"as_bool": True},
+            "size": {"as_int": 1},
+        }
+        node.update(
+            target=WRITES,
+            inputs=[{"name": name, "arg": arg, "kind": 1} for name, arg in values.items()],
+        )
 
     edit_graph(package, change)
     schema = str(torch.ops.aten.from_file.default._schema)
@@ -123,7 +144,10 @@ def operator_that_writes_files(package: Path, trap: Trap) -> None:
 
 
 def function_of_python(package: Path, trap: Trap) -> None:
-    edit_graph(package, lambda graph: nodes(graph)[0].update(target="builtins.eval", inputs=[code_argument(trap)]))
+    edit_graph(
+        package,
+        lambda graph: nodes(graph)[0].update(target="builtins.eval", inputs=[code_argument(trap)]),
+    )
 
 
 def code_argument(trap: Trap) -> dict[str, Any]:
@@ -135,7 +159,9 @@ def code_as_a_node_s_name(package: Path, trap: Trap) -> None:
 
 
 def code_as_a_keyword(package: Path, trap: Trap) -> None:
-    edit_graph(package, lambda graph: nodes(graph)[0]["inputs"][0].update(name=f"x={trap.code}", kind=2))
+    edit_graph(
+        package, lambda graph: nodes(graph)[0]["inputs"][0].update(name=f"x={trap.code}", kind=2)
+    )
 
 
 def code_as_an_argument_of_forward(package: Path, trap: Trap) -> None:
@@ -143,7 +169,12 @@ def code_as_an_argument_of_forward(package: Path, trap: Trap) -> None:
 
 
 def module_as_an_operator_library(package: Path, trap: Trap) -> None:
-    library = {**UNKNOWN_LIBRARY, "distribution": trap.module, "version": "1", "modules": [trap.module]}
+    library = {
+        **UNKNOWN_LIBRARY,
+        "distribution": trap.module,
+        "version": "1",
+        "modules": [trap.module],
+    }
     edit_manifest(package, lambda manifest: manifest["op_libraries"].update({trap.module: library}))
 
 
@@ -151,9 +182,17 @@ def wheel_that_brings_operators(package: Path, trap: Trap) -> None:
     (package / "extensions").mkdir()
     name = f"extensions/{trap.module}-1-py3-none-any.whl"
     with zipfile.ZipFile(package / name, "w") as archive:
-        archive.writestr(f"{trap.module}-1.dist-info/METADATA", f"Name: {trap.module}\nVersion: 1\n")
+        archive.writestr(
+            f"{trap.module}-1.dist-info/METADATA", f"Name: {trap.module}\nVersion: 1\n"
+        )
         archive.writestr(f"{trap.module}.py", trap.code)
-    library = {**UNKNOWN_LIBRARY, "distribution": trap.module, "version": "1", "modules": [trap.module], "wheels": [name]}
+    library = {
+        **UNKNOWN_LIBRARY,
+        "distribution": trap.module,
+        "version": "1",
+        "modules": [trap.module],
+        "wheels": [name],
+    }
 
     def bring(manifest: dict[str, Any]) -> None:
         manifest["op_libraries"][trap.module] = library
@@ -185,7 +224,9 @@ ATTACKS: tuple[Callable[[Path, Trap], None], ...] = (
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_a_hostile_package_is_refused_and_nothing_runs(copied: Path, trap: Trap, attack: Callable[[Path, Trap], None]) -> None:
+def test_a_hostile_package_is_refused_and_nothing_runs(
+    copied: Path, trap: Trap, attack: Callable[[Path, Trap], None]
+) -> None:
     attack(copied, trap)
     with pytest.raises(PackageError) as refused:
         use(copied)

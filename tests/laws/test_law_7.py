@@ -19,7 +19,9 @@ STEPS = 6
 
 
 def killed(act: Callable[..., None], folder: Path, *arguments: object) -> list[dict[str, Any]]:
-    """Return the reports of a function of `killed.py` on its children, with a random seed that is printed."""
+    """Return the reports of a function of `killed.py` on its children, with a random seed that is
+    printed.
+    """
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     status, said = ran(act, folder, seed, *arguments, cwd=folder)
@@ -39,20 +41,31 @@ def goes_forward(reports: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("children", [10, pytest.param(30, marks=pytest.mark.slow)])
-def test_packages_are_visible_whole_or_not_at_all(packaged: Package, tmp_path: Path, children: int) -> None:
+def test_packages_are_visible_whole_or_not_at_all(
+    packaged: Package, tmp_path: Path, children: int
+) -> None:
     reports = killed(packages, tmp_path, packaged.path, children)
     assert sum(report["killed"] for report in reports) >= children // 2
     assert [report for report in reports if not all(report["visible"].values())] == []
     assert {len(report["visible"]) for report in reports} >= {0, 1}
 
 
-def test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all(
+    tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     reports = killed(runs, tmp_path, tiny.path, tiny_data, STEPS)
-    assert sum(report["killed"] for report in reports) >= 8  # on a busy machine a run may be over before its killer strikes
+    # on a busy machine a run may be over before its killer strikes
+    assert sum(report["killed"] for report in reports) >= 8
     assert [report for report in reports if not all(report["visible"].values())] == []
     assert goes_forward(reports)
-    done = [tmp_path / f"run{number}" for number in range(sum(not report["killed"] for report in reports))]
+    done = [
+        tmp_path / f"run{number}"
+        for number in range(sum(not report["killed"] for report in reports))
+    ]
     assert done
     for run in done:
         assert curve(run) == curve(tmp_path / "whole")
-        assert open_package(run.with_suffix(".tl")).digest == open_package(tmp_path / "whole.tl").digest
+        assert (
+            open_package(run.with_suffix(".tl")).digest
+            == open_package(tmp_path / "whole.tl").digest
+        )

@@ -1,4 +1,6 @@
-"""Laws 3 and 4 together: a run that goes on under one plan after another has the losses of one that was never interrupted."""
+"""Laws 3 and 4 together: a run that goes on under one plan after another has the losses of one that
+was never interrupted.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ STEPS = 20
 EVERY = 4
 
 
-def test_a_run_goes_on_under_one_plan_after_another(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
-    """ZeRO-3 on four ranks, a tensor axis of two, one process, a pipeline of two, ZeRO-3 beside a context axis, each from a checkpoint of
-    the one before.
+def test_a_run_goes_on_under_one_plan_after_another(
+    gpt: Package, gpt_data: Path, tmp_path: Path
+) -> None:
+    """ZeRO-3 on four ranks, a tensor axis of two, one process, a pipeline of two, ZeRO-3 beside a
+    context axis, each from a checkpoint of the one before.
     """
     folder = tmp_path / "run"
     options = {"steps": STEPS, "checkpoint_every": EVERY, "keep": STEPS}
     one, two, four = (trainload.Cluster(devices_per_node=count) for count in (1, 2, 4))
-    (whole,) = train(1, [Run(tmp_path / "whole", gpt, trainload.plan(gpt, one), gpt_data, {"steps": STEPS})], tmp_path)
+    (whole,) = train(
+        1,
+        [Run(tmp_path / "whole", gpt, trainload.plan(gpt, one), gpt_data, {"steps": STEPS})],
+        tmp_path,
+    )
     train(4, [Run(folder, gpt, trainload.plan(gpt, four, "zero3"), gpt_data, options)], tmp_path)
     plans = [
         trainload.plan(gpt, two, tensor_ranks=2),
@@ -37,8 +45,19 @@ def test_a_run_goes_on_under_one_plan_after_another(gpt: Package, gpt_data: Path
         for step, checkpoint in published(folder).items():
             if step > number * EVERY:
                 shutil.rmtree(checkpoint)
-        train(plan.world_size, [Run(folder, resume={"plan": plan.model_dump(mode="json")})], tmp_path, once=False)
+        train(
+            plan.world_size,
+            [Run(folder, resume={"plan": plan.model_dump(mode="json")})],
+            tmp_path,
+            once=False,
+        )
     found = difference(whole, curve(folder, once=False))
     print(f"{STEPS} losses under five plans differ by at most {found:.2g}")
     assert found <= TOLERANCE
-    assert difference(curve(tmp_path / "whole", of="gradient_norm"), curve(folder, of="gradient_norm", once=False)) <= TOLERANCE
+    assert (
+        difference(
+            curve(tmp_path / "whole", of="gradient_norm"),
+            curve(folder, of="gradient_norm", once=False),
+        )
+        <= TOLERANCE
+    )

@@ -1,7 +1,8 @@
-"""One rank of a gloo group, in a process of its own, which trains the runs that it is given, one after the other.
+"""One rank of a gloo group, in a process of its own, which trains the runs that it is given, one
+after the other.
 
-Each entry: {"run_dir", "port"} and either what `trainload.launch` takes, or {"resume": what `trainload.resume` takes}. The rank's place
-is in the environment, as torchrun would leave it.
+Each entry: {"run_dir", "port"} and either what `trainload.launch` takes, or {"resume": what
+`trainload.resume` takes}. The rank's place is in the environment, as torchrun would leave it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def train(entry: dict[str, Any]) -> None:
         return
     package = trainload.open(entry["package"])
     plan = Plan.model_validate_json(entry["plan"])
-    trainload.launch(package, plan, entry["data"], run_dir=entry["run_dir"], backend=backend, **entry["options"])
+    trainload.launch(
+        package, plan, entry["data"], run_dir=entry["run_dir"], backend=backend, **entry["options"]
+    )
 
 
 def train_as_rank(entries: Sequence[dict[str, Any]]) -> None:

@@ -1,9 +1,10 @@
-"""Holds all kinds of manifests against KubeRay's own schemas, and shows that these find every name that is misspelt.
+"""Holds all kinds of manifests against KubeRay's own schemas, and shows that these find every name
+that is misspelt.
 
     python -m tests.manifest.crds FOLDER
 
-FOLDER has ray.io_rayjobs.yaml, ray.io_rayclusters.yaml and ray.io_raycronjobs.yaml: helm-chart/kuberay-operator/crds of the repository
-ray-project/kuberay.
+FOLDER has ray.io_rayjobs.yaml, ray.io_rayclusters.yaml and ray.io_raycronjobs.yaml:
+helm-chart/kuberay-operator/crds of the repository ray-project/kuberay.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import relevance
 from tests.manifest.variants import manifests
 
-FILES = {"RayJob": "ray.io_rayjobs.yaml", "RayCluster": "ray.io_rayclusters.yaml", "RayCronJob": "ray.io_raycronjobs.yaml"}
+FILES = {
+    "RayJob": "ray.io_rayjobs.yaml",
+    "RayCluster": "ray.io_rayclusters.yaml",
+    "RayCronJob": "ray.io_raycronjobs.yaml",
+}
 
 
 def strict_schema(crd: dict[str, Any], version: str) -> dict[str, Any]:
-    """A definition's schema of one version, under which a field that it does not name is an error: Kubernetes would drop it."""
-    found = next(each for each in crd["spec"]["versions"] if each["name"] == version and each["served"])
+    """A definition's schema of one version, under which a field that it does not name is an error:
+    Kubernetes would drop it.
+    """
+    found = next(
+        each for each in crd["spec"]["versions"] if each["name"] == version and each["served"]
+    )
     schema: dict[str, Any] = _closed(found["schema"]["openAPIV3Schema"])
     # What every object has is not in the definition.
     schema["properties"]["metadata"] = {
@@ -47,7 +56,11 @@ def _closed(schema: Any) -> Any:
         return schema
     found = {name: _closed(each) for name, each in schema.items()}
     named = isinstance(found.get("properties"), dict) and found.get("type") == "object"
-    if named and "additionalProperties" not in found and not found.get("x-kubernetes-preserve-unknown-fields"):
+    if (
+        named
+        and "additionalProperties" not in found
+        and not found.get("x-kubernetes-preserve-unknown-fields")
+    ):
         found["additionalProperties"] = False
     return found
 
@@ -59,7 +72,9 @@ def problems(schema: dict[str, Any], manifest: dict[str, Any]) -> list[str]:
 
 
 def misspelt(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The manifest with one name misspelt, for each of its fields that is no key of a map of strings."""
+    """The manifest with one name misspelt, for each of its fields that is no key of a map of
+    strings.
+    """
     free = ("labels", "rayStartParams", "requests", "limits")
     places = list(_names(manifest, ()))
     for *path, name in places:
@@ -74,7 +89,13 @@ def misspelt(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _names(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in pairs:
         if isinstance(value, dict):
             yield (*path, key)
@@ -83,14 +104,22 @@ def _names(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 def main(folder: Path) -> int:
     """Returns the exit status."""
-    schemas = {kind: strict_schema(yaml.safe_load((folder / name).read_text()), "v1") for kind, name in FILES.items()}
+    schemas = {
+        kind: strict_schema(yaml.safe_load((folder / name).read_text()), "v1")
+        for kind, name in FILES.items()
+    }
     wrong = 0
     for name, manifest in manifests().items():
         found = problems(schemas[manifest["kind"]], manifest)
-        typos = {place: problems(schemas[manifest["kind"]], other) for place, other in misspelt(manifest)}
+        typos = {
+            place: problems(schemas[manifest["kind"]], other) for place, other in misspelt(manifest)
+        }
         missed = [place for place, said in typos.items() if not said]
         said = "valid" if not found else found[0]
-        print(f"{name}: {manifest['kind']}, {said}; {len(typos) - len(missed)} of {len(typos)} misspellings found")
+        print(
+            f"{name}: {manifest['kind']}, {said}; {len(typos) - len(missed)} of {len(typos)}"
+            " misspellings found"
+        )
         wrong += bool(found) + bool(missed)
         for place in missed:
             print(f"  not found: {place}")

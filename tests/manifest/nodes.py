@@ -1,4 +1,6 @@
-"""A Ray cluster of nodes that are started as KubeRay starts them, with jobs that are submitted as KubeRay does."""
+"""A Ray cluster of nodes that are started as KubeRay starts them, with jobs that are submitted as
+KubeRay does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.waiting import wait_until
 
 @dataclass
 class Cluster:
-    """A head without devices, and workers with one CPU each: `ray start --block`, as the container of a pod runs it."""
+    """A head without devices, and workers with one CPU each: `ray start --block`, as the container
+    of a pod runs it.
+    """
 
     folder: Path
     variables: dict[str, str]
@@ -35,11 +39,20 @@ class Cluster:
 
     def start(self, *options: str) -> subprocess.Popen[bytes]:
         ray = Path(sys.executable).with_name("ray")
-        own = ("--node-ip-address", "127.0.0.1", "--object-store-memory", "80000000", "--disable-usage-stats", "--block")
+        own = (
+            "--node-ip-address",
+            "127.0.0.1",
+            "--object-store-memory",
+            "80000000",
+            "--disable-usage-stats",
+            "--block",
+        )
         ports = ("--dashboard-agent-listen-port", str(free_port()))
         with self.log(len(self.started)).open("wb") as log:
             command = [str(ray), "start", *options, *own, *ports]
-            made_here = subprocess.Popen(command, env=self.variables, stdout=log, stderr=log, start_new_session=True)
+            made_here = subprocess.Popen(
+                command, env=self.variables, stdout=log, stderr=log, start_new_session=True
+            )
         self.started.append(made_here)
         return made_here
 
@@ -48,17 +61,28 @@ class Cluster:
         return self.folder / f"ray-{number}.log"
 
     def start_head(self) -> None:
-        where = ("--port", str(self.port), "--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.dashboard))
+        where = (
+            "--port",
+            str(self.port),
+            "--dashboard-host",
+            "127.0.0.1",
+            "--dashboard-port",
+            str(self.dashboard),
+        )
         self.start("--head", "--num-cpus", "0", "--temp-dir", str(self.own), *where)
         self.until(lambda: self.asked("/api/version") and self.nodes(), 60)
 
     def start_worker(self) -> subprocess.Popen[bytes]:
-        """Starts a worker and waits until the head knows it: of nodes of one machine that start at once, some take each other's sockets."""
+        """Starts a worker and waits until the head knows it: of nodes of one machine that start at
+        once, some take each other's sockets.
+        """
         before = self.nodes()
         made_here = self.start("--address", f"127.0.0.1:{self.port}", "--num-cpus", "1")
 
         def there() -> bool:
-            assert made_here.poll() is None, f"`ray start` ended: {self.log(self.started.index(made_here)).read_text()[-2000:]}"
+            assert made_here.poll() is None, (
+                f"`ray start` ended: {self.log(self.started.index(made_here)).read_text()[-2000:]}"
+            )
             return bool(self.nodes() - before)
 
         self.until(there, 90)
@@ -76,7 +100,9 @@ class Cluster:
             headers["Authorization"] = f"Bearer {self.variables['RAY_AUTH_TOKEN']}"
         data = None if body is None else json.dumps(body).encode()
         try:
-            with urlopen(Request(f"http://127.0.0.1:{self.dashboard}{path}", data, headers), timeout=30) as answer:
+            with urlopen(
+                Request(f"http://127.0.0.1:{self.dashboard}{path}", data, headers), timeout=30
+            ) as answer:
                 return json.load(answer)
         except HTTPError:
             raise
@@ -84,7 +110,12 @@ class Cluster:
             return None
 
     def submit(self, entrypoint: str, name: str) -> None:
-        assert self.asked("/api/jobs/", {"entrypoint": entrypoint, "submission_id": name})["submission_id"] == name
+        assert (
+            self.asked("/api/jobs/", {"entrypoint": entrypoint, "submission_id": name})[
+                "submission_id"
+            ]
+            == name
+        )
 
     def ended(self, name: str, seconds: float) -> tuple[str, str]:
         """A job's status when it is over, and what it printed."""
@@ -103,7 +134,10 @@ class Cluster:
         return wait_until(condition, seconds, every=0.2)
 
     def close(self) -> None:
-        """Kill every process that has the nodes' token. A worker that receives SIGTERM would wait for the work that runs on it first."""
+        """Kill every process that has the nodes' token.
+
+        A worker that receives SIGTERM would wait for the work that runs on it first.
+        """
         kill_all(f"RAY_AUTH_TOKEN={self.variables['RAY_AUTH_TOKEN']}")
         for process in self.started:
             process.wait()

@@ -1,4 +1,6 @@
-"""What `trainload manifest kuberay` writes, beside what KubeRay's own schemas know (`make kuberay`)."""
+"""What `trainload manifest kuberay` writes, beside what KubeRay's own schemas know (`make
+kuberay`).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def refused(capsys: Capture, *arguments: str) -> str:
 
 
 def cluster(manifest: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = manifest["spec"]["rayClusterSpec"] if manifest["kind"] == "RayJob" else manifest["spec"]
+    found: dict[str, Any] = (
+        manifest["spec"]["rayClusterSpec"] if manifest["kind"] == "RayJob" else manifest["spec"]
+    )
     return found
 
 
@@ -56,7 +60,9 @@ def launched(manifest: dict[str, Any]) -> dict[str, Any]:
 def test_yaml_and_json_say_the_same(name: str, capsys: Capture) -> None:
     arguments = VARIANTS[name]
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    assert written(capsys, *arguments) == json.loads(said(capsys, *arguments[:at], "--json", *arguments[at:]))
+    assert written(capsys, *arguments) == json.loads(
+        said(capsys, *arguments[:at], "--json", *arguments[at:])
+    )
 
 
 def test_a_job_runs_a_launch_that_launch_itself_understands(capsys: Capture) -> None:
@@ -88,7 +94,10 @@ def test_the_head_has_no_rank(capsys: Capture) -> None:
 
 def test_a_job_drives_a_run_that_may_be_there_already(capsys: Capture) -> None:
     entrypoint = written(capsys, *JOB)["spec"]["entrypoint"]
-    assert entrypoint.startswith("exec python -m trainload manifest drive /trainload/runs/gpt -- launch /trainload/gpt.tl --data ")
+    assert entrypoint.startswith(
+        "exec python -m trainload manifest drive /trainload/runs/gpt -- launch /trainload/gpt.tl"
+        " --data "
+    )
     assert entrypoint.endswith(" --run-dir /trainload/runs/gpt --address auto")
 
 
@@ -107,13 +116,19 @@ def test_the_heads_end_stops_the_run_as_one_that_goes_on(capsys: Capture) -> Non
 
 def test_secrets_are_named_and_not_written(capsys: Capture) -> None:
     found = written(capsys, *VARIANTS["a job of everything"])
-    assert all(each["envFrom"] == [{"secretRef": {"name": "s3-keys"}}, {"secretRef": {"name": "tracking"}}] for each in containers(found))
+    assert all(
+        each["envFrom"] == [{"secretRef": {"name": "s3-keys"}}, {"secretRef": {"name": "tracking"}}]
+        for each in containers(found)
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_pods_have_no_privileges(name: str, capsys: Capture) -> None:
     for container in containers(written(capsys, *VARIANTS[name])):
-        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
 
 
 def test_a_cluster_asks_for_a_token(capsys: Capture) -> None:
@@ -136,7 +151,10 @@ def test_a_cluster_asks_for_a_token(capsys: Capture) -> None:
         ((*JOB, "--", "--nodes", "2"), "--nodes is an option of this command"),
         ((*JOB, "--", "--detach"), "--detach cannot be used in a cluster's job"),
         ((*JOB, "--", "--set", "speed=2"), "--set speed=2: there is no setting speed"),
-        ((*JOB, "--data", "s3://key:hunter2000@bucket/x.parquet"), "the URL contains credentials, which would be written to files"),
+        (
+            (*JOB, "--data", "s3://key:hunter2000@bucket/x.parquet"),
+            "the URL contains credentials, which would be written to files",
+        ),
     ],
 )
 def test_what_cannot_be_says_so(arguments: tuple[str, ...], message: str, capsys: Capture) -> None:

@@ -1,4 +1,6 @@
-"""What a manifest says, done by Ray itself: nodes that are started as KubeRay starts them, and a job that is submitted as KubeRay does."""
+"""What a manifest says, done by Ray itself: nodes that are started as KubeRay starts them, and a
+job that is submitted as KubeRay does.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,13 @@ def announced(run_dir: Path) -> list[Event]:
 
 
 @pytest.fixture(scope="module")
-def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """A job's node gets SIGTERM; the job goes on on one that comes later, and is stopped. Its cluster is there."""
+def story(
+    gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Story]:
+    """A job's node gets SIGTERM; the job goes on on one that comes later, and is stopped.
+
+    Its cluster is there.
+    """
     folder, volume = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("volume")
     shutil.copytree(gpt.path, volume / "gpt.tl")
     (volume / SECRET).mkdir()
@@ -59,13 +66,35 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
     manifest = made(
         "manifest",
         "kuberay",
-        *("gpt.tl", "--data", "${env:DATA}/train.npz", "--image", "none", "--claim", f"shared:{volume}", "--memory", "1Gi"),
+        *(
+            "gpt.tl",
+            "--data",
+            "${env:DATA}/train.npz",
+            "--image",
+            "none",
+            "--claim",
+            f"shared:{volume}",
+            "--memory",
+            "1Gi",
+        ),
         *("--", "--steps", str(STEPS), "--no-compile"),
     )
     entrypoint = manifest["spec"]["entrypoint"]
-    (container,) = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
-    assert float({each["name"]: each["value"] for each in container["env"]}["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) > DRAIN_SECONDS
-    settings = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(DRAIN_SECONDS), "DATA": str(volume / SECRET)}
+    (container,) = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"][
+        "containers"
+    ]
+    assert (
+        float(
+            {each["name"]: each["value"] for each in container["env"]}[
+                "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+            ]
+        )
+        > DRAIN_SECONDS
+    )
+    settings = {
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(DRAIN_SECONDS),
+        "DATA": str(volume / SECRET),
+    }
     cluster = Cluster(folder, variables(folder, **settings))
     run_dir = volume / "runs" / "gpt"
     try:
@@ -86,10 +115,29 @@ def story(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
         cluster.until(lambda: [each.kind for each in read_events(run_dir)].count("start") == 2, 60)
         worker.wait(DRAIN_SECONDS)
         ray_ended = time.time() - asked
-        before_end = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]
-        subprocess.run([*TRAINLOAD, *before_end["exec"]["command"][3:]], env=cluster.variables, check=True, capture_output=True, timeout=60)
+        before_end = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"][
+            "containers"
+        ][0]["lifecycle"]["preStop"]
+        subprocess.run(
+            [*TRAINLOAD, *before_end["exec"]["command"][3:]],
+            env=cluster.variables,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
         first = cluster.ended("first", 60)
-        yield Story(run_dir, volume, warned, left, warned.time - asked, ray_ended, first, stranger, cluster, entrypoint)
+        yield Story(
+            run_dir,
+            volume,
+            warned,
+            left,
+            warned.time - asked,
+            ray_ended,
+            first,
+            stranger,
+            cluster,
+            entrypoint,
+        )
     finally:
         cluster.close()
 
@@ -103,7 +151,9 @@ def second(story: Story) -> tuple[str, str]:
 
 @pytest.mark.timeout(900)
 def test_a_node_that_gets_sigterm_is_saved_from_at_once(story: Story) -> None:
-    assert story.warned.data["message"].endswith(": a checkpoint is written; no other node is available yet")
+    assert story.warned.data["message"].endswith(
+        ": a checkpoint is written; no other node is available yet"
+    )
     assert 0 < story.warned.data["seconds_left"] <= DRAIN_SECONDS
     assert story.seconds_to_warn < 15
 
@@ -125,7 +175,9 @@ def test_what_runs_before_the_head_ends_stops_the_run_with_a_checkpoint(story: S
 
 
 @pytest.mark.timeout(900)
-def test_the_same_job_again_goes_on_where_the_first_was(story: Story, second: tuple[str, str]) -> None:
+def test_the_same_job_again_goes_on_where_the_first_was(
+    story: Story, second: tuple[str, str]
+) -> None:
     status, printed = second
     assert status == "SUCCEEDED", printed
     assert SECRET not in printed
@@ -140,7 +192,9 @@ def test_the_same_job_again_goes_on_where_the_first_was(story: Story, second: tu
 
 
 @pytest.mark.timeout(900)
-def test_a_run_that_has_ended_is_no_failure_of_a_third_job(story: Story, second: tuple[str, str]) -> None:
+def test_a_run_that_has_ended_is_no_failure_of_a_third_job(
+    story: Story, second: tuple[str, str]
+) -> None:
     assert second[0] == "SUCCEEDED"
     story.cluster.submit(story.entrypoint, "third")
     status, printed = story.cluster.ended("third", 120)
@@ -152,6 +206,8 @@ def test_who_has_no_token_submits_nothing(story: Story) -> None:
 
 
 def test_neither_the_run_nor_the_jobs_output_has_the_secret(story: Story) -> None:
-    files = [path for path in story.folder.rglob("*") if path.is_file() and path.parent.name != SECRET]
+    files = [
+        path for path in story.folder.rglob("*") if path.is_file() and path.parent.name != SECRET
+    ]
     assert [str(path) for path in files if SECRET.encode() in path.read_bytes()] == []
     assert SECRET not in story.first[1]

@@ -19,13 +19,54 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "an elastic job": (*JOB, "--workers", "8/cuda", "--nodes", "2:8"),
     "an elastic job on CPUs": (*JOB, "--workers", "4", "--nodes", "1:3"),
     "a job of everything": (
-        *("--name", "gpt-7b", "--namespace", "research", "--run-dir", "/trainload/runs/a b", "--retries", "0", *JOB),
-        *("--secret", "s3-keys", "--secret", "tracking", "--env", "NCCL_DEBUG=INFO", "--env", "EMPTY=", "--service-account", "trainer"),
-        *("--", "--steps", "100", "--eval-data", "s3://bucket/held-out.parquet", "--set", "lr=3e-4", "--output", "trained.tl"),
+        *(
+            "--name",
+            "gpt-7b",
+            "--namespace",
+            "research",
+            "--run-dir",
+            "/trainload/runs/a b",
+            "--retries",
+            "0",
+            *JOB,
+        ),
+        *(
+            "--secret",
+            "s3-keys",
+            "--secret",
+            "tracking",
+            "--env",
+            "NCCL_DEBUG=INFO",
+            "--env",
+            "EMPTY=",
+            "--service-account",
+            "trainer",
+        ),
+        *(
+            "--",
+            "--steps",
+            "100",
+            "--eval-data",
+            "s3://bucket/held-out.parquet",
+            "--set",
+            "lr=3e-4",
+            "--output",
+            "trained.tl",
+        ),
     ),
     "a job under a plan": (*JOB, "--workers", "2", "--nodes", "2", "--", "--plan", "plan.json"),
     "a cluster": ("--kind", "RayCluster", "--name", "shared", *LEAST),
-    "a growing cluster": ("--kind", "RayCluster", *LEAST, "--workers", "8/cuda", "--nodes", "1:16", "--secret", "s3-keys"),
+    "a growing cluster": (
+        "--kind",
+        "RayCluster",
+        *LEAST,
+        "--workers",
+        "8/cuda",
+        "--nodes",
+        "1:16",
+        "--secret",
+        "s3-keys",
+    ),
 }
 
 
@@ -46,7 +87,9 @@ def manifests() -> dict[str, dict[str, Any]]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "retrain.yaml"
         file.write_text(yaml.safe_dump(RETRAINING))
-        found["a retraining"] = made("retrain", "manifest", "raycronjob", str(file), *LEAST, "--secret", "s3-keys")
+        found["a retraining"] = made(
+            "retrain", "manifest", "raycronjob", str(file), *LEAST, "--secret", "s3-keys"
+        )
     return found
 
 

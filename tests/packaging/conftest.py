@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.packaging.places import Place, last_of_shard, memory_place, retrained, s3_place, s3_server
+from tests.packaging.places import (
+    Place,
+    last_of_shard,
+    memory_place,
+    retrained,
+    s3_place,
+    s3_server,
+)
 
 from trainload.packaging.package import Package
 
@@ -40,6 +47,9 @@ def folder(tmp_path: Path) -> Place:
 
 @pytest.fixture(scope="session")
 def second(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """`packaged` with one parameter trained further, which lies in the second of its two shards. No test changes it."""
+    """`packaged` with one parameter trained further, which lies in the second of its two shards.
+
+    No test changes it.
+    """
     name = last_of_shard(packaged, "model-00002-of-00003.safetensors")
     return retrained(packaged, tmp_path_factory.mktemp("second") / "second.tl", name)

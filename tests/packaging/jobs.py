@@ -1,4 +1,6 @@
-"""A small job, captured by hand: dropout, an autocast region, a no_grad metric, cond, tied weights, buffers of both kinds."""
+"""A small job, captured by hand: dropout, an autocast region, a no_grad metric, cond, tied weights,
+buffers of both kinds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from torch.export import Dim, ExportedProgram, export
 
 from trainload.autograd_trace.graphs import GroupRecipe, Recipe, StateSpec, UpdateGraph
 from trainload.capture.job.synthesise import with_quantiles
-from trainload.capture.program import BufferSpec, GraphCapture, InputSpec, OutputRole, OutputSpec, ParameterSpec, Program
+from trainload.capture.program import (
+    BufferSpec,
+    GraphCapture,
+    InputSpec,
+    OutputRole,
+    OutputSpec,
+    ParameterSpec,
+    Program,
+)
 
 Batch = dict[str, torch.Tensor]
 
@@ -47,7 +57,9 @@ class Model(torch.nn.Module):
 
 
 class RevisedModel(Model):
-    """The model after a day's work: a wider layer and one more, other dropout, another branch, another constant."""
+    """The model after a day's work: a wider layer and one more, other dropout, another branch,
+    another constant.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +81,9 @@ class RevisedModel(Model):
 
 
 class Wrapped(torch.nn.Module):
-    """The model in torch.export's calling convention of this project: one dict in, one flat tuple out."""
+    """The model in torch.export's calling convention of this project: one dict in, one flat tuple
+    out.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -91,7 +105,10 @@ class Wrapped(torch.nn.Module):
 
 def batch_of(rows: int, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randint(0, 16, (rows, 5), generator=generator), "y": torch.randint(0, 16, (rows,), generator=generator)}
+    return {
+        "x": torch.randint(0, 16, (rows, 5), generator=generator),
+        "y": torch.randint(0, 16, (rows,), generator=generator),
+    }
 
 
 @dataclass(frozen=True)
@@ -103,7 +120,9 @@ class Job:
     recipe: Recipe
 
 
-def exported(module: torch.nn.Module, args: tuple[object, ...], dynamic_shapes: object = None) -> ExportedProgram:
+def exported(
+    module: torch.nn.Module, args: tuple[object, ...], dynamic_shapes: object = None
+) -> ExportedProgram:
     """torch.export.export, without the warnings that its own tracing of control flow sets off."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -119,13 +138,17 @@ def _capture(name: str, module: torch.nn.Module) -> GraphCapture:
 
 
 class _Momentum(torch.nn.Module):
-    def forward(self, param: torch.Tensor, grad: torch.Tensor, lr: torch.Tensor, velocity: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, param: torch.Tensor, grad: torch.Tensor, lr: torch.Tensor, velocity: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         velocity = 0.9 * velocity + grad
         return param - lr * velocity, velocity
 
 
 class _FirstMomentum(torch.nn.Module):
-    def forward(self, param: torch.Tensor, grad: torch.Tensor, lr: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, param: torch.Tensor, grad: torch.Tensor, lr: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         return param - lr * grad, grad.clone()
 
 
@@ -134,9 +157,14 @@ def update_graph(group: str) -> UpdateGraph:
 
     def captured(module: torch.nn.Module, vectors: Sequence[bool]) -> ExportedProgram:
         arguments = tuple(torch.randn(6) if vector else torch.tensor(0.1) for vector in vectors)
-        return exported(module, arguments, tuple({0: length} if vector else None for vector in vectors))
+        return exported(
+            module, arguments, tuple({0: length} if vector else None for vector in vectors)
+        )
 
-    first, following = captured(_FirstMomentum(), (True, True, False)), captured(_Momentum(), (True, True, False, True))
+    first, following = (
+        captured(_FirstMomentum(), (True, True, False)),
+        captured(_Momentum(), (True, True, False, True)),
+    )
     return UpdateGraph(group, first, following, (StateSpec("velocity", "float32", True),))
 
 
@@ -146,11 +174,20 @@ def make_job(seed: int = 0, model: type[Model] = Model) -> Job:
     train = _capture("train", module.train())
     evaluate = _capture("eval", module.eval())
     parameters = tuple(
-        ParameterSpec(n, "float32", tuple(p.shape), p.requires_grad, "emb.weight" if n == "head.weight" else None)
+        ParameterSpec(
+            n,
+            "float32",
+            tuple(p.shape),
+            p.requires_grad,
+            "emb.weight" if n == "head.weight" else None,
+        )
         for n, p in module.named_parameters(remove_duplicate=False)
     )
     persistent = set(module.state_dict())
-    buffers = tuple(BufferSpec(n, str(b.dtype).removeprefix("torch."), tuple(b.shape), n in persistent) for n, b in module.named_buffers())
+    buffers = tuple(
+        BufferSpec(n, str(b.dtype).removeprefix("torch."), tuple(b.shape), n in persistent)
+        for n, b in module.named_buffers()
+    )
     state = {n: t.detach() for n, t in (*module.named_parameters(), *module.named_buffers())}
     constants = {
         f"{graph.name}/{name}": tensor
@@ -169,6 +206,7 @@ def make_job(seed: int = 0, model: type[Model] = Model) -> Job:
         global_batch=4,
     )
     program = with_quantiles(
-        Program({"train": train, "eval": evaluate}, parameters, buffers, state, constants), dict.fromkeys(("train", "eval"), batch_of(4))
+        Program({"train": train, "eval": evaluate}, parameters, buffers, state, constants),
+        dict.fromkeys(("train", "eval"), batch_of(4)),
     )
     return Job(program, (update_graph("matrices"), update_graph("rest")), recipe)

@@ -20,7 +20,11 @@ from trainload.packaging.stores.store import Store
 from trainload.packaging.write import with_weights
 
 BUCKET = "releases"
-KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +51,18 @@ def s3_server() -> Iterator[str]:
             pytest.skip(f"{library} is not installed: make env")
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("s3_server.py"))]
     environment = {**os.environ, **KEYS}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
         assert server.stdout is not None
         port = server.stdout.readline().strip()
         assert port, "the server did not start"
         url = f"http://127.0.0.1:{port}"
         import s3fs
 
-        s3fs.S3FileSystem(key="test", secret="test", endpoint_url=url, skip_instance_cache=True).mkdir(BUCKET)
+        s3fs.S3FileSystem(
+            key="test", secret="test", endpoint_url=url, skip_instance_cache=True
+        ).mkdir(BUCKET)
         try:
             yield url
         finally:
@@ -70,18 +78,25 @@ def _installed(library: str) -> bool:
 def s3_place(server: str) -> Place:
     """A new place on the server."""
     options = {"key": "test", "secret": "test", "endpoint_url": server}
-    return Place(f"s3://{BUCKET}/{secrets.token_hex(8)}", options, {**KEYS, "AWS_ENDPOINT_URL": server})
+    return Place(
+        f"s3://{BUCKET}/{secrets.token_hex(8)}", options, {**KEYS, "AWS_ENDPOINT_URL": server}
+    )
 
 
 def memory_place() -> Place:
     return Place(f"memory://{secrets.token_hex(8)}/store")
 
 
-def retrained(package: Package, path: Path, *names: str, by: float = 1.0, max_shard: int = 600) -> Package:
+def retrained(
+    package: Package, path: Path, *names: str, by: float = 1.0, max_shard: int = 600
+) -> Package:
     """A package with other values of these parameters."""
     weights = {name: package.weights.tensor(name) for name in package.weights.names()}
     return with_weights(
-        package, path, ((name, tensor + by if name in names else tensor) for name, tensor in weights.items()), max_shard=max_shard
+        package,
+        path,
+        ((name, tensor + by if name in names else tensor) for name, tensor in weights.items()),
+        max_shard=max_shard,
     )
 
 
@@ -89,18 +104,37 @@ def last_of_shard(package: Package, shard: str) -> str:
     """The name of a float parameter in a shard."""
     index = json.loads((package.path / "weights/model.safetensors.index.json").read_bytes())
     names = [name for name, file in index["weight_map"].items() if file == shard]
-    return next(str(name) for name in reversed(names) if package.weights.dtype(name).is_floating_point)
+    return next(
+        str(name) for name in reversed(names) if package.weights.dtype(name).is_floating_point
+    )
 
 
 def travelling(path: Path) -> dict[str, bytes]:
     """Path -> bytes of every file of a package that travels."""
-    files = ((file.relative_to(path).as_posix(), file) for file in sorted(path.rglob("*")) if file.is_file())
+    files = (
+        (file.relative_to(path).as_posix(), file)
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    )
     return {name: file.read_bytes() for name, file in files if not name.startswith("derived/")}
 
 
-def child(script: str, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def child(
+    script: str, *arguments: str | Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """A process that runs a script of this folder."""
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).with_name(script)),
+        *map(str, arguments),
+    ]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
     )

@@ -1,11 +1,16 @@
-"""Run by a test, in a child of its own: what this file is called with, or `told_by` in a process that was forked.
+"""Run by a test, in a child of its own: what this file is called with, or `told_by` in a process
+that was forked.
 
-    pushing.py push STORE LINE PACKAGE...     says "ready", waits for a line of input, pushes one package after another; where the
-                                              environment has DIE_AFTER, it is killed when it reports progress for the so-manieth time
+    pushing.py push STORE LINE PACKAGE...     says "ready", waits for a line of input, pushes one
+                                              package after another; with DIE_AFTER=N in the
+                                              environment it is killed at its N-th progress report
     pushing.py together STORE LINE WRITERS PACKAGE...
-                                              so many forks that begin at once push the packages, each a part of them
-    pushing.py killed STORES PACKAGE          for every kind of operation that a push does to a store in a folder, children that are killed
-                                              by SIGKILL just before it, in stores of their own; then what is seen, and a push that goes on
+                                              so many forks that begin at once push the packages,
+                                              each a part of them
+    pushing.py killed STORES PACKAGE          for every kind of operation that a push does to a
+                                              store in a folder, children that are killed by SIGKILL
+                                              just before it, in stores of their own; then what is
+                                              seen, and a push that continues
 
 Prints a line of JSON for each push.
 """
@@ -26,7 +31,9 @@ from typing import Any, NoReturn
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
 
-_DRAWN = re.compile(r"[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{16}|[0-9a-f]{12}(?=\.part)|(?<=sha256/)[0-9a-f]{2}")
+_DRAWN = re.compile(
+    r"[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{16}|[0-9a-f]{12}(?=\.part)|(?<=sha256/)[0-9a-f]{2}"
+)
 """What differs from one operation to the next of its kind."""
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.link"}
 
@@ -56,7 +63,10 @@ def pushes(store: str, line: str, packages: list[str]) -> None:
 
 
 def together(store: str, line: str, writers: int, packages: list[str]) -> int:
-    """Forks, which have all imported by then, so that they do write at once. Returns: the worst of their exit codes."""
+    """Forks, which have all imported by then, so that they do write at once.
+
+    Returns: the worst of their exit codes.
+    """
     waiting, begin = os.pipe()
 
     def work(number: int) -> NoReturn:
@@ -79,7 +89,9 @@ def together(store: str, line: str, writers: int, packages: list[str]) -> int:
 
 
 def hear(folder: Path, see: Callable[[str], None]) -> None:
-    """Calls `see` before every operation that writes below a folder, with its kind: what it does to what."""
+    """Calls `see` before every operation that writes below a folder, with its kind: what it does to
+    what.
+    """
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event not in OPERATIONS or not str(args[0]).startswith(str(folder)):
@@ -101,7 +113,10 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def moments(folder: Path, package: str) -> list[int]:
-    """The first and the last operation of each kind that a push does, by number. Found out in a fork, since a hook stays."""
+    """The first and the last operation of each kind that a push does, by number.
+
+    Found out in a fork, since a hook stays.
+    """
     notes = folder / "kinds"
 
     def work() -> None:
@@ -136,14 +151,20 @@ def killed(folder: Path, package: str) -> None:
         ended = in_child(work)
         store = Store(place, create=True)
         seen = [state.release for line in store.lines() for state in store.releases(line)]
-        whole = all(store.files.size(f"blobs/sha256/{e.sha256[:2]}/{e.sha256}") == e.size for r in seen for e in r.files.values())
+        whole = all(
+            store.files.size(f"blobs/sha256/{e.sha256[:2]}/{e.sha256}") == e.size
+            for r in seen
+            for e in r.files.values()
+        )
         pointer = store.current("main")
         blobs = [file for file in store.files.walk("blobs") if "/." not in file.path]
         say(
             {
                 "killed": ended == -signal.SIGKILL,
                 "releases": len(seen),
-                "whole": whole and (pointer is None or pointer.release in store.release_ids("main")),
+                "whole": (
+                    whole and (pointer is None or pointer.release in store.release_ids("main"))
+                ),
                 "blobs": len(blobs),
                 "then": asdict(push(package, place)),
                 "after": [state.status for state in store.releases("main")],

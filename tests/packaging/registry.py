@@ -1,4 +1,6 @@
-"""A registry server for the tests: Debian's docker-registry, on loopback, with its files in a folder of the test."""
+"""A registry server for the tests: Debian's docker-registry, on loopback, with its files in a
+folder of the test.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,12 @@ def registry_server(folder: Path) -> Iterator[str]:
     environment = {**os.environ, "OTEL_TRACES_EXPORTER": "none"}
     log = folder / "log"
     with log.open("w") as output:
-        guarded = ["setpriv", "--pdeathsig", "KILL"]  # so that it ends with this process, however that ends
+        # so that it ends with this process, however that ends
+        guarded = ["setpriv", "--pdeathsig", "KILL"]
         command = [*guarded, program, "serve", str(folder / "config.yml")]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
     try:
         while (listening := re.search(r"listening on (127\.0\.0\.1:\d+)", log.read_text())) is None:
             assert process.poll() is None, f"the registry did not start: {log.read_text()}"

@@ -1,6 +1,8 @@
-"""Run by a test: moto's S3 server on loopback. It prints its port, and ends when its standard input does.
+"""Run by a test: moto's S3 server on loopback. It prints its port, and ends when its standard input
+does.
 
-One request at a time, since moto looks for an object and then writes it: with threads its conditional writes would not be atomic.
+One request at a time, since moto looks for an object and then writes it: with threads its
+conditional writes would not be atomic.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ def main() -> None:
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=False)
+    server = make_server(
+        "127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=False
+    )
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout.write(f"{server.server_port}\n")
     sys.stdout.flush()

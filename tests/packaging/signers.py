@@ -48,19 +48,31 @@ def make_signers(folder: Path) -> Signers:
     )
 
 
-def _signer(folder: Path, name: str, root: ec.EllipticCurvePrivateKey, curve: ec.EllipticCurve) -> Signer:
+def _signer(
+    folder: Path, name: str, root: ec.EllipticCurvePrivateKey, curve: ec.EllipticCurve
+) -> Signer:
     key = ec.generate_private_key(curve)
     form = serialization.PrivateFormat.PKCS8
     pem = serialization.Encoding.PEM
     return Signer(
-        key=_write(folder / f"{name}.key", key.private_bytes(pem, form, serialization.NoEncryption())),
-        public=_write(folder / f"{name}.pub", key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)),
-        encrypted=_write(folder / f"{name}.enc", key.private_bytes(pem, form, serialization.BestAvailableEncryption(PASSWORD))),
+        key=_write(
+            folder / f"{name}.key", key.private_bytes(pem, form, serialization.NoEncryption())
+        ),
+        public=_write(
+            folder / f"{name}.pub",
+            key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo),
+        ),
+        encrypted=_write(
+            folder / f"{name}.enc",
+            key.private_bytes(pem, form, serialization.BestAvailableEncryption(PASSWORD)),
+        ),
         certificate=_write(folder / f"{name}.crt", _certificate(name, key, "issuer", root)),
     )
 
 
-def _certificate(name: str, key: ec.EllipticCurvePrivateKey, issuer: str, root: ec.EllipticCurvePrivateKey) -> bytes:
+def _certificate(
+    name: str, key: ec.EllipticCurvePrivateKey, issuer: str, root: ec.EllipticCurvePrivateKey
+) -> bytes:
     own = name == issuer
     usage = x509.KeyUsage(
         digital_signature=not own,

@@ -9,7 +9,14 @@ from typing import Any
 
 from trainload.core.canonical_json import canonical_json, sha256_bytes
 
-UNKNOWN_LIBRARY: dict[str, Any] = {"distribution": None, "version": None, "digest": None, "modules": [], "kernels": [], "wheels": []}
+UNKNOWN_LIBRARY: dict[str, Any] = {
+    "distribution": None,
+    "version": None,
+    "digest": None,
+    "modules": [],
+    "kernels": [],
+    "wheels": [],
+}
 """An entry of `op_libraries` that says nothing."""
 
 
@@ -24,7 +31,9 @@ def reseal(package: Path) -> None:
 
 def write_manifest(package: Path, manifest: dict[str, Any]) -> None:
     manifest.pop("checksum", None)
-    (package / "manifest.json").write_bytes(canonical_json({**manifest, "checksum": sha256_bytes(canonical_json(manifest))}))
+    (package / "manifest.json").write_bytes(
+        canonical_json({**manifest, "checksum": sha256_bytes(canonical_json(manifest))})
+    )
 
 
 def edit_manifest(package: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -33,7 +42,9 @@ def edit_manifest(package: Path, change: Callable[[dict[str, Any]], object]) -> 
     write_manifest(package, manifest)
 
 
-def edit_graph(package: Path, change: Callable[[dict[str, Any]], object], file: str = "graphs/train.json") -> None:
+def edit_graph(
+    package: Path, change: Callable[[dict[str, Any]], object], file: str = "graphs/train.json"
+) -> None:
     document = json.loads((package / file).read_bytes())
     change(document)
     (package / file).write_bytes(canonical_json(document))
@@ -54,5 +65,7 @@ def rechunk(package: Path) -> None:
     size = chunks["chunk_size"]
     for file in chunks["files"]:
         data = (package / file).read_bytes()
-        chunks["files"][file] = [sha256_bytes(data[at : at + size]) for at in range(0, len(data), size)]
+        chunks["files"][file] = [
+            sha256_bytes(data[at : at + size]) for at in range(0, len(data), size)
+        ]
     path.write_bytes(canonical_json(chunks))

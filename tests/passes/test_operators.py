@@ -17,14 +17,23 @@ import trainload
 from trainload.cli import main as cli
 from trainload.core.errors import PassError
 from trainload.packaging.package import Package, open_package
-from trainload.transforms.operator_sets import STEP, UPDATE, OperatorUse, operator_uses, read_operator_file
+from trainload.transforms.operator_sets import (
+    STEP,
+    UPDATE,
+    OperatorUse,
+    operator_uses,
+    read_operator_file,
+)
 
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    model = Model(lambda self, x: self.drop(functional.layer_norm(functional.gelu(x), (8,))), drop=nn.Dropout(0.1))
+    model = Model(
+        lambda self, x: self.drop(functional.layer_norm(functional.gelu(x), (8,))),
+        drop=nn.Dropout(0.1),
+    )
     return trainload.freeze(small_job(model), tmp_path_factory.mktemp("ops") / "p.tl")
 
 
@@ -54,17 +63,25 @@ def test_calls_in_bodies_are_counted(packaged: Package) -> None:
 
 
 def test_schemas_are_those_of_the_manifest(package: Package, uses: dict[str, OperatorUse]) -> None:
-    recorded = {name.removeprefix("torch.ops."): schema for name, schema in package.manifest.ops.items()}
+    recorded = {
+        name.removeprefix("torch.ops."): schema for name, schema in package.manifest.ops.items()
+    }
     assert recorded.items() <= {name: use.schema for name, use in uses.items()}.items()
 
 
 def test_an_operator_says_what_it_is_and_becomes(uses: dict[str, OperatorUse]) -> None:
     layer_norm = uses["aten.layer_norm.default"]
-    assert (layer_norm.core, layer_norm.device_specific, layer_norm.becomes) == (False, False, ("aten.native_layer_norm.default",))
+    assert (layer_norm.core, layer_norm.device_specific, layer_norm.becomes) == (
+        False,
+        False,
+        ("aten.native_layer_norm.default",),
+    )
     assert (uses["aten.gelu.default"].core, uses["aten.gelu.default"].becomes) == (True, ())
 
 
-def test_the_table_has_every_operator(package: Package, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_every_operator(
+    package: Package, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.run(["ops", str(package.path)]) == 0
     text = capsys.readouterr().out
@@ -79,21 +96,29 @@ def test_the_full_set_changes_nothing(package: Package, capsys: Capture) -> None
     assert all(count["before"] == count["after"] for count in found["counts"].values())  # type: ignore[attr-defined]  # JSON
 
 
-def test_the_core_set_leaves_outside_what_cannot_be_decomposed(package: Package, capsys: Capture) -> None:
+def test_the_core_set_leaves_outside_what_cannot_be_decomposed(
+    package: Package, capsys: Capture
+) -> None:
     found = said(capsys, "ops", package.path, "--set", "core")
     assert found["outside_core"] == ["aten.dropout.default"]
     assert found["package"] is None
 
 
-def test_the_chosen_set_is_part_of_the_package_that_is_written(package: Package, tmp_path: Path, capsys: Capture) -> None:
+def test_the_chosen_set_is_part_of_the_package_that_is_written(
+    package: Package, tmp_path: Path, capsys: Capture
+) -> None:
     said(capsys, "ops", package.path, "--set", "core", "-o", tmp_path / "core.tl")
     made = open_package(tmp_path / "core.tl")
-    assert [(entry.name, entry.options) for entry in made.manifest.passes] == [("trainload.passes:decompose", {"operators": "core"})]
+    assert [(entry.name, entry.options) for entry in made.manifest.passes] == [
+        ("trainload.passes:decompose", {"operators": "core"})
+    ]
     assert "torch.ops.aten.layer_norm.default" not in made.manifest.ops
 
 
 def test_a_file_names_what_is_decomposed(package: Package, tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "set").write_text("# what our backend lacks\naten.layer_norm.default  # composite\n\n")
+    (tmp_path / "set").write_text(
+        "# what our backend lacks\naten.layer_norm.default  # composite\n\n"
+    )
     counts = said(capsys, "ops", package.path, "--set", tmp_path / "set")["counts"]
     assert counts["aten.layer_norm.default"] == {"before": 2, "after": 0}  # type: ignore[index]  # JSON
     assert counts["aten.linear.default"] == {"before": 4, "after": 4}  # type: ignore[index]  # JSON
@@ -129,20 +154,26 @@ def test_what_is_chosen_by_hand_is_kept_and_what_is_not_is_left(
     assert "torch.ops.aten.linear.default" in made.manifest.ops
 
 
-def test_the_effect_is_shown_before_it_is_kept(package: Package, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_the_effect_is_shown_before_it_is_kept(
+    package: Package, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     ask(package, "y\nn\nq\n", monkeypatch)
     shown = capsys.readouterr().err
     assert shown.index("parity") < shown.index("keep it?")
     assert "before, " in shown
 
 
-def test_the_end_of_the_answers_leaves_nothing(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_answers_leaves_nothing(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))
     assert cli.run(["ops", str(package.path), "--interactive", "-o", str(tmp_path / "new.tl")]) == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_show_prints_nodes_beside_their_source(package: Package, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_prints_nodes_beside_their_source(
+    package: Package, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.run(["show", str(package.path), "--module", "last"]) == 0
     text = capsys.readouterr().out
@@ -152,6 +183,11 @@ def test_show_prints_nodes_beside_their_source(package: Package, capsys: Capture
 
 
 def test_show_has_a_json_form(package: Package, capsys: Capture) -> None:
-    assert cli.run(["show", str(package.path), "--module", "last", "--graph", "eval", "--json"]) == 0
+    assert (
+        cli.run(["show", str(package.path), "--module", "last", "--graph", "eval", "--json"]) == 0
+    )
     (line,) = json.loads(capsys.readouterr().out)
-    assert (line["module"], line["source"]) == ("last", "last: Tensor = self.last(self.middle(self, self.first(x)))")
+    assert (line["module"], line["source"]) == (
+        "last",
+        "last: Tensor = self.last(self.middle(self, self.first(x)))",
+    )

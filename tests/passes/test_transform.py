@@ -46,7 +46,9 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def decomposed(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return trainload.transform(packaged, [passes.decompose], tmp_path_factory.mktemp("core") / "core.tl")
+    return trainload.transform(
+        packaged, [passes.decompose], tmp_path_factory.mktemp("core") / "core.tl"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +66,20 @@ def told() -> list[Applied]:
 @pytest.fixture(scope="module")
 def core(exact: Package, told: list[Applied], tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The exact package, decomposed."""
-    return trainload.transform(exact, [passes.decompose], tmp_path_factory.mktemp("core") / "exact.tl", on_pass=told.append)
+    return trainload.transform(
+        exact, [passes.decompose], tmp_path_factory.mktemp("core") / "exact.tl", on_pass=told.append
+    )
 
 
 @pytest.fixture(scope="module")
 def changed(exact: Package, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The exact package after a pass that changes values, which was allowed, and one that does not."""
+    """The exact package after a pass that changes values, which was allowed, and one that does
+    not.
+    """
     target = tmp_path_factory.mktemp("changed") / "new.tl"
-    return trainload.transform(exact, [passes.gelu_tanh, passes.eliminate_dead_code], target, allow_change=True)
+    return trainload.transform(
+        exact, [passes.gelu_tanh, passes.eliminate_dead_code], target, allow_change=True
+    )
 
 
 def count(package: Package, operator: str, graph: str = "train") -> int:
@@ -79,12 +87,21 @@ def count(package: Package, operator: str, graph: str = "train") -> int:
     return sum(spelled(node.target) == operator for node in calls_in(module))
 
 
-def test_a_transformed_package_gives_the_loss_gradients_and_buffers_of_its_parent(packaged: Package, decomposed: Package) -> None:
-    first, second = run(packaged.graph("train"), batch_of(6)), run(decomposed.graph("train"), batch_of(6))
+def test_a_transformed_package_gives_the_loss_gradients_and_buffers_of_its_parent(
+    packaged: Package, decomposed: Package
+) -> None:
+    first, second = (
+        run(packaged.graph("train"), batch_of(6)),
+        run(decomposed.graph("train"), batch_of(6)),
+    )
     assert torch.allclose(first[0][0], second[0][0], atol=0, rtol=1e-5)
     for (name, gradient), other in zip(first[1].items(), second[1].values(), strict=True):
         assert (gradient is None) == (other is None), name
-        assert gradient is None or other is None or float((gradient - other).norm()) <= 1e-3 * float(gradient.norm()), name
+        assert (
+            gradient is None
+            or other is None
+            or float((gradient - other).norm()) <= 1e-3 * float(gradient.norm())
+        ), name
     assert_same(first[2], second[2])
 
 
@@ -107,35 +124,63 @@ def test_weights_and_assets_are_shared(packaged: Package, decomposed: Package) -
 
 @pytest.mark.slow
 def test_the_same_passes_give_the_same_bytes(exact: Package, core: Package, tmp_path: Path) -> None:
-    assert trainload.transform(exact, [passes.decompose], tmp_path / "again.tl").digest == core.digest
+    assert (
+        trainload.transform(exact, [passes.decompose], tmp_path / "again.tl").digest == core.digest
+    )
 
 
 @pytest.mark.slow
-def test_the_same_passes_give_the_same_bytes_of_every_kind_of_graph(packaged: Package, decomposed: Package, tmp_path: Path) -> None:
-    assert trainload.transform(packaged, [passes.decompose], tmp_path / "again.tl").digest == decomposed.digest
+def test_the_same_passes_give_the_same_bytes_of_every_kind_of_graph(
+    packaged: Package, decomposed: Package, tmp_path: Path
+) -> None:
+    assert (
+        trainload.transform(packaged, [passes.decompose], tmp_path / "again.tl").digest
+        == decomposed.digest
+    )
 
 
-def test_a_pass_is_recorded_with_its_distribution_and_the_digest_of_its_source(decomposed: Package) -> None:
+def test_a_pass_is_recorded_with_its_distribution_and_the_digest_of_its_source(
+    decomposed: Package,
+) -> None:
     (entry,) = decomposed.manifest.passes
-    assert (entry.name, entry.distribution, entry.version) == ("trainload.passes:decompose", "trainload", trainload.__version__)
+    assert (entry.name, entry.distribution, entry.version) == (
+        "trainload.passes:decompose",
+        "trainload",
+        trainload.__version__,
+    )
     assert entry.source == hashlib.sha256(Path(passes.__file__).read_bytes()).hexdigest()
     assert entry.preserving
 
 
 def test_a_users_pass_is_recorded_with_its_options(exact: Package, tmp_path: Path) -> None:
-    made = trainload.transform(exact, [(users_pass.double_negation, {"times": 2, "target": "aten.gelu.default"})], tmp_path / "new.tl")
+    made = trainload.transform(
+        exact,
+        [(users_pass.double_negation, {"times": 2, "target": "aten.gelu.default"})],
+        tmp_path / "new.tl",
+    )
     (entry,) = made.manifest.passes
-    assert (entry.distribution, entry.source) == (None, hashlib.sha256(Path(USERS).read_bytes()).hexdigest())
+    assert (entry.distribution, entry.source) == (
+        None,
+        hashlib.sha256(Path(USERS).read_bytes()).hexdigest(),
+    )
     assert entry.options == {"times": 2, "target": "aten.gelu.default"}
     assert Manifest.from_bytes((made.path / "manifest.json").read_bytes(), "m") == made.manifest
     assert count(made, "aten.neg.default") == 4
 
 
 @pytest.mark.slow
-def test_passes_are_recorded_in_order_after_those_of_the_parent(core: Package, tmp_path: Path) -> None:
-    made = trainload.transform(core, [passes.eliminate_dead_code, passes.eliminate_common_subexpressions], tmp_path / "2.tl")
+def test_passes_are_recorded_in_order_after_those_of_the_parent(
+    core: Package, tmp_path: Path
+) -> None:
+    made = trainload.transform(
+        core,
+        [passes.eliminate_dead_code, passes.eliminate_common_subexpressions],
+        tmp_path / "2.tl",
+    )
     names = ["decompose", "eliminate_dead_code", "eliminate_common_subexpressions"]
-    assert [entry.name for entry in made.manifest.passes] == [f"trainload.passes:{name}" for name in names]
+    assert [entry.name for entry in made.manifest.passes] == [
+        f"trainload.passes:{name}" for name in names
+    ]
 
 
 def test_training_keeps_the_record(core: Package, tmp_path: Path) -> None:
@@ -143,12 +188,25 @@ def test_training_keeps_the_record(core: Package, tmp_path: Path) -> None:
     assert trained.manifest.passes == core.manifest.passes
 
 
-def test_a_transformed_package_trains_to_the_same_losses(exact: Package, core: Package, tmp_path: Path) -> None:
-    np.savez(tmp_path / "rows.npz", x=np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32))
+def test_a_transformed_package_trains_to_the_same_losses(
+    exact: Package, core: Package, tmp_path: Path
+) -> None:
+    np.savez(
+        tmp_path / "rows.npz",
+        x=np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32),
+    )
     losses = []
     for name, package in (("old", exact), ("new", core)):
         plan = trainload.plan(package, trainload.Cluster(), "single")
-        result = trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / name, steps=4, backend="local", compile=False)
+        result = trainload.launch(
+            package,
+            plan,
+            tmp_path / "rows.npz",
+            run_dir=tmp_path / name,
+            steps=4,
+            backend="local",
+            compile=False,
+        )
         losses.append((result.first_loss, result.last_loss))
     assert losses[0][0] != losses[0][1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -178,13 +236,20 @@ def test_a_pass_may_return_another_module(exact: Package) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_pass_that_cannot_be_used_is_refused_by_name(packaged: Package, function: Pass, problem: str) -> None:
-    with pytest.raises(PassError, match=rf"users_pass:{function.__name__}, graph (eval|train).*{problem}"):  # type: ignore[attr-defined]  # functions have names
+def test_a_pass_that_cannot_be_used_is_refused_by_name(
+    packaged: Package, function: Pass, problem: str
+) -> None:
+    name = function.__name__  # type: ignore[attr-defined]  # functions have names
+    with pytest.raises(PassError, match=rf"users_pass:{name}, graph (eval|train).*{problem}"):
         Transformation(packaged).apply(function)  # what a pass says of sizes stays said
 
 
-def test_a_pass_that_changes_values_is_refused_and_leaves_nothing(exact: Package, tmp_path: Path) -> None:
-    with pytest.raises(PassError, match=r"gelu_tanh: the pass changes the train graph's .*--allow-change"):
+def test_a_pass_that_changes_values_is_refused_and_leaves_nothing(
+    exact: Package, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        PassError, match=r"gelu_tanh: the pass changes the train graph's .*--allow-change"
+    ):
         trainload.transform(exact, [passes.gelu_tanh], tmp_path / "new.tl")
     assert list(tmp_path.iterdir()) == []
 
@@ -225,17 +290,28 @@ def test_real_rows_are_used_where_they_are_given(exact: Package, tmp_path: Path)
         Transformation(exact, tmp_path / "rows.npz").apply(passes.eliminate_dead_code)
 
 
-def test_a_package_that_does_not_say_what_its_integers_are_needs_rows(job: Job, tmp_path: Path) -> None:
+def test_a_package_that_does_not_say_what_its_integers_are_needs_rows(
+    job: Job, tmp_path: Path
+) -> None:
     graphs = {
-        name: dataclasses.replace(graph, inputs=tuple(dataclasses.replace(i, quantiles=()) for i in graph.inputs))
+        name: dataclasses.replace(
+            graph, inputs=tuple(dataclasses.replace(i, quantiles=()) for i in graph.inputs)
+        )
         for name, graph in job.program.graphs.items()
     }
-    silent = write_package(tmp_path / "p.tl", dataclasses.replace(job.program, graphs=graphs), job.updates, job.recipe)
+    silent = write_package(
+        tmp_path / "p.tl", dataclasses.replace(job.program, graphs=graphs), job.updates, job.recipe
+    )
     with pytest.raises(DataError, match=r"input x.*--data"):
         Transformation(silent)
     batch = batch_of(4)
     np.savez(tmp_path / "rows.npz", x=batch["x"].numpy(), y=batch["y"].numpy())
-    assert Transformation(silent, tmp_path / "rows.npz").apply(passes.eliminate_dead_code).worst.distance == 0.0
+    assert (
+        Transformation(silent, tmp_path / "rows.npz")
+        .apply(passes.eliminate_dead_code)
+        .worst.distance
+        == 0.0
+    )
 
 
 # The passes that come along.
@@ -265,15 +341,21 @@ def calls(module: GraphModule, operator: str) -> int:
 
 def test_dead_code_goes(packaged: Package) -> None:
     def edit(module: GraphModule) -> None:
-        node = next(node for node in module.graph.nodes if node.target is torch.ops.aten.embedding.default)
+        node = next(
+            node for node in module.graph.nodes if node.target is torch.ops.aten.embedding.default
+        )
         with module.graph.inserting_after(node):
-            module.graph.call_function(torch.ops.aten.neg.default, (node,)).meta["val"] = node.meta["val"]
+            module.graph.call_function(torch.ops.aten.neg.default, (node,)).meta["val"] = node.meta[
+                "val"
+            ]
 
     before, after = rewritten(packaged, passes.eliminate_dead_code, edit)
     assert (calls(before, "aten.neg.default"), calls(after, "aten.neg.default")) == (1, 0)
 
 
-@pytest.mark.parametrize("operator", ["aten.dropout.default", "aten.mul_.Tensor", "wrap_with_set_grad_enabled", "cond"])
+@pytest.mark.parametrize(
+    "operator", ["aten.dropout.default", "aten.mul_.Tensor", "wrap_with_set_grad_enabled", "cond"]
+)
 def test_what_has_an_effect_or_a_user_is_no_dead_code(packaged: Package, operator: str) -> None:
     before, after = rewritten(packaged, passes.eliminate_dead_code, lambda module: None)
     assert calls(before, operator) == calls(after, operator) > 0
@@ -281,14 +363,18 @@ def test_what_has_an_effect_or_a_user_is_no_dead_code(packaged: Package, operato
 
 def test_what_is_computed_twice_is_computed_once(exact: Package) -> None:
     before, after = rewritten(
-        exact, passes.eliminate_common_subexpressions, lambda module: duplicate(module, torch.ops.aten.linear.default)
+        exact,
+        passes.eliminate_common_subexpressions,
+        lambda module: duplicate(module, torch.ops.aten.linear.default),
     )
     assert (calls(before, "aten.linear.default"), calls(after, "aten.linear.default")) == (3, 2)
 
 
 def test_two_draws_are_not_one(packaged: Package) -> None:
     before, after = rewritten(
-        packaged, passes.eliminate_common_subexpressions, lambda module: duplicate(module, torch.ops.aten.dropout.default)
+        packaged,
+        passes.eliminate_common_subexpressions,
+        lambda module: duplicate(module, torch.ops.aten.dropout.default),
     )
     assert calls(after, "aten.dropout.default") == calls(before, "aten.dropout.default") == 2
 
@@ -324,7 +410,9 @@ def test_what_names_no_pass_is_refused(spec: str, problem: str) -> None:
 
 
 def test_options_are_read_as_numbers_truth_values_and_strings() -> None:
-    function, options = load_pass(f"{USERS}:double_negation,times=2,deep=true,rate=0.5,target=aten.gelu.default")
+    function, options = load_pass(
+        f"{USERS}:double_negation,times=2,deep=true,rate=0.5,target=aten.gelu.default"
+    )
     assert function.__name__ == "double_negation"  # type: ignore[attr-defined]  # functions have names
     assert options == {"times": 2, "deep": True, "rate": 0.5, "target": "aten.gelu.default"}
 
@@ -334,18 +422,52 @@ def test_the_command_writes_a_package_and_says_what_each_pass_did(
 ) -> None:
     target = str(tmp_path / "new.tl")
     spec = f"{USERS}:double_negation,target=aten.gelu.default"
-    assert cli.run(["transform", str(exact.path), "--pass", spec, "--pass", "trainload.passes:decompose", "-o", target, "--json"]) == 0
+    assert (
+        cli.run(
+            [
+                "transform",
+                str(exact.path),
+                "--pass",
+                spec,
+                "--pass",
+                "trainload.passes:decompose",
+                "-o",
+                target,
+                "--json",
+            ]
+        )
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert said["digest"] == open_package(tmp_path / "new.tl").digest
-    assert [one["pass"]["name"].rpartition(":")[2] for one in said["passes"]] == ["double_negation", "decompose"]
+    assert [one["pass"]["name"].rpartition(":")[2] for one in said["passes"]] == [
+        "double_negation",
+        "decompose",
+    ]
     assert said["passes"][0]["calls_after"] - said["passes"][0]["calls_before"] == 4
 
 
-def test_the_command_refuses_a_change_with_2(exact: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["transform", str(exact.path), "--pass", "trainload.passes:gelu_tanh", "-o", str(tmp_path / "new.tl")]) == 2
+def test_the_command_refuses_a_change_with_2(
+    exact: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.run(
+            [
+                "transform",
+                str(exact.path),
+                "--pass",
+                "trainload.passes:gelu_tanh",
+                "-o",
+                str(tmp_path / "new.tl"),
+            ]
+        )
+        == 2
+    )
     assert "--allow-change" in capsys.readouterr().err
 
 
-def test_inspect_says_which_passes_were_applied(changed: Package, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_which_passes_were_applied(
+    changed: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["inspect", str(changed.path)]) == 0
     assert "trainload.passes:gelu_tanh (changes values)" in capsys.readouterr().out

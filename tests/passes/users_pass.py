@@ -32,7 +32,9 @@ def no_dropout(graph: GraphModule, program: Program) -> GraphModule:
     return graph
 
 
-def double_negation(graph: GraphModule, program: Program, *, times: int = 1, target: str = "aten.embedding.default") -> GraphModule:
+def double_negation(
+    graph: GraphModule, program: Program, *, times: int = 1, target: str = "aten.embedding.default"
+) -> GraphModule:
     """Changes nothing; its nodes have no values of their own."""
     for node in list(graph.graph.nodes):
         if str(node.target) == target:

@@ -19,7 +19,9 @@ from trainload.packaging.package import Package
 
 
 class Model(nn.Module):
-    """It takes images of any size but 8, which it has another head for; a mask or none; and a task."""
+    """It takes images of any size but 8, which it has another head for; a mask or none; and a
+    task.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +29,9 @@ class Model(nn.Module):
         self.small = nn.Linear(64, 4)
         self.mask = nn.Linear(3, 4)
 
-    def forward(self, image: Tensor, label: Tensor, mask: Tensor | None = None, *, task: str = "sum") -> Tensor:
+    def forward(
+        self, image: Tensor, label: Tensor, mask: Tensor | None = None, *, task: str = "sum"
+    ) -> Tensor:
         y = self.conv(image)
         y = self.small(y.mean(1).flatten(1)) if image.shape[-1] == 8 else y.mean((2, 3))
         if mask is not None:
@@ -37,7 +41,11 @@ class Model(nn.Module):
 
 
 def batch(rows: int, side: int, **more: Any) -> dict[str, Any]:
-    return {"image": torch.randn(rows, 1, side, side), "label": torch.randint(0, 4, (rows,)), **more}
+    return {
+        "image": torch.randn(rows, 1, side, side),
+        "label": torch.randint(0, 4, (rows,)),
+        **more,
+    }
 
 
 def masked(rows: int, side: int, **more: Any) -> dict[str, Any]:
@@ -57,7 +65,9 @@ BATCHES = [
 ]
 
 
-def recorded(model: nn.Module, batches: list[dict[str, Any]] = BATCHES, **options: Any) -> Recording:
+def recorded(
+    model: nn.Module, batches: list[dict[str, Any]] = BATCHES, **options: Any
+) -> Recording:
     with trainload.record(model, **options) as recording:
         for each in batches:
             model(**each)
@@ -86,7 +96,9 @@ def package(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def test_there_is_a_family_for_each_structure_and_flag(recording: Recording) -> None:
-    assert [(family.count, len(family.seen), sorted(family.inputs)) for family in recording.families] == [
+    assert [
+        (family.count, len(family.seen), sorted(family.inputs)) for family in recording.families
+    ] == [
         (6, 6, ["image", "label"]),
         (2, 1, ["image", "label", "mask"]),
         (1, 1, ["image", "label"]),
@@ -107,10 +119,16 @@ def test_the_first_variant_is_of_the_batches_that_came_most(job: Job) -> None:
 
 def test_the_report_says_what_became_of_what_was_seen(recording: Recording, job: Job) -> None:
     assert str(recording).splitlines() == [
-        "6 times, 6 shapes: image float32[1|3|4, 1, 8|12|16|20, 8|12|16|20], label int64[1|3|4], task='sum'",
+        (
+            "6 times, 6 shapes: image float32[1|3|4, 1, 8|12|16|20, 8|12|16|20], label"
+            " int64[1|3|4], task='sum'"
+        ),
         "    the first variant: 5 of the shapes",
         "    image_1_8_8: 1 of the shapes",
-        "2 times, 1 shape: image float32[4, 1, 12, 12], label int64[4], mask float32[4, 3], task='sum'",
+        (
+            "2 times, 1 shape: image float32[4, 1, 12, 12], label int64[4], mask float32[4, 3],"
+            " task='sum'"
+        ),
         "    with_mask: 1 of the shapes",
         "once, 1 shape: image float32[4, 1, 12, 12], label int64[4], task='twice'",
         "    task_twice: 1 of the shapes",
@@ -127,7 +145,9 @@ def test_the_report_says_what_became_of_what_was_seen(recording: Recording, job:
         (batch(5, 12, task="twice"), "train-task_twice"),
     ],
 )
-def test_the_package_takes_what_was_seen(package: Package, given: dict[str, Any], name: str) -> None:
+def test_the_package_takes_what_was_seen(
+    package: Package, given: dict[str, Any], name: str
+) -> None:
     assert package.dispatch(given) == name
 
 
@@ -242,7 +262,9 @@ def test_a_batch_on_which_a_graph_differs_from_eager_refuses_the_freeze(tmp_path
         net(torch.full((3, 4), 200.0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(CaptureError, match=r"differs from eager mode in its loss 'loss' on 3 rows"):
+        with pytest.raises(
+            CaptureError, match=r"differs from eager mode in its loss 'loss' on 3 rows"
+        ):
             trainload.freeze(recording.job(optimizer=sgd), tmp_path / "sly.tl")
 
 

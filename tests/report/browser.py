@@ -2,8 +2,9 @@
 
     python -m tests.report.browser [RUN_DIR] [--output DIR]
 
-Demands that the page asks nobody for anything, says nothing on the console and fits its window, light and dark, wide and narrow; and writes
-what it looked like to DIR. RUN_DIR: a run of your own; without one, a run is made that breaks off and is resumed.
+Demands that the page asks nobody for anything, says nothing on the console and fits its window,
+light and dark, wide and narrow; and writes what it looked like to DIR. RUN_DIR: a run of your own;
+without one, a run is made that breaks off and is resumed.
 """
 
 from __future__ import annotations
@@ -52,13 +53,19 @@ class Page:
 
     async def value(self, script: str) -> Any:
         """What a line of JavaScript gives."""
-        return (await self("Runtime.evaluate", expression=script, returnByValue=True))["result"]["value"]
+        return (await self("Runtime.evaluate", expression=script, returnByValue=True))["result"][
+            "value"
+        ]
 
     def complaints(self, own: str) -> list[str]:
         """What the console says, and whom the page has asked beside the file itself."""
         found = []
         for method, told in self.heard:
-            if method == "Network.requestWillBeSent" and told["request"]["url"] != own and not told["request"]["url"].startswith("data:"):
+            if (
+                method == "Network.requestWillBeSent"
+                and told["request"]["url"] != own
+                and not told["request"]["url"].startswith("data:")
+            ):
                 found.append(f"it asks for {told['request']['url']}")
             elif method == "Log.entryAdded":
                 found.append(f"it says {told['entry']['text']}")
@@ -81,8 +88,17 @@ async def look(address: str, path: Path, output: Path) -> list[str]:
                 await page(f"{domain}.enable")
             for width in WIDTHS:
                 for scheme in SCHEMES:
-                    await page("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-                    await page("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+                    await page(
+                        "Emulation.setEmulatedMedia",
+                        features=[{"name": "prefers-color-scheme", "value": scheme}],
+                    )
+                    await page(
+                        "Emulation.setDeviceMetricsOverride",
+                        width=width,
+                        height=900,
+                        deviceScaleFactor=1,
+                        mobile=width < 600,
+                    )
                     await page("Page.navigate", url=own)
                     while await page.value("document.readyState") != "complete":
                         await asyncio.sleep(0.05)
@@ -92,7 +108,9 @@ async def look(address: str, path: Path, output: Path) -> list[str]:
                     if not await page.value("document.querySelectorAll('svg.chart').length"):
                         wrong.append("it has no charts")
                     shot = await page("Page.captureScreenshot", captureBeyondViewport=True)
-                    (output / f"report-{scheme}-{width}.png").write_bytes(base64.b64decode(shot["data"]))
+                    (output / f"report-{scheme}-{width}.png").write_bytes(
+                        base64.b64decode(shot["data"])
+                    )
             return wrong + page.complaints(own)
 
 
@@ -102,9 +120,18 @@ def browse(path: Path, output: Path) -> list[str]:
     if program is None:
         raise SystemExit("there is no Chromium here: apt-get install chromium")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-port=0")
+        options = (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--remote-debugging-port=0",
+        )
         process = subprocess.Popen(
-            [program, *options, f"--user-data-dir={profile}", "about:blank"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+            [program, *options, f"--user-data-dir={profile}", "about:blank"],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
         )
         try:
             assert process.stderr is not None
@@ -123,27 +150,61 @@ def broken_run(folder: Path) -> Path:
     import trainload
 
     trainload.freeze(gpt_job(), folder / "gpt.tl")
-    data, held_out = write_rows(folder / "train.npz", 91, seed=1), write_rows(folder / "held-out.npz", 21, seed=2)
+    data, held_out = (
+        write_rows(folder / "train.npz", 91, seed=1),
+        write_rows(folder / "held-out.npz", 21, seed=2),
+    )
     run_dir = folder / "run"
-    options = ["--steps", "120", "--checkpoint-every", "25", "--eval-every", "20", "--eval-data", held_out, "--run-dir", run_dir]
+    options = [
+        "--steps",
+        "120",
+        "--checkpoint-every",
+        "25",
+        "--eval-every",
+        "20",
+        "--eval-data",
+        held_out,
+        "--run-dir",
+        run_dir,
+    ]
     trainload_command = [sys.executable, "-m", "trainload"]
-    launch = [*trainload_command, "launch", folder / "gpt.tl", "--data", data, "--backend", "local", "--no-compile", *options]
-    process = subprocess.Popen([str(part) for part in launch], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    launch = [
+        *trainload_command,
+        "launch",
+        folder / "gpt.tl",
+        "--data",
+        data,
+        "--backend",
+        "local",
+        "--no-compile",
+        *options,
+    ]
+    process = subprocess.Popen(
+        [str(part) for part in launch], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     journal = run_dir / "events.jsonl"
     while not journal.exists() or '"step":60,' not in journal.read_text():
         if process.poll() is not None:
             raise SystemExit(f"the run ended with {process.returncode}")
     process.kill()
     process.wait()
-    subprocess.run([*trainload_command, "resume", str(run_dir), "--backend", "local"], check=True, capture_output=True)
+    subprocess.run(
+        [*trainload_command, "resume", str(run_dir), "--backend", "local"],
+        check=True,
+        capture_output=True,
+    )
     return run_dir
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dir", nargs="?", type=Path)
-    parser.add_argument("--output", type=Path, default=default_cache_dir() / "browser", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=Path, default=default_cache_dir() / "browser", help="default: %(default)s"
+    )
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:

@@ -18,16 +18,33 @@ VOID = frozenset({"meta", "link", "br", "img", "input"})
 
 
 def plan(world: int = 1) -> Plan:
-    estimate = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+    estimate = Estimate(
+        parameter_bytes=0,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        gathered_bytes=0,
+        communication_bytes_per_step=0,
+    )
     cluster = Cluster(nodes=world)
     return Plan(
-        package="ab" * 32, cluster=cluster, strategy="zero3" if world > 1 else "single", global_batch=8, buckets=(), estimate=estimate
+        package="ab" * 32,
+        cluster=cluster,
+        strategy="zero3" if world > 1 else "single",
+        global_batch=8,
+        buckets=(),
+        estimate=estimate,
     )
 
 
 def made_run(run_dir: Path, events: Iterable[Event], world: int = 1, **asked: Any) -> Path:
     """A run's folder with these events."""
-    fields = {"package": "/packages/gpt.tl", "data": "/data/train.npz", "steps": 100, "digest": "cd" * 32, **asked}
+    fields = {
+        "package": "/packages/gpt.tl",
+        "data": "/data/train.npz",
+        "steps": 100,
+        "digest": "cd" * 32,
+        **asked,
+    }
     write_spec(RunSpec(plan=plan(world), run_dir=str(run_dir), **fields))
     Journal(run_dir).append(list(events))
     return run_dir
@@ -36,12 +53,28 @@ def made_run(run_dir: Path, events: Iterable[Event], world: int = 1, **asked: An
 def start(time: float, step: int = 0, world: int = 1) -> Event:
     nodes = [f"node{rank}" for rank in range(world)]
     workers = [f"{node}:{100 + rank}" for rank, node in enumerate(nodes)]
-    said = {"step": step, "steps": 100, "world": world, "strategy": "zero3", "compiled": True, "workers": workers, "nodes": nodes}
+    said = {
+        "step": step,
+        "steps": 100,
+        "world": world,
+        "strategy": "zero3",
+        "compiled": True,
+        "workers": workers,
+        "nodes": nodes,
+    }
     return Event("start", said, BEGIN + time)
 
 
 def step(time: float, number: int, loss: float = 1.0, **more: Any) -> Event:
-    said = {"step": number, "steps": 100, "loss": loss, "metrics": {}, "gradient_norm": 2.0, "data_wait": 0.1, "seconds": 1.0}
+    said = {
+        "step": number,
+        "steps": 100,
+        "loss": loss,
+        "metrics": {},
+        "gradient_norm": 2.0,
+        "data_wait": 0.1,
+        "seconds": 1.0,
+    }
     return Event("step", {**said, "rows_per_second": 8.0, **more}, BEGIN + time)
 
 
@@ -51,8 +84,17 @@ def steps(time: float, numbers: Sequence[int], **more: Any) -> list[Event]:
 
 
 def failure(time: float, **told: Any) -> Event:
-    said = {"what": "death", "message": "rank 1 died", "ranks": [1], "nodes": [], "doing": {}, "attempt": 1}
-    return Event("failure", {**said, "action": "it restarts from its last checkpoint", **told}, BEGIN + time)
+    said = {
+        "what": "death",
+        "message": "rank 1 died",
+        "ranks": [1],
+        "nodes": [],
+        "doing": {},
+        "attempt": 1,
+    }
+    return Event(
+        "failure", {**said, "action": "it restarts from its last checkpoint", **told}, BEGIN + time
+    )
 
 
 def event(time: float, kind: str, **data: Any) -> Event:
@@ -63,13 +105,36 @@ def long_journal(run_dir: Path, count: int, spike_at: int, spike: float) -> None
     """A journal of many steps, written as fast as can be."""
     with (run_dir / JOURNAL).open("a") as file:
         for number in range(count):
-            loss = spike if number == spike_at else 3.0 / (1.0 + number * 1e-4) + (number * 7919 % 101) * 1e-3
-            told = {"step": number, "steps": count, "loss": loss, "metrics": {"accuracy": 0.5}, "gradient_norm": 1.0, "data_wait": 0.001}
-            told |= {"seconds": 0.05, "rows_per_second": 160.0, "seconds_left": 1.0, "tokens_per_second": 1e6, "mfu": 0.4, "memory": 2**34}
-            file.write(json.dumps({"kind": "step", "time": BEGIN + number * 0.05, "data": told}) + "\n")
+            loss = (
+                spike
+                if number == spike_at
+                else 3.0 / (1.0 + number * 1e-4) + (number * 7919 % 101) * 1e-3
+            )
+            told = {
+                "step": number,
+                "steps": count,
+                "loss": loss,
+                "metrics": {"accuracy": 0.5},
+                "gradient_norm": 1.0,
+                "data_wait": 0.001,
+            }
+            told |= {
+                "seconds": 0.05,
+                "rows_per_second": 160.0,
+                "seconds_left": 1.0,
+                "tokens_per_second": 1e6,
+                "mfu": 0.4,
+                "memory": 2**34,
+            }
+            file.write(
+                json.dumps({"kind": "step", "time": BEGIN + number * 0.05, "data": told}) + "\n"
+            )
             if number % 1000 == 999:
                 saved = {"step": number + 1, "seconds": 1.0, "bytes": 1000}
-                file.write(json.dumps({"kind": "checkpoint", "time": BEGIN + number * 0.05, "data": saved}) + "\n")
+                file.write(
+                    json.dumps({"kind": "checkpoint", "time": BEGIN + number * 0.05, "data": saved})
+                    + "\n"
+                )
 
 
 class Read(HTMLParser):

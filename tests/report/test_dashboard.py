@@ -1,4 +1,7 @@
-"""The board for Grafana. That it asks for what is exported: tests/launch/sinks/test_prometheus.py."""
+"""The board for Grafana.
+
+That it asks for what is exported: tests/launch/sinks/test_prometheus.py.
+"""
 
 from __future__ import annotations
 

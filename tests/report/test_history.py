@@ -15,11 +15,20 @@ from trainload.launching.run.journal import JOURNAL, losses, read_events, stream
 from trainload.report.history import read_history
 from trainload.report.thinning import thin
 
-NUMBERS = given_by.lists(given_by.floats(-1e6, 1e6) | given_by.just(math.nan) | given_by.just(math.inf), min_size=1, max_size=400)
+NUMBERS = given_by.lists(
+    given_by.floats(-1e6, 1e6) | given_by.just(math.nan) | given_by.just(math.inf),
+    min_size=1,
+    max_size=400,
+)
 
 
 def test_steps_that_were_done_again_are_as_they_were_last() -> None:
-    events = [start(0), *steps(0, range(6), loss=3.0), start(10, step=4), *steps(10, range(4, 8), loss=2.0)]
+    events = [
+        start(0),
+        *steps(0, range(6), loss=3.0),
+        start(10, step=4),
+        *steps(10, range(4, 8), loss=2.0),
+    ]
     found = read_history(events).steps
     assert found.number[found.kept()].tolist() == list(range(8))
     assert found.columns["loss"][found.kept()].tolist() == losses(events) == [3.0] * 4 + [2.0] * 4
@@ -27,13 +36,26 @@ def test_steps_that_were_done_again_are_as_they_were_last() -> None:
 
 
 def test_stretches_that_were_done_again_twice_are_apart() -> None:
-    events = [start(0), *steps(0, range(3)), start(10), *steps(10, range(3)), start(20), *steps(20, range(3))]
+    events = [
+        start(0),
+        *steps(0, range(3)),
+        start(10),
+        *steps(10, range(3)),
+        start(20),
+        *steps(20, range(3)),
+    ]
     found = read_history(events).steps
     assert [found.attempt[each].tolist() for each in found.discarded()] == [[0, 0, 0], [1, 1, 1]]
 
 
 def test_a_number_that_is_not_there_is_no_infinite_one() -> None:
-    found = read_history([start(0), step(1, 0, gradient_norm=math.nan), step(2, 1, mfu=0.5, metrics={"accuracy": 0.25})]).steps
+    found = read_history(
+        [
+            start(0),
+            step(1, 0, gradient_norm=math.nan),
+            step(2, 1, mfu=0.5, metrics={"accuracy": 0.25}),
+        ]
+    ).steps
     assert found.columns["gradient_norm"].tolist() == [math.inf, 2.0]
     assert np.isnan(found.columns["mfu"]).tolist() == [True, False]
     assert (math.isnan(found.metrics["accuracy"][0]), found.metrics["accuracy"][1]) == (True, 0.25)
@@ -75,7 +97,9 @@ def test_no_spike_is_lost(numbers: list[float], buckets: int) -> None:
     if len(finite):
         assert np.nanmin(line.low) == finite.min()
         assert np.nanmax(line.high) == finite.max()
-        assert (np.isnan(line.mean) | ((line.mean >= line.low - 1e-6) & (line.mean <= line.high + 1e-6))).all()
+        assert (
+            np.isnan(line.mean) | ((line.mean >= line.low - 1e-6) & (line.mean <= line.high + 1e-6))
+        ).all()
 
 
 def test_points_stand_in_the_middle_of_their_steps() -> None:

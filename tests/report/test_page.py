@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.launch.commands import refused
-from tests.report.made import BEGIN, Read, event, failure, long_journal, made_run, start, step, steps
+from tests.report.made import (
+    BEGIN,
+    Read,
+    event,
+    failure,
+    long_journal,
+    made_run,
+    start,
+    step,
+    steps,
+)
 
 import trainload
 from trainload.cli import main as cli
@@ -30,7 +40,12 @@ FAULTY = [
     event(2, "stage", name="data", seconds=2.0),
     start(5, world=2),
     event(5, "eval", step=0, loss=4.0, metrics={"accuracy": 0.1}, seconds=0.5),
-    *[step(5 + number, number, 4.0 - number * 0.1, mfu=0.3, memory=2**34, metrics={"accuracy": 0.5}) for number in range(1, 11)],
+    *[
+        step(
+            5 + number, number, 4.0 - number * 0.1, mfu=0.3, memory=2**34, metrics={"accuracy": 0.5}
+        )
+        for number in range(1, 11)
+    ],
     event(12, "checkpoint", step=6, seconds=0.5, bytes=10),
     event(16, "warning", message="a checkpoint could not be written"),
     failure(20, doing={"0": "in a step at step 10", "1": "saving at step 10"}, nodes=["node1"]),
@@ -65,11 +80,27 @@ def charts(faulty_run: Path) -> Sequence[Chart]:
 
 
 def test_it_lists_the_failures_of_the_run(faulty: Read) -> None:
-    for text in ("death", "rank 1 died", "it restarts from its last checkpoint", "in a step at step 10", "saving at step 10"):
+    for text in (
+        "death",
+        "rank 1 died",
+        "it restarts from its last checkpoint",
+        "in a step at step 10",
+        "saving at step 10",
+    ):
         assert text in faulty.texts
-    assert [name for name in ("curves", "timeline", "failures", "warnings", "run") if name not in faulty.values("id")] == []
+    assert [
+        name
+        for name in ("curves", "timeline", "failures", "warnings", "run")
+        if name not in faulty.values("id")
+    ] == []
     titles = "\n".join(faulty.texts)
-    for text in ("death: rank 1 died", "2 -> 1 ranks", "node node0 will be gone", "checkpoint of step 6", "evaluation at step 0: 4"):
+    for text in (
+        "death: rank 1 died",
+        "2 -> 1 ranks",
+        "node node0 will be gone",
+        "checkpoint of step 6",
+        "evaluation at step 0: 4",
+    ):
         assert text in titles
 
 
@@ -79,7 +110,15 @@ def test_what_a_failure_has_cost_is_in_its_row(faulty: Read) -> None:
 
 
 def test_there_is_a_chart_for_every_kind_of_number(charts: Sequence[Chart]) -> None:
-    assert [chart.name for chart in charts] == ["loss", "norm", "rate", "wait", "memory", "mfu", "metric0"]
+    assert [chart.name for chart in charts] == [
+        "loss",
+        "norm",
+        "rate",
+        "wait",
+        "memory",
+        "mfu",
+        "metric0",
+    ]
     assert charts[0].legend == (
         ("train", "training"),
         ("again", "repeated later"),
@@ -90,7 +129,9 @@ def test_there_is_a_chart_for_every_kind_of_number(charts: Sequence[Chart]) -> N
 
 
 def test_what_there_is_no_number_for_has_no_chart(tmp_path: Path) -> None:
-    charts = charts_of(read_run(made_run(tmp_path / "run", [start(0), *steps(0, range(3))])).history)
+    charts = charts_of(
+        read_run(made_run(tmp_path / "run", [start(0), *steps(0, range(3))])).history
+    )
     assert [chart.name for chart in charts] == ["loss", "norm", "rate", "wait"]
     assert charts[0].legend == (("train", "each step"),)
 
@@ -102,13 +143,25 @@ def test_a_loss_over_several_decades_has_a_logarithmic_scale(tmp_path: Path) -> 
 
 
 def test_a_single_outlier_does_not_change_the_scale(tmp_path: Path) -> None:
-    flat = [start(0), *(step(number, number, 1000.0 if number == 50 else 1.0) for number in range(200))]
+    flat = [
+        start(0),
+        *(step(number, number, 1000.0 if number == 50 else 1.0) for number in range(200)),
+    ]
     assert charts_of(read_run(made_run(tmp_path / "run", flat)).history)[0].note == ""
 
 
 def test_a_norm_that_is_not_finite_is_marked(tmp_path: Path) -> None:
-    events = [start(0), step(1, 0), step(2, 1, gradient_norm=math.inf), step(3, 2, gradient_norm=math.nan)]
-    (norm,) = (chart for chart in charts_of(read_run(made_run(tmp_path / "run", events)).history) if chart.name == "norm")
+    events = [
+        start(0),
+        step(1, 0),
+        step(2, 1, gradient_norm=math.inf),
+        step(3, 2, gradient_norm=math.nan),
+    ]
+    (norm,) = (
+        chart
+        for chart in charts_of(read_run(made_run(tmp_path / "run", events)).history)
+        if chart.name == "norm"
+    )
     assert ("broken", "not a finite number") in norm.legend
 
 
@@ -117,7 +170,9 @@ def test_the_same_journal_gives_the_same_charts(faulty_run: Path, charts: Sequen
 
 
 def test_colours_are_the_pages_alone(charts: Sequence[Chart]) -> None:
-    assert [re.findall(r"#[0-9a-fA-F]{6}\b|rgb\(", chart.svg) for chart in charts] == [[]] * len(charts)
+    assert [re.findall(r"#[0-9a-fA-F]{6}\b|rgb\(", chart.svg) for chart in charts] == [[]] * len(
+        charts
+    )
     assert "var(--train)" in charts[0].svg
 
 
@@ -151,7 +206,13 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
         "versions": {EVIL: EVIL},
     }
     run = made_run(tmp_path_factory.mktemp("hostile") / name, said, world=2, **asked)
-    write_state(run, 1, Summary(message=EVIL, phase="failed"), {0: RankSeen.of(EVIL, 1, 0.0, Doing(graph=EVIL, place=EVIL))}, over=True)
+    write_state(
+        run,
+        1,
+        Summary(message=EVIL, phase="failed"),
+        {0: RankSeen.of(EVIL, 1, 0.0, Doing(graph=EVIL, place=EVIL))},
+        over=True,
+    )
     return page_of(read_run(run))
 
 
@@ -164,7 +225,12 @@ def test_strings_of_the_run_stay_texts(hostile: str) -> None:
 
 def test_it_points_to_nothing_outside(hostile: str) -> None:
     found = Read(hostile)
-    assert [value for name in ("src", "href") for value in found.values(name) if not value.startswith(("#", "data:"))] == []
+    assert [
+        value
+        for name in ("src", "href")
+        for value in found.values(name)
+        if not value.startswith(("#", "data:"))
+    ] == []
     assert {"link", "iframe", "object", "embed", "form", "base", "a"} & set(found.tags) == {"link"}
     style = re.findall(r"<style>(.*?)</style>", hostile, re.DOTALL)
     assert len(style) == 1
@@ -173,7 +239,9 @@ def test_it_points_to_nothing_outside(hostile: str) -> None:
 
 
 def test_a_browser_is_told_to_load_nothing(faulty: Read) -> None:
-    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in faulty.values("content")
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in faulty.values(
+        "content"
+    )
 
 
 def test_no_secret_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +253,9 @@ def test_no_secret_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         event(4, "warning", message=f"cannot read '{signed}': gone"),
         failure(5, message=f"no {signed}."),
     ]
-    text = page_of(read_run(made_run(tmp_path / "run", said, data=signed, eval_data=signed, output=signed)))
+    text = page_of(
+        read_run(made_run(tmp_path / "run", said, data=signed, eval_data=signed, output=signed))
+    )
     assert "hunter2" not in text
     assert text.count("s3://…@bucket/rows.parquet?…") >= 5
 
@@ -200,7 +270,15 @@ def test_a_run_whose_driver_is_gone_is_lost(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", [start(0), *steps(0, range(3))])
     (run / "state.json").write_text(
         json.dumps(
-            {"time": BEGIN, "host": "elsewhere", "pid": 7, "attempt": 1, "over": False, "summary": {"phase": "running"}, "ranks": {}}
+            {
+                "time": BEGIN,
+                "host": "elsewhere",
+                "pid": 7,
+                "attempt": 1,
+                "over": False,
+                "summary": {"phase": "running"},
+                "ranks": {},
+            }
         )
     )
     assert "lost" in page(run).texts
@@ -218,7 +296,9 @@ MANY = [
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("count", "least"), MANY)
-def test_many_steps_are_a_small_page_that_keeps_its_spike(tmp_path: Path, count: int, least: str) -> None:
+def test_many_steps_are_a_small_page_that_keeps_its_spike(
+    tmp_path: Path, count: int, least: str
+) -> None:
     run = made_run(tmp_path / "run", [start(0)], steps=count)
     long_journal(run, count, 23_456, 97.0)
     record = read_run(run)
@@ -257,9 +337,23 @@ def resumed(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFac
         if told.kind == "step" and told.data["step"] == 3:
             (run_dir / "stop").touch()
 
-    options: dict[str, Any] = {"eval_data": tiny_data, "eval_every": 20, "overrides": trainload.Overrides(lr=1e-3)}
+    options: dict[str, Any] = {
+        "eval_data": tiny_data,
+        "eval_every": 20,
+        "overrides": trainload.Overrides(lr=1e-3),
+    }
     with pytest.raises(trainload.RunInterrupted):
-        trainload.launch(tiny, plan, tiny_data, run_dir=run_dir, steps=60, compile=False, backend="local", on_event=ask, **options)
+        trainload.launch(
+            tiny,
+            plan,
+            tiny_data,
+            run_dir=run_dir,
+            steps=60,
+            compile=False,
+            backend="local",
+            on_event=ask,
+            **options,
+        )
     trainload.resume(run_dir, backend="local")
     return run_dir
 
@@ -274,42 +368,71 @@ def test_a_real_run_has_all_that_ran(resumed: Path, tiny: Package) -> None:
     assert np.isfinite(record.history.steps.columns["loss"]).all()
 
 
-def test_the_command_writes_into_the_runs_folder_and_replaces_its_own(resumed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_into_the_runs_folder_and_replaces_its_own(
+    resumed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(2):
         assert cli.run(["report", str(resumed), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
-        assert (told["report"], told["phase"], told["step"], told["attempts"]) == (str(resumed / "report.html"), "ended", 60, 2)
+        assert (told["report"], told["phase"], told["step"], told["attempts"]) == (
+            str(resumed / "report.html"),
+            "ended",
+            60,
+            2,
+        )
         assert Path(told["report"]).stat().st_size == told["bytes"]
 
 
-def test_the_command_tells_failures_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_failures_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made_run(tmp_path / "run", FAULTY, world=2)
-    assert cli.run(["report", str(tmp_path / "run"), "--output", str(tmp_path / "x.html"), "--json"]) == 0
-    ((found,), seconds) = (lambda told: (told["failures"], told["seconds"]))(json.loads(capsys.readouterr().out))
+    assert (
+        cli.run(["report", str(tmp_path / "run"), "--output", str(tmp_path / "x.html"), "--json"])
+        == 0
+    )
+    ((found,), seconds) = (lambda told: (told["failures"], told["seconds"]))(
+        json.loads(capsys.readouterr().out)
+    )
     assert (found["what"], found["ranks"], found["lost"], found["again"]) == ("death", [1], 16.0, 5)
     assert seconds["steps done again"] == 5.0
     assert Read((tmp_path / "x.html").read_text()).tags[0] == "html"
 
 
-def test_what_is_no_report_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_report_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made_run(tmp_path / "run", [])
     (tmp_path / "notes.html").write_text("my own")
-    line = refused(["report", tmp_path / "run", "--output", tmp_path / "notes.html"], tmp_path, capsys)
+    line = refused(
+        ["report", tmp_path / "run", "--output", tmp_path / "notes.html"], tmp_path, capsys
+    )
     assert "it exists already and is not a report" in line
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made_run(tmp_path / "run", [])
-    line = refused(["report", tmp_path / "run", "--output", tmp_path / "none" / "x.html"], tmp_path, capsys)
+    line = refused(
+        ["report", tmp_path / "run", "--output", tmp_path / "none" / "x.html"], tmp_path, capsys
+    )
     assert "x.html: it cannot be written: No such file or directory" in line
 
 
 @pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
 def test_a_library_that_is_not_there_is_named(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    library: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made_run(tmp_path / "run", [])
-    for name in [name for name in sys.modules if name.startswith("trainload.report") or name.partition(".")[0] == library]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith("trainload.report") or name.partition(".")[0] == library
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     line = refused(["report", tmp_path / "run"], tmp_path, capsys)

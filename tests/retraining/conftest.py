@@ -21,7 +21,9 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:
     logits = model(batch["x"])
     with torch.no_grad():
         accuracy = (logits.argmax(-1) == batch["cls"]).float().mean()
-    return trainload.Loss(functional.cross_entropy(logits, batch["cls"]), metrics={"accuracy": accuracy})
+    return trainload.Loss(
+        functional.cross_entropy(logits, batch["cls"]), metrics={"accuracy": accuracy}
+    )
 
 
 def classifier(width: int = 8) -> trainload.Job:
@@ -49,15 +51,21 @@ def wider(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return frozen_once(tmp_path_factory, "wider", lambda: classifier(width=12))
 
 
-def write_day(path: Path, rows: int = 40, seed: int = 0, shift: float = 0.0, **columns: object) -> Path:
-    """Rows of three classes, around points of their own. columns: further ones, or in place of those."""
+def write_day(
+    path: Path, rows: int = 40, seed: int = 0, shift: float = 0.0, **columns: object
+) -> Path:
+    """Rows of three classes, around points of their own. columns: further ones, or in place of
+    those.
+    """
     draw = np.random.default_rng(seed)
     classes = draw.integers(0, 3, rows)
     points = np.eye(4, dtype=np.float32)[classes] * 3
     values = points + draw.normal(shift, 0.5, (rows, 4))
     path.parent.mkdir(parents=True, exist_ok=True)
     given = {"x": values.astype(np.float32), "cls": classes.astype(np.int64), **columns}
-    trainload.write_rows([{name: value for name, value in given.items() if value is not None}], path)
+    trainload.write_rows(
+        [{name: value for name, value in given.items() if value is not None}], path
+    )
     return path
 
 

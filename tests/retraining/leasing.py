@@ -1,4 +1,5 @@
-"""Run by a test, in a child of its own: takes the lease, says "ID" or "other", then obeys lines: "demand", "promote N", "close", "asked".
+"""Run by a test, in a child of its own: takes the lease, says "ID" or "other", then obeys lines:
+"demand", "promote N", "close", "asked".
 
 Prints a line of JSON for each: what was done, or the name of the error.
 """

@@ -1,4 +1,6 @@
-"""Ticks whose training is pretended, in real stores: what they leave behind, and processes that die at a write."""
+"""Ticks whose training is pretended, in real stores: what they leave behind, and processes that die
+at a write.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ def config_of(store: Path, **changes: Any) -> Config:
 class Pretended:
     """`Work` that trains by adding to a weight. losses: release -> what it is evaluated to.
 
-    What a tick finds is told by its number: `empty`, `bad` and `diverging` have no new data, bad data, a loss that is no number; `worse`
-    gives a challenger that is worse than the champion.
+    What a tick finds is told by its number: `empty`, `bad` and `diverging` have no new data, bad
+    data, a loss that is no number; `worse` gives a challenger that is worse than the champion.
     """
 
     package: Package
@@ -79,7 +81,8 @@ class Pretended:
     def snapshot(self, trail: TickContext) -> Snapshot:
         self.fail("snapshot")
         return made_snapshot(
-            empty="no new data: no file" if trail.name in self.empty else "", refused="a.parquet: a NaN" if trail.name in self.bad else ""
+            empty="no new data: no file" if trail.name in self.empty else "",
+            refused="a.parquet: a NaN" if trail.name in self.bad else "",
         )
 
     def train(self, trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
@@ -89,7 +92,9 @@ class Pretended:
         path = self.folder / f"{trail.name}-{next(self._numbers)}.tl"
         seed = int(trail.name[4:8])  # the same whoever trains
         retrained(self.package, path, "lin.weight", by=1.0 + seed)
-        report = push(path, trail.config.store, line=trail.line, promote=False, facts={"tick": trail.name})
+        report = push(
+            path, trail.config.store, line=trail.line, promote=False, facts={"tick": trail.name}
+        )
         self.trained.append(trail.name)
         return {
             "release": f"{int(report.release):08d}",
@@ -106,17 +111,25 @@ class Pretended:
             "restarts": 0,
         }
 
-    def evaluate(self, trail: TickContext, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
+    def evaluate(
+        self, trail: TickContext, snapshot: Snapshot, trained: Trained
+    ) -> tuple[Scores, Scores]:
         self.fail("evaluate")
         better = trail.name not in self.worse
         return _scores(1.0), _scores(0.9 if better else 1.1)
 
-    def decide(self, trail: TickContext, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
+    def decide(
+        self, trail: TickContext, snapshot: Snapshot, trained: Trained, evaluated: Evaluated
+    ) -> tuple[Verdict, dict[str, float]]:
         self.fail("decide")
         champion, challenger = evaluated.champion.loss, evaluated.challenger.loss
         assert champion is not None
         assert challenger is not None
-        values = {"eval.loss": challenger, "champion.eval.loss": champion, "train.loss": trained.last_loss}
+        values = {
+            "eval.loss": challenger,
+            "champion.eval.loss": champion,
+            "train.loss": trained.last_loss,
+        }
         return decide(trail.config.gate.require, values), {}
 
     def after(self, trail: TickContext, ended: Ended) -> tuple[str, ...]:
@@ -130,7 +143,17 @@ def _scores(loss: float) -> Scores:
 
 
 def made_snapshot(*, empty: str = "", refused: str = "") -> Snapshot:
-    return Snapshot(files=(), held_out=(), rows=100, held_out_rows=10, slices={}, statistics={}, made=False, empty=empty, refused=refused)
+    return Snapshot(
+        files=(),
+        held_out=(),
+        rows=100,
+        held_out_rows=10,
+        slices={},
+        statistics={},
+        made=False,
+        empty=empty,
+        refused=refused,
+    )
 
 
 class DeadError(StorageError):
@@ -138,10 +161,12 @@ class DeadError(StorageError):
 
 
 class Writes:
-    """Counts what is written to stores in folders, and lets the process that writes die before or after one of them.
+    """Counts what is written to stores in folders, and lets the process that writes die before or
+    after one of them.
 
     Attributes:
-        count: how many there were. die_at: the number of the one at which the process dies; None: it does not. after: once it was done.
+        count: how many there were. die_at: the number of the one at which the process dies; None:
+            it does not. after: once it was done.
     """
 
     def __init__(self) -> None:
@@ -169,8 +194,10 @@ class Writes:
             for name in WRITES:
                 patch.setattr(FolderFiles, name, self._wrapped(getattr(FolderFiles, name)))
             patch.setattr(FolderFiles, "read", self._read(FolderFiles.read))
-            patch.setattr(os, "fsync", lambda _file: None)  # the machine does not die, and what its processes wrote stays
-            patch.setattr(lease, "has_ended", lambda _process: True)  # of two of our processes one is always gone
+            # the machine does not die, and what its processes wrote stays
+            patch.setattr(os, "fsync", lambda _file: None)
+            # of two of our processes one is always gone
+            patch.setattr(lease, "has_ended", lambda _process: True)
             yield
 
     def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,8 +222,12 @@ class Writes:
         return read
 
 
-def scheduler(config: Config, work: Pretended, said: list[str] | None = None, **more: Any) -> Scheduler:
-    return Scheduler(config, work, (said if said is not None else []).append, now=lambda: at(10_000), **more)
+def scheduler(
+    config: Config, work: Pretended, said: list[str] | None = None, **more: Any
+) -> Scheduler:
+    return Scheduler(
+        config, work, (said if said is not None else []).append, now=lambda: at(10_000), **more
+    )
 
 
 def summary(store: Store) -> dict[str, Any]:
@@ -205,7 +236,14 @@ def summary(store: Store) -> dict[str, Any]:
 
     ticks = Ticks(store, LINE)
     return {
-        "current": [shown(entry.release) for entry in store.history(LINE) if not entry.reason.startswith("lease ")],
+        "current": [
+            shown(entry.release)
+            for entry in store.history(LINE)
+            if not entry.reason.startswith("lease ")
+        ],
         "releases": [(state.release.package, state.status) for state in store.releases(LINE)],
-        "ended": {name: (each.outcome, each.reason, each.release) for name, each in ticks.of_all(Ended).items()},
+        "ended": {
+            name: (each.outcome, each.reason, each.release)
+            for name, each in ticks.of_all(Ended).items()
+        },
     }

@@ -24,7 +24,9 @@ def distance(before: ColumnStatistics, now: ColumnStatistics) -> float:
     return drift_of({"c": before}, {"c": now})["c"]
 
 
-def normal(shift: float = 0.0, scale: float = 1.0, seed: int = 0, count: int = 20_000) -> ColumnStatistics:
+def normal(
+    shift: float = 0.0, scale: float = 1.0, seed: int = 0, count: int = 20_000
+) -> ColumnStatistics:
     return told(np.random.default_rng(seed).normal(shift, scale, count))
 
 
@@ -49,21 +51,28 @@ def test_another_sample_of_the_same_is_below_what_is_little() -> None:
 
 @pytest.mark.parametrize("change", ["shift", "scale"])
 def test_it_grows_with_the_change(change: str) -> None:
-    steps = [normal(shift=each) if change == "shift" else normal(scale=1 + each) for each in (0.0, 0.25, 0.5, 1.0, 2.0)]
+    steps = [
+        normal(shift=each) if change == "shift" else normal(scale=1 + each)
+        for each in (0.0, 0.25, 0.5, 1.0, 2.0)
+    ]
     found = [distance(steps[0], each) for each in steps]
     assert found == sorted(found)
     assert found[-1] > 0.25
 
 
 def test_half_a_deviation_is_what_theory_says() -> None:
-    """For normal values a shift of d has Jeffreys' divergence d^2; in deciles a little of it is lost."""
+    """For normal values a shift of d has Jeffreys' divergence d^2; in deciles a little of it is
+    lost.
+    """
     assert distance(normal(), normal(shift=0.5)) == pytest.approx(0.25, abs=0.03)
 
 
 def test_integers_of_few_values_are_counted() -> None:
     before, now = told([0] * 50 + [1] * 50, "int64"), told([0] * 80 + [1] * 20, "int64")
     assert before.counts == {"0": 50, "1": 50}
-    assert distance(before, now) == pytest.approx((0.5 - 0.8) * math.log(0.5 / 0.8) + (0.5 - 0.2) * math.log(0.5 / 0.2))
+    assert distance(before, now) == pytest.approx(
+        (0.5 - 0.8) * math.log(0.5 / 0.8) + (0.5 - 0.2) * math.log(0.5 / 0.2)
+    )
 
 
 def test_a_value_that_is_new_counts_much() -> None:
@@ -93,7 +102,13 @@ def test_columns_that_only_one_has_are_left_out() -> None:
 
 def test_what_is_no_number_is_counted_apart() -> None:
     found = told([1.0, math.nan, math.inf, 3.0])
-    assert (found.count, found.broken, found.mean, found.least, found.greatest) == (4, 2, 2.0, 1.0, 3.0)
+    assert (found.count, found.broken, found.mean, found.least, found.greatest) == (
+        4,
+        2,
+        2.0,
+        1.0,
+        3.0,
+    )
 
 
 @settings(deadline=None)
@@ -112,4 +127,6 @@ def test_blocks_are_the_same_however_they_are_cut(sizes: list[int]) -> None:
 @pytest.mark.parametrize("values", [[1.0, 2.0], [math.nan], [1e300, -1e300]])
 def test_statistics_are_json(values: list[float]) -> None:
     found = told(values)
-    assert ColumnStatistics.model_validate_json(canonical_json(found.model_dump(mode="json"))) == found
+    assert (
+        ColumnStatistics.model_validate_json(canonical_json(found.model_dump(mode="json"))) == found
+    )

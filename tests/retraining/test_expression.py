@@ -16,7 +16,9 @@ VALUES = st.fixed_dictionaries({name: st.floats(-1e6, 1e6) for name in NAMES})
 
 
 def holds(text: str, **values: float) -> bool | None:
-    return parse(text, "gate.require").evaluate({name.replace("__", "."): value for name, value in values.items()})[0]
+    return parse(text, "gate.require").evaluate(
+        {name.replace("__", "."): value for name, value in values.items()}
+    )[0]
 
 
 def test_the_example_of_the_docs_holds() -> None:
@@ -25,21 +27,37 @@ def test_the_example_of_the_docs_holds() -> None:
 
 
 def test_names_are_known_before_it_is_evaluated() -> None:
-    assert parse("min(eval.loss, 3) < champion.eval.loss or abs(drift.x) < 1", "").names == {"eval.loss", "champion.eval.loss", "drift.x"}
+    assert parse("min(eval.loss, 3) < champion.eval.loss or abs(drift.x) < 1", "").names == {
+        "eval.loss",
+        "champion.eval.loss",
+        "drift.x",
+    }
 
 
 def test_a_comparison_says_what_stood_on_both_sides() -> None:
-    _, (comparison,) = parse("eval.loss <= champion.eval.loss * 1.01", "").evaluate({"eval.loss": 2.31, "champion.eval.loss": 2.23})
+    _, (comparison,) = parse("eval.loss <= champion.eval.loss * 1.01", "").evaluate(
+        {"eval.loss": 2.31, "champion.eval.loss": 2.23}
+    )
     assert str(comparison) == "eval.loss <= champion.eval.loss * 1.01: 2.31 <= 2.2523 is false"
 
 
 def test_every_comparison_of_a_chain_is_told() -> None:
     _, found = parse("0 < eval.loss < 3", "").evaluate({"eval.loss": 4.0})
-    assert [(each.text, each.holds) for each in found] == [("0 < eval.loss", True), ("eval.loss < 3", False)]
+    assert [(each.text, each.holds) for each in found] == [
+        ("0 < eval.loss", True),
+        ("eval.loss < 3", False),
+    ]
 
 
 @pytest.mark.parametrize(
-    "text", ["eval.loss < 3", "not eval.loss < 3", "eval.loss != eval.loss", "eval.loss * 0 == 0", "abs(eval.loss) < 3"]
+    "text",
+    [
+        "eval.loss < 3",
+        "not eval.loss < 3",
+        "eval.loss != eval.loss",
+        "eval.loss * 0 == 0",
+        "abs(eval.loss) < 3",
+    ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_finite_number_lets_nobody_pass(text: str, value: float) -> None:
@@ -112,14 +130,20 @@ def test_an_expression_has_a_greatest_length() -> None:
 
 
 def numbers() -> st.SearchStrategy[str]:
-    leaves = st.one_of(st.sampled_from(NAMES), st.integers(0, 1000).map(str), st.floats(0.001, 1000).map(repr))
+    leaves = st.one_of(
+        st.sampled_from(NAMES), st.integers(0, 1000).map(str), st.floats(0.001, 1000).map(repr)
+    )
     return st.recursive(
         leaves,
         lambda inner: st.one_of(
-            st.tuples(inner, st.sampled_from(["+", "-", "*"]), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+            st.tuples(inner, st.sampled_from(["+", "-", "*"]), inner).map(
+                lambda t: f"({t[0]} {t[1]} {t[2]})"
+            ),
             inner.map(lambda t: f"-{t}"),
             inner.map(lambda t: f"abs({t})"),
-            st.tuples(st.sampled_from(["min", "max"]), inner, inner).map(lambda t: f"{t[0]}({t[1]}, {t[2]})"),
+            st.tuples(st.sampled_from(["min", "max"]), inner, inner).map(
+                lambda t: f"{t[0]}({t[1]}, {t[2]})"
+            ),
         ),
         max_leaves=4,
     )
@@ -132,7 +156,9 @@ def conditions() -> st.SearchStrategy[str]:
     return st.recursive(
         st.one_of(compared, chained),
         lambda inner: st.one_of(
-            st.tuples(inner, st.sampled_from(["and", "or"]), inner).map(lambda t: f"({t[0]}) {t[1]} ({t[2]})"),
+            st.tuples(inner, st.sampled_from(["and", "or"]), inner).map(
+                lambda t: f"({t[0]}) {t[1]} ({t[2]})"
+            ),
             inner.map(lambda t: f"not ({t})"),
         ),
         max_leaves=4,
@@ -145,7 +171,11 @@ class Node:
     def __init__(self, values: dict[str, float]) -> None:
         for name, value in values.items():
             first, _, rest = name.partition(".")
-            below = {key.partition(".")[2]: each for key, each in values.items() if key.startswith(f"{first}.")}
+            below = {
+                key.partition(".")[2]: each
+                for key, each in values.items()
+                if key.startswith(f"{first}.")
+            }
             setattr(self, first, Node(below) if rest else value)
 
 

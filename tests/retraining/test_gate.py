@@ -17,7 +17,10 @@ BAR = "eval.loss <= champion.eval.loss"
 
 
 def sliced(**losses: float) -> dict[str, dict[str, float]]:
-    return {f"country={name}": {**BETTER, "eval.loss": loss, "slice.rows": 50.0} for name, loss in losses.items()}
+    return {
+        f"country={name}": {**BETTER, "eval.loss": loss, "slice.rows": 50.0}
+        for name, loss in losses.items()
+    }
 
 
 def test_a_better_challenger_is_promoted() -> None:
@@ -26,7 +29,10 @@ def test_a_better_challenger_is_promoted() -> None:
 
 def test_a_worse_one_is_not_and_the_reason_has_the_numbers() -> None:
     verdict = decide(BAR, WORSE)
-    assert (verdict.promote, verdict.reason) == (False, "eval.loss <= champion.eval.loss: 1.2 <= 1.1 is false")
+    assert (verdict.promote, verdict.reason) == (
+        False,
+        "eval.loss <= champion.eval.loss: 1.2 <= 1.1 is false",
+    )
 
 
 @pytest.mark.parametrize("name", ["train.loss", "eval.loss"])
@@ -41,23 +47,34 @@ def test_a_champion_whose_loss_is_no_number_lets_nobody_pass() -> None:
 
 def test_a_slice_that_is_worse_is_refused_by_name() -> None:
     verdict = decide(BAR, BETTER, slices_require=BAR, slices=sliced(DE=1.0, FR=1.5))
-    assert (verdict.promote, verdict.reason) == (False, "country=FR: eval.loss <= champion.eval.loss: 1.5 <= 1.1 is false")
+    assert (verdict.promote, verdict.reason) == (
+        False,
+        "country=FR: eval.loss <= champion.eval.loss: 1.5 <= 1.1 is false",
+    )
 
 
 def test_a_slice_of_few_rows_is_not_judged_and_that_is_said() -> None:
     verdict = decide(BAR, BETTER, slices_require=BAR, slices=sliced(FR=1.5), slice_least_rows=51)
     assert verdict.promote
-    assert verdict.checks[-1] == Check(text="not judged: 50 rows, fewer than 51", slice="country=FR", holds=None, judged=False)
+    assert verdict.checks[-1] == Check(
+        text="not judged: 50 rows, fewer than 51", slice="country=FR", holds=None, judged=False
+    )
 
 
 def test_a_column_that_has_drifted_is_warned_of() -> None:
     verdict = decide(BAR, BETTER, drift={"age": 0.3, "height": 0.1}, drift_warn=0.2)
-    assert (verdict.promote, verdict.warnings) == (True, ("column age has drifted: 0.3, which reaches the warning level of 0.2",))
+    assert (verdict.promote, verdict.warnings) == (
+        True,
+        ("column age has drifted: 0.3, which reaches the warning level of 0.2",),
+    )
 
 
 def test_a_column_beyond_the_bar_is_refused() -> None:
     verdict = decide(BAR, BETTER, drift={"age": 1.5}, drift_warn=0.2, drift_bar=1.0)
-    assert (verdict.promote, verdict.reason) == (False, "column age has drifted: 1.5, which reaches the bar of 1")
+    assert (verdict.promote, verdict.reason) == (
+        False,
+        "column age has drifted: 1.5, which reaches the bar of 1",
+    )
 
 
 def test_all_that_failed_is_told() -> None:
@@ -66,7 +83,9 @@ def test_all_that_failed_is_told() -> None:
 
 
 def test_all_comparisons_are_kept_those_that_hold_too() -> None:
-    assert [each.text for each in decide(BAR, BETTER).checks if each.right is not None] == [f"{BAR}: 1 <= 1.1 is true"]
+    assert [each.text for each in decide(BAR, BETTER).checks if each.right is not None] == [
+        f"{BAR}: 1 <= 1.1 is true"
+    ]
 
 
 def test_a_name_without_a_value_is_an_error() -> None:
@@ -74,7 +93,10 @@ def test_a_name_without_a_value_is_an_error() -> None:
         decide("eval.accuracy > 0.5", BETTER)
 
 
-@pytest.mark.parametrize("values", [BETTER, {**BETTER, "eval.loss": math.inf}, {**BETTER, "champion.eval.loss": math.nan}])
+@pytest.mark.parametrize(
+    "values",
+    [BETTER, {**BETTER, "eval.loss": math.inf}, {**BETTER, "champion.eval.loss": math.nan}],
+)
 def test_a_verdict_is_json(values: dict[str, Any]) -> None:
     verdict = decide(BAR, values)
     assert Verdict.model_validate_json(canonical_json(verdict.model_dump(mode="json"))) == verdict

@@ -1,4 +1,6 @@
-"""One process at a time runs a line's ticks, and one that was paused for too long cannot promote."""
+"""One process at a time runs a line's ticks, and one that was paused for too long cannot
+promote.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def pushed(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with release 1, which is current, and release 2. No test changes it."""
     folder = tmp_path_factory.mktemp("stores")
     push(packaged.path, folder / "store", line=LINE)
-    push(retrained(packaged, folder / "second.tl", "lin.weight").path, folder / "store", line=LINE, promote=False)
+    push(
+        retrained(packaged, folder / "second.tl", "lin.weight").path,
+        folder / "store",
+        line=LINE,
+        promote=False,
+    )
     return folder / "store"
 
 
@@ -133,12 +140,16 @@ def test_an_owner_of_another_machine_that_was_killed_is_replaced_when_its_time_i
         process.kill()
     monkeypatch.setattr(lease, "has_ended", lambda _process: False)
     clock_at(monkeypatch, -3600.0)
-    assert isinstance(LineLeases(store, LINE, "second").take_for("20261123T070000Z", SHORT), OtherLease)
+    assert isinstance(
+        LineLeases(store, LINE, "second").take_for("20261123T070000Z", SHORT), OtherLease
+    )
     clock_at(monkeypatch, 60.0)
     taken(store, "second").close()
 
 
-def test_who_takes_the_place_of_a_silent_owner_says_so_in_the_history_of_current(store: Store) -> None:
+def test_who_takes_the_place_of_a_silent_owner_says_so_in_the_history_of_current(
+    store: Store,
+) -> None:
     with child(store) as process:
         process.kill()
     held = taken(store, "second")
@@ -183,13 +194,19 @@ def test_a_promotion_that_must_follow_another_entry_fails(store: Store) -> None:
         store.promote(LINE, 1, after="00000001")
 
 
-def test_a_living_lease_is_not_taken_by_a_clock_that_is_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_lease_is_not_taken_by_a_clock_that_is_ahead(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with child(store, 12.0, beats=1000):
         clock_at(monkeypatch, 3600.0)
-        assert isinstance(LineLeases(store, LINE, "second").take_for("20261123T070000Z", SHORT), OtherLease)
+        assert isinstance(
+            LineLeases(store, LINE, "second").take_for("20261123T070000Z", SHORT), OtherLease
+        )
 
 
-def test_an_owner_hears_that_it_is_asked_to_stop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_hears_that_it_is_asked_to_stop(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "_BEATS", 1000)
     first = taken(store, "first")
     LineLeases(store, LINE, "second").ask_to_stop(first.id)
@@ -199,7 +216,9 @@ def test_an_owner_hears_that_it_is_asked_to_stop(store: Store, monkeypatch: pyte
     first.close()
 
 
-def test_an_owner_whose_store_fails_loses_its_lease(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_whose_store_fails_loses_its_lease(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = taken(store, "first", SHORT)
 
     def broken(self: FolderFiles, path: str, data: bytes) -> None:
@@ -233,7 +252,9 @@ def test_one_who_fails_before_the_history_has_gone_on_has_not_given_the_lease_ba
         assert answer(process, "promote 2") == "ConflictError"
 
 
-def test_a_store_that_cannot_keep_two_writers_apart_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_keep_two_writers_apart_is_refused(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FolderFiles, "exclusive", False)
     with pytest.raises(StorageError, match="does not support conditional writes"):
         LineLeases(Store(store.url), LINE)

@@ -1,4 +1,6 @@
-"""Whatever happens to a line, in whatever order, and wherever its processes die: its releases, its history and its lineage are whole."""
+"""Whatever happens to a line, in whatever order, and wherever its processes die: its releases, its
+history and its lineage are whole.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from tests.retraining.pretended import LINE, Pretended, Writes, at, config_of, scheduler
 
 from trainload.core.errors import ConflictError, StorageError
@@ -22,12 +31,21 @@ from trainload.retraining.ticks.lineage import ancestry, read_line, rollback
 from trainload.retraining.ticks.tick_records import name_of
 
 KINDS = st.sampled_from(["better", "better", "worse", "empty", "bad", "diverging"])
-OUTCOMES = {"better": "promoted", "worse": "rejected", "empty": "no data", "bad": "bad data", "diverging": "rejected"}
+OUTCOMES = {
+    "better": "promoted",
+    "worse": "rejected",
+    "empty": "no data",
+    "bad": "bad data",
+    "diverging": "rejected",
+}
 DEATHS = st.one_of(st.none(), st.tuples(st.integers(1, 14), st.booleans()))
 
 
 class Line(RuleBasedStateMachine):
-    """A line's life. `wanted`: tick -> how it must end. `forced`: ticks during which somebody promoted by hand."""
+    """A line's life.
+
+    `wanted`: tick -> how it must end. `forced`: ticks during which somebody promoted by hand.
+    """
 
     package: Package
 
@@ -36,7 +54,9 @@ class Line(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.stack = ExitStack()
         self.writes = Writes()
-        self.stack.enter_context(self.writes.counted(self.stack.enter_context(pytest.MonkeyPatch.context())))
+        self.stack.enter_context(
+            self.writes.counted(self.stack.enter_context(pytest.MonkeyPatch.context()))
+        )
         self.work = Pretended(self.package, self.folder)
         self.config = config_of(self.folder / "store")
         self.number = -1
@@ -55,7 +75,9 @@ class Line(RuleBasedStateMachine):
         return Store(self.folder / "store")
 
     def run(self, number: int, death: Any) -> None:
-        """Runs a tick in a process that dies at a write, if it is to, and then has another one run it."""
+        """Runs a tick in a process that dies at a write, if it is to, and then has another one run
+        it.
+        """
         die_at, after = death or (None, False)
         self.writes.arm(die_at, after=after)
         with suppress(StorageError):
@@ -73,7 +95,12 @@ class Line(RuleBasedStateMachine):
         self.number += 1 + gap
         name = name_of(at(self.number))
         self.wanted[name] = OUTCOMES[kind]
-        found = {"worse": self.work.worse, "empty": self.work.empty, "bad": self.work.bad, "diverging": self.work.diverging}
+        found = {
+            "worse": self.work.worse,
+            "empty": self.work.empty,
+            "bad": self.work.bad,
+            "diverging": self.work.diverging,
+        }
         found.get(kind, set()).add(name)
         self.run(self.number, death)
 
@@ -93,7 +120,9 @@ class Line(RuleBasedStateMachine):
         with suppress(StorageError):
             scheduler(self.config, self.work).tick(at(self.number))
         self.writes.arm(None)
-        begun = {story.name for story in read_line(self.store, LINE).ticks if story.pinned is not None}
+        begun = {
+            story.name for story in read_line(self.store, LINE).ticks if story.pinned is not None
+        }
         if name_of(at(self.number)) not in begun:  # it died before it had begun: nobody knows of it
             del self.wanted[name_of(at(self.number))]
         self.tick("better", None, 0)
@@ -139,7 +168,10 @@ class Line(RuleBasedStateMachine):
         assert pointer is not None
         release = self.store.release(LINE, int(pointer.release))
         assert release.package == pointer.package
-        assert all(self.store.files.size(blob_path(entry.sha256)) == entry.size for entry in release.files.values())
+        assert all(
+            self.store.files.size(blob_path(entry.sha256)) == entry.size
+            for entry in release.files.values()
+        )
 
     @invariant()
     def every_tick_that_was_begun_has_ended_as_it_must(self) -> None:
@@ -154,7 +186,9 @@ class Line(RuleBasedStateMachine):
                 assert tick.decided is not None
                 assert tick.decided.promote
                 assert tick.evaluated is not None
-                assert (tick.evaluated.challenger.loss or 9.0) < (tick.evaluated.champion.loss or 0.0)
+                assert (tick.evaluated.challenger.loss or 9.0) < (
+                    tick.evaluated.champion.loss or 0.0
+                )
 
     @invariant()
     def each_tick_has_made_one_release_at_most(self) -> None:
@@ -167,7 +201,9 @@ class Line(RuleBasedStateMachine):
     def every_release_goes_back_to_the_first_freeze(self) -> None:
         self.writes.arm(None)
         for state in self.store.releases(LINE):
-            assert [step.state.release.name for step in ancestry(self.store, LINE, state.release.name)][-1] == "1"
+            assert [
+                step.state.release.name for step in ancestry(self.store, LINE, state.release.name)
+            ][-1] == "1"
 
 
 @pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])
@@ -177,6 +213,10 @@ def test_a_line_stays_whole(packaged: Package, examples: int) -> None:
     run_state_machine_as_test(
         Line,
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
         ),
     )

@@ -40,7 +40,9 @@ def written(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return capsys.readouterr().out
 
 
-def test_a_cronjob_runs_one_tick_and_never_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cronjob_runs_one_tick_and_never_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = yaml.safe_load(written(capsys, "cronjob", file(tmp_path), *PODS))
     spec = made["spec"]
     assert (made["kind"], spec["schedule"], spec["timeZone"], spec["concurrencyPolicy"]) == (
@@ -50,58 +52,139 @@ def test_a_cronjob_runs_one_tick_and_never_two(tmp_path: Path, capsys: pytest.Ca
         "Forbid",
     )
     pod = spec["jobTemplate"]["spec"]["template"]["spec"]
-    assert pod["containers"][0]["command"] == ["python", "-m", "trainload", "retrain", "tick", "/trainload/retrain.yaml"]
+    assert pod["containers"][0]["command"] == [
+        "python",
+        "-m",
+        "trainload",
+        "retrain",
+        "tick",
+        "/trainload/retrain.yaml",
+    ]
     assert (pod["restartPolicy"], pod["securityContext"]["runAsNonRoot"]) == ("Never", True)
 
 
-def test_a_raycronjob_has_a_cluster_for_each_tick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = yaml.safe_load(written(capsys, "raycronjob", file(tmp_path), *PODS, "--secret", "store-keys"))
+def test_a_raycronjob_has_a_cluster_for_each_tick(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = yaml.safe_load(
+        written(capsys, "raycronjob", file(tmp_path), *PODS, "--secret", "store-keys")
+    )
     job = made["spec"]["jobTemplate"]
     assert (made["kind"], made["spec"]["schedule"]) == ("RayCronJob", "30 2 * * 1-5")
     assert job["entrypoint"] == "exec python -m trainload retrain tick /trainload/retrain.yaml"
     workers = job["rayClusterSpec"]["workerGroupSpecs"][0]
     assert workers["replicas"] == 2
-    assert workers["template"]["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "store-keys"}}]
+    assert workers["template"]["spec"]["containers"][0]["envFrom"] == [
+        {"secretRef": {"name": "store-keys"}}
+    ]
 
 
-def test_its_ticks_must_run_on_that_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_ticks_must_run_on_that_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = file(tmp_path, cluster={"address": "10.0.0.1:6379"})
     assert cli.run(["retrain", "manifest", "raycronjob", str(path), *PODS]) == 2
     assert "cluster.address" in capsys.readouterr().err
 
 
-def test_ticks_are_given_the_programs_own_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ticks_are_given_the_programs_own_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = ("--library", "mine=mine.ops", "--trust-extensions")
     wanted = "python -m trainload --library mine=mine.ops --trust-extensions retrain tick"
-    assert cli.run([*program, "retrain", "manifest", "raycronjob", str(file(tmp_path)), *PODS, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["spec"]["jobTemplate"]["entrypoint"].startswith(f"exec {wanted}")
+    assert (
+        cli.run(
+            [*program, "retrain", "manifest", "raycronjob", str(file(tmp_path)), *PODS, "--json"]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["spec"]["jobTemplate"]["entrypoint"].startswith(
+        f"exec {wanted}"
+    )
     policy = tmp_path / "policy.toml"
-    assert cli.run([*program, "--policy", str(policy), "retrain", "manifest", "systemd", str(file(tmp_path))]) == 0
-    assert f"mine=mine.ops --trust-extensions --policy {policy} retrain tick" in capsys.readouterr().out
+    assert (
+        cli.run(
+            [
+                *program,
+                "--policy",
+                str(policy),
+                "retrain",
+                "manifest",
+                "systemd",
+                str(file(tmp_path)),
+            ]
+        )
+        == 0
+    )
+    assert (
+        f"mine=mine.ops --trust-extensions --policy {policy} retrain tick"
+        in capsys.readouterr().out
+    )
 
 
-def test_a_policy_of_this_machine_is_none_of_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["--policy", str(tmp_path / "policy.toml"), "retrain", "manifest", "cronjob", str(file(tmp_path)), *PODS]) == 2
+def test_a_policy_of_this_machine_is_none_of_pods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.run(
+            [
+                "--policy",
+                str(tmp_path / "policy.toml"),
+                "retrain",
+                "manifest",
+                "cronjob",
+                str(file(tmp_path)),
+                *PODS,
+            ]
+        )
+        == 2
+    )
     assert "TRAINLOAD_POLICY" in capsys.readouterr().err
 
 
 def test_yaml_and_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = file(tmp_path)
     for kind in ("cronjob", "raycronjob"):
-        assert json.loads(written(capsys, kind, path, *PODS, "--json")) == yaml.safe_load(written(capsys, kind, path, *PODS))
+        assert json.loads(written(capsys, kind, path, *PODS, "--json")) == yaml.safe_load(
+            written(capsys, kind, path, *PODS)
+        )
 
 
-def test_a_secret_in_the_clear_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["retrain", "manifest", "cronjob", str(file(tmp_path)), *PODS, "--env", "AWS_SECRET_ACCESS_KEY=abc"]) == 2
+def test_a_secret_in_the_clear_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.run(
+            [
+                "retrain",
+                "manifest",
+                "cronjob",
+                str(file(tmp_path)),
+                *PODS,
+                "--env",
+                "AWS_SECRET_ACCESS_KEY=abc",
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert ("looks like a secret" in said, "abc" in said) == (True, False)
 
 
 @pytest.mark.parametrize(
     ("every", "crontab"),
-    [("1m", "* * * * *"), ("15m", "*/15 * * * *"), ("1h", "0 * * * *"), ("6h", "0 */6 * * *"), ("1d", "0 0 * * *"), ("7d", "0 0 * * 4")],
+    [
+        ("1m", "* * * * *"),
+        ("15m", "*/15 * * * *"),
+        ("1h", "0 * * * *"),
+        ("6h", "0 */6 * * *"),
+        ("1d", "0 0 * * *"),
+        ("7d", "0 0 * * 4"),
+    ],
 )
-def test_what_comes_every_so_often_comes_at_the_same_times_by_crontab(every: str, crontab: str) -> None:
+def test_what_comes_every_so_often_comes_at_the_same_times_by_crontab(
+    every: str, crontab: str
+) -> None:
     timing = Timing.model_validate({"every": every})
     assert crontab_of(timing) == (crontab, "UTC")
     at = datetime(2026, 2, 27, 23, 59, 30, tzinfo=UTC)
@@ -113,7 +196,10 @@ def test_what_comes_every_so_often_comes_at_the_same_times_by_crontab(every: str
 
 @pytest.mark.parametrize("every", ["90s", "7m", "5h", "2d", "36h"])
 def test_what_no_crontab_says_is_refused(every: str) -> None:
-    with pytest.raises(RequestError, match=r"schedule\.every: this interval cannot be written as a crontab expression"):
+    with pytest.raises(
+        RequestError,
+        match=r"schedule\.every: this interval cannot be written as a crontab expression",
+    ):
         crontab_of(Timing.model_validate({"every": every}))
 
 
@@ -137,9 +223,27 @@ def test_a_crontab_is_said_to_systemd(crontab: str) -> None:
 def test_systemd_means_the_same_by_it(crontab: str) -> None:
     text = calendar_of(crontab, "UTC")
     start = datetime(2026, 2, 27, 23, 0, tzinfo=UTC)
-    command = ["systemd-analyze", "calendar", "--iterations", "6", "--base-time", f"{start:%Y-%m-%d %H:%M:%S} UTC", text]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env={"TZ": "UTC", "PATH": "/usr/bin:/bin"}).stdout
-    found = [line.split(": ", 1)[1].strip() for line in said.splitlines() if "Next elapse" in line or "Iter" in line]
+    command = [
+        "systemd-analyze",
+        "calendar",
+        "--iterations",
+        "6",
+        "--base-time",
+        f"{start:%Y-%m-%d %H:%M:%S} UTC",
+        text,
+    ]
+    said = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"TZ": "UTC", "PATH": "/usr/bin:/bin"},
+    ).stdout
+    found = [
+        line.split(": ", 1)[1].strip()
+        for line in said.splitlines()
+        if "Next elapse" in line or "Iter" in line
+    ]
     at, wanted = start, []
     for _ in range(6):
         at = Cron(crontab).next_after(at)
@@ -153,14 +257,24 @@ def test_what_systemd_cannot_say_is_refused(crontab: str) -> None:
         calendar_of(crontab, "UTC")
 
 
-def test_a_timer_and_its_service_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_timer_and_its_service_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written(capsys, "systemd", file(tmp_path), "--output", tmp_path / "units")
-    service, timer = ((tmp_path / "units" / f"retrain-gpt.{kind}").read_text() for kind in ("service", "timer"))
+    service, timer = (
+        (tmp_path / "units" / f"retrain-gpt.{kind}").read_text() for kind in ("service", "timer")
+    )
     assert f"-m trainload retrain tick {tmp_path}/retrain.yaml\n" in service
-    assert "OnCalendar=Mon,Tue,Wed,Thu,Fri *-*-* 2:30:00 Europe/Berlin\nAccuracySec=1s\nPersistent=true\n" in timer
+    assert (
+        "OnCalendar=Mon,Tue,Wed,Thu,Fri *-*-* 2:30:00 Europe/Berlin\n"
+        "AccuracySec=1s\n"
+        "Persistent=true\n" in timer
+    )
 
 
-def test_a_missed_tick_is_skipped_by_the_timer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missed_tick_is_skipped_by_the_timer_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = file(tmp_path, schedule={"every": "1d", "missed": "skip"})
     assert "Persistent=false" in written(capsys, "systemd", path)
 

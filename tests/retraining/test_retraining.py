@@ -1,4 +1,6 @@
-"""Retraining from end to end: real runs in this process, a store in a folder, and what follows a promotion."""
+"""Retraining from end to end: real runs in this process, a store in a folder, and what follows a
+promotion.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,13 @@ def test_the_challenger_starts_from_the_champion(ticks: Ticks) -> None:
     assert last.champion.loss < 0.8 * (first.champion.loss or 0.0)
 
 
-def test_champion_and_challenger_are_evaluated_on_the_same_rows_as_by_themselves(lived: Path, ticks: Ticks) -> None:
-    evaluated, trained = ticks.read_required(Evaluated, name(2)), ticks.read_required(Trained, name(2))
+def test_champion_and_challenger_are_evaluated_on_the_same_rows_as_by_themselves(
+    lived: Path, ticks: Ticks
+) -> None:
+    evaluated, trained = (
+        ticks.read_required(Evaluated, name(2)),
+        ticks.read_required(Trained, name(2)),
+    )
     (held,) = (lived / "runs" / LINE / name(2)).glob("data-*/held-out.arrow")
     for release, scores in ((2, evaluated.champion), (int(trained.release), evaluated.challenger)):
         package = trainload.open(f"{lived / 'store'}#{LINE}/{release}")
@@ -87,25 +94,46 @@ def test_drift_is_told_against_the_champions_data(ticks: Ticks) -> None:
     assert ticks.read_required(Decided, name(0)).drift == {}
     decided = ticks.read_required(Decided, name(2))
     assert decided.drift["x"] > 0.2
-    assert decided.warnings == (f"column x has drifted: {decided.drift['x']:.3g}, which reaches the warning level of 0.2",)
+    assert decided.warnings == (
+        f"column x has drifted: {decided.drift['x']:.3g}, which reaches the warning level of 0.2",
+    )
 
 
 def test_only_weights_and_records_are_sent_again(lived: Path, ticks: Ticks) -> None:
-    weights = sum(path.stat().st_size for path in (lived / "runs" / LINE / name(2) / "run-1.tl" / "weights").iterdir())
+    weights = sum(
+        path.stat().st_size
+        for path in (lived / "runs" / LINE / name(2) / "run-1.tl" / "weights").iterdir()
+    )
     manifest = (lived / "runs" / LINE / name(2) / "run-1.tl" / "manifest.json").stat().st_size
     assert ticks.read_required(Trained, name(2)).sent_bytes <= weights + manifest
 
 
 def test_a_lineage_goes_back_to_the_first_freeze(lived: Path) -> None:
     found = ancestry(Store(lived / "store"), LINE)
-    assert [(step.state.release.name, step.how) for step in found] == [("3", "retrained"), ("2", "retrained"), ("1", "frozen")]
-    assert [None if step.tick is None else step.tick.name for step in found] == [name(2), name(0), None]
+    assert [(step.state.release.name, step.how) for step in found] == [
+        ("3", "retrained"),
+        ("2", "retrained"),
+        ("1", "frozen"),
+    ]
+    assert [None if step.tick is None else step.tick.name for step in found] == [
+        name(2),
+        name(0),
+        None,
+    ]
 
 
 def test_a_finished_tick_is_the_same_when_it_is_run_again(small: Package, lived: Path) -> None:
-    before = sorted(str(path) for path in (lived / "store").rglob("*") if "leases" not in str(path) and "heartbeats" not in str(path))
+    before = sorted(
+        str(path)
+        for path in (lived / "store").rglob("*")
+        if "leases" not in str(path) and "heartbeats" not in str(path)
+    )
     assert tick(config_of(lived, small), 2).outcome == "promoted"
-    after = sorted(str(path) for path in (lived / "store").rglob("*") if "leases" not in str(path) and "heartbeats" not in str(path))
+    after = sorted(
+        str(path)
+        for path in (lived / "store").rglob("*")
+        if "leases" not in str(path) and "heartbeats" not in str(path)
+    )
     assert after == before
 
 
@@ -117,22 +145,36 @@ def test_a_finished_tick_is_the_same_when_it_is_run_again(small: Package, lived:
         pytest.param({"adapters.rank": 2, "adapters.layers": ["2.weight"]}, id="adapters"),
     ],
 )
-def test_settings_of_the_training_change_what_is_trained_and_sent(small: Package, folder: Path, settings: dict[str, Any]) -> None:
-    config = config_of(folder, small, train={"epochs": 2, "set": settings}, gate={"require": "eval.loss > 0"})
+def test_settings_of_the_training_change_what_is_trained_and_sent(
+    small: Package, folder: Path, settings: dict[str, Any]
+) -> None:
+    config = config_of(
+        folder, small, train={"epochs": 2, "set": settings}, gate={"require": "eval.loss > 0"}
+    )
     tick(config, 0)
     write_day(folder / "data" / "1.arrow", rows=60, seed=1)
     tick(config, 1)
     releases = [Store(folder / "store").release(LINE, number).files for number in (1, 2, 3)]
-    weights = [{entry.sha256 for path, entry in files.items() if path.endswith(".safetensors")} for files in releases]
+    weights = [
+        {entry.sha256 for path, entry in files.items() if path.endswith(".safetensors")}
+        for files in releases
+    ]
     assert [len(each) for each in weights] == [1, 2, 2]
     assert len(weights[1] & weights[2]) == 1
     first, last = (trainload.open(f"{folder / 'store'}#{LINE}/{number}") for number in (1, 3))
-    changed = {name for name in last.weights.names() if not first.weights.tensor(name).equal(last.weights.tensor(name))}
+    changed = {
+        name
+        for name in last.weights.names()
+        if not first.weights.tensor(name).equal(last.weights.tensor(name))
+    }
     assert changed == ({"2.weight", "2.bias"} if "frozen" in settings else {"2.weight"})
 
 
-def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "_BEATS", 1000)  # its owner looks whether it is asked as often as it says that it lives
+def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(
+    small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # its owner looks whether it is asked as often as it says that it lives
+    monkeypatch.setattr(lease, "_BEATS", 1000)
     config = config_of(folder, small, train={"steps": 100_000}, lease={"seconds": "12s"})
     store = Store(folder / "store", create=True)
 
@@ -149,7 +191,9 @@ def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(small: Packag
 def from_the_first(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A line of two ticks that train from the weights that it began with. No test changes it."""
     folder = tmp_path_factory.mktemp("first")
-    config = config_of(folder, small, train={"steps": 2, "start": "first"}, gate={"require": "eval.loss < 99"})
+    config = config_of(
+        folder, small, train={"steps": 2, "start": "first"}, gate={"require": "eval.loss < 99"}
+    )
     for number in (0, 1):
         write_day(folder / "data" / f"{number}.arrow", rows=60, seed=number)
         tick(config, number)
@@ -159,17 +203,28 @@ def from_the_first(small: Package, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.slow
 def test_or_from_the_weights_that_the_line_began_with(from_the_first: Path) -> None:
     store = Store(from_the_first / "store")
-    assert [state.release.parent for state in store.releases(LINE)] == [None, "00000001", "00000001"]
+    assert [state.release.parent for state in store.releases(LINE)] == [
+        None,
+        "00000001",
+        "00000001",
+    ]
 
 
 @pytest.mark.slow
-def test_a_champion_is_scored_in_the_precision_of_the_challenger(small: Package, folder: Path) -> None:
+def test_a_champion_is_scored_in_the_precision_of_the_challenger(
+    small: Package, folder: Path
+) -> None:
     config = config_of(
-        folder, small, train={"steps": 2, "start": "first", "set": {"precision": "bf16"}}, gate={"require": "eval.loss < 99"}
+        folder,
+        small,
+        train={"steps": 2, "start": "first", "set": {"precision": "bf16"}},
+        gate={"require": "eval.loss < 99"},
     )
     tick(config, 0)
     run = folder / "runs" / LINE / name(0) / "run-1"
-    of_the_run = {event.data["step"]: event.data["loss"] for event in read_events(run) if event.kind == "eval"}
+    of_the_run = {
+        event.data["step"]: event.data["loss"] for event in read_events(run) if event.kind == "eval"
+    }
     scored = Ticks(Store(folder / "store"), LINE).read_required(Evaluated, name(0))
     assert (scored.champion.loss, scored.challenger.loss) == (of_the_run[0], of_the_run[2])
 
@@ -199,10 +254,14 @@ def retained_line(small: Package, folder: Path, start: str) -> Retained:
     runs, kept, began = folder / "runs" / LINE, [], []
     for number, gate in enumerate((always, never, never, always)):
         write_day(folder / "data" / f"{number}.arrow", rows=60, seed=number)
-        config = config_of(folder, small, train=train, gate=gate, retention={"releases": 2, "runs": 1})
+        config = config_of(
+            folder, small, train=train, gate=gate, retention={"releases": 2, "runs": 1}
+        )
         assert tick(config, number).warnings == ()
         kept.append(sorted(path.name for path in runs.iterdir()))
-        began.append(json.loads((runs / name(number) / "run-1" / "run.json").read_text())["optimizer_from"])
+        began.append(
+            json.loads((runs / name(number) / "run-1" / "run.json").read_text())["optimizer_from"]
+        )
     return Retained(folder, kept[2], began[:2])
 
 
@@ -218,9 +277,14 @@ def test_old_runs_are_removed_but_for_the_champions(retained: Callable[[str], Re
 
 
 @pytest.mark.slow
-def test_the_optimizers_state_is_kept_where_that_is_asked_for(retained: Callable[[str], Retained]) -> None:
+def test_the_optimizers_state_is_kept_where_that_is_asked_for(
+    retained: Callable[[str], Retained],
+) -> None:
     line = retained("current")
-    assert line.began == [None, str(line.folder / "runs" / LINE / name(0) / "run-1" / "checkpoints" / "step-00000002")]
+    assert line.began == [
+        None,
+        str(line.folder / "runs" / LINE / name(0) / "run-1" / "checkpoints" / "step-00000002"),
+    ]
 
 
 @pytest.mark.slow
@@ -228,23 +292,37 @@ def test_the_optimizers_state_is_kept_where_that_is_asked_for(retained: Callable
 def test_releases_that_were_current_keep_their_files(
     retained: Callable[[str], Retained], tmp_path: Path, start: str, removed: list[str]
 ) -> None:
-    """The last two of them; a rejected challenger does not count, and other lines are nobody's business."""
+    """The last two of them; a rejected challenger does not count, and other lines are nobody's
+    business.
+    """
     store = Store(shutil.copytree(retained(start).folder / "store", tmp_path / "store"))
     states = store.releases(LINE)
-    assert [state.release.name for state in states if state.status == "removed"] == [*removed, "3", "4"]
+    assert [state.release.name for state in states if state.status == "removed"] == [
+        *removed,
+        "3",
+        "4",
+    ]
     assert rollback(store, LINE).release == "00000002"
     assert "removed" not in {state.status for state in store.releases("other")}
 
 
 @pytest.fixture(scope="module")
 def sliced(small: Package, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
-    """A line's store, and how its two ticks ended: of the same data, one was rejected for a slice, and the next one promoted."""
+    """A line's store, and how its two ticks ended: of the same data, one was rejected for a slice,
+    and the next one promoted.
+    """
     folder = tmp_path_factory.mktemp("sliced")
     write_day(folder / "data" / "0.arrow", rows=60)
     held = write_day(folder / "held.arrow", rows=60, seed=9, land=np.arange(60) % 2)
-    data = {"files": str(folder / "data" / "*.arrow"), "window": {"kind": "new", "since": "promoted"}}
+    data = {
+        "files": str(folder / "data" / "*.arrow"),
+        "window": {"kind": "new", "since": "promoted"},
+    }
     ended = []
-    bars: tuple[dict[str, Any], ...] = ({"require": "eval.loss < 0"}, {"require": "eval.loss < 99", "values": [0, 7]})
+    bars: tuple[dict[str, Any], ...] = (
+        {"require": "eval.loss < 0"},
+        {"require": "eval.loss < 99", "values": [0, 7]},
+    )
     for number, bar in enumerate(bars):
         evaluation = {"files": str(held), "slices": {"column": "land", **bar}}
         ended.append(tick(config_of(folder, small, data=data, evaluation=evaluation), number))
@@ -257,7 +335,9 @@ def test_slices_have_bars_of_their_own(sliced: tuple[Path, list[Ended]]) -> None
     assert ended.reason.startswith("land=0: eval.loss < 0: ")
 
 
-def test_a_slice_that_was_asked_for_and_has_no_rows_is_said(sliced: tuple[Path, list[Ended]]) -> None:
+def test_a_slice_that_was_asked_for_and_has_no_rows_is_said(
+    sliced: tuple[Path, list[Ended]],
+) -> None:
     checks = Ticks(Store(sliced[0]), LINE).read_required(Decided, name(1)).checks
     assert [(each.slice, each.judged, each.text) for each in checks if each.slice] == [
         ("land=0", True, checks[-2].text),
@@ -265,7 +345,9 @@ def test_a_slice_that_was_asked_for_and_has_no_rows_is_said(sliced: tuple[Path, 
     ]
 
 
-def test_a_challenger_that_was_rejected_before_can_be_promoted_by_another_gate(sliced: tuple[Path, list[Ended]]) -> None:
+def test_a_challenger_that_was_rejected_before_can_be_promoted_by_another_gate(
+    sliced: tuple[Path, list[Ended]],
+) -> None:
     """The same data and champion give the same bytes again."""
     ended = sliced[1][1]
     states = Store(sliced[0]).releases(LINE)
@@ -278,17 +360,28 @@ def test_a_challenger_that_was_rejected_before_can_be_promoted_by_another_gate(s
 
 
 @pytest.mark.slow
-def test_files_of_a_rejected_tick_come_again_where_only_promoted_ones_count(small: Package, folder: Path) -> None:
-    data = {"files": str(folder / "data" / "*.arrow"), "window": {"kind": "new", "since": "promoted"}}
+def test_files_of_a_rejected_tick_come_again_where_only_promoted_ones_count(
+    small: Package, folder: Path
+) -> None:
+    data = {
+        "files": str(folder / "data" / "*.arrow"),
+        "window": {"kind": "new", "since": "promoted"},
+    }
     tick(config_of(folder, small, data=data, gate={"require": "eval.loss < 0"}), 0)
     write_day(folder / "data" / "1.arrow", rows=60, seed=1)
     tick(config_of(folder, small, data=data), 1)
     assert tick(config_of(folder, small, data=data), 2).outcome == "no data"
     stories = read_line(Store(folder / "store"), LINE).ticks
-    assert [len(each.taken.snapshot.files) for each in stories if each.taken is not None] == [1, 2, 0]
+    assert [len(each.taken.snapshot.files) for each in stories if each.taken is not None] == [
+        1,
+        2,
+        0,
+    ]
 
 
-def test_data_that_changed_while_a_tick_was_broken_off_is_noticed(small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_changed_while_a_tick_was_broken_off_is_noticed(
+    small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = write_day(folder / "held.arrow", rows=20, seed=9)
     config = config_of(folder, small, evaluation={"files": str(held)})
     with monkeypatch.context() as patch:
@@ -313,7 +406,9 @@ def store(lived: Path, tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-def test_a_rollback_goes_to_the_release_before_and_marks_the_one_that_it_leaves(store: Store) -> None:
+def test_a_rollback_goes_to_the_release_before_and_marks_the_one_that_it_leaves(
+    store: Store,
+) -> None:
     assert rollback(store, LINE, reason="worse on Mondays").release == "00000002"
     assert [state.status for state in store.releases(LINE)] == ["promoted", "current", "rejected"]
     assert store.releases(LINE)[-1].reason == "worse on Mondays"
@@ -339,17 +434,25 @@ def test_a_rollback_goes_where_it_is_told(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_weights_are_carried_to_new_code_by_name(wider: Package, store: Store, tmp_path: Path) -> None:
+def test_weights_are_carried_to_new_code_by_name(
+    wider: Package, store: Store, tmp_path: Path
+) -> None:
     old = trainload.open(f"{store.url}#{LINE}/3")
     found = migrate(wider, old, tmp_path / "carried.tl")
-    assert (found.matched, [each.name for each in found.reshaped], found.missing) == (("2.bias",), ["0.weight", "0.bias", "2.weight"], ())
+    assert (found.matched, [each.name for each in found.reshaped], found.missing) == (
+        ("2.bias",),
+        ["0.weight", "0.bias", "2.weight"],
+        (),
+    )
     carried = trainload.open(tmp_path / "carried.tl")
     assert carried.weights.tensor("2.bias").equal(old.weights.tensor("2.bias"))
     assert carried.weights.tensor("0.weight").equal(wider.weights.tensor("0.weight"))
 
 
 @pytest.mark.slow
-def test_of_other_shapes_the_part_that_both_have_can_be_carried(wider: Package, store: Store, tmp_path: Path) -> None:
+def test_of_other_shapes_the_part_that_both_have_can_be_carried(
+    wider: Package, store: Store, tmp_path: Path
+) -> None:
     old = trainload.open(f"{store.url}#{LINE}/3")
     found = migrate(wider, old, tmp_path / "carried.tl", overlap=True)
     carried = trainload.open(tmp_path / "carried.tl").weights
@@ -360,19 +463,37 @@ def test_of_other_shapes_the_part_that_both_have_can_be_carried(wider: Package, 
 
 def test_strictly_all_must_be_carried(wider: Package, store: Store, tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"reshaped: 0\.weight, 0\.bias, 2\.weight"):
-        migrate(wider, trainload.open(f"{store.url}#{LINE}/3"), tmp_path / "carried.tl", strict=True)
+        migrate(
+            wider, trainload.open(f"{store.url}#{LINE}/3"), tmp_path / "carried.tl", strict=True
+        )
 
 
 def test_names_can_be_changed(small: Package, store: Store, tmp_path: Path) -> None:
     old = trainload.open(f"{store.url}#{LINE}/3")
     found = migrate(small, old, tmp_path / "carried.tl", rename={"2.*": "head.*"})
-    assert (found.matched, found.missing, found.left) == (("0.weight", "0.bias"), ("2.weight", "2.bias"), ("2.bias", "2.weight"))
+    assert (found.matched, found.missing, found.left) == (
+        ("0.weight", "0.bias"),
+        ("2.weight", "2.bias"),
+        ("2.bias", "2.weight"),
+    )
     with pytest.raises(RequestError, match="no tensor has this name"):
         migrate(small, old, tmp_path / "again.tl", rename={"encoder.*": "backbone.*"})
 
 
-def test_a_new_line_goes_on_where_the_weights_are_from(wider: Package, store: Store, tmp_path: Path, commands: Any) -> None:
-    arguments = ["migrate", str(wider.path), "--from", f"{store.url}#{LINE}/3", "--store", store.url, "--line", "wide", "--json"]
+def test_a_new_line_goes_on_where_the_weights_are_from(
+    wider: Package, store: Store, tmp_path: Path, commands: Any
+) -> None:
+    arguments = [
+        "migrate",
+        str(wider.path),
+        "--from",
+        f"{store.url}#{LINE}/3",
+        "--store",
+        store.url,
+        "--line",
+        "wide",
+        "--json",
+    ]
     status, out, _ = commands(*arguments)
     assert (status, json.loads(out)["release"], json.loads(out)["matched"]) == (0, "1", ["2.bias"])
     found = ancestry(store, "wide")
@@ -386,9 +507,16 @@ def test_a_new_line_goes_on_where_the_weights_are_from(wider: Package, store: St
 
 def test_the_commands_of_a_line(store: Store, commands: Any) -> None:
     status, out, _ = commands("history", store.url, "--json")
-    assert (status, [row["what"] for row in json.loads(out)["history"]]) == (0, ["current", "promoted", "no data", "promoted"])
+    assert (status, [row["what"] for row in json.loads(out)["history"]]) == (
+        0,
+        ["current", "promoted", "no data", "promoted"],
+    )
     status, out, _ = commands("lineage", f"{store.url}#{LINE}/2")
-    assert (status, out.count("eval.loss <= champion.eval.loss * 1.05"), "frozen" in out) == (0, 1, True)
+    assert (status, out.count("eval.loss <= champion.eval.loss * 1.05"), "frozen" in out) == (
+        0,
+        1,
+        True,
+    )
     status, out, _ = commands("rollback", store.url, "--json")
     assert (status, json.loads(out)["release"]) == (0, "2")
 
@@ -399,8 +527,14 @@ def test_a_file_is_written_checked_and_run(small: Package, folder: Path, command
     config = config_of(folder, small, schedule={"every": "1d"})
     (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
     status, out, _ = commands("retrain", "check", str(folder / "retrain.yaml"), "--json")
-    assert (status, json.loads(out)["plan"], json.loads(out)["data"]) == (0, "single on 1", "files: 1; rows of the last 1: 60")
-    status, out, said = commands("retrain", "tick", str(folder / "retrain.yaml"), "--at", "2026-01-01T00:00:00Z", "--json")
+    assert (status, json.loads(out)["plan"], json.loads(out)["data"]) == (
+        0,
+        "single on 1",
+        "files: 1; rows of the last 1: 60",
+    )
+    status, out, said = commands(
+        "retrain", "tick", str(folder / "retrain.yaml"), "--at", "2026-01-01T00:00:00Z", "--json"
+    )
     assert (status, json.loads(out)["outcome"]) == (0, "promoted"), said
     status, out, _ = commands("retrain", "run", str(folder / "retrain.yaml"), "--ticks", "1")
     assert (status, "no data" in out) == (0, True)
@@ -414,31 +548,50 @@ def test_a_file_is_written_checked_and_run(small: Package, folder: Path, command
         ((), "Set the key `schedule`"),
     ],
 )
-def test_a_time_that_is_none_is_refused(small: Package, folder: Path, commands: Any, arguments: tuple[str, ...], words: str) -> None:
+def test_a_time_that_is_none_is_refused(
+    small: Package, folder: Path, commands: Any, arguments: tuple[str, ...], words: str
+) -> None:
     (folder / "retrain.yaml").write_text(yaml.safe_dump(config_of(folder, small).to_json()))
     status, _, said = commands("retrain", "tick", str(folder / "retrain.yaml"), *arguments)
     assert (status, words in said) == (2, True), said
 
 
-def test_a_metric_that_there_is_not_is_found_by_check(small: Package, folder: Path, commands: Any) -> None:
+def test_a_metric_that_there_is_not_is_found_by_check(
+    small: Package, folder: Path, commands: Any
+) -> None:
     config = config_of(folder, small, gate={"require": "eval.acuracy > 0.5"})
     (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
     status, _, said = commands("retrain", "check", str(folder / "retrain.yaml"))
-    assert (status, "gate.require: there is no such metric" in said, "Did you mean eval.accuracy?" in said) == (2, True, True), said
+    assert (
+        status,
+        "gate.require: there is no such metric" in said,
+        "Did you mean eval.accuracy?" in said,
+    ) == (2, True, True), said
 
 
 def test_a_plan_and_a_setting_that_it_says_are_not_both_taken(small: Package, folder: Path) -> None:
     plan = trainload.plan(small, trainload.Cluster(), "single")
     (folder / "plan.json").write_text(plan.model_dump_json())
     cluster = {"backend": "local", "compile": False, "plan": str(folder / "plan.json")}
-    with pytest.raises(RequestError, match=r"train\.set: the plan already sets this \(got global_batch\)"):
-        tick(config_of(folder, small, cluster=cluster, train={"steps": 2, "set": {"global_batch": 8}}), 0)
-    assert tick(config_of(folder, small, cluster=cluster, train={"steps": 2}), 0).outcome == "promoted"
+    with pytest.raises(
+        RequestError, match=r"train\.set: the plan already sets this \(got global_batch\)"
+    ):
+        tick(
+            config_of(
+                folder, small, cluster=cluster, train={"steps": 2, "set": {"global_batch": 8}}
+            ),
+            0,
+        )
+    assert (
+        tick(config_of(folder, small, cluster=cluster, train={"steps": 2}), 0).outcome == "promoted"
+    )
 
 
 @dataclass(frozen=True)
 class Once:
-    """How a tick ended, the packages that were planned for it, and the folder of a run that was being removed when it began."""
+    """How a tick ended, the packages that were planned for it, and the folder of a run that was
+    being removed when it began.
+    """
 
     ended: Ended
     planned: list[str]
@@ -447,7 +600,9 @@ class Once:
 
 @pytest.fixture(scope="module")
 def once(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """A line's first tick, whose gate names drift, in a folder where somebody was removing a run."""
+    """A line's first tick, whose gate names drift, in a folder where somebody was removing a
+    run.
+    """
     folder = tmp_path_factory.mktemp("once")
     write_day(folder / "data" / "0.arrow", rows=60)
     left = folder / "runs" / LINE / f".{name(0)}.4711"
@@ -461,7 +616,9 @@ def once(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Once:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "training_plan", counted)
-        ended = tick(config_of(folder, small, gate={"require": "drift.x < 0.5 and drift.cls < 0.5"}), 1)
+        ended = tick(
+            config_of(folder, small, gate={"require": "drift.x < 0.5 and drift.cls < 0.5"}), 1
+        )
     return Once(ended, planned, left)
 
 
@@ -478,53 +635,89 @@ def test_a_tick_that_cannot_be_right_is_not_begun(small: Package, folder: Path) 
     assert tick(config_of(folder, small), 0).outcome == "promoted"
 
 
-def test_data_that_cannot_be_trained_on_is_found_by_check(small: Package, folder: Path, commands: Any) -> None:
+def test_data_that_cannot_be_trained_on_is_found_by_check(
+    small: Package, folder: Path, commands: Any
+) -> None:
     trainload.write_rows([{"x": np.zeros((4, 5), np.float32)}], folder / "data" / "0.arrow")
     (folder / "retrain.yaml").write_text(yaml.safe_dump(config_of(folder, small).to_json()))
     status, _, said = commands("retrain", "check", str(folder / "retrain.yaml"))
-    assert (status, "data.files: none of the data files can be used for training" in said, "'cls'" in said) == (2, True, True), said
+    assert (
+        status,
+        "data.files: none of the data files can be used for training" in said,
+        "'cls'" in said,
+    ) == (2, True, True), said
 
 
-def test_an_old_release_is_exported_from_its_store(lived: Path, tmp_path: Path, commands: Any) -> None:
+def test_an_old_release_is_exported_from_its_store(
+    lived: Path, tmp_path: Path, commands: Any
+) -> None:
     name = f"{lived / 'store'}#{LINE}/2"
     status, _, said = commands("export", name, "--to", "huggingface")
     assert (status, "pass --output" in said) == (2, True), said
-    status, _, said = commands("export", name, "--to", "huggingface", "--output", str(tmp_path / "old"), "--json")
+    status, _, said = commands(
+        "export", name, "--to", "huggingface", "--output", str(tmp_path / "old"), "--json"
+    )
     assert status == 0, said
     found = load_file(tmp_path / "old" / "model.safetensors")
     assert torch.equal(found["0.weight"], trainload.open(name).weights.tensor("0.weight"))
 
 
 def test_a_store_has_a_page(store: Store, tmp_path: Path, commands: Any) -> None:
-    status, out, _ = commands("report", store.url, "--output", str(tmp_path / "page.html"), "--json")
-    assert (status, json.loads(out)["lines"]) == (0, {LINE: {"current": "3", "releases": 3, "ticks": 3}})
+    status, out, _ = commands(
+        "report", store.url, "--output", str(tmp_path / "page.html"), "--json"
+    )
+    assert (status, json.loads(out)["lines"]) == (
+        0,
+        {LINE: {"current": "3", "releases": 3, "ticks": 3}},
+    )
     page = (tmp_path / "page.html").read_text()
-    assert all(each in page for each in ("2026-01-01 00:00:00", "no data", "evaluation loss", "accuracy", "drift", "frozen"))
+    assert all(
+        each in page
+        for each in (
+            "2026-01-01 00:00:00",
+            "no data",
+            "evaluation loss",
+            "accuracy",
+            "drift",
+            "frozen",
+        )
+    )
     assert "<script" not in page
 
 
-def test_what_people_have_written_is_text_in_it(store: Store, tmp_path: Path, commands: Any) -> None:
+def test_what_people_have_written_is_text_in_it(
+    store: Store, tmp_path: Path, commands: Any
+) -> None:
     store.promote(LINE, 2, reason="<img src=x onerror=alert(1)>")
     commands("report", f"{store.url}#{LINE}", "--output", str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
     assert ("<img" in page, "&lt;img src=x" in page) == (False, True)
 
 
-def test_a_file_that_is_no_report_is_not_written_over(store: Store, tmp_path: Path, commands: Any) -> None:
+def test_a_file_that_is_no_report_is_not_written_over(
+    store: Store, tmp_path: Path, commands: Any
+) -> None:
     (tmp_path / "thesis.html").write_text("years of work")
     status, _, said = commands("report", store.url, "--output", str(tmp_path / "thesis.html"))
     assert (status, "it exists already and is not a report" in said) == (2, True)
 
 
-def test_drift_may_be_named_before_there_is_anything_that_it_could_be_told_against(once: Once) -> None:
-    assert (once.ended.outcome, once.ended.reason) == ("promoted", "drift.x < 0.5: 0 < 0.5 is true; drift.cls < 0.5: 0 < 0.5 is true")
+def test_drift_may_be_named_before_there_is_anything_that_it_could_be_told_against(
+    once: Once,
+) -> None:
+    assert (once.ended.outcome, once.ended.reason) == (
+        "promoted",
+        "drift.x < 0.5: 0 < 0.5 is true; drift.cls < 0.5: 0 < 0.5 is true",
+    )
 
 
 def test_held_out_rows_that_change_between_two_evaluations_are_noticed(
     small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = write_day(folder / "held.arrow", rows=60, seed=9)
-    config = config_of(folder, small, evaluation={"files": str(held)}, train={"steps": 2, "start": "first"})
+    config = config_of(
+        folder, small, evaluation={"files": str(held)}, train={"steps": 2, "start": "first"}
+    )
     real = Stages.evaluate
 
     def late(stages: Stages, *arguments: Any) -> Any:
@@ -545,7 +738,9 @@ def test_folders_of_runs_that_were_being_removed_go_too(once: Once) -> None:
     assert not once.left.exists()
 
 
-def test_a_process_that_lost_its_lease_asks_no_run_to_stop(small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_lost_its_lease_asks_no_run_to_stop(
+    small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever has the lease now goes on with it."""
     asked = folder / "runs" / LINE / name(0) / "run-1" / "stop"
     refused = threading.Semaphore(0)
@@ -565,17 +760,45 @@ def test_a_process_that_lost_its_lease_asks_no_run_to_stop(small: Package, folde
 
     monkeypatch.setattr(training, "_WATCH_SECONDS", 0.01)
     with pytest.raises(LeaseLostError):
-        Scheduler(config_of(folder, small, train={"steps": 4}), Stages(Opening(), print, heard), print).tick(day(0))
+        Scheduler(
+            config_of(folder, small, train={"steps": 4}), Stages(Opening(), print, heard), print
+        ).tick(day(0))
     assert seen == [False]
 
 
-def test_a_migration_into_a_line_that_has_releases_publishes_nothing(wider: Package, store: Store, tmp_path: Path, commands: Any) -> None:
+def test_a_migration_into_a_line_that_has_releases_publishes_nothing(
+    wider: Package, store: Store, tmp_path: Path, commands: Any
+) -> None:
     before = store.release_ids(LINE)
-    status, _, said = commands("migrate", str(wider.path), "--from", f"{store.url}#{LINE}/3", "--store", store.url, "--line", LINE)
-    assert (status, "the line already has releases" in said, store.release_ids(LINE)) == (2, True, before), said
+    status, _, said = commands(
+        "migrate",
+        str(wider.path),
+        "--from",
+        f"{store.url}#{LINE}/3",
+        "--store",
+        store.url,
+        "--line",
+        LINE,
+    )
+    assert (status, "the line already has releases" in said, store.release_ids(LINE)) == (
+        2,
+        True,
+        before,
+    ), said
 
 
-def test_a_lineage_goes_on_where_its_store_was_moved(wider: Package, store: Store, tmp_path: Path, commands: Any) -> None:
-    commands("migrate", str(wider.path), "--from", f"{store.url}#{LINE}/3", "--store", store.url, "--line", "wide")
+def test_a_lineage_goes_on_where_its_store_was_moved(
+    wider: Package, store: Store, tmp_path: Path, commands: Any
+) -> None:
+    commands(
+        "migrate",
+        str(wider.path),
+        "--from",
+        f"{store.url}#{LINE}/3",
+        "--store",
+        store.url,
+        "--line",
+        "wide",
+    )
     moved = Path(store.url).rename(tmp_path / "moved")
     assert [step.line for step in ancestry(Store(moved), "wide")] == ["wide", LINE, LINE, LINE]

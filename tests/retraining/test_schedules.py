@@ -26,7 +26,10 @@ def times(schedule: Schedule, start: str, count: int) -> list[str]:
 
 
 def test_every_hour_is_the_same_on_every_machine() -> None:
-    assert times(Every(timedelta(hours=1)), "2026-11-23T06:59:59+00:00", 2) == ["2026-11-23T07:00", "2026-11-23T08:00"]
+    assert times(Every(timedelta(hours=1)), "2026-11-23T06:59:59+00:00", 2) == [
+        "2026-11-23T07:00",
+        "2026-11-23T08:00",
+    ]
 
 
 def test_a_scheduled_time_is_not_after_itself() -> None:
@@ -40,12 +43,18 @@ def test_a_crontab_is_in_its_zone() -> None:
 
 def test_a_time_that_there_is_not_runs_after_the_gap() -> None:
     """On 2026-03-29 clocks in Berlin go from 2:00 to 3:00, which is 1:00 in UTC."""
-    assert times(Cron("30 2 * * *", BERLIN), "2026-03-28T12:00+00:00", 2) == ["2026-03-29T01:00", "2026-03-30T00:30"]
+    assert times(Cron("30 2 * * *", BERLIN), "2026-03-28T12:00+00:00", 2) == [
+        "2026-03-29T01:00",
+        "2026-03-30T00:30",
+    ]
 
 
 def test_a_time_that_there_is_twice_runs_once() -> None:
     """On 2026-10-25 clocks in Berlin go from 3:00 to 2:00, which is 1:00 in UTC."""
-    assert times(Cron("30 2 * * *", BERLIN), "2026-10-24T12:00+00:00", 2) == ["2026-10-25T00:30", "2026-10-26T01:30"]
+    assert times(Cron("30 2 * * *", BERLIN), "2026-10-24T12:00+00:00", 2) == [
+        "2026-10-25T00:30",
+        "2026-10-26T01:30",
+    ]
 
 
 @pytest.mark.parametrize("start", ["2026-03-28T20:00+00:00", "2026-10-24T20:00+00:00"])
@@ -55,8 +64,13 @@ def test_what_comes_every_hour_goes_on_evenly(start: str) -> None:
 
 
 def test_a_day_that_is_rare_is_found() -> None:
-    assert times(Cron("0 0 29 2 *"), "2026-01-01T00:00+00:00", 2) == ["2028-02-29T00:00", "2032-02-29T00:00"]
-    assert Cron("0 0 29 2 *").last_until(datetime(2026, 1, 1, tzinfo=UTC)) == datetime(2024, 2, 29, tzinfo=UTC)
+    assert times(Cron("0 0 29 2 *"), "2026-01-01T00:00+00:00", 2) == [
+        "2028-02-29T00:00",
+        "2032-02-29T00:00",
+    ]
+    assert Cron("0 0 29 2 *").last_until(datetime(2026, 1, 1, tzinfo=UTC)) == datetime(
+        2024, 2, 29, tzinfo=UTC
+    )
 
 
 SCHEDULES = [
@@ -73,7 +87,9 @@ SCHEDULES = [
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: each.describe())
 @given(moment=MOMENTS)
 @settings(max_examples=30, deadline=None)
-def test_the_next_time_is_a_scheduled_one_and_there_is_none_before_it(schedule: Schedule, moment: datetime) -> None:
+def test_the_next_time_is_a_scheduled_one_and_there_is_none_before_it(
+    schedule: Schedule, moment: datetime
+) -> None:
     due = schedule.next_after(moment)
     assert due > moment
     assert schedule.last_until(due) == due
@@ -109,4 +125,8 @@ def test_a_schedule_is_told_in_words() -> None:
 
 def test_a_file_says_which() -> None:
     assert schedule_of(Timing.model_validate({"every": "6h"})) == Every(timedelta(hours=6))
-    assert schedule_of(Timing.model_validate({"cron": "0 3 * * *", "zone": BERLIN})).describe().startswith("At 03:00")
+    assert (
+        schedule_of(Timing.model_validate({"cron": "0 3 * * *", "zone": BERLIN}))
+        .describe()
+        .startswith("At 03:00")
+    )

@@ -16,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.launch.forked import Talk, talking
 
-from trainload.core.errors import ClusterError, DataError, RequestError, RunInterrupted, StorageError, TrainingError
+from trainload.core.errors import (
+    ClusterError,
+    DataError,
+    RequestError,
+    RunInterrupted,
+    StorageError,
+    TrainingError,
+)
 from trainload.retraining.service import Missed, serve
 from trainload.retraining.ticks.tick_times import Every
 
@@ -26,9 +33,13 @@ HOURLY = Every(HOUR)
 
 
 class Clock:
-    """A clock that goes on when it is waited for. jumps: after so many waits it is set to another time."""
+    """A clock that goes on when it is waited for. jumps: after so many waits it is set to another
+    time.
+    """
 
-    def __init__(self, start: datetime = START, jumps: dict[int, timedelta] | None = None, end: int = 10_000) -> None:
+    def __init__(
+        self, start: datetime = START, jumps: dict[int, timedelta] | None = None, end: int = 10_000
+    ) -> None:
         self.time, self.jumps, self.end, self.waits = start, jumps or {}, end, 0
 
     def now(self) -> datetime:
@@ -41,7 +52,12 @@ class Clock:
 
 
 def served(
-    clock: Clock, ticks: int, missed: Missed = "once", last: datetime | None = None, tick: Any = None, said: list[str] | None = None
+    clock: Clock,
+    ticks: int,
+    missed: Missed = "once",
+    last: datetime | None = None,
+    tick: Any = None,
+    said: list[str] | None = None,
 ) -> list[datetime]:
     """The times that a loop has run."""
     found: list[datetime] = []
@@ -51,7 +67,15 @@ def served(
         if tick is not None:
             tick(when)
 
-    serve(HOURLY, missed, one, lambda: last, on_event=(said if said is not None else []).append, clock=clock, ticks=ticks)
+    serve(
+        HOURLY,
+        missed,
+        one,
+        lambda: last,
+        on_event=(said if said is not None else []).append,
+        clock=clock,
+        ticks=ticks,
+    )
     return found
 
 
@@ -109,9 +133,17 @@ def test_a_clock_that_goes_back_runs_nothing_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [StorageError("away", where="s3://bucket"), ClusterError("full"), DataError("gone"), TrainingError("dead")]
+    "error",
+    [
+        StorageError("away", where="s3://bucket"),
+        ClusterError("full"),
+        DataError("gone"),
+        TrainingError("dead"),
+    ],
 )
-def test_a_tick_that_fails_of_what_may_pass_is_tried_again_with_longer_and_longer_pauses(error: Exception) -> None:
+def test_a_tick_that_fails_of_what_may_pass_is_tried_again_with_longer_and_longer_pauses(
+    error: Exception,
+) -> None:
     clock = Clock()
     said: list[str] = []
     tried: list[datetime] = []
@@ -122,7 +154,11 @@ def test_a_tick_that_fails_of_what_may_pass_is_tried_again_with_longer_and_longe
             raise error
 
     assert served(clock, 2, last=hour(0), tick=tick, said=said) == [hour(1)] * 4 + [hour(2)]
-    assert [round((later - earlier).total_seconds()) for earlier, later in pairwise(tried[:4])] == [60, 120, 240]
+    assert [round((later - earlier).total_seconds()) for earlier, later in pairwise(tried[:4])] == [
+        60,
+        120,
+        240,
+    ]
     assert sum("; retrying in" in text for text in said) == 3
 
 
@@ -136,7 +172,9 @@ def test_it_is_not_tried_again_when_the_next_one_is_due() -> None:
     assert 5 <= len(found) <= 8
 
 
-@pytest.mark.parametrize("error", [RequestError("no such metric", where="gate.require"), RunInterrupted("stopped")])
+@pytest.mark.parametrize(
+    "error", [RequestError("no such metric", where="gate.require"), RunInterrupted("stopped")]
+)
 def test_what_does_not_pass_is_not_tried_again(error: Exception) -> None:
     def tick(when: datetime) -> None:
         if when == hour(1):
@@ -176,12 +214,24 @@ def test_who_asks_a_loop_to_end_that_waits_to_try_again_need_not_wait_for_it() -
 
 def test_what_another_scheduler_has_run_is_not_run_again() -> None:
     found: list[datetime] = []
-    serve(HOURLY, "once", found.append, lambda: hour(4), on_event=list[str]().append, clock=Clock(), ticks=1)
+    serve(
+        HOURLY,
+        "once",
+        found.append,
+        lambda: hour(4),
+        on_event=list[str]().append,
+        clock=Clock(),
+        ticks=1,
+    )
     assert found == [hour(5)]
 
 
 @given(
-    jumps=st.dictionaries(st.integers(1, 200), st.integers(-300, 300).map(lambda minutes: timedelta(minutes=minutes)), max_size=8),
+    jumps=st.dictionaries(
+        st.integers(1, 200),
+        st.integers(-300, 300).map(lambda minutes: timedelta(minutes=minutes)),
+        max_size=8,
+    ),
     lasts=st.lists(st.integers(0, 200), min_size=1, max_size=5),
     missed=st.sampled_from(["once", "skip"]),
 )

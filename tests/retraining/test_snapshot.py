@@ -1,4 +1,6 @@
-"""Which data a tick has: new files, a window by path or column; what is held out, what is bad, what has changed."""
+"""Which data a tick has: new files, a window by path or column; what is held out, what is bad, what
+has changed.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,25 @@ from trainload.launching.data.data_files import LocalFile
 from trainload.launching.data.run_data import open_run_data
 from trainload.packaging.package import Package
 from trainload.retraining.config.config import Config, checked
-from trainload.retraining.data.snapshot import check_unchanged, evaluation_source, newest, take, train_source
+from trainload.retraining.data.snapshot import (
+    check_unchanged,
+    evaluation_source,
+    newest,
+    take,
+    train_source,
+)
 from trainload.retraining.data.snapshot_records import Snapshot
 
 WHEN = datetime(2026, 3, 10, tzinfo=UTC)
 
 
 def config_of(tmp_path: Path, **changes: Any) -> Config:
-    least = {"store": "s", "line": "l", "data": {"files": str(tmp_path / "data" / "*.arrow")}, "evaluation": {"hold_out": 0.25}}
+    least = {
+        "store": "s",
+        "line": "l",
+        "data": {"files": str(tmp_path / "data" / "*.arrow")},
+        "evaluation": {"hold_out": 0.25},
+    }
     return checked({**least, **changes}, "the test")
 
 
@@ -34,7 +47,9 @@ def data(tmp_path: Path, **more: Any) -> dict[str, Any]:
     return {"files": str(tmp_path / "data" / "*.arrow"), **more}
 
 
-def taken(config: Config, package: Package, tmp_path: Path, had: Any = (), when: datetime = WHEN) -> Snapshot:
+def taken(
+    config: Config, package: Package, tmp_path: Path, had: Any = (), when: datetime = WHEN
+) -> Snapshot:
     return take(config, when, package, set(had), tmp_path / "tick")
 
 
@@ -51,7 +66,9 @@ def test_files_that_no_tick_had_are_new(small: Package, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     first = taken(config, small, tmp_path)
     write_day(tmp_path / "data" / "2.arrow", seed=2)
-    second = taken(config, small, tmp_path, had=[(file.name, file.identity) for file in first.files])
+    second = taken(
+        config, small, tmp_path, had=[(file.name, file.identity) for file in first.files]
+    )
     assert [file.name for file in first.files] == [str(one)]
     assert [Path(file.name).name for file in second.files] == ["2.arrow"]
 
@@ -89,13 +106,23 @@ def test_a_path_with_the_time_chooses_files(small: Package, tmp_path: Path) -> N
     files = str(tmp_path / "data" / "{time:%Y-%m-%d}" / "*.arrow")
     config = config_of(tmp_path, data={"files": files, "window": {"kind": "path", "span": "3d"}})
     snapshot = taken(config, small, tmp_path, when=WHEN)
-    assert [Path(file.name).parent.name for file in snapshot.files] == ["2026-03-07", "2026-03-08", "2026-03-09"]
+    assert [Path(file.name).parent.name for file in snapshot.files] == [
+        "2026-03-07",
+        "2026-03-08",
+        "2026-03-09",
+    ]
 
 
 def test_a_window_by_hours_of_which_some_have_no_files(small: Package, tmp_path: Path) -> None:
     for hour in (1, 4):
         write_day(tmp_path / "data" / f"10T{hour:02}.arrow", seed=hour)
-    config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "{time:%dT%H}.arrow"), "window": {"kind": "path", "span": "5h"}})
+    config = config_of(
+        tmp_path,
+        data={
+            "files": str(tmp_path / "data" / "{time:%dT%H}.arrow"),
+            "window": {"kind": "path", "span": "5h"},
+        },
+    )
     snapshot = taken(config, small, tmp_path, when=WHEN + timedelta(hours=5))
     assert [Path(file.name).name for file in snapshot.files] == ["10T01.arrow", "10T04.arrow"]
 
@@ -111,10 +138,14 @@ def test_a_column_with_the_time_chooses_rows(small: Package, tmp_path: Path, kin
     elif kind == "milliseconds":
         times = pa.array(seconds.astype(np.int64) * 10**3).cast(pa.timestamp("ms"))
     elif kind != "seconds":
-        times = pa.array((seconds * 1e6).astype(np.int64)).cast(pa.timestamp("us", tz=None if kind == "timestamps" else "Asia/Tokyo"))
+        times = pa.array((seconds * 1e6).astype(np.int64)).cast(
+            pa.timestamp("us", tz=None if kind == "timestamps" else "Asia/Tokyo")
+        )
     pq.write_table(table.append_column("time", times), tmp_path / "data" / "1.parquet")
     window = {"kind": "column", "column": "time", "span": "2d"}
-    config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.parquet"), "window": window})
+    config = config_of(
+        tmp_path, data={"files": str(tmp_path / "data" / "*.parquet"), "window": window}
+    )
     snapshot = taken(config, small, tmp_path)
     assert snapshot.rows + snapshot.held_out_rows == 48
     rows = rows_of(train_source(config, snapshot, tmp_path / "tick"), small, tmp_path)
@@ -123,14 +154,18 @@ def test_a_column_with_the_time_chooses_rows(small: Package, tmp_path: Path, kin
     assert sorted([*rows["cls"], *held["cls"]]) == sorted(wanted)
 
 
-def test_what_is_held_out_is_not_trained_on_and_nothing_is_lost(small: Package, tmp_path: Path) -> None:
+def test_what_is_held_out_is_not_trained_on_and_nothing_is_lost(
+    small: Package, tmp_path: Path
+) -> None:
     marks = np.zeros((200, 4), dtype=np.float32)
     marks[:, 0] = np.arange(200)
     write_day(tmp_path / "data" / "1.arrow", rows=200, x=marks)
     config = config_of(tmp_path)
     snapshot = taken(config, small, tmp_path)
     trained = rows_of(train_source(config, snapshot, tmp_path / "tick"), small, tmp_path)["x"][:, 0]
-    held = rows_of(evaluation_source(config, snapshot, tmp_path / "tick"), small, tmp_path)["x"][:, 0]
+    held = rows_of(evaluation_source(config, snapshot, tmp_path / "tick"), small, tmp_path)["x"][
+        :, 0
+    ]
     assert sorted([*trained, *held]) == list(range(200))
     assert 25 < len(held) < 80
     assert (len(trained), len(held)) == (snapshot.rows, snapshot.held_out_rows)
@@ -168,7 +203,9 @@ def test_held_out_files_are_used_as_they_are(small: Package, tmp_path: Path) -> 
     config = config_of(tmp_path, evaluation={"files": str(held)})
     snapshot = taken(config, small, tmp_path)
     assert (snapshot.rows, snapshot.held_out_rows, snapshot.made) == (40, 12, False)
-    assert json.loads(Path(evaluation_source(config, snapshot, tmp_path / "tick")).read_text()) == {"parts": [{"data": [str(held)]}]}
+    assert json.loads(Path(evaluation_source(config, snapshot, tmp_path / "tick")).read_text()) == {
+        "parts": [{"data": [str(held)]}]
+    }
 
 
 def test_slices_are_parts_with_names(small: Package, tmp_path: Path) -> None:
@@ -179,9 +216,14 @@ def test_slices_are_parts_with_names(small: Package, tmp_path: Path) -> None:
     config = config_of(tmp_path, evaluation={"files": str(held), "slices": slices})
     snapshot = taken(config, small, tmp_path)
     assert snapshot.slices == {"land=0": 10, "land=2": 10, "land=other": 10}
-    parts = json.loads(Path(evaluation_source(config, snapshot, tmp_path / "tick")).read_text())["parts"]
+    parts = json.loads(Path(evaluation_source(config, snapshot, tmp_path / "tick")).read_text())[
+        "parts"
+    ]
     assert [part["name"] for part in parts] == ["land=0", "land=2", "land=other"]
-    assert len(rows_of(evaluation_source(config, snapshot, tmp_path / "tick"), small, tmp_path)["cls"]) == 30
+    assert (
+        len(rows_of(evaluation_source(config, snapshot, tmp_path / "tick"), small, tmp_path)["cls"])
+        == 30
+    )
 
 
 def test_slices_whose_long_names_begin_alike_stay_apart(small: Package, tmp_path: Path) -> None:
@@ -189,9 +231,15 @@ def test_slices_whose_long_names_begin_alike_stay_apart(small: Package, tmp_path
     held = write_day(tmp_path / "held" / "h.arrow", rows=30, seed=9)
     table = pa.ipc.open_file(str(held)).read_all()
     long = pa.array([f"{'country' * 30}{number % 3}" for number in range(30)])
-    with pa.OSFile(str(held), "wb") as sink, pa.ipc.new_file(sink, table.append_column("land", long).schema) as writer:
+    with (
+        pa.OSFile(str(held), "wb") as sink,
+        pa.ipc.new_file(sink, table.append_column("land", long).schema) as writer,
+    ):
         writer.write_table(table.append_column("land", long))
-    config = config_of(tmp_path, evaluation={"files": str(held), "slices": {"column": "land", "require": "eval.loss < 9"}})
+    config = config_of(
+        tmp_path,
+        evaluation={"files": str(held), "slices": {"column": "land", "require": "eval.loss < 9"}},
+    )
     snapshot = taken(config, small, tmp_path)
     assert sorted(snapshot.slices.values()) == [10, 10, 10]
     assert max(map(len, snapshot.slices)) == 128
@@ -200,16 +248,27 @@ def test_slices_whose_long_names_begin_alike_stay_apart(small: Package, tmp_path
 def test_too_many_slices_are_refused(small: Package, tmp_path: Path) -> None:
     write_day(tmp_path / "data" / "1.arrow")
     held = write_day(tmp_path / "held" / "h.arrow", rows=100, seed=9, land=np.arange(100))
-    config = config_of(tmp_path, evaluation={"files": str(held), "slices": {"column": "land", "require": "eval.loss < 9"}})
-    assert "the column of the slices has too many distinct values" in taken(config, small, tmp_path).refused
+    config = config_of(
+        tmp_path,
+        evaluation={"files": str(held), "slices": {"column": "land", "require": "eval.loss < 9"}},
+    )
+    assert (
+        "the column of the slices has too many distinct values"
+        in taken(config, small, tmp_path).refused
+    )
 
 
-def test_columns_that_are_no_inputs_are_dropped_where_that_is_asked_for(small: Package, tmp_path: Path) -> None:
+def test_columns_that_are_no_inputs_are_dropped_where_that_is_asked_for(
+    small: Package, tmp_path: Path
+) -> None:
     write_day(tmp_path / "data" / "1.arrow", number=np.arange(40))
     assert "columns that are not inputs" in taken(config_of(tmp_path), small, tmp_path).refused
     config = config_of(tmp_path, data=data(tmp_path, drop=["number"]))
     snapshot = take(config, WHEN, small, set(), tmp_path / "other")
-    assert set(rows_of(train_source(config, snapshot, tmp_path / "other"), small, tmp_path)) == {"x", "cls"}
+    assert set(rows_of(train_source(config, snapshot, tmp_path / "other"), small, tmp_path)) == {
+        "x",
+        "cls",
+    }
 
 
 def bad(tmp_path: Path, kind: str) -> None:
@@ -218,7 +277,11 @@ def bad(tmp_path: Path, kind: str) -> None:
     if kind == "no file":
         (tmp_path / "data" / "2.arrow").write_bytes(b"nonsense")
     else:
-        columns: dict[str, dict[str, Any]] = {"nan": {"x": broken}, "column": {"cls": None}, "dtype": {"cls": np.zeros(40)}}
+        columns: dict[str, dict[str, Any]] = {
+            "nan": {"x": broken},
+            "column": {"cls": None},
+            "dtype": {"cls": np.zeros(40)},
+        }
         write_day(tmp_path / "data" / "2.arrow", **columns[kind])
 
 
@@ -231,7 +294,9 @@ WORDS = {
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_bad_data_is_refused_with_the_file_and_what_is_wrong(small: Package, tmp_path: Path, kind: str) -> None:
+def test_bad_data_is_refused_with_the_file_and_what_is_wrong(
+    small: Package, tmp_path: Path, kind: str
+) -> None:
     write_day(tmp_path / "data" / "1.arrow")
     bad(tmp_path, kind)
     snapshot = taken(config_of(tmp_path), small, tmp_path)
@@ -276,7 +341,11 @@ def test_a_file_that_is_gone_is_noticed(small: Package, tmp_path: Path) -> None:
 
 def test_rows_are_chosen_of_tables_alone(small: Package, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    np.savez(tmp_path / "data" / "1.npz", x=np.zeros((20, 4), dtype=np.float32), cls=np.zeros(20, dtype=np.int64))
+    np.savez(
+        tmp_path / "data" / "1.npz",
+        x=np.zeros((20, 4), dtype=np.float32),
+        cls=np.zeros(20, dtype=np.int64),
+    )
     config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.npz")})
     with pytest.raises(RequestError, match="from files in certain formats"):
         taken(config, small, tmp_path)
@@ -284,9 +353,15 @@ def test_rows_are_chosen_of_tables_alone(small: Package, tmp_path: Path) -> None
 
 def test_other_formats_are_used_as_they_are(small: Package, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    np.savez(tmp_path / "data" / "1.npz", x=np.zeros((20, 4), dtype=np.float32), cls=np.zeros(20, dtype=np.int64))
+    np.savez(
+        tmp_path / "data" / "1.npz",
+        x=np.zeros((20, 4), dtype=np.float32),
+        cls=np.zeros(20, dtype=np.int64),
+    )
     held = write_day(tmp_path / "held.arrow")
-    config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.npz")}, evaluation={"files": str(held)})
+    config = config_of(
+        tmp_path, data={"files": str(tmp_path / "data" / "*.npz")}, evaluation={"files": str(held)}
+    )
     assert taken(config, small, tmp_path).rows == 20
 
 
@@ -304,21 +379,34 @@ def test_files_may_lie_at_urls(small: Package, tmp_path: Path) -> None:
 def test_values_are_told_of(small: Package, tmp_path: Path) -> None:
     write_day(tmp_path / "data" / "1.arrow", rows=400)
     statistics = taken(config_of(tmp_path), small, tmp_path).statistics
-    assert (statistics["cls"].least, statistics["cls"].greatest, set(statistics["cls"].counts)) == (0.0, 2.0, {"0", "1", "2"})
+    assert (statistics["cls"].least, statistics["cls"].greatest, set(statistics["cls"].counts)) == (
+        0.0,
+        2.0,
+        {"0", "1", "2"},
+    )
     assert statistics["x"].count == 1600
     assert len(statistics["x"].percentiles) == 101
 
 
 def test_columns_may_be_in_another_order_from_file_to_file(small: Package, tmp_path: Path) -> None:
     for number, order in enumerate((["x", "cls"], ["cls", "x"])):
-        table = pa.ipc.open_file(str(write_day(tmp_path / "made" / f"{number}.arrow", seed=number))).read_all().select(order)
-        nullable = [pa.field(field.name, field.type, nullable=bool(number)) for field in table.schema]
+        table = (
+            pa.ipc.open_file(str(write_day(tmp_path / "made" / f"{number}.arrow", seed=number)))
+            .read_all()
+            .select(order)
+        )
+        nullable = [
+            pa.field(field.name, field.type, nullable=bool(number)) for field in table.schema
+        ]
         (tmp_path / "data").mkdir(exist_ok=True)
         pq.write_table(table.cast(pa.schema(nullable)), tmp_path / "data" / f"{number}.parquet")
     config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.parquet")})
     snapshot = taken(config, small, tmp_path)
     assert (snapshot.refused, snapshot.rows + snapshot.held_out_rows) == ("", 80)
-    assert len(rows_of(train_source(config, snapshot, tmp_path / "tick"), small, tmp_path)["cls"]) == snapshot.rows
+    assert (
+        len(rows_of(train_source(config, snapshot, tmp_path / "tick"), small, tmp_path)["cls"])
+        == snapshot.rows
+    )
 
 
 @pytest.mark.parametrize("kind", ["dangling", "secret"])
@@ -330,13 +418,18 @@ def test_a_file_that_cannot_be_read_is_bad_and_new_when_it_can(
     with monkeypatch.context() as patch:
         if kind == "secret":
             patch.setattr(LocalFile, "opened", refusing(path))
-            patch.setattr(LocalFile, "identity", lambda file, _: "" if file.path != path else raising())
+            patch.setattr(
+                LocalFile, "identity", lambda file, _: "" if file.path != path else raising()
+            )
         else:
             path.unlink()
             path.symlink_to(tmp_path / "nowhere.arrow")
         config = config_of(tmp_path, data=data(tmp_path, bad="skip"))
         first = taken(config, small, tmp_path)
-    assert [(Path(file.name).name, bool(file.problem)) for file in first.files] == [("1.arrow", False), ("2.arrow", True)]
+    assert [(Path(file.name).name, bool(file.problem)) for file in first.files] == [
+        ("1.arrow", False),
+        ("2.arrow", True),
+    ]
     path.unlink()
     write_day(path, seed=2)
     again = taken(config, small, tmp_path, had=[(file.name, file.identity) for file in first.files])
@@ -359,7 +452,10 @@ def timed(tmp_path: Path, values: Any, times: Any) -> Config:
     table = pa.ipc.open_file(str(path)).read_all().append_column("time", pa.array(times))
     pq.write_table(table, tmp_path / "data" / "1.parquet")
     window = {"kind": "column", "column": "time", "span": "2d"}
-    return config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.parquet"), "window": window, "inspect_rows": 30})
+    return config_of(
+        tmp_path,
+        data={"files": str(tmp_path / "data" / "*.parquet"), "window": window, "inspect_rows": 30},
+    )
 
 
 HOURS = WHEN.timestamp() + np.arange(-199, 1) * 3600.0
@@ -406,12 +502,21 @@ def test_another_snapshot_of_a_tick_has_a_folder_of_its_own(small: Package, tmp_
     before = first.read_bytes()
     write_day(tmp_path / "data" / "2.arrow", seed=2)
     two = taken(config, small, tmp_path)
-    assert (Path(train_source(config, two, tmp_path / "tick")) != first, first.read_bytes() == before) == (True, True)
+    assert (
+        Path(train_source(config, two, tmp_path / "tick")) != first,
+        first.read_bytes() == before,
+    ) == (True, True)
 
 
-def test_rows_that_cannot_be_chosen_are_found_before_anything_runs(small: Package, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_chosen_are_found_before_anything_runs(
+    small: Package, tmp_path: Path
+) -> None:
     (tmp_path / "data").mkdir()
-    np.savez(tmp_path / "data" / "1.npz", x=np.zeros((20, 4), dtype=np.float32), cls=np.zeros(20, dtype=np.int64))
+    np.savez(
+        tmp_path / "data" / "1.npz",
+        x=np.zeros((20, 4), dtype=np.float32),
+        cls=np.zeros(20, dtype=np.int64),
+    )
     config = config_of(tmp_path, data={"files": str(tmp_path / "data" / "*.npz")})
     with pytest.raises(RequestError, match="from files in certain formats"):
         newest(config, WHEN, small, 10)

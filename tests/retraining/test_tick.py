@@ -11,9 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.retraining.pretended import LINE, Pretended, Writes, at, config_of, made_snapshot, scheduler, summary
+from tests.retraining.pretended import (
+    LINE,
+    Pretended,
+    Writes,
+    at,
+    config_of,
+    made_snapshot,
+    scheduler,
+    summary,
+)
 
-from trainload.core.errors import PackageError, RequestError, RunInterrupted, TrainingError, TrainloadError
+from trainload.core.errors import (
+    PackageError,
+    RequestError,
+    RunInterrupted,
+    TrainingError,
+    TrainloadError,
+)
 from trainload.core.storage import lease
 from trainload.core.storage.lease import LeaseLostError, LeaseTakenError
 from trainload.packaging.package import Package
@@ -22,7 +37,16 @@ from trainload.retraining.config.config import Config
 from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks import tick
 from trainload.retraining.ticks.tick import TickContext
-from trainload.retraining.ticks.tick_records import Begun, Decided, Ended, Pinned, Taken, Ticks, Trained, name_of
+from trainload.retraining.ticks.tick_records import (
+    Begun,
+    Decided,
+    Ended,
+    Pinned,
+    Taken,
+    Ticks,
+    Trained,
+    name_of,
+)
 
 
 @pytest.fixture
@@ -44,23 +68,37 @@ def test_a_better_challenger_becomes_current(work: Pretended, tmp_path: Path) ->
     pointer = store_of(tmp_path).current(LINE)
     assert pointer is not None
     assert pointer.release == "00000002"
-    assert pointer.reason.startswith(f"tick {name(0)}: eval.loss < champion.eval.loss: 0.9 < 1 is true")
+    assert pointer.reason.startswith(
+        f"tick {name(0)}: eval.loss < champion.eval.loss: 0.9 < 1 is true"
+    )
 
 
 def test_a_worse_one_is_kept_as_rejected_with_the_reason(work: Pretended, tmp_path: Path) -> None:
     work.worse.add(name(0))
     ended = scheduler(config_of(tmp_path / "store"), work).tick(at(0))
-    assert (ended.outcome, ended.reason) == ("rejected", "eval.loss < champion.eval.loss: 1.1 < 1 is false")
+    assert (ended.outcome, ended.reason) == (
+        "rejected",
+        "eval.loss < champion.eval.loss: 1.1 < 1 is false",
+    )
     states = store_of(tmp_path).releases(LINE)
-    assert [(state.release.name, state.status) for state in states] == [("1", "current"), ("2", "rejected")]
+    assert [(state.release.name, state.status) for state in states] == [
+        ("1", "current"),
+        ("2", "rejected"),
+    ]
     assert states[1].reason == ended.reason
 
 
-def test_without_new_data_nothing_is_trained_and_nothing_changes(work: Pretended, tmp_path: Path) -> None:
+def test_without_new_data_nothing_is_trained_and_nothing_changes(
+    work: Pretended, tmp_path: Path
+) -> None:
     work.empty.add(name(0))
     ended = scheduler(config_of(tmp_path / "store"), work).tick(at(0))
     assert (ended.outcome, ended.reason) == ("no data", "no new data: no file")
-    assert (work.trained, len(store_of(tmp_path).releases(LINE)), len(store_of(tmp_path).history(LINE))) == ([], 1, 1)
+    assert (
+        work.trained,
+        len(store_of(tmp_path).releases(LINE)),
+        len(store_of(tmp_path).history(LINE)),
+    ) == ([], 1, 1)
 
 
 def test_bad_data_is_not_trained_on(work: Pretended, tmp_path: Path) -> None:
@@ -69,14 +107,18 @@ def test_bad_data_is_not_trained_on(work: Pretended, tmp_path: Path) -> None:
     assert (ended.outcome, ended.reason, work.trained) == ("bad data", "a.parquet: a NaN", [])
 
 
-def test_a_training_that_diverges_is_rejected_without_a_release(work: Pretended, tmp_path: Path) -> None:
+def test_a_training_that_diverges_is_rejected_without_a_release(
+    work: Pretended, tmp_path: Path
+) -> None:
     work.diverging.add(name(0))
     ended = scheduler(config_of(tmp_path / "store"), work).tick(at(0))
     assert (ended.outcome, ended.release) == ("rejected", None)
     assert "the loss is nan" in ended.reason
 
 
-def test_the_next_tick_starts_from_the_release_that_was_promoted(work: Pretended, tmp_path: Path) -> None:
+def test_the_next_tick_starts_from_the_release_that_was_promoted(
+    work: Pretended, tmp_path: Path
+) -> None:
     runs = scheduler(config_of(tmp_path / "store"), work)
     runs.tick(at(0))
     runs.tick(at(1))
@@ -115,7 +157,9 @@ def test_a_stage_that_fails_is_tried_again_from_there(work: Pretended, tmp_path:
     assert work.trained == [name(0)]
 
 
-def test_a_tick_that_fails_too_often_is_given_up_and_says_why(work: Pretended, tmp_path: Path) -> None:
+def test_a_tick_that_fails_too_often_is_given_up_and_says_why(
+    work: Pretended, tmp_path: Path
+) -> None:
     runs = scheduler(config_of(tmp_path / "store", attempts=2), work)
     work.fail = failing("train", 9)
     for _ in range(2):
@@ -123,7 +167,10 @@ def test_a_tick_that_fails_too_often_is_given_up_and_says_why(work: Pretended, t
             runs.tick(at(0))
     ended = Ticks(store_of(tmp_path), LINE).read(Ended, name(0))
     assert ended is not None
-    assert (ended.outcome, ended.reason) == ("failed", "it failed 2 times, the last time with: the train stage: broken")
+    assert (ended.outcome, ended.reason) == (
+        "failed",
+        "it failed 2 times, the last time with: the train stage: broken",
+    )
 
 
 def test_after_one_that_was_given_up_the_next_one_runs(work: Pretended, tmp_path: Path) -> None:
@@ -141,7 +188,10 @@ def test_one_that_was_not_ended_goes_first(work: Pretended, tmp_path: Path) -> N
         runs.tick(at(0))
     runs.tick(at(1))
     ended = Ticks(store_of(tmp_path), LINE).of_all(Ended)
-    assert {tick: each.outcome for tick, each in ended.items()} == {name(0): "promoted", name(1): "promoted"}
+    assert {tick: each.outcome for tick, each in ended.items()} == {
+        name(0): "promoted",
+        name(1): "promoted",
+    }
 
 
 def test_one_that_was_not_ended_is_still_due(work: Pretended, tmp_path: Path) -> None:
@@ -156,7 +206,9 @@ def test_one_that_was_not_ended_is_still_due(work: Pretended, tmp_path: Path) ->
     assert runs.last_done() == at(1)
 
 
-def test_a_tick_goes_on_with_the_configuration_that_it_was_begun_with(work: Pretended, tmp_path: Path) -> None:
+def test_a_tick_goes_on_with_the_configuration_that_it_was_begun_with(
+    work: Pretended, tmp_path: Path
+) -> None:
     said: list[str] = []
     work.fail = failing("decide", 1)
     with pytest.raises(TrainingError):
@@ -166,7 +218,9 @@ def test_a_tick_goes_on_with_the_configuration_that_it_was_begun_with(work: Pret
     assert f"tick {name(0)} continues with the configuration that it started with" in said
 
 
-def test_commands_and_folders_are_those_of_the_file_whatever_the_store_says(packaged: Package, tmp_path: Path) -> None:
+def test_commands_and_folders_are_those_of_the_file_whatever_the_store_says(
+    packaged: Package, tmp_path: Path
+) -> None:
     class Seen(Pretended):
         configs: list[Any] = []  # noqa: RUF012  # of the class on purpose
 
@@ -176,7 +230,11 @@ def test_commands_and_folders_are_those_of_the_file_whatever_the_store_says(pack
 
     work = Seen(packaged, tmp_path)
     work.fail = failing("evaluate", 1)
-    forged = {"notify": {"command": ["rm", "-rf", "/"]}, "runs": "/", "handover": {"place": "/etc", "command": ["true"]}}
+    forged = {
+        "notify": {"command": ["rm", "-rf", "/"]},
+        "runs": "/",
+        "handover": {"place": "/etc", "command": ["true"]},
+    }
     with pytest.raises(TrainingError):
         scheduler(config_of(tmp_path / "store", **forged), work).tick(at(0))
     scheduler(config_of(tmp_path / "store"), work).tick(at(0))
@@ -184,7 +242,9 @@ def test_commands_and_folders_are_those_of_the_file_whatever_the_store_says(pack
     assert (seen.notify, seen.handover, seen.runs) == (None, None, str(tmp_path / "runs"))
 
 
-def test_where_another_release_was_made_current_meanwhile_the_challenger_stays_a_candidate(work: Pretended, tmp_path: Path) -> None:
+def test_where_another_release_was_made_current_meanwhile_the_challenger_stays_a_candidate(
+    work: Pretended, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     scheduler(config_of(store), work).tick(at(0))
 
@@ -196,18 +256,25 @@ def test_where_another_release_was_made_current_meanwhile_the_challenger_stays_a
     ended = scheduler(config_of(store), work).tick(at(1))
     assert ended.outcome == "conflict"
     assert "release 1: by hand" in ended.reason
-    assert [(state.release.name, state.status) for state in Store(store).releases(LINE)][-1] == ("3", "candidate")
+    assert [(state.release.name, state.status) for state in Store(store).releases(LINE)][-1] == (
+        "3",
+        "candidate",
+    )
 
 
 @pytest.fixture
 def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a lease, or has one, looks every few milliseconds what the other one says."""
+    """Whoever waits for a lease, or has one, looks every few milliseconds what the other one
+    says.
+    """
     monkeypatch.setattr(lease, "_BEATS", 1000)
     monkeypatch.setattr(tick, "_POLL_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("taken", ["forbid", "queue"])
-def test_two_ticks_of_a_line_do_not_run_at_once(work: Pretended, tmp_path: Path, taken: str, looking_often: None) -> None:
+def test_two_ticks_of_a_line_do_not_run_at_once(
+    work: Pretended, tmp_path: Path, taken: str, looking_often: None
+) -> None:
     config = config_of(tmp_path / "store", lease={"seconds": "20s", "taken": taken})
     inside, go_on = threading.Event(), threading.Event()
 
@@ -222,7 +289,9 @@ def test_two_ticks_of_a_line_do_not_run_at_once(work: Pretended, tmp_path: Path,
     assert inside.wait(30)
 
     class Said(list[str]):
-        """Handle the second scheduler's message: the first one continues once the second waits for it."""
+        """Handle the second scheduler's message: the first one continues once the second waits for
+        it.
+        """
 
         def append(self, line: str) -> None:
             super().append(line)
@@ -256,20 +325,29 @@ class Patient(Pretended):
         raise RunInterrupted("the run was asked to stop", where="step 3")
 
 
-def test_a_tick_that_is_asked_to_stop_gives_way(packaged: Package, tmp_path: Path, looking_often: None) -> None:
+def test_a_tick_that_is_asked_to_stop_gives_way(
+    packaged: Package, tmp_path: Path, looking_often: None
+) -> None:
     config = config_of(tmp_path / "store", lease={"seconds": "6s", "taken": "replace"})
     first = Patient(packaged, tmp_path)
     thread = threading.Thread(target=lambda: scheduler(config, first, owner="first").tick(at(0)))
     thread.start()
     assert first.inside.wait(30)
     (tmp_path / "other").mkdir()
-    assert scheduler(config, Pretended(packaged, tmp_path / "other"), owner="second").tick(at(1)).outcome == "promoted"
+    assert (
+        scheduler(config, Pretended(packaged, tmp_path / "other"), owner="second")
+        .tick(at(1))
+        .outcome
+        == "promoted"
+    )
     thread.join()
     ended = Ticks(store_of(tmp_path), LINE).read_required(Ended, name(0))
     assert (ended.outcome, ended.reason) == ("replaced", "second asked it to stop")
 
 
-def test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop(packaged: Package, tmp_path: Path, looking_often: None) -> None:
+def test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop(
+    packaged: Package, tmp_path: Path, looking_often: None
+) -> None:
     config = config_of(tmp_path / "store", lease={"seconds": "6s", "taken": "replace"})
     first, asked = Patient(packaged, tmp_path), []
     said: list[str] = []
@@ -277,7 +355,10 @@ def test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop(packaged: P
 
     def train(trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
         first.inside.set()
-        while not any("waiting for tick" in line for line in said) and trail.held.asked_to_stop is None:
+        while (
+            not any("waiting for tick" in line for line in said)
+            and trail.held.asked_to_stop is None
+        ):
             time.sleep(0.01)
         asked.append(trail.held.asked_to_stop)
         return Pretended.train(first, trail, snapshot)
@@ -287,7 +368,12 @@ def test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop(packaged: P
     thread.start()
     assert first.inside.wait(30)
     (tmp_path / "other").mkdir()
-    assert scheduler(config, Pretended(packaged, tmp_path / "other"), said, owner="second").tick(at(0)).outcome == "promoted"
+    assert (
+        scheduler(config, Pretended(packaged, tmp_path / "other"), said, owner="second")
+        .tick(at(0))
+        .outcome
+        == "promoted"
+    )
     thread.join()
     assert asked == [None]
 
@@ -296,7 +382,11 @@ def test_a_tick_whose_configuration_cannot_be_read_any_more_is_given_up(
     work: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Config, "to_json", lambda config: {**config.model_dump(mode="json", by_alias=True), "of_tomorrow": 1})
+        patch.setattr(
+            Config,
+            "to_json",
+            lambda config: {**config.model_dump(mode="json", by_alias=True), "of_tomorrow": 1},
+        )
         ended = scheduler(config_of(tmp_path / "store"), work).tick(at(0))
     assert ended.outcome == "failed"
     assert "of_tomorrow: unknown key" in ended.reason
@@ -319,7 +409,9 @@ def test_a_challenger_that_somebody_rejected_before_it_was_promoted_does_not_sto
     assert scheduler(config_of(tmp_path / "store"), work).tick(at(1)).outcome == "promoted"
 
 
-def test_a_record_that_could_not_be_read_again_is_not_written(work: Pretended, tmp_path: Path) -> None:
+def test_a_record_that_could_not_be_read_again_is_not_written(
+    work: Pretended, tmp_path: Path
+) -> None:
     scheduler(config_of(tmp_path / "store"), work).tick(at(0))
     ticks = Ticks(store_of(tmp_path), LINE)
     snapshot = made_snapshot().model_copy(update={"empty": "x" * 8193})
@@ -375,7 +467,12 @@ def test_a_tick_that_dies_at_any_write_ends_as_if_it_had_not(
     def made(folder: Path) -> tuple[Pretended, Any]:
         shutil.copytree(tmp_path / "store", folder / "store")
         work = Pretended(packaged, folder)
-        {"rejected": work.worse, "no data": work.empty, "bad data": work.bad, "diverged": work.diverging}.get(kind, set()).add(name(1))
+        {
+            "rejected": work.worse,
+            "no data": work.empty,
+            "bad data": work.bad,
+            "diverged": work.diverging,
+        }.get(kind, set()).add(name(1))
         return work, config_of(folder / "store")
 
     work, config = made(tmp_path / "whole")

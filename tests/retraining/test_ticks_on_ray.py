@@ -1,4 +1,6 @@
-"""A tick as a job of a Ray cluster, whose process is killed while its run trains; then the loop over ticks, which ends that tick."""
+"""A tick as a job of a Ray cluster, whose process is killed while its run trains; then the loop
+over ticks, which ends that tick.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,29 @@ def story(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Story:
         "data": {"files": "data/*.arrow"},
         "evaluation": {"hold_out": 0.25},
         "train": {"steps": STEPS, "checkpoint_every": 20},
-        "cluster": {"address": "auto", "nodes": 2, "workers": 1, "strategy": "zero3", "compile": False},
+        "cluster": {
+            "address": "auto",
+            "nodes": 2,
+            "workers": 1,
+            "strategy": "zero3",
+            "compile": False,
+        },
         "gate": {"require": "eval.loss < champion.eval.loss * 10"},
         "schedule": {"every": "7d"},
         "lease": {"seconds": "60s"},
     }
     file = volume / "retrain.yaml"
     file.write_text(yaml.safe_dump(config))
-    manifest = made("retrain", "manifest", "raycronjob", str(file), "--image", "none", "--claim", f"shared:{volume}")
+    manifest = made(
+        "retrain",
+        "manifest",
+        "raycronjob",
+        str(file),
+        "--image",
+        "none",
+        "--claim",
+        f"shared:{volume}",
+    )
     entrypoint = manifest["spec"]["jobTemplate"]["entrypoint"]
     cluster = Cluster(folder, variables(folder))
     jobs = []
@@ -65,7 +82,15 @@ def story(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Story:
             cluster.start_worker()
         cluster.submit(entrypoint, "first")
         state = cluster.until(
-            lambda: next((found for found in map(read_state, runs(volume)) if found and found.summary.checkpoint), None), 120
+            lambda: next(
+                (
+                    found
+                    for found in map(read_state, runs(volume))
+                    if found and found.summary.checkpoint
+                ),
+                None,
+            ),
+            120,
         )
         os.kill(state.pid, signal.SIGKILL)
         jobs.append(cluster.ended("first", 60))
@@ -103,4 +128,6 @@ def test_it_goes_on_with_the_run_that_was_lost(story: Story) -> None:
 
 
 def test_it_takes_the_place_of_the_lease_that_was_not_given_back(story: Story) -> None:
-    assert [reason.startswith("lease 2 replaces lease 1") for reason in story.reasons].count(True) == 1
+    assert [reason.startswith("lease 2 replaces lease 1") for reason in story.reasons].count(
+        True
+    ) == 1

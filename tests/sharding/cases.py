@@ -1,4 +1,6 @@
-"""A small job whose step graph has everything that a rewrite must keep apart, and its run on ranks."""
+"""A small job whose step graph has everything that a rewrite must keep apart, and its run on
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ Arguments = dict[str, Tensor]
 
 
 class Model(nn.Module):
-    """Tied embeddings, dropout of a (time, rows, width) value, a frozen scale, a parameter that the loss misses, a count."""
+    """Tied embeddings, dropout of a (time, rows, width) value, a frozen scale, a parameter that the
+    loss misses, a count.
+    """
 
     count: Tensor
     table: Tensor
@@ -61,12 +65,19 @@ class Model(nn.Module):
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
     logits = model(batch["tokens"])
-    each = functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none")
+    each = functional.cross_entropy(
+        logits.flatten(0, 1), batch["targets"].flatten(), reduction="none"
+    )
     kept = batch["kept"].flatten()
-    penalty = sum((p.square().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1), torch.zeros(()))
+    penalty = sum(
+        (p.square().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1),
+        torch.zeros(()),
+    )
     hits = (logits.argmax(-1) == batch["targets"]).float()
     value = (each * kept).sum() / kept.sum() + 1e-3 * penalty
-    return Loss(value, weight=kept.sum(), metrics={"hits": (hits.flatten() * kept).sum() / kept.sum()})
+    return Loss(
+        value, weight=kept.sum(), metrics={"hits": (hits.flatten() * kept).sum() / kept.sum()}
+    )
 
 
 def make_batch(rows: int = ROWS, seed: int = 0) -> Arguments:
@@ -111,7 +122,9 @@ def captured() -> tuple[Program, StepGraph, Recipe, tuple[UpdateGraph, ...]]:
     return program, derive(program, "train", torch.device("cpu")), recipe, updates
 
 
-def make_plan(strategy: Strategy, world: int, accumulate: int = 1, prefetch: int = 1, bucket_bytes: int = 1) -> Plan:
+def make_plan(
+    strategy: Strategy, world: int, accumulate: int = 1, prefetch: int = 1, bucket_bytes: int = 1
+) -> Plan:
     _, program, recipe, _ = planned()
     buckets = make_buckets(
         program.parameters,
@@ -121,7 +134,13 @@ def make_plan(strategy: Strategy, world: int, accumulate: int = 1, prefetch: int
         bucket_bytes,
     )
     shard_ranks = max(1, world // 2) if strategy == "hybrid" else None
-    nothing = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+    nothing = Estimate(
+        parameter_bytes=0,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        gathered_bytes=0,
+        communication_bytes_per_step=0,
+    )
     return Plan(
         package="0" * 64,
         cluster=Cluster(devices_per_node=world),
@@ -149,7 +168,10 @@ def flat_buckets(plan: Plan, state: Arguments) -> Arguments:
 def unflatten(plan: Plan, flats: Arguments) -> Arguments:
     """Parameter -> tensor, out of full flat tensors."""
     return {
-        s.parameter: flats[b.name][s.offset : s.offset + s.length].view(s.shape) for b in plan.buckets if b.name in flats for s in b.slots
+        s.parameter: flats[b.name][s.offset : s.offset + s.length].view(s.shape)
+        for b in plan.buckets
+        if b.name in flats
+        for s in b.slots
     }
 
 
@@ -178,7 +200,10 @@ def scalars(row: int, step: int = 0) -> Arguments:
 
 def everything(plan: Plan) -> Lacking:
     """What the first update of a run makes."""
-    return Lacking(frozenset((b.name, g) for b in plan.buckets for g in b.groups), frozenset(b.name for b in plan.buckets))
+    return Lacking(
+        frozenset((b.name, g) for b in plan.buckets for g in b.groups),
+        frozenset(b.name for b in plan.buckets),
+    )
 
 
 def run_rank(plan: Plan, rank: int, state: Arguments, step: int = 0) -> tuple[Arguments, Tensor]:
@@ -193,8 +218,16 @@ def run_rank(plan: Plan, rank: int, state: Arguments, step: int = 0) -> tuple[Ar
     batch = make_batch()
     for micro in range(plan.accumulate):
         start = (micro * plan.world_size + rank) * plan.rows_per_call
-        phase = Phase.ONLY if plan.accumulate == 1 else Phase.SYNCHRONISE if micro == plan.accumulate - 1 else Phase.ACCUMULATE
-        values |= scalars(start, step) | {f"batch/{n}": t[start : start + plan.rows_per_call] for n, t in batch.items()}
+        phase = (
+            Phase.ONLY
+            if plan.accumulate == 1
+            else Phase.SYNCHRONISE
+            if micro == plan.accumulate - 1
+            else Phase.ACCUMULATE
+        )
+        values |= scalars(start, step) | {
+            f"batch/{n}": t[start : start + plan.rows_per_call] for n, t in batch.items()
+        }
         out = call(rewrite(graph, plan, phase), values)
         totals = totals + out["totals/totals"]
         values |= out
@@ -204,11 +237,15 @@ def run_rank(plan: Plan, rank: int, state: Arguments, step: int = 0) -> tuple[Ar
 def reference(state: Arguments, step: int = 0) -> tuple[Arguments, Tensor]:
     """The whole batch through the step graph itself: (gradient by parameter, totals)."""
     _, graph, _, _ = captured()
-    values = {f"parameter/{n}": t for n, t in state.items()} | {f"buffer/{n}": state[n] for n in ("count", "table")}
+    values = {f"parameter/{n}": t for n, t in state.items()} | {
+        f"buffer/{n}": state[n] for n in ("count", "table")
+    }
     values |= scalars(0, step) | {f"batch/{n}": t for n, t in make_batch().items()}
     out = call(RankGraph(graph.module, graph.inputs, graph.outputs), values)
     weight = out["weight/weight"]
-    gradients = {p.name: out[f"gradient/{p.name}"] for p in graph.outputs if p.role is Role.GRADIENT}
+    gradients = {
+        p.name: out[f"gradient/{p.name}"] for p in graph.outputs if p.role is Role.GRADIENT
+    }
     return gradients, torch.stack([out["loss/loss"] * weight, out["metric/hits"] * weight, weight])
 
 
@@ -249,14 +286,23 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     state = dict(program.state)
     asked = json.loads((folder / ASKED).read_text())
     cases = [case for case in CASES if list(case) in asked]
-    bind_groups({name: ranks for case in cases for name, ranks in make_plan(case[0], world).groups().items()})
+    bind_groups(
+        {
+            name: ranks
+            for case in cases
+            for name, ranks in make_plan(case[0], world).groups().items()
+        }
+    )
     for case in cases:
         strategy, accumulate, prefetch, bucket_bytes = case
         plan = make_plan(strategy, world, accumulate, prefetch, bucket_bytes)
         gradients, totals = run_rank(plan, rank, state)
         update = UpdateStep(plan, updates, recipe, "train", everything(plan))
         flats = flat_buckets(plan, state)
-        params = [share(plan, p, rank) if plan.shards_state else p for p in (flats[x.bucket.name] for x in update.parts)]
+        params = [
+            share(plan, p, rank) if plan.shards_state else p
+            for p in (flats[x.bucket.name] for x in update.parts)
+        ]
         with torch.no_grad():
             norm, *new = update(
                 totals[-1] / ROWS,
@@ -265,7 +311,10 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
                 *params,
                 *(gradients[x.bucket.name] for x in update.parts),
             )
-        found = {f"gradient/{n}": g for n, g in gradients.items()} | {"totals": totals, "norm": norm}
+        found = {f"gradient/{n}": g for n, g in gradients.items()} | {
+            "totals": totals,
+            "norm": norm,
+        }
         found |= {f"new/{x.bucket.name}": p for x, p in zip(update.parts, new, strict=False)}
         save_file({n: t.clone() for n, t in found.items()}, case_file(folder, case, rank))
 

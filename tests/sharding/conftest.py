@@ -1,4 +1,6 @@
-"""Processes on gloo, once for all tests that compare ranks; and a small package, for what plans say of any job."""
+"""Processes on gloo, once for all tests that compare ranks; and a small package, for what plans say
+of any job.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ SCALARS = {Role.SEED: 5, Role.STEP: 3, Role.ROW: 0}
 
 
 class Masked(nn.Module):
-    """Attention under a mask that the data give, and a loss of which some positions do not count."""
+    """Attention under a mask that the data give, and a loss of which some positions do not
+    count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,14 +37,21 @@ class Masked(nn.Module):
     def forward(self, tokens: Tensor, seen: Tensor) -> Tensor:
         x = self.table(tokens)
         q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.mix(x).chunk(3, -1))
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None, :] > 0)
+        mixed = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen[:, None, None, :] > 0
+        )
         logits = self.out(x + mixed.transpose(1, 2).flatten(2))
-        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=3, weight=torch.arange(1.0, 13.0))
+        return functional.cross_entropy(
+            logits.flatten(0, 1), tokens.flatten(), ignore_index=3, weight=torch.arange(1.0, 13.0)
+        )
 
 
 def masked() -> Job:
     torch.manual_seed(0)
-    batch = {"tokens": torch.randint(0, 12, (3, 8)), "seen": (torch.arange(8) < torch.tensor([[8], [5], [3]])).float()}
+    batch = {
+        "tokens": torch.randint(0, 12, (3, 8)),
+        "seen": (torch.arange(8) < torch.tensor([[8], [5], [3]])).float(),
+    }
     return Job(Masked(), batch, adamw, loss=lambda m, b: m(b["tokens"], b["seen"]))
 
 
@@ -58,7 +67,9 @@ class Moving(nn.Module):
         x = functional.pad(x, (0, 0, 1, 0))[:, :-1]  # positions move by one
         first, second = torch.split(x, [3, 5], 1)
         x = torch.cat([second.cumsum(1), first.flip(1)], 1)
-        x = torch.stack([each.roll(1, 1) for each in x.chunk(2, 1)], 1).flatten(1, 2) + x.unbind(1)[-1].unsqueeze(1)
+        x = torch.stack([each.roll(1, 1) for each in x.chunk(2, 1)], 1).flatten(1, 2) + x.unbind(1)[
+            -1
+        ].unsqueeze(1)
         x = x - x.detach().amax(-1, keepdim=True) + x.softmax(-1) + x.select(1, 2).unsqueeze(1)
         result: Tensor = self.down(torch.cat([x, x * 2, x], 1))
         return result
@@ -134,7 +145,10 @@ FROZEN: dict[str, Source] = {}
 
 @functools.cache
 def captured(case: str) -> tuple[Job, Program, StepGraph]:
-    """A job with its program and its step graph, which the test files of one process share. Nobody changes them."""
+    """A job with its program and its step graph, which the test files of one process share.
+
+    Nobody changes them.
+    """
     job = job_of(case)
     if case in FROZEN:
         return job, FROZEN[case].package.program(), FROZEN[case].steps(["train"])["train"]
@@ -142,10 +156,15 @@ def captured(case: str) -> tuple[Job, Program, StepGraph]:
 
 
 def distances(
-    job: Job, program: Program, steps: tuple[StepGraph, StepGraph], shards: Mapping[str, Shard], rank: int, world: int
+    job: Job,
+    program: Program,
+    steps: tuple[StepGraph, StepGraph],
+    shards: Mapping[str, Shard],
+    rank: int,
+    world: int,
 ) -> dict[str, float]:
-    """How far each output of a partitioned step graph, `steps[1]`, is from what one rank has of the whole graph's: relative to its greatest
-    element.
+    """How far each output of a partitioned step graph, `steps[1]`, is from what one rank has of the
+    whole graph's: relative to its greatest element.
     """
     whole_step, part = steps
     state = dict(program.state)
@@ -153,13 +172,19 @@ def distances(
     def share(port: Port, whole: Tensor) -> Tensor:
         return cut(whole, shards[port.name], rank, world) if port.name in shards else whole
 
-    wanted = whole_step.module(*[value(port, job, state, program.constants, rank) for port in whole_step.inputs])
+    wanted = whole_step.module(
+        *[value(port, job, state, program.constants, rank) for port in whole_step.inputs]
+    )
     given = [(port, value(port, job, state, program.constants, rank)) for port in part.inputs]
-    found = part.module(*[share(port, each) if port.role is Role.PARAMETER else each for port, each in given])
+    found = part.module(
+        *[share(port, each) if port.role is Role.PARAMETER else each for port, each in given]
+    )
     far: dict[str, float] = {}
     for port, own, whole in zip(whole_step.outputs, found, wanted, strict=True):
         expected = share(port, whole) if port.role is Role.GRADIENT else whole
         assert own.shape == expected.shape, port
         greatest = max(1e-3, expected.double().abs().max().item()) if expected.numel() else 1.0
-        far[f"{port.role}/{port.name}"] = (own.double() - expected.double()).abs().max().item() / greatest if own.numel() else 0.0
+        far[f"{port.role}/{port.name}"] = (
+            (own.double() - expected.double()).abs().max().item() / greatest if own.numel() else 0.0
+        )
     return far

@@ -1,4 +1,6 @@
-"""Batch norms over the rows of two ranks: outputs, gradients and running statistics of one process that has all rows."""
+"""Batch norms over the rows of two ranks: outputs, gradients and running statistics of one process
+that has all rows.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,20 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Net(nn.Module):
-    """(rows, 3, 6, 6) -> (rows, 4): batch norms of images and of features, with and without weights, and one that tracks nothing."""
+    """(rows, 3, 6, 6) -> (rows, 4): batch norms of images and of features, with and without
+    weights, and one that tracks nothing.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False, track_running_stats=False), nn.BatchNorm1d(16)])
+        self.norms = nn.ModuleList(
+            [
+                nn.BatchNorm2d(8),
+                nn.BatchNorm2d(8, affine=False, track_running_stats=False),
+                nn.BatchNorm1d(16),
+            ]
+        )
         self.wide, self.out = nn.Linear(128, 16), nn.Linear(16, 4)
         self.dtype = dtype
 
@@ -69,9 +79,14 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
         for kind, graph in (("whole", step), ("local", local)):
             rows = of.batch if graph is step else {"x": of.batch["x"].chunk(world)[rank]}
             mine = replace(of, batch=rows)
-            given = [value(port, mine, dict(program.state), program.constants) for port in graph.inputs]
+            given = [
+                value(port, mine, dict(program.state), program.constants) for port in graph.inputs
+            ]
             results = graph.module(*given)
-            found |= {f"{kind}/{p.role.value}/{p.name}": r.contiguous() for p, r in zip(graph.outputs, results, strict=True)}
+            found |= {
+                f"{kind}/{p.role.value}/{p.name}": r.contiguous()
+                for p, r in zip(graph.outputs, results, strict=True)
+            }
         save_file(found, folder / f"{dtype}-{rank}.safetensors")
 
 
@@ -82,7 +97,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def outputs(ranks: Path, dtype: torch.dtype, rank: int) -> tuple[dict[Port, Tensor], dict[Port, Tensor]]:
+def outputs(
+    ranks: Path, dtype: torch.dtype, rank: int
+) -> tuple[dict[Port, Tensor], dict[Port, Tensor]]:
     """Of the whole graph, and of this rank's."""
     found: dict[str, dict[Port, Tensor]] = {"whole": {}, "local": {}}
     for key, tensor in load_file(ranks / f"{dtype}-{rank}.safetensors").items():
@@ -111,7 +128,9 @@ def test_running_statistics_are_those_of_all_rows(ranks: Path, rank: int) -> Non
     ports = [port for port in whole if port.role is Role.BUFFER]
     assert len(ports) == 6
     for port in ports:
-        assert torch.allclose(local[port].double(), whole[port].double(), rtol=1e-6, atol=1e-7), port
+        assert torch.allclose(local[port].double(), whole[port].double(), rtol=1e-6, atol=1e-7), (
+            port
+        )
 
 
 def test_low_precision_is_reckoned_in_float32(ranks: Path) -> None:
@@ -119,7 +138,8 @@ def test_low_precision_is_reckoned_in_float32(ranks: Path) -> None:
     for port, value_of_all in whole.items():
         if port.role is Role.GRADIENT:
             together = first[port] + second[port]
-            assert (together - value_of_all).norm() <= 0.02 * value_of_all.norm() + 1e-4, port  # a bias before a norm has none
+            # a bias before a norm has none
+            assert (together - value_of_all).norm() <= 0.02 * value_of_all.norm() + 1e-4, port
 
 
 @pytest.mark.slow
@@ -132,6 +152,9 @@ def test_every_batch_norm_is_replaced() -> None:
 
 def test_what_normalises_rows_by_themselves_is_left_alone() -> None:
     torch.manual_seed(0)
-    of = job(nn.Sequential(nn.InstanceNorm2d(4), nn.GroupNorm(2, 4), nn.Flatten()), batch={"x": torch.randn(4, 4, 5, 5)})
+    of = job(
+        nn.Sequential(nn.InstanceNorm2d(4), nn.GroupNorm(2, 4), nn.Flatten()),
+        batch={"x": torch.randn(4, 4, 5, 5)},
+    )
     step = derive(capture(of), "train", torch.device("cpu"))
     assert synchronised(step, WORLD, DATA) is step

@@ -43,7 +43,9 @@ def test_the_traced_update_writes_in_place_what_the_call_returns() -> None:
     params, gradients = inputs(step)
     divisor, rates = torch.tensor(2.0), torch.tensor([0.01, 0.02])
     with torch.no_grad():
-        _, *made = UpdateStep(plan, updates, recipe(), "train", everything(plan))(divisor, rates, RANK, *params, *gradients)
+        _, *made = UpdateStep(plan, updates, recipe(), "train", everything(plan))(
+            divisor, rates, RANK, *params, *gradients
+        )
         params, states = made[: len(params)], [s.clone() for s in made[len(params) :]]
         norm, *expected = step(divisor, rates, RANK, *params, *gradients, *states)
         (written,) = step.trace(CPU)(divisor, rates, RANK, *params, *gradients, *states)
@@ -63,7 +65,10 @@ def test_new_values_do_not_gather_before_they_are_written() -> None:
 def test_the_gradient_is_clipped_to_its_global_norm() -> None:
     plan, updates = make_plan("single", 1), captured()[3]
     clipped, free = (
-        UpdateStep(plan, updates, recipe().model_copy(update={"clip_norm": c}), "train", everything(plan)) for c in (0.5, None)
+        UpdateStep(
+            plan, updates, recipe().model_copy(update={"clip_norm": c}), "train", everything(plan)
+        )
+        for c in (0.5, None)
     )
     params, gradients = inputs(clipped)
     rates = torch.tensor([0.01, 0.02])
@@ -77,11 +82,16 @@ def test_the_gradient_is_clipped_to_its_global_norm() -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(("strategy", "reduced"), [("zero0", 0), ("zero1", 1), ("zero2", 1), ("zero3", 1), ("hybrid", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "reduced"), [("zero0", 0), ("zero1", 1), ("zero2", 1), ("zero3", 1), ("hybrid", 1)]
+)
 def test_the_norm_is_reduced_where_gradients_are_sharded(strategy: Strategy, reduced: int) -> None:
     plan = make_plan(strategy, 8)
     graph = UpdateStep(plan, captured()[3], recipe(), "train").trace(CPU).graph
-    assert sum(n.target is torch.ops._c10d_functional.all_reduce.default for n in graph.nodes) == reduced
+    assert (
+        sum(n.target is torch.ops._c10d_functional.all_reduce.default for n in graph.nodes)
+        == reduced
+    )
 
 
 def test_an_update_of_whole_parameters_on_slices_is_refused() -> None:
@@ -103,7 +113,9 @@ def test_a_count_that_depends_on_the_rows_is_refused_on_several_ranks() -> None:
     program = capture(job(Model(tally, positive=torch.zeros((), dtype=torch.int64))))
     graph = derive(program, "train", CPU)
     for world in (1, 2):
-        buckets = make_buckets(program.parameters, {p.name: ("g",) for p in program.parameters}, [], world, 1)
+        buckets = make_buckets(
+            program.parameters, {p.name: ("g",) for p in program.parameters}, [], world, 1
+        )
         plan = make_plan("zero0", world).model_copy(update={"buckets": buckets})
         if world == 1:
             rewrite(graph, plan)
@@ -115,9 +127,16 @@ def test_a_count_that_depends_on_the_rows_is_refused_on_several_ranks() -> None:
 def test_running_statistics_become_the_mean_over_ranks() -> None:
     program = capture(job(Model(lambda m, x: m.norm(x), norm=nn.BatchNorm1d(8))))
     buckets = make_buckets(program.parameters, {}, [], 2, 1)
-    graph = rewrite(derive(program, "train", CPU), make_plan("zero0", 2).model_copy(update={"buckets": buckets}))
-    reduced = [n for n in graph.module.graph.nodes if n.target is torch.ops._c10d_functional.all_reduce.default]
-    assert len(reduced) == 3  # the totals, the running mean, the running variance; the count is the same on every rank
+    graph = rewrite(
+        derive(program, "train", CPU), make_plan("zero0", 2).model_copy(update={"buckets": buckets})
+    )
+    reduced = [
+        n
+        for n in graph.module.graph.nodes
+        if n.target is torch.ops._c10d_functional.all_reduce.default
+    ]
+    # the totals, the running mean, the running variance; the count is the same on every rank
+    assert len(reduced) == 3
 
 
 def test_what_writes_to_a_view_of_a_new_value_comes_before_the_parameter_is_written() -> None:
@@ -134,10 +153,14 @@ def test_what_writes_to_a_view_of_a_new_value_comes_before_the_parameter_is_writ
     given = job(Model(), optimizer=clamped)
     program = capture(given)
     made, updates = optimizer_of(given, program)
-    buckets = make_buckets(program.parameters, {p.name: (made.groups[0].name,) for p in program.parameters}, [], 1, 1)
+    buckets = make_buckets(
+        program.parameters, {p.name: (made.groups[0].name,) for p in program.parameters}, [], 1, 1
+    )
     plan = make_plan("single", 1).model_copy(update={"buckets": buckets})
     step = UpdateStep(plan, updates, made, "train")
     params = [torch.ones(part.bucket.length) for part in step.parts]
-    step.trace(CPU)(torch.tensor(1.0), torch.tensor([0.1]), RANK, *params, *map(torch.ones_like, params))
+    step.trace(CPU)(
+        torch.tensor(1.0), torch.tensor([0.1]), RANK, *params, *map(torch.ones_like, params)
+    )
     for param in params:
         torch.testing.assert_close(param, torch.full_like(param, 0.05))

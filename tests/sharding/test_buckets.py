@@ -9,7 +9,10 @@ from trainload.sharding.plans.buckets import ALIGNMENT, item_bytes, make_buckets
 from trainload.sharding.plans.plan import Bucket
 
 SHAPES = [(3, 5), (7,), (), (64, 2), (1,), (33,), (0, 4), (129,)]
-PARAMETERS = [ParameterSpec(f"p{i}", "bfloat16" if i == 4 else "float32", shape, i != 5) for i, shape in enumerate(SHAPES)]
+PARAMETERS = [
+    ParameterSpec(f"p{i}", "bfloat16" if i == 4 else "float32", shape, i != 5)
+    for i, shape in enumerate(SHAPES)
+]
 GROUPS = {f"p{i}": ("a",) if i % 2 else ("b",) for i in range(len(SHAPES)) if i != 5}
 
 
@@ -32,7 +35,9 @@ def test_no_bucket_is_longer_than_alignment_asks(world: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 256, 10**9])
 def test_every_owner_is_in_one_slot(size: int) -> None:
-    assert sorted(s.parameter for b in buckets(size=size) for s in b.slots) == sorted(p.name for p in PARAMETERS)
+    assert sorted(s.parameter for b in buckets(size=size) for s in b.slots) == sorted(
+        p.name for p in PARAMETERS
+    )
 
 
 @pytest.mark.parametrize("size", [1, 256, 10**9])
@@ -49,7 +54,9 @@ def test_slots_are_in_order_aligned_and_apart(size: int) -> None:
 def test_a_bucket_has_one_dtype_and_one_group() -> None:
     dtypes = {p.name: p.dtype for p in PARAMETERS}
     for bucket in buckets(size=10**9):
-        assert {(dtypes[s.parameter], GROUPS.get(s.parameter, ())) for s in bucket.slots} == {(bucket.dtype, bucket.groups)}
+        assert {(dtypes[s.parameter], GROUPS.get(s.parameter, ())) for s in bucket.slots} == {
+            (bucket.dtype, bucket.groups)
+        }
 
 
 def test_a_parameter_without_a_group_is_frozen() -> None:
@@ -66,6 +73,8 @@ def test_parameters_come_in_the_order_of_their_first_use() -> None:
     assert placed.index("p7") < placed.index("p3") < placed.index("p1")
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float64", 8), ("bfloat16", 2), ("float8_e4m3fn", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 4), ("float64", 8), ("bfloat16", 2), ("float8_e4m3fn", 1)]
+)
 def test_an_element_has_its_dtypes_bytes(dtype: str, size: int) -> None:
     assert item_bytes(dtype) == size

@@ -1,4 +1,6 @@
-"""Ranks whose collectives do not meet are found before they hang: every seeded fault of a rank's graph is."""
+"""Ranks whose collectives do not meet are found before they hang: every seeded fault of a rank's
+graph is.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,17 @@ def graph_of(strategy: Strategy) -> tuple[Plan, GraphModule]:
 
 
 def collectives(graph: GraphModule) -> list[Node]:
-    return [n for n in graph.graph.nodes if "c10d" in str(n.target) and n.target is not C10D.wait_tensor.default]
+    return [
+        n
+        for n in graph.graph.nodes
+        if "c10d" in str(n.target) and n.target is not C10D.wait_tensor.default
+    ]
 
 
 def drop(graph: GraphModule, rng: random.Random) -> None:
-    """Take what goes in for what comes out, where the shapes allow it: such as an all-reduce left out."""
+    """Take what goes in for what comes out, where the shapes allow it: such as an all-reduce left
+    out.
+    """
     node = rng.choice([n for n in collectives(graph) if n.target is C10D.all_reduce.default])
     (wait,) = node.users
     wait.replace_all_uses_with(node.all_input_nodes[0])
@@ -48,8 +56,18 @@ def drop(graph: GraphModule, rng: random.Random) -> None:
 def reorder(graph: GraphModule, rng: random.Random) -> None:
     """Move a collective to its neighbour's other side."""
     found = collectives(graph)
-    differ = [(a, b) for a, b in itertools.pairwise(found) if (a.target, a.meta["val"].shape) != (b.target, b.meta["val"].shape)]
-    first, second = rng.choice([(a, b) for a, b in differ if all(u not in b.all_input_nodes for u in a.users) and after(a, b)])
+    differ = [
+        (a, b)
+        for a, b in itertools.pairwise(found)
+        if (a.target, a.meta["val"].shape) != (b.target, b.meta["val"].shape)
+    ]
+    first, second = rng.choice(
+        [
+            (a, b)
+            for a, b in differ
+            if all(u not in b.all_input_nodes for u in a.users) and after(a, b)
+        ]
+    )
     second.append(first)
 
 
@@ -65,7 +83,9 @@ def resize(graph: GraphModule, rng: random.Random) -> None:
     (source,) = node.all_input_nodes
     with graph.graph.inserting_before(node):
         longer = graph.graph.call_function(torch.ops.aten.cat.default, ([source, source],))
-    longer.meta["val"] = torch.empty(2 * source.meta["val"].numel(), dtype=source.meta["val"].dtype, device="meta")
+    longer.meta["val"] = torch.empty(
+        2 * source.meta["val"].numel(), dtype=source.meta["val"].dtype, device="meta"
+    )
     node.replace_input_with(source, longer)
 
 
@@ -81,7 +101,9 @@ def retype(graph: GraphModule, rng: random.Random) -> None:
     node = rng.choice(collectives(graph))
     (source,) = node.all_input_nodes
     with graph.graph.inserting_before(node):
-        cast = graph.graph.call_function(torch.ops.aten._to_copy.default, (source,), {"dtype": torch.float64})
+        cast = graph.graph.call_function(
+            torch.ops.aten._to_copy.default, (source,), {"dtype": torch.float64}
+        )
     cast.meta["val"] = source.meta["val"].to(torch.float64)
     node.replace_input_with(source, cast)
 
@@ -112,9 +134,18 @@ def exchange(graph: GraphModule, rng: random.Random) -> None:
     sources: dict[tuple[object, ...], list[Node]] = {}
     for node in collectives(graph):
         sources.setdefault((node.target, node.args[1:], node.meta["val"].shape), []).append(node)
-    first, second = rng.choice([pair for alike in sources.values() for pair in itertools.pairwise(alike)])
+    first, second = rng.choice(
+        [pair for alike in sources.values() for pair in itertools.pairwise(alike)]
+    )
     (one,), (other,) = first.all_input_nodes, second.all_input_nodes
-    second.append(first) if one is other else (first.replace_input_with(one, other), second.replace_input_with(other, one))
+    (
+        second.append(first)
+        if one is other
+        else (
+            first.replace_input_with(one, other),
+            second.replace_input_with(other, one),
+        )
+    )
 
 
 def compute_otherwise(graph: GraphModule, rng: random.Random) -> None:
@@ -142,13 +173,17 @@ def test_every_rank_agrees_where_all_have_the_same_graph(strategy: Strategy, pha
 def test_the_collectives_of_an_update_are_read_too() -> None:
     plan = make_plan("hybrid", WORLD)
     graph = UpdateStep(plan, captured()[3], captured()[2], "train").trace(torch.device("cpu"))
-    assert collectives_of(graph, plan.groups(), "update") == (Collective("all_reduce", SHARD, "float32", 1, "sum"),)
+    assert collectives_of(graph, plan.groups(), "update") == (
+        Collective("all_reduce", SHARD, "float32", 1, "sum"),
+    )
 
 
 @pytest.mark.matrix(kind=lambda fault: fault)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_a_fault_in_one_rank_is_found(fault: Callable[[GraphModule, random.Random], None], seed: int) -> None:
+def test_a_fault_in_one_rank_is_found(
+    fault: Callable[[GraphModule, random.Random], None], seed: int
+) -> None:
     plan, sound = graph_of("hybrid")
     rng = random.Random(seed)
     broken = copy.deepcopy(sound)

@@ -1,4 +1,6 @@
-"""Plans: their degrees and process groups, what they cost by their own account, and which are refused."""
+"""Plans: their degrees and process groups, what they cost by their own account, and which are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,17 @@ def test_every_part_is_written_by_one_rank_that_holds_it(strategy: Strategy, wor
     plan = make_plan(strategy, world)
     parts = [plan.part_index(rank) for rank in range(world)]
     assert sorted(parts) == list(range(world))
-    assert [part * plan.shard_degree // world for part in parts] == [plan.shard_index(rank) for rank in range(world)]
+    assert [part * plan.shard_degree // world for part in parts] == [
+        plan.shard_index(rank) for rank in range(world)
+    ]
 
 
 def test_hybrid_has_groups_within_and_across_copies() -> None:
-    assert make_plan("hybrid", 4).groups() == {DATA: ((0, 1, 2, 3),), SHARD: ((0, 1), (2, 3)), REPLICATE: ((0, 2), (1, 3))}
+    assert make_plan("hybrid", 4).groups() == {
+        DATA: ((0, 1, 2, 3),),
+        SHARD: ((0, 1), (2, 3)),
+        REPLICATE: ((0, 2), (1, 3)),
+    }
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
@@ -80,7 +88,9 @@ def test_hybrid_sends_what_the_ring_says(gpt_source: Source) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 1, 8])
-def test_a_number_of_ranks_that_cannot_share_a_copy_is_refused(gpt_source: Source, ranks: int) -> None:
+def test_a_number_of_ranks_that_cannot_share_a_copy_is_refused(
+    gpt_source: Source, ranks: int
+) -> None:
     with pytest.raises(PlanError, match="cannot share one copy") as caught:
         trainload.plan(gpt_source, FOUR, "hybrid", shard_ranks=ranks)
     assert caught.value.where == "shard_ranks"
@@ -101,7 +111,9 @@ def test_shards_of_another_strategy_are_refused(gpt_source: Source) -> None:
         ({"strategy": "zero3"}, "must be set with the strategy hybrid"),
     ],
 )
-def test_a_plan_edited_by_hand_says_what_does_not_fit(changed: dict[str, object], told: str) -> None:
+def test_a_plan_edited_by_hand_says_what_does_not_fit(
+    changed: dict[str, object], told: str
+) -> None:
     plan = make_plan("hybrid", 4).model_dump(mode="json")
     with pytest.raises(ValidationError, match=told):
         Plan.model_validate(plan | changed)
@@ -109,14 +121,23 @@ def test_a_plan_edited_by_hand_says_what_does_not_fit(changed: dict[str, object]
 
 def test_a_plan_of_before_hybrid_is_read() -> None:
     plan = make_plan("zero3", 4)
-    old = {key: value for key, value in plan.model_dump(mode="json").items() if key != "shard_ranks"}
+    old = {
+        key: value for key, value in plan.model_dump(mode="json").items() if key != "shard_ranks"
+    }
     assert Plan.model_validate(old) == plan
 
 
-def test_the_command_makes_the_plan_that_its_options_say(gpt: Package, gpt_source: Source, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--devices-per-node 4 --strategy hybrid/2 --accumulate 2 --bucket-mib 0.01 --prefetch 3 --json"
+def test_the_command_makes_the_plan_that_its_options_say(
+    gpt: Package, gpt_source: Source, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (
+        "--devices-per-node 4 --strategy hybrid/2 --accumulate 2 --bucket-mib 0.01 --prefetch 3"
+        " --json"
+    )
     assert cli.run(["plan", str(gpt.path), *options.split()]) == 0
     cluster = trainload.Cluster(devices_per_node=4)
-    expected = trainload.plan(gpt_source, cluster, "hybrid", shard_ranks=2, accumulate=2, bucket_bytes=10485, prefetch=3)
+    expected = trainload.plan(
+        gpt_source, cluster, "hybrid", shard_ranks=2, accumulate=2, bucket_bytes=10485, prefetch=3
+    )
     assert Plan.model_validate_json(capsys.readouterr().out) == expected
     assert len(expected.buckets) > len(trainload.plan(gpt_source, cluster, "hybrid").buckets)

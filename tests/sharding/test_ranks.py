@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.sharding.cases import CASES, ROWS, WORLD, captured, case_file, make_plan, reference, unflatten
+from tests.sharding.cases import (
+    CASES,
+    ROWS,
+    WORLD,
+    captured,
+    case_file,
+    make_plan,
+    reference,
+    unflatten,
+)
 from torch import Tensor
 
 from trainload.sharding.plans.plan import Plan
@@ -59,17 +68,23 @@ def test_totals_are_those_of_one_process(ranks: Path, case: Case) -> None:
 
 
 @each_case
-def test_the_norm_is_the_same_on_every_rank_and_that_of_one_process(ranks: Path, case: Case) -> None:
+def test_the_norm_is_the_same_on_every_rank_and_that_of_one_process(
+    ranks: Path, case: Case
+) -> None:
     program, *_ = captured()
     expected, totals = reference(dict(program.state))
-    norm = torch.stack([g.square().sum() for g in expected.values()]).sum().sqrt() / (totals[-1] / ROWS)
+    norm = torch.stack([g.square().sum() for g in expected.values()]).sum().sqrt() / (
+        totals[-1] / ROWS
+    )
     norms = [f["norm"] for f in found(ranks, case)]
     assert all(torch.equal(norms[0], other) for other in norms[1:])
     torch.testing.assert_close(norms[0], norm, rtol=1e-5, atol=1e-6)
 
 
 @each_case
-def test_updated_parameters_are_those_of_torchs_adamw_after_clipping(ranks: Path, case: Case) -> None:
+def test_updated_parameters_are_those_of_torchs_adamw_after_clipping(
+    ranks: Path, case: Case
+) -> None:
     program, _, recipe, _ = captured()
     gradients, totals = reference(dict(program.state))
     parameters = {n: torch.nn.Parameter(program.state[n].clone()) for n in gradients}
@@ -78,7 +93,14 @@ def test_updated_parameters_are_those_of_torchs_adamw_after_clipping(ranks: Path
     torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5)
     decay = {"group0": 0.1, "group1": 0.0}
     rates = {"group0": 0.01, "group1": 0.02}
-    groups = [{"params": [parameters[p] for p in g.parameters], "weight_decay": decay[g.name], "lr": rates[g.name]} for g in recipe.groups]
+    groups = [
+        {
+            "params": [parameters[p] for p in g.parameters],
+            "weight_decay": decay[g.name],
+            "lr": rates[g.name],
+        }
+        for g in recipe.groups
+    ]
     torch.optim.AdamW(groups).step()
     got = gathered(ranks, case, "new")
     for name, parameter in parameters.items():

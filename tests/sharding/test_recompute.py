@@ -24,7 +24,16 @@ from trainload.sharding.analysis.node_costs import flops
 from trainload.sharding.plans.strategies import Recompute
 from trainload.sharding.rewriting.recompute import recomputed
 
-CASES = ("gpt", "llama", "t5", "a convolutional classifier", "BatchNorm1d with momentum=None", "LSTM", "scan", "checkpoint_sequential")
+CASES = (
+    "gpt",
+    "llama",
+    "t5",
+    "a convolutional classifier",
+    "BatchNorm1d with momentum=None",
+    "LSTM",
+    "scan",
+    "checkpoint_sequential",
+)
 
 
 class Layers(nn.Module):
@@ -56,7 +65,9 @@ def layers_job() -> Job:
 def results(case: str, step: StepGraph) -> list[Tensor]:
     of, program, _ = captured(case)
     with torch.no_grad(), deterministic():
-        found: list[Tensor] = step.module(*(value(port, of, dict(program.state), program.constants) for port in step.inputs))
+        found: list[Tensor] = step.module(
+            *(value(port, of, dict(program.state), program.constants) for port in step.inputs)
+        )
     return found
 
 
@@ -71,13 +82,17 @@ def test_no_value_changes(case: str, how: Recompute) -> None:
     step = captured(case)[2]
     made = recomputed(step, how)
     assert (made.inputs, made.outputs) == (step.inputs, step.outputs)
-    assert all(itertools.starmap(torch.equal, zip(results(case, step), results(case, made), strict=True)))
+    assert all(
+        itertools.starmap(torch.equal, zip(results(case, step), results(case, made), strict=True))
+    )
 
 
 def test_full_recomputation_keeps_a_tenth_of_deep_layers() -> None:
     step = captured("layers")[2]
     kept, full = held(step.module).peak, held(recomputed(step, "full").module).peak
-    assert full < 0.4 * kept, f"{full} of {kept} bytes: of 12 layers at most 12 inputs and what one layer keeps"
+    assert full < 0.4 * kept, (
+        f"{full} of {kept} bytes: of 12 layers at most 12 inputs and what one layer keeps"
+    )
 
 
 def test_selective_recomputation_repeats_no_product() -> None:
@@ -95,7 +110,9 @@ def test_what_backward_begins_with_is_not_repeated() -> None:
     nodes = list(made.module.graph.nodes)
     backward = nodes[next(i for i, n in enumerate(nodes) if n.name == TANGENT) :]
     first = next(i for i, node in enumerate(backward) if RECOMPUTES in node.meta)
-    assert sum(flops(node) > 0 for node in backward[:first]) >= 1, "a layer's backward comes before the first repetition"
+    assert sum(flops(node) > 0 for node in backward[:first]) >= 1, (
+        "a layer's backward comes before the first repetition"
+    )
 
 
 def test_nothing_beside_the_models_checkpoints_unless_asked() -> None:

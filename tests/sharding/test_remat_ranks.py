@@ -1,4 +1,6 @@
-"""A model with checkpoints under ZeRO-3: two ranks compute one process's gradients, from weights that backward gathers for itself."""
+"""A model with checkpoints under ZeRO-3: two ranks compute one process's gradients, from weights
+that backward gathers for itself.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,27 @@ def captured() -> tuple[Program, StepGraph]:
 def plan_of(world: int) -> Plan:
     program, _ = captured()
     names = [p.name for p in program.parameters]
-    buckets = make_buckets(program.parameters, dict.fromkeys(names, "group0"), parameter_order(program.graphs["train"]), world, 1)
-    nothing = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+    buckets = make_buckets(
+        program.parameters,
+        dict.fromkeys(names, "group0"),
+        parameter_order(program.graphs["train"]),
+        world,
+        1,
+    )
+    nothing = Estimate(
+        parameter_bytes=0,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        gathered_bytes=0,
+        communication_bytes_per_step=0,
+    )
     return Plan(
-        package="0" * 64, cluster=Cluster(devices_per_node=world), strategy="zero3", global_batch=ROWS, buckets=buckets, estimate=nothing
+        package="0" * 64,
+        cluster=Cluster(devices_per_node=world),
+        strategy="zero3",
+        global_batch=ROWS,
+        buckets=buckets,
+        estimate=nothing,
     )
 
 
@@ -53,9 +72,12 @@ def run_rank(graph: RankGraph, plan: Plan, rank: int) -> dict[str, Tensor]:
     program, _ = captured()
     rows = ROWS // plan.world_size
     values: dict[tuple[Role, str], Tensor] = {
-        (Role.SEED, "seed"): torch.tensor(7), (Role.STEP, "step"): torch.tensor(0), (Role.ROW, "row"): torch.tensor(rank * rows),
-        (Role.SCALE, "scale"): torch.tensor(1.0 / ROWS), (Role.BATCH, "x"): BATCH[rank * rows : (rank + 1) * rows],
-    }  # fmt: skip
+        (Role.SEED, "seed"): torch.tensor(7),
+        (Role.STEP, "step"): torch.tensor(0),
+        (Role.ROW, "row"): torch.tensor(rank * rows),
+        (Role.SCALE, "scale"): torch.tensor(1.0 / ROWS),
+        (Role.BATCH, "x"): BATCH[rank * rows : (rank + 1) * rows],
+    }
     for bucket in plan.buckets:
         flat = torch.zeros(bucket.length)
         for slot in bucket.slots:
@@ -64,7 +86,11 @@ def run_rank(graph: RankGraph, plan: Plan, rank: int) -> dict[str, Tensor]:
         values[Role.BUCKET, bucket.name] = flat[rank * length : (rank + 1) * length].clone()
     with torch.no_grad():
         results = graph.module(*(values[p.role, p.name] for p in graph.inputs))
-    return {p.name: r for p, r in zip(graph.outputs, results, strict=True) if p.role is Role.BUCKET_GRADIENT}
+    return {
+        p.name: r
+        for p, r in zip(graph.outputs, results, strict=True)
+        if p.role is Role.BUCKET_GRADIENT
+    }
 
 
 def prepare(_folder: Path) -> None:
@@ -99,7 +125,9 @@ def test_gradients_of_two_ranks_are_those_of_one_process(ranks: Path, kind: str)
         flat = torch.cat([part[bucket.name] for part in parts])
         for slot in bucket.slots:
             wanted = expected[bucket.name][slot.offset : slot.offset + slot.length]
-            torch.testing.assert_close(flat[slot.offset : slot.offset + slot.length], wanted, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                flat[slot.offset : slot.offset + slot.length], wanted, rtol=1e-5, atol=1e-7
+            )
 
 
 def test_what_is_computed_again_uses_the_weights_that_backward_gathers() -> None:

@@ -6,7 +6,15 @@ import functools
 
 import pytest
 import torch
-from tests.sharding.cases import captured, flat_buckets, make_batch, make_plan, reference, run_rank, unflatten
+from tests.sharding.cases import (
+    captured,
+    flat_buckets,
+    make_batch,
+    make_plan,
+    reference,
+    run_rank,
+    unflatten,
+)
 from torch.fx import Node
 
 from trainload.autograd_trace.derivation.aot import derive
@@ -14,7 +22,13 @@ from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.core.errors import PlanError
 from trainload.sharding.plans.plan import REPLICATE, SHARD, Plan
 from trainload.sharding.plans.strategies import STRATEGIES, Strategy
-from trainload.sharding.rewriting.rewrite import Phase, RankGraph, accumulated_length, rewrite, stored_length
+from trainload.sharding.rewriting.rewrite import (
+    Phase,
+    RankGraph,
+    accumulated_length,
+    rewrite,
+    stored_length,
+)
 
 C10D = torch.ops._c10d_functional
 GATHER = C10D.all_gather_into_tensor.default
@@ -26,7 +40,9 @@ CPU = torch.device("cpu")
 
 
 @functools.cache
-def rewritten(strategy: Strategy, phase: Phase = Phase.ONLY, prefetch: int = 1, world: int = WORLD) -> tuple[Plan, RankGraph]:
+def rewritten(
+    strategy: Strategy, phase: Phase = Phase.ONLY, prefetch: int = 1, world: int = WORLD
+) -> tuple[Plan, RankGraph]:
     plan = make_plan(strategy, world, prefetch=prefetch)
     return plan, rewrite(captured()[1], plan, phase)
 
@@ -115,7 +131,9 @@ def test_zero2_scatters_in_every_microbatch_and_gathers_nothing() -> None:
 
 @pytest.mark.parametrize("prefetch", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hybrid"])
-def test_whole_gradients_are_let_go_while_others_are_made(strategy: Strategy, prefetch: int) -> None:
+def test_whole_gradients_are_let_go_while_others_are_made(
+    strategy: Strategy, prefetch: int
+) -> None:
     _, graph = rewritten(strategy, prefetch=prefetch)
     flying = most = 0
     for node in graph.module.graph.nodes:
@@ -131,12 +149,18 @@ def test_hybrid_communicates_parameters_among_neighbours_only() -> None:
     assert {n.args[1:] for n in calls(graph, SCATTER)} == {("sum", plan.shard_degree, SHARD)}
 
 
-@pytest.mark.parametrize(("phase", "times"), [(Phase.ONLY, 1), (Phase.ACCUMULATE, 0), (Phase.SYNCHRONISE, 1)])
-def test_hybrid_reduces_shares_of_gradients_across_copies_once_an_update(phase: Phase, times: int) -> None:
+@pytest.mark.parametrize(
+    ("phase", "times"), [(Phase.ONLY, 1), (Phase.ACCUMULATE, 0), (Phase.SYNCHRONISE, 1)]
+)
+def test_hybrid_reduces_shares_of_gradients_across_copies_once_an_update(
+    phase: Phase, times: int
+) -> None:
     plan, graph = rewritten("hybrid", phase)
     reduced = [n for n in calls(graph, REDUCE) if n.args[2] == REPLICATE]
     assert len(reduced) == times * trained(plan)
-    assert {n.meta["val"].numel() for n in reduced} <= {b.length // plan.shard_degree for b in plan.buckets}
+    assert {n.meta["val"].numel() for n in reduced} <= {
+        b.length // plan.shard_degree for b in plan.buckets
+    }
 
 
 def test_forward_and_backward_gather_apart_and_each_bucket_once() -> None:
@@ -167,7 +191,11 @@ def test_backward_keeps_no_gathered_parameter_of_forward() -> None:
     nodes = list(graph.module.graph.nodes)
     middle = next(i for i, n in enumerate(nodes) if n.name == TANGENT)
     order = {n: i for i, n in enumerate(nodes)}
-    waits = [n for n in nodes[:middle] if n.target is C10D.wait_tensor.default and source(n).target is GATHER]
+    waits = [
+        n
+        for n in nodes[:middle]
+        if n.target is C10D.wait_tensor.default and source(n).target is GATHER
+    ]
     views = [v for w in waits for v in w.users]
     users = [u for v in views for u in [v, *v.users]]
     assert users
@@ -185,7 +213,8 @@ def test_a_gather_starts_so_many_buckets_ahead(prefetch: int) -> None:
         started += node.target is GATHER
         if node.target is C10D.wait_tensor.default and source(node).target is GATHER:
             used += 1
-            # A linear layer uses two buckets at once here, its weight's and its bias's: one more may be on its way.
+            # A linear layer uses two buckets at once here, its weight's and its bias's: one more
+            # may be on its way.
             assert min(total, used + prefetch) <= started <= used + prefetch + 1
 
 
@@ -194,8 +223,16 @@ def test_a_reduction_starts_before_backward_is_over(strategy: Strategy) -> None:
     _, graph = rewritten(strategy)
     nodes = list(graph.module.graph.nodes)
     first = next(i for i, n in enumerate(nodes) if n.target in (REDUCE, SCATTER))
-    waited = next(i for i, n in enumerate(nodes) if n.target is C10D.wait_tensor.default and source(n).target in (REDUCE, SCATTER))
-    between = [n for n in nodes[first:waited] if n.target in (torch.ops.aten.mm.default, torch.ops.aten.add.Tensor)]
+    waited = next(
+        i
+        for i, n in enumerate(nodes)
+        if n.target is C10D.wait_tensor.default and source(n).target in (REDUCE, SCATTER)
+    )
+    between = [
+        n
+        for n in nodes[first:waited]
+        if n.target in (torch.ops.aten.mm.default, torch.ops.aten.add.Tensor)
+    ]
     assert between
 
 
@@ -209,14 +246,20 @@ def test_no_rank_number_is_in_the_graph() -> None:
 def test_inputs_have_the_lengths_that_the_plan_says(phase: Phase) -> None:
     plan, graph = rewritten("zero3", phase)
     lengths = {b.name: (stored_length(plan, b), accumulated_length(plan, b)) for b in plan.buckets}
-    for node, port in zip((n for n in graph.module.graph.nodes if n.op == "placeholder"), graph.inputs, strict=True):
+    for node, port in zip(
+        (n for n in graph.module.graph.nodes if n.op == "placeholder"), graph.inputs, strict=True
+    ):
         if port.role in (Role.BUCKET, Role.BUCKET_GRADIENT):
-            assert node.meta["val"].shape == (lengths[port.name][port.role is Role.BUCKET_GRADIENT],)
+            assert node.meta["val"].shape == (
+                lengths[port.name][port.role is Role.BUCKET_GRADIENT],
+            )
 
 
 def test_every_node_has_a_shape() -> None:
     _, graph = rewritten("zero3", Phase.SYNCHRONISE)
-    assert [n.name for n in graph.module.graph.nodes if n.op != "get_attr" and "val" not in n.meta] == []
+    assert [
+        n.name for n in graph.module.graph.nodes if n.op != "get_attr" and "val" not in n.meta
+    ] == []
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("zero3", 1)])

@@ -41,7 +41,9 @@ def filling(tensor: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(piece=PIECES, case=divided(), data=st.data())
-def test_an_interval_of_a_share_is_its_slice(piece: int, case: tuple[torch.Tensor, Shard, int], data: st.DataObject) -> None:
+def test_an_interval_of_a_share_is_its_slice(
+    piece: int, case: tuple[torch.Tensor, Shard, int], data: st.DataObject
+) -> None:
     whole, shard, ranks = case
     index = data.draw(st.integers(0, ranks - 1))
     own = cut(whole, shard, index, ranks)
@@ -55,14 +57,23 @@ def test_an_interval_of_a_share_is_its_slice(piece: int, case: tuple[torch.Tenso
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(piece=PIECES, case=divided(), data=st.data())
-def test_an_interval_of_the_whole_is_made_of_shares(piece: int, case: tuple[torch.Tensor, Shard, int], data: st.DataObject) -> None:
+def test_an_interval_of_the_whole_is_made_of_shares(
+    piece: int, case: tuple[torch.Tensor, Shard, int], data: st.DataObject
+) -> None:
     whole, shard, ranks = case
     own = [cut(whole, shard, index, ranks) for index in range(ranks)]
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "PIECE", piece)
         found = torch.full((stop - start,), -1)
-        fill_whole(lambda index, low, into: filling(own[index])(low, into), own[0].shape, shard, ranks, start, found)
+        fill_whole(
+            lambda index, low, into: filling(own[index])(low, into),
+            own[0].shape,
+            shard,
+            ranks,
+            start,
+            found,
+        )
     assert torch.equal(found, whole.flatten()[start:stop])
 
 

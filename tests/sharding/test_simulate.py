@@ -1,4 +1,6 @@
-"""Every rank of a plan is gone through without a cluster, and a pipeline whose ranks would not meet is refused."""
+"""Every rank of a plan is gone through without a cluster, and a pipeline whose ranks would not meet
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,19 @@ def source(small_source: Source) -> Source:
 def piped(small_source: Source) -> Simulation:
     """Two stages, each of two tensor ranks and two data ranks."""
     cluster = trainload.Cluster(devices_per_node=8)
-    return simulate(small_source, trainload.plan(small_source, cluster, "zero1", tensor_ranks=2, pipeline_ranks=2, accumulate=4))
+    return simulate(
+        small_source,
+        trainload.plan(
+            small_source, cluster, "zero1", tensor_ranks=2, pipeline_ranks=2, accumulate=4
+        ),
+    )
 
 
 def test_a_place_in_the_pipeline_has_graphs_of_its_own(piped: Simulation) -> None:
-    assert [sorted({name.partition(".")[2] for name in graphs.ranks if name.startswith("train.")}) for graphs in piped.ranks] == [
+    assert [
+        sorted({name.partition(".")[2] for name in graphs.ranks if name.startswith("train.")})
+        for graphs in piped.ranks
+    ] == [
         ["stage0.B", "stage0.F"],
         ["stage1.B", "stage1.F"],
     ]
@@ -77,7 +87,11 @@ def reorder(messages: Messages, rng: random.Random) -> Messages:
 
 def resize(messages: Messages, rng: random.Random) -> Messages:
     at = rng.randrange(len(messages))
-    return (*messages[:at], dataclasses.replace(messages[at], elements=f"{messages[at].elements} x 2"), *messages[at + 1 :])
+    return (
+        *messages[:at],
+        dataclasses.replace(messages[at], elements=f"{messages[at].elements} x 2"),
+        *messages[at + 1 :],
+    )
 
 
 def retype(messages: Messages, rng: random.Random) -> Messages:
@@ -87,13 +101,19 @@ def retype(messages: Messages, rng: random.Random) -> Messages:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("fault", [drop, reorder, resize, retype], ids=lambda f: f.__name__)
-def test_other_messages_on_one_rank_are_found(piped: Simulation, fault: Callable[[Messages, random.Random], Messages], seed: int) -> None:
+def test_other_messages_on_one_rank_are_found(
+    piped: Simulation, fault: Callable[[Messages, random.Random], Messages], seed: int
+) -> None:
     rng, plan = random.Random(seed), piped.plan
     broken = rng.randrange(plan.world_size)
 
     def calls(rank: int) -> Calls:
         own = piped.calls[plan.pipeline_index(rank)]
-        return {**own, "train.messages": fault(tuple(own["train.messages"]), rng)} if rank == broken else own
+        return (
+            {**own, "train.messages": fault(tuple(own["train.messages"]), rng)}
+            if rank == broken
+            else own
+        )
 
     with pytest.raises(PlanError, match=f"rank.* {broken}"):
         check_meeting([calls(rank) for rank in range(plan.world_size)], plan)
@@ -131,7 +151,9 @@ def give_away(rows: Rows, rng: random.Random) -> None:
 def backward_first(rows: Rows, rng: random.Random) -> None:
     row = rng.choice(rows)
     number = rng.randrange(4)
-    forward, backward = (next(a for a in row if a[1] == part and a[2:] == str(number)) for part in "FB")
+    forward, backward = (
+        next(a for a in row if a[1] == part and a[2:] == str(number)) for part in "FB"
+    )
     one, other = row.index(forward), row.index(backward)
     row[one], row[other] = backward, forward
 
@@ -141,13 +163,22 @@ def another_microbatch(rows: Rows, rng: random.Random) -> None:
     row[rng.randrange(len(row))] = f"{row[0][0]}F9"
 
 
-ORDER_FAULTS: list[Callable[[Rows, random.Random], None]] = [drop_action, repeat_action, give_away, backward_first, another_microbatch]
+ORDER_FAULTS: list[Callable[[Rows, random.Random], None]] = [
+    drop_action,
+    repeat_action,
+    give_away,
+    backward_first,
+    another_microbatch,
+]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("fault", ORDER_FAULTS, ids=lambda f: f.__name__)
 def test_an_order_that_would_not_end_is_refused(
-    small_package: Package, piped: Simulation, fault: Callable[[Rows, random.Random], None], seed: int
+    small_package: Package,
+    piped: Simulation,
+    fault: Callable[[Rows, random.Random], None],
+    seed: int,
 ) -> None:
     plan = piped.plan.model_dump(mode="json")
     fault(plan["pipeline"]["order"], random.Random(seed))

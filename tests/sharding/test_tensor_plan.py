@@ -60,7 +60,10 @@ def test_a_rank_holds_less(gpt_source: Source, plan: Plan) -> None:
 def test_exchanges_grow_with_the_rows(gpt_source: Source) -> None:
     cluster = trainload.Cluster(devices_per_node=2)
     sent = [
-        trainload.plan(gpt_source, cluster, tensor_ranks=2, global_batch=rows).estimate.communication_bytes_per_step for rows in (8, 16, 32)
+        trainload.plan(
+            gpt_source, cluster, tensor_ranks=2, global_batch=rows
+        ).estimate.communication_bytes_per_step
+        for rows in (8, 16, 32)
     ]
     assert sent[0] > 0
     assert sent[2] - sent[1] == 2 * (sent[1] - sent[0])
@@ -73,8 +76,18 @@ def test_divided_and_whole_parameters_are_in_buckets_of_their_own(plan: Plan) ->
 
 def test_a_rule_is_followed(gpt_source: Source) -> None:
     cluster = trainload.Cluster(devices_per_node=2)
-    ruled = trainload.plan(gpt_source, cluster, tensor_ranks=2, tensor_rules={"mix_*": None, "narrow.weight": Shard(dim=1)})
-    assert set(ruled.tensor_shards) == {"narrow.weight", "tokens.weight", "widen.bias", "widen.weight"}
+    ruled = trainload.plan(
+        gpt_source,
+        cluster,
+        tensor_ranks=2,
+        tensor_rules={"mix_*": None, "narrow.weight": Shard(dim=1)},
+    )
+    assert set(ruled.tensor_shards) == {
+        "narrow.weight",
+        "tokens.weight",
+        "widen.bias",
+        "widen.weight",
+    }
 
 
 @pytest.mark.parametrize(
@@ -82,16 +95,33 @@ def test_a_rule_is_followed(gpt_source: Source) -> None:
     [
         (
             {"tensor_ranks": 3},
-            "tensor_ranks: the tensor axis does not divide the cluster (expected a divisor of the cluster's 8 devices, got 3)",
+            (
+                "tensor_ranks: the tensor axis does not divide the cluster (expected a divisor of"
+                " the cluster's 8 devices, got 3)"
+            ),
         ),
-        ({"tensor_rules": {"*": None}}, "tensor_rules: tensor rules have no effect on a tensor axis of one rank"),
-        ({"tensor_ranks": 2, "tensor_rules": {"*": None}}, "tensor_ranks: the tensor axis has nothing to divide"),
-        ({"tensor_ranks": 2, "strategy": "single"}, "strategy: the strategy single requires a data axis of one rank"),
-        ({"tensor_ranks": 2, "strategy": "hybrid", "shard_ranks": 8}, "shard_ranks: this number of ranks cannot share one copy"),
+        (
+            {"tensor_rules": {"*": None}},
+            "tensor_rules: tensor rules have no effect on a tensor axis of one rank",
+        ),
+        (
+            {"tensor_ranks": 2, "tensor_rules": {"*": None}},
+            "tensor_ranks: the tensor axis has nothing to divide",
+        ),
+        (
+            {"tensor_ranks": 2, "strategy": "single"},
+            "strategy: the strategy single requires a data axis of one rank",
+        ),
+        (
+            {"tensor_ranks": 2, "strategy": "hybrid", "shard_ranks": 8},
+            "shard_ranks: this number of ranks cannot share one copy",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
-def test_what_cannot_be_planned_is_refused(gpt_source: Source, options: dict[str, Any], line: str) -> None:
+def test_what_cannot_be_planned_is_refused(
+    gpt_source: Source, options: dict[str, Any], line: str
+) -> None:
     with pytest.raises(PlanError) as caught:
         trainload.plan(gpt_source, EIGHT, **options)
     assert str(caught.value).startswith(line)
@@ -103,10 +133,15 @@ def test_what_cannot_be_planned_is_refused(gpt_source: Source, options: dict[str
         ({"tensor_ranks": 3}, "tensor_ranks is 3, which does not divide the cluster's 8 devices"),
         ({"tensor_ranks": 1}, "tensor_shards divides parameters, but tensor_ranks is 1"),
         ({"tensor_ranks": 8}, "which does not divide the 1 ranks of the data axis"),
-        ({"strategy": "single", "shard_ranks": None}, "the strategy is single, but the data axis has 4 ranks"),
+        (
+            {"strategy": "single", "shard_ranks": None},
+            "the strategy is single, but the data axis has 4 ranks",
+        ),
     ],
 )
-def test_degrees_edited_by_hand_say_what_does_not_fit(plan: Plan, changed: dict[str, object], line: str) -> None:
+def test_degrees_edited_by_hand_say_what_does_not_fit(
+    plan: Plan, changed: dict[str, object], line: str
+) -> None:
     with pytest.raises(ValidationError, match=line):
         Plan.model_validate(plan.model_dump(mode="json") | changed)
 
@@ -114,13 +149,30 @@ def test_degrees_edited_by_hand_say_what_does_not_fit(plan: Plan, changed: dict[
 @pytest.mark.parametrize(
     ("name", "shard", "line"),
     [
-        ("nothing", Shard(dim=0), "plan.tensor_shards: nothing: the tensor axis divides a parameter that the package lacks"),
-        ("narrow.weight", Shard(dim=7), "plan.tensor_shards: narrow.weight: the tensor axis cannot divide a parameter this way"),
-        ("narrow.weight", Shard(dim=1, blocks=5), "plan.tensor_shards: narrow.weight: the tensor axis cannot divide a parameter this way"),
+        (
+            "nothing",
+            Shard(dim=0),
+            (
+                "plan.tensor_shards: nothing: the tensor axis divides a parameter that the package"
+                " lacks"
+            ),
+        ),
+        (
+            "narrow.weight",
+            Shard(dim=7),
+            "plan.tensor_shards: narrow.weight: the tensor axis cannot divide a parameter this way",
+        ),
+        (
+            "narrow.weight",
+            Shard(dim=1, blocks=5),
+            "plan.tensor_shards: narrow.weight: the tensor axis cannot divide a parameter this way",
+        ),
         ("norms.0.weight", Shard(dim=0), "plan.buckets: "),
     ],
 )
-def test_shards_edited_by_hand_say_what_does_not_fit(gpt: Package, plan: Plan, name: str, shard: Shard, line: str) -> None:
+def test_shards_edited_by_hand_say_what_does_not_fit(
+    gpt: Package, plan: Plan, name: str, shard: Shard, line: str
+) -> None:
     edited = plan.model_copy(update={"tensor_shards": {**plan.tensor_shards, name: shard}})
     with pytest.raises(PlanError) as caught:
         check_plan(edited, gpt)
@@ -139,17 +191,35 @@ def test_what_an_optimizer_needs_whole_is_not_divided(muon: Package) -> None:
     with pytest.raises(PlanError, match="has nothing to divide"):
         trainload.plan(muon, trainload.Cluster(devices_per_node=2), tensor_ranks=2)
     with pytest.raises(PlanError, match=r"0\.weight: a parameter's optimizer needs it whole"):
-        trainload.plan(muon, trainload.Cluster(devices_per_node=2), tensor_ranks=2, tensor_rules={"0.*": Shard(dim=0)})
+        trainload.plan(
+            muon,
+            trainload.Cluster(devices_per_node=2),
+            tensor_ranks=2,
+            tensor_rules={"0.*": Shard(dim=0)},
+        )
 
 
 def test_a_plan_edited_to_divide_what_an_optimizer_needs_whole_is_refused(muon: Package) -> None:
     before = trainload.plan(muon, trainload.Cluster(devices_per_node=2), "zero0")
     buckets = tuple(
-        b.model_copy(update={"divided": True, "slots": tuple(s.model_copy(update=_half(s.shape)) for s in b.slots)}) for b in before.buckets
+        b.model_copy(
+            update={
+                "divided": True,
+                "slots": tuple(s.model_copy(update=_half(s.shape)) for s in b.slots),
+            }
+        )
+        for b in before.buckets
     )
     shards = {slot.parameter: Shard(dim=0) for b in buckets for slot in b.slots}
-    with pytest.raises(PlanError, match="the tensor axis divides a parameter whose optimizer needs it whole"):
-        check_plan(before.model_copy(update={"tensor_ranks": 2, "tensor_shards": shards, "buckets": buckets}), muon)
+    with pytest.raises(
+        PlanError, match="the tensor axis divides a parameter whose optimizer needs it whole"
+    ):
+        check_plan(
+            before.model_copy(
+                update={"tensor_ranks": 2, "tensor_shards": shards, "buckets": buckets}
+            ),
+            muon,
+        )
 
 
 def _half(shape: tuple[int, ...]) -> dict[str, Any]:
@@ -161,7 +231,15 @@ def test_the_command_makes_the_plan_that_its_options_say(
     small_package: Package, small_source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = ["--tensor-rule", "ups.0.*=whole", "--tensor-rule", "ups.1.weight=0/2"]
-    options = ["--devices-per-node", "2", "--tensor", "2", *rules, "-o", str(tmp_path / "plan.json")]
+    options = [
+        "--devices-per-node",
+        "2",
+        "--tensor",
+        "2",
+        *rules,
+        "-o",
+        str(tmp_path / "plan.json"),
+    ]
     assert cli.run(["plan", str(small_package.path), *options]) == 0
     capsys.readouterr()
     expected = trainload.plan(
@@ -173,23 +251,60 @@ def test_the_command_makes_the_plan_that_its_options_say(
     assert Plan.model_validate(json.loads((tmp_path / "plan.json").read_text())) == expected
 
 
-def test_the_command_says_where_an_axis_leaves_a_node(small_package: Package, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", str(small_package.path), "--nodes", "2", "--devices-per-node", "1", "--tensor", "2/sequence"]) == 0
+def test_the_command_says_where_an_axis_leaves_a_node(
+    small_package: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.run(
+            [
+                "plan",
+                str(small_package.path),
+                "--nodes",
+                "2",
+                "--devices-per-node",
+                "1",
+                "--tensor",
+                "2/sequence",
+            ]
+        )
+        == 0
+    )
     told = " ".join(capsys.readouterr().out.split())
     assert "positions elsewhere; some are on several nodes, whose links are slow" in told
 
 
 @pytest.mark.parametrize("text", ["0", "2/positions", "two", "2/"])
-def test_a_tensor_axis_of_another_kind_is_refused(small_package: Package, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", str(small_package.path), "--devices-per-node", "2", "--tensor", text]) == 2
+def test_a_tensor_axis_of_another_kind_is_refused(
+    small_package: Package, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.run(["plan", str(small_package.path), "--devices-per-node", "2", "--tensor", text]) == 2
+    )
     assert "/sequence, /context, /expert" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rule", ["mix_in.weight", "=0", "a=b", "a=0/0", "a=-1", "a=0/"])
-def test_a_rule_that_is_none_is_refused(small_package: Package, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", str(small_package.path), "--devices-per-node", "2", "--tensor", "2", "--tensor-rule", rule]) != 0
+def test_a_rule_that_is_none_is_refused(
+    small_package: Package, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
-        f"--tensor-rule: this is not a rule of the tensor axis (expected PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole, got {rule})"
+        cli.run(
+            [
+                "plan",
+                str(small_package.path),
+                "--devices-per-node",
+                "2",
+                "--tensor",
+                "2",
+                "--tensor-rule",
+                rule,
+            ]
+        )
+        != 0
+    )
+    assert (
+        "--tensor-rule: this is not a rule of the tensor axis (expected PATTERN=DIM,"
+        f" PATTERN=DIM/BLOCKS, PATTERN=whole, got {rule})"
         in (capsys.readouterr().err.replace("\n", " "))
     )
 

@@ -1,4 +1,6 @@
-"""Counts what becomes of torch's databases, for docs/coverage.md: `make coverage-suite`, or `python -m tests.torch_samples.count`."""
+"""Counts what becomes of torch's databases, for docs/coverage.md: `make coverage-suite`, or `python
+-m tests.torch_samples.count`.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,15 @@ class Outcomes:
 def main() -> int:
     """Run the tests and write the page. Exit status: 0 where every case passed."""
     found = Outcomes()
-    pytest.main(["-q", "-n", "2", "-p", "no:cacheprovider", str(Path(__file__).parent)], plugins=[found])
+    pytest.main(
+        ["-q", "-n", "2", "-p", "no:cacheprovider", str(Path(__file__).parent)], plugins=[found]
+    )
     TORCH_SAMPLES.write_text(
-        json.dumps({"torch": torch.__version__, "passed": found.passed, "failed": sorted(found.failed)}, indent=1) + "\n"
+        json.dumps(
+            {"torch": torch.__version__, "passed": found.passed, "failed": sorted(found.failed)},
+            indent=1,
+        )
+        + "\n"
     )
     suite.main(["--table"])
     return 1 if found.failed else 0

@@ -1,6 +1,8 @@
-"""Jobs of torch's own databases: every module with its sample inputs, and every optimizer with its sets of options.
+"""Jobs of torch's own databases: every module with its sample inputs, and every optimizer with its
+sets of options.
 
-torch tests itself with them (`torch.testing._internal`), so they hold what its maintainers think of as ordinary and as odd.
+torch tests itself with them (`torch.testing._internal`), so they hold what its maintainers think of
+as ordinary and as odd.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from trainload import Job
 from trainload.capture.job.inputs import leaves_of
 
 SAMPLES = 3
-"""So many of a module's samples are tried: a loss has up to 857, for every way of reducing every shape."""
+"""So many of a module's samples are tried: a loss has up to 857, for every way of reducing every
+shape.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,11 @@ class OptionSet:
 
 
 class Sampled(nn.Module):
-    """A module whose first floating-point input, and whose output, is scaled by a parameter, so that one without parameters trains too.
+    """A module whose first floating-point input, and whose output, is scaled by a parameter, so
+    that one without parameters trains too.
 
-    What it returns has a bounded gradient, however large the module's outputs are: four updates do not diverge.
+    What it returns has a bounded gradient, however large the module's outputs are: four updates do
+    not diverge.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,8 +69,14 @@ class Sampled(nn.Module):
 
     def forward(self, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
         given = iter([*args, *kwargs.values()])
-        first = next((value for value in given if isinstance(value, Tensor) and value.is_floating_point()), None)
-        args, kwargs = [self._scaled(value, first) for value in args], {name: self._scaled(value, first) for name, value in kwargs.items()}
+        first = next(
+            (value for value in given if isinstance(value, Tensor) and value.is_floating_point()),
+            None,
+        )
+        args, kwargs = (
+            [self._scaled(value, first) for value in args],
+            {name: self._scaled(value, first) for name, value in kwargs.items()},
+        )
         found = torch.zeros(())
         for value in _tensors(self.module(*args, **kwargs)):
             if value.is_floating_point():
@@ -77,11 +89,17 @@ class Sampled(nn.Module):
 
 def module_samples() -> list[ModuleSample]:
     """Return the samples that are tried, `SAMPLES` of each module at most."""
-    return [ModuleSample(info.name, number) for info in module_db for number in range(min(SAMPLES, len(_inputs(info.name))))]
+    return [
+        ModuleSample(info.name, number)
+        for info in module_db
+        for number in range(min(SAMPLES, len(_inputs(info.name))))
+    ]
 
 
 def option_sets() -> list[OptionSet]:
-    """Return every set of options of the optimizers that need neither a closure nor sparse gradients."""
+    """Return every set of options of the optimizers that need neither a closure nor sparse
+    gradients.
+    """
     return [
         OptionSet(name, number, options.desc)
         for name, info in _optimizers().items()
@@ -91,9 +109,11 @@ def option_sets() -> list[OptionSet]:
 
 
 def job_of_module(sample: ModuleSample, *, static: bool = False) -> Job:
-    """Return a job that trains a module on its sample's input. Two of one sample begin with the same weights.
+    """Return a job that trains a module on its sample's input. Two of one sample begin with the
+    same weights.
 
-    The rows are in a dim whose size most of the inputs have; an input that has no such dim is declared to be shared.
+    The rows are in a dim whose size most of the inputs have; an input that has no such dim is
+    declared to be shared.
 
     Args:
         sample: one of `module_samples`.
@@ -101,17 +121,27 @@ def job_of_module(sample: ModuleSample, *, static: bool = False) -> Job:
     """
     torch.manual_seed(0)
     info, given = _modules()[sample.module], _inputs(sample.module)[sample.number]
-    module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).to(torch.float32)
-    batch: dict[str, Any] = {"args": list(given.forward_input.args), "kwargs": dict(given.forward_input.kwargs)}
+    module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).to(
+        torch.float32
+    )
+    batch: dict[str, Any] = {
+        "args": list(given.forward_input.args),
+        "kwargs": dict(given.forward_input.kwargs),
+    }
     leaves = leaves_of(batch)
     rows = _rows(leaves)
     if rows is None:  # scalars alone
         batch["row"], rows = torch.ones(2), 2
         leaves = leaves_of(batch)
-    dims = {name: [*leaf.shape].index(rows) if rows in leaf.shape else None for name, leaf in leaves.items()}
+    dims = {
+        name: [*leaf.shape].index(rows) if rows in leaf.shape else None
+        for name, leaf in leaves.items()
+    }
     rest = Dim.STATIC if static or rows < 2 else Dim("batch")
     dynamic = {
-        name: {dim: rest if dim == 0 else Dim("batch")} for name, dim in dims.items() if dim is not None and (dim > 0 or rest is Dim.STATIC)
+        name: {dim: rest if dim == 0 else Dim("batch")}
+        for name, dim in dims.items()
+        if dim is not None and (dim > 0 or rest is Dim.STATIC)
     }
 
     def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -131,7 +161,9 @@ def job_of_module(sample: ModuleSample, *, static: bool = False) -> Job:
 
 
 def job_of_optimizer(options: OptionSet) -> Job:
-    """Return a job that trains matrices (and vectors, where the optimizer takes them) under a set of options."""
+    """Return a job that trains matrices (and vectors, where the optimizer takes them) under a set
+    of options.
+    """
     torch.manual_seed(0)
     info = _optimizers()[options.optimizer]
     chosen = info.optim_inputs_func(device="cpu")[options.number].kwargs
@@ -144,16 +176,28 @@ def job_of_optimizer(options: OptionSet) -> Job:
         return made
 
     batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 3)}
-    return Job(model, batch, factory, loss=lambda m, b: (m(b["x"]) - b["y"]).square().mean(), steps=UPDATES, global_batch=4)
+    return Job(
+        model,
+        batch,
+        factory,
+        loss=lambda m, b: (m(b["x"]) - b["y"]).square().mean(),
+        steps=UPDATES,
+        global_batch=4,
+    )
 
 
 def _rows(leaves: Mapping[str, Tensor]) -> int | None:
-    """Return a size that most inputs have, in their leading dim rather than elsewhere; None where none has a dim."""
+    """Return a size that most inputs have, in their leading dim rather than elsewhere; None where
+    none has a dim.
+    """
     leading = Counter(leaf.shape[0] for leaf in leaves.values() if leaf.ndim)
     if not leading:
         return None
     sizes = {size for leaf in leaves.values() for size in leaf.shape}
-    return max(sorted(sizes), key=lambda size: (sum(size in leaf.shape for leaf in leaves.values()), leading[size]))
+    return max(
+        sorted(sizes),
+        key=lambda size: (sum(size in leaf.shape for leaf in leaves.values()), leading[size]),
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -183,21 +227,29 @@ def _inputs(name: str) -> list[ModuleInput]:
     make: Callable[..., Any] = info.module_inputs_func
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return list(make(info, device="cpu", dtype=torch.float32, requires_grad=False, training=True))
+        return list(
+            make(info, device="cpu", dtype=torch.float32, requires_grad=False, training=True)
+        )
 
 
 def has_fixed_rows(sample: ModuleSample) -> bool:
-    """Return whether a sample's leading dim means something to its module (channels, features), so that it cannot change."""
+    """Return whether a sample's leading dim means something to its module (channels, features), so
+    that it cannot change.
+    """
     return sample.number in _FIXED_ROWS.get(sample.module.removeprefix("nn."), ())
 
 
 def gives_nan(sample: ModuleSample) -> bool:
-    """Return whether a module gives NaN on its sample: it takes roots or logarithms of negative numbers."""
+    """Return whether a module gives NaN on its sample: it takes roots or logarithms of negative
+    numbers.
+    """
     return str(sample) in _NAN
 
 
 _FIXED_ROWS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Bilinear", "Conv1d", "Conv2d", "Conv3d", "GLU", "Linear", "MultiheadAttention"), (2,)),
+    **dict.fromkeys(
+        ("Bilinear", "Conv1d", "Conv2d", "Conv3d", "GLU", "Linear", "MultiheadAttention"), (2,)
+    ),
     **dict.fromkeys(("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), (2,)),
     **dict.fromkeys(("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"), (1,)),
     **dict.fromkeys(("FractionalMaxPool3d", "GRU", "LSTM", "RNN", "RNNCell"), (0, 1, 2)),
@@ -205,6 +257,15 @@ _FIXED_ROWS: dict[str, tuple[int, ...]] = {
     "CTCLoss": (0,),
 }
 """Module -> numbers of its samples."""
-_NAN = frozenset({"nn.LPPool1d-0", "nn.LPPool2d-2", "nn.LPPool3d-2", "nn.KLDivLoss-0", "nn.KLDivLoss-1", "nn.KLDivLoss-2"})
+_NAN = frozenset(
+    {
+        "nn.LPPool1d-0",
+        "nn.LPPool2d-2",
+        "nn.LPPool3d-2",
+        "nn.KLDivLoss-0",
+        "nn.KLDivLoss-1",
+        "nn.KLDivLoss-2",
+    }
+)
 LAZY = [sample for sample in module_samples() if sample.module.startswith("nn.Lazy")]
 TRAINABLE = [sample for sample in module_samples() if sample not in LAZY]

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 from tests.coverage.eager import is_static
 from tests.coverage.models.masks import StatelessDraws
-from tests.torch_samples.samples import LAZY, TRAINABLE, ModuleSample, gives_nan, has_fixed_rows, job_of_module
+from tests.torch_samples.samples import (
+    LAZY,
+    TRAINABLE,
+    ModuleSample,
+    gives_nan,
+    has_fixed_rows,
+    job_of_module,
+)
 from tests.trained import assert_trains_as_eager, train_eagerly
 
 import trainload
@@ -19,9 +26,12 @@ from trainload.capture.job.leading_rows import arranged
 from trainload.core.errors import CaptureError, DivergedError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),  # what a TransformerEncoder says of its options
-    pytest.mark.filterwarnings("ignore:1 parameters get no gradient"),  # the scale of a floating-point input that only masks
-    pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss"),  # what a KLDivLoss says of its default
+    # what a TransformerEncoder says of its options
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    # the scale of a floating-point input that only masks
+    pytest.mark.filterwarnings("ignore:1 parameters get no gradient"),
+    # what a KLDivLoss says of its default
+    pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
 ]
 FINITE = [sample for sample in TRAINABLE if not gives_nan(sample)]
@@ -33,7 +43,9 @@ def stateless(job: Job, step: int, rows: int) -> AbstractContextManager[Any]:
     return StatelessDraws(job.seed, step, 0, rows, static=is_static(job))
 
 
-@pytest.mark.matrix(when=lambda sample: MODULES.index(sample.module) % 5 == 0 and sample.number == 0)
+@pytest.mark.matrix(
+    when=lambda sample: MODULES.index(sample.module) % 5 == 0 and sample.number == 0
+)
 @pytest.mark.parametrize("sample", FINITE, ids=str)
 def test_four_updates_of_a_module_are_those_of_eager(sample: ModuleSample, tmp_path: Path) -> None:
     job = job_of_module(sample, static=has_fixed_rows(sample))

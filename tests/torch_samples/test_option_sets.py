@@ -1,4 +1,6 @@
-"""Every set of options in torch's database of optimizers updates a package as it updates eager PyTorch."""
+"""Every set of options in torch's database of optimizers updates a package as it updates eager
+PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """The command line.
 
-Exit status: 0 done; 1 the work failed, and whatever ended a run that had made steps; 2 the request was wrong. Results go to stdout;
-progress and errors go to stderr. With `--json` stdout holds exactly one JSON value, for an error `{"error": {...}}`.
+Exit status: 0 done; 1 the work failed, and whatever ended a run that had made steps; 2 the request
+was wrong. Results go to stdout; progress and errors go to stderr. With `--json` stdout holds
+exactly one JSON value, for an error `{"error": {...}}`.
 
-torch is imported by the commands, not by this module, so that `--help` and wrong options answer at once.
+torch is imported by the commands, not by this module, so that `--help` and wrong options answer at
+once.
 """
 
 from __future__ import annotations
@@ -55,8 +57,12 @@ _OBEYING = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
 """Commands that run packages, or say whether they may be run."""
 
 
-@click.group(cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
-@click.version_option(trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s", help="")
+@click.group(
+    cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80}
+)
+@click.version_option(
+    trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s", help=""
+)
 @click.option("--library", multiple=True, metavar="NS=MODULE", help="")
 @click.option("--trust-extensions", is_flag=True, help="")
 @click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="")
@@ -71,16 +77,34 @@ def commands(
 
 @commands.command(short_help="Write a job's package.")
 @click.argument("spec")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="Path of the new package.")
-@click.option("--check", type=click.Choice(["usual", "thorough"]), default="usual", help="thorough: compare on more sizes and seeds.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="PKG",
+    help="Path of the new package.",
+)
+@click.option(
+    "--check",
+    type=click.Choice(["usual", "thorough"]),
+    default="usual",
+    help="thorough: compare on more sizes and seeds.",
+)
 @click.option("--strict/--no-strict", default=None, help="Use only this mode of torch.export.")
 @click.option("--explain-shapes", is_flag=True, help="Print the possible sizes of each dim first.")
-@click.option("--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests.")
+@click.option(
+    "--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests."
+)
 @click.option("--abstract", is_flag=True, help="Freeze shapes without weights, for planning.")
 @click.option("--reduced", metavar="SPEC", help="A smaller job to compare, with --abstract.")
 @click.option("--bundle-ops", is_flag=True, help="Put operator libraries into the package.")
-@click.option("--wheel", "wheels", multiple=True, metavar="FILE", help="Bundle this wheel; may be repeated.")
-@click.option("--asset", "assets", multiple=True, metavar="NAME[:TYPE]=PATH", help="Include a file or folder.")
+@click.option(
+    "--wheel", "wheels", multiple=True, metavar="FILE", help="Bundle this wheel; may be repeated."
+)
+@click.option(
+    "--asset", "assets", multiple=True, metavar="NAME[:TYPE]=PATH", help="Include a file or folder."
+)
 @json_option
 def freeze(
     spec: str,
@@ -98,20 +122,27 @@ def freeze(
 ) -> None:
     """Freeze the job that SPEC names and write its package.
 
-    SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function that returns one. The
-    captured graphs are compared with eager PyTorch, loss and every gradient, before anything is written. The table of
-    --explain-shapes is printed even if torch then rejects the sizes.
+    SPEC is path/to/file.py:name or package.module:name, where name is a trainload.Job or a function
+    that returns one. The captured graphs are compared with eager PyTorch, loss and every gradient,
+    before anything is written. The table of --explain-shapes is printed even if torch then rejects
+    the sizes.
     """
     if output.exists():
-        raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
+        raise StorageError(
+            "it exists already", where=str(output), hint="Choose another path, or remove it."
+        )
     if abstract and (explain_shapes or apply_suggested_fixes):
         raise click.UsageError(
-            "--abstract cannot be combined with --explain-shapes or --apply-suggested-fixes: use them on the reduced job."
+            "--abstract cannot be combined with --explain-shapes or --apply-suggested-fixes: use"
+            " them on the reduced job."
         )
     if reduced is not None and not abstract:
         raise click.UsageError("--reduced requires --abstract.")
     if abstract and (bundle_ops or wheels):
-        raise click.UsageError("--abstract cannot be combined with --bundle-ops or --wheel: an abstract package is not run.")
+        raise click.UsageError(
+            "--abstract cannot be combined with --bundle-ops or --wheel: an abstract package is not"
+            " run."
+        )
     libraries = named_libraries()
     # The job's own code may go to another folder, so paths are made absolute before it runs.
     target = Path.cwd() / output
@@ -153,9 +184,21 @@ def freeze(
     if as_json:
         explained = {"shapes": shapes} if explain_shapes else {}
         applied = {"fixes": fixes} if apply_suggested_fixes else {}
-        _print_json({"package": output, "digest": package.digest, "seconds": seconds, **explained, **applied})
+        _print_json(
+            {
+                "package": output,
+                "digest": package.digest,
+                "seconds": seconds,
+                **explained,
+                **applied,
+            }
+        )
     else:
-        rows: list[tuple[str, Any]] = [("package", str(output)), ("digest", package.digest), ("seconds", seconds)]
+        rows: list[tuple[str, Any]] = [
+            ("package", str(output)),
+            ("digest", package.digest),
+            ("seconds", seconds),
+        ]
         if package.manifest.variants:
             rows.append(("variants", f"the first, {', '.join(package.manifest.variants)}"))
         _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
@@ -183,7 +226,10 @@ def _with_assets(job: Job, given: dict[str, tuple[str, str | None]]) -> Job:
     """The job with further assets; those that it has by these names give way."""
     from trainload.capture.job.definition import Asset
 
-    return dataclasses.replace(job, assets={**job.assets, **{name: Asset(path, kind) for name, (path, kind) in given.items()}})
+    return dataclasses.replace(
+        job,
+        assets={**job.assets, **{name: Asset(path, kind) for name, (path, kind) in given.items()}},
+    )
 
 
 def _trained(job: Job) -> list[str]:

@@ -28,7 +28,11 @@ _SHOWN = 100
 
 
 def out_of_range(
-    error: ValidationError, kind: type[E], where: str = "", names: Mapping[str, str] = MappingProxyType({}), value: object = _UNKNOWN
+    error: ValidationError,
+    kind: type[E],
+    where: str = "",
+    names: Mapping[str, str] = MappingProxyType({}),
+    value: object = _UNKNOWN,
 ) -> E:
     """Convert pydantic's first error to one of trainload's.
 
@@ -41,12 +45,23 @@ def out_of_range(
     """
     found = error.errors(include_url=False, include_context=False)
     first = found[0]
-    parts = [str(part) for part in first["loc"]] if value is _UNKNOWN else _inside(value, first["loc"])
+    parts = (
+        [str(part) for part in first["loc"]] if value is _UNKNOWN else _inside(value, first["loc"])
+    )
     alternatives = found if value is not _UNKNOWN else found[:1]
-    expected = [each["msg"].removeprefix("Input should be ") for each in alternatives if each["input"] is first["input"]]
+    expected = [
+        each["msg"].removeprefix("Input should be ")
+        for each in alternatives
+        if each["input"] is first["input"]
+    ]
     problem = "has the wrong type" if first["type"].endswith(_OF_TYPES) else "is out of range"
     place = ".".join(filter(None, [where, *(names.get(part, part) for part in parts)]))
-    return kind(problem, where=place, expected=" or ".join(dict.fromkeys(expected)), got=shown(first["input"]))
+    return kind(
+        problem,
+        where=place,
+        expected=" or ".join(dict.fromkeys(expected)),
+        got=shown(first["input"]),
+    )
 
 
 def shown(value: object) -> str:
@@ -84,7 +99,9 @@ def check_fields(record: Any, where: str, kind: type[RequestError]) -> None:
     Raises:
         RequestError: a field has a wrong type or value; it is an instance of `kind`.
     """
-    _check({field.name: getattr(record, field.name) for field in fields(record)}, _adapters(type(record)), where, kind)  # type: ignore[arg-type]  # a class is hashable
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    adapters = _adapters(type(record))  # type: ignore[arg-type]  # a class is hashable
+    _check(values, adapters, where, kind)
 
 
 @functools.cache
@@ -94,17 +111,27 @@ def _adapters(annotated: Any) -> dict[str, TypeAdapter[Any]]:
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, BaseModel)):  # pydantic does not accept a config for these
+    # pydantic does not accept a config for these
+    if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, BaseModel)):
         return TypeAdapter(InstanceOf[hint])
     return TypeAdapter(hint, config=_STRICT)
 
 
-def _check(values: Mapping[str, Any], adapters: Mapping[str, TypeAdapter[Any]], where: str, kind: type[RequestError]) -> None:
+def _check(
+    values: Mapping[str, Any],
+    adapters: Mapping[str, TypeAdapter[Any]],
+    where: str,
+    kind: type[RequestError],
+) -> None:
     for name, value in values.items():
         try:
-            adapters[name].validate_python(value.item() if isinstance(value, numpy.generic) else value)
+            adapters[name].validate_python(
+                value.item() if isinstance(value, numpy.generic) else value
+            )
         except ValidationError as error:
-            raise out_of_range(error, kind, ".".join(filter(None, [where, name])), value=value) from error
+            raise out_of_range(
+                error, kind, ".".join(filter(None, [where, name])), value=value
+            ) from error
 
 
 def _inside(value: Any, place: Sequence[int | str]) -> list[str]:
@@ -113,11 +140,17 @@ def _inside(value: Any, place: Sequence[int | str]) -> list[str]:
     """
     found = []
     for part in place:
-        if isinstance(value, Mapping | Sequence) and not isinstance(value, str) and _holds(value, part):
+        if (
+            isinstance(value, Mapping | Sequence)
+            and not isinstance(value, str)
+            and _holds(value, part)
+        ):
             found.append(str(part))
             value = value[part]  # type: ignore[index]  # `_holds` has checked it
     return found
 
 
 def _holds(value: Mapping[Any, Any] | Sequence[Any], part: int | str) -> bool:
-    return part in value if isinstance(value, Mapping) else isinstance(part, int) and part < len(value)
+    return (
+        part in value if isinstance(value, Mapping) else isinstance(part, int) and part < len(value)
+    )

@@ -2,7 +2,7 @@
 
     replace_file(path, data)                    # a reader sees the old content or the new
     with replacing(path) as temporary: ...      # the same, for code that writes to a path
-    if not create_file(path, data): ...         # if several processes do so concurrently, exactly one succeeds
+    if not create_file(path, data): ...         # of concurrent calls exactly one succeeds
     with new_folder(path) as temporary: ...
 
 Temporary files and folders are hidden siblings of their path with random names: process ids repeat
@@ -42,7 +42,9 @@ def remove_temporaries(path: Path) -> None:
 
 
 @contextmanager
-def temporary_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> Iterator[Path]:
+def temporary_file(
+    path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666
+) -> Iterator[Path]:
     """Yield a temporary file next to `path`.
 
     It is removed when the block ends, unless the block renames it.
@@ -58,7 +60,9 @@ def temporary_file(path: Path, data: bytes, *, durable: bool = True, mode: int =
     """
     temporary = temporary_beside(path)
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb"
+        ) as file:
             file.write(data)
             file.flush()
             if durable:
@@ -136,7 +140,9 @@ def _holds(path: Path, data: bytes) -> bool:
 
     Links are not followed, since others may be able to write to the folder.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with os.fdopen(
+        os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+    ) as file:
         return file.read(len(data) + 1) == data
 
 

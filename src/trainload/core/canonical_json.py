@@ -39,12 +39,19 @@ def canonical_json(value: object) -> bytes:
             not JSON.
     """
     try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode("utf-8")
+        return json.dumps(
+            value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False
+        ).encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
-        raise PackageError(f"it cannot be written as JSON: {error}", expected="finite numbers, strings, lists and objects") from error
+        raise PackageError(
+            f"it cannot be written as JSON: {error}",
+            expected="finite numbers, strings, lists and objects",
+        ) from error
 
 
-def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
+def parse_canonical(
+    data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH
+) -> Any:
     """Decode canonical JSON that may be hostile. `where` is the file's name, for errors.
 
     Raises:
@@ -52,25 +59,41 @@ def parse_canonical(data: bytes, where: str, *, max_bytes: int = MAX_BYTES, max_
         IntegrityError: it is not UTF-8, not JSON, or not in canonical form.
     """
     if len(data) > max_bytes:
-        raise UnsafePackageError("JSON file is too large", where=where, expected=f"at most {max_bytes} bytes", got=str(len(data)))
+        raise UnsafePackageError(
+            "JSON file is too large",
+            where=where,
+            expected=f"at most {max_bytes} bytes",
+            got=str(len(data)),
+        )
     depth = nesting(data)
     if depth > max_depth:
-        raise UnsafePackageError("JSON is nested too deeply", where=where, expected=f"at most {max_depth} levels", got=str(depth))
+        raise UnsafePackageError(
+            "JSON is nested too deeply",
+            where=where,
+            expected=f"at most {max_depth} levels",
+            got=str(depth),
+        )
 
     try:
         text = data.decode("utf-8")
         value = json.loads(text, parse_constant=_not_finite)
     except _NotFiniteError as error:
-        raise UnsafePackageError("JSON contains a number that is not finite", where=where, got=str(error)) from error
+        raise UnsafePackageError(
+            "JSON contains a number that is not finite", where=where, got=str(error)
+        ) from error
     except ValueError as error:
-        raise IntegrityError(f"not readable as JSON in UTF-8: {error}", where=where, hint="Fetch the package again.") from error
+        raise IntegrityError(
+            f"not readable as JSON in UTF-8: {error}", where=where, hint="Fetch the package again."
+        ) from error
     try:
         again = canonical_json(value)
     except PackageError as error:  # 1e999 parses as an infinity, "\\ud800" as a lone surrogate
         raise UnsafePackageError(error.problem, where=where) from error
     if again != data:
         json.loads(text, object_pairs_hook=lambda items: _check_no_duplicates(items, where))
-        raise IntegrityError("JSON is not in canonical form", where=where, hint="Fetch the package again.")
+        raise IntegrityError(
+            "JSON is not in canonical form", where=where, hint="Fetch the package again."
+        )
     return value
 
 
@@ -80,9 +103,12 @@ def nesting(data: bytes) -> int:
     For text that is not JSON, the result is right up to the character at which a parser stops.
     """
     structure = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
-    within, depth, deepest = 0, 0, 0  # 1 inside a string; depth after the last bracket; maximum so far
+    # 1 inside a string; depth after the last bracket; maximum so far
+    within, depth, deepest = 0, 0, 0
     for start in range(0, len(structure), _BLOCK):
-        marks = np.frombuffer(structure, dtype=np.uint8, count=min(_BLOCK, len(structure) - start), offset=start)
+        marks = np.frombuffer(
+            structure, dtype=np.uint8, count=min(_BLOCK, len(structure) - start), offset=start
+        )
         strings = np.bitwise_xor.accumulate((marks == ord('"')).view(np.uint8)) ^ within
         depths = np.cumsum(_STEPS[marks] * (strings == 0), dtype=np.int32) + depth
         within, depth, deepest = int(strings[-1]), int(depths[-1]), max(deepest, int(depths.max()))

@@ -33,7 +33,10 @@ def check_no_credentials(url: str, where: str = "") -> None:
             "the URL contains credentials, which would be written to files",
             where=where or shown,
             got=shown if where else "",
-            hint="Set them in the environment of every node, or refer to them as ${env:NAME} or ${file:/PATH}.",
+            hint=(
+                "Set them in the environment of every node, or refer to them as ${env:NAME} or"
+                " ${file:/PATH}."
+            ),
         )
 
 
@@ -53,7 +56,12 @@ def resolve(text: str) -> str:
     check_no_credentials(text)
     for match in _ANY.finditer(text):
         if not REFERENCE.fullmatch(match[0]):
-            raise StorageError("this is not a reference to a secret", where=text, expected="${env:NAME} or ${file:/PATH}", got=match[0])
+            raise StorageError(
+                "this is not a reference to a secret",
+                where=text,
+                expected="${env:NAME} or ${file:/PATH}",
+                got=match[0],
+            )
     return REFERENCE.sub(lambda match: _value(match, text), text)
 
 
@@ -64,12 +72,20 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in options.items():
-        found[name] = resolve(value) if isinstance(value, str) else resolve_options(value) if isinstance(value, Mapping) else value
+        found[name] = (
+            resolve(value)
+            if isinstance(value, str)
+            else resolve_options(value)
+            if isinstance(value, Mapping)
+            else value
+        )
     return found
 
 
 def without_secrets(error: BaseException) -> BaseException:
-    """Return an error without secrets: the error itself, if neither it nor its causes contain any."""
+    """Return an error without secrets: the error itself, if neither it nor its causes contain
+    any.
+    """
     told = "".join(traceback.format_exception(error))
     if redacted(told) == told:
         return error
@@ -115,7 +131,11 @@ def _text_of(name: str, reference: str, text: str) -> str:
         with path.open("rb") as file:
             value = file.read(_MOST_BYTES).decode().removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
+        reason = (
+            "it is not text"
+            if isinstance(error, UnicodeDecodeError)
+            else error.strerror or str(error)
+        )
         raise StorageError(
             f"{reference} names a file that cannot be read here: {reason}",
             where=text,

@@ -13,7 +13,7 @@
     │   ├── DataError                   a data set does not fit the package's inputs
     │   │   └── MissingDataError        its files are missing
     │   ├── PlanError                   no plan can be made, or a plan does not fit its package
-    │   ├── CompileError                a graph would run interpreted, and the run requires compiled ones
+    │   ├── CompileError                a graph would run interpreted, and the run requires compiled
     │   ├── ClusterError                the plan does not fit on the cluster
     │   ├── StorageError                a path is taken, missing, not writable or full
     │   │   └── ConflictError           another writer made a conflicting change first
@@ -57,7 +57,9 @@ class TrainloadError(Exception):
 
     work_began = False
 
-    def __init__(self, problem: str, *, where: str = "", expected: str = "", got: str = "", hint: str = "") -> None:
+    def __init__(
+        self, problem: str, *, where: str = "", expected: str = "", got: str = "", hint: str = ""
+    ) -> None:
         self.problem = redacted(problem)
         self.where = redacted(where)
         self.expected = redacted(expected)
@@ -67,7 +69,11 @@ class TrainloadError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
-        told = [f"{word} {value}" for word, value in (("expected", self.expected), ("got", self.got)) if value]
+        told = [
+            f"{word} {value}"
+            for word, value in (("expected", self.expected), ("got", self.got))
+            if value
+        ]
         if told:
             text += f" ({', '.join(told)})"
         return f"{text}. {self.hint}" if self.hint else text
@@ -106,7 +112,14 @@ class CaptureError(RequestError):
     """
 
     def __init__(
-        self, problem: str, *, where: str = "", expected: str = "", got: str = "", hint: str = "", findings: Sequence[Finding] = ()
+        self,
+        problem: str,
+        *,
+        where: str = "",
+        expected: str = "",
+        got: str = "",
+        hint: str = "",
+        findings: Sequence[Finding] = (),
     ) -> None:
         super().__init__(problem, where=where, expected=expected, got=got, hint=hint)
         self.findings = tuple(findings)
@@ -115,7 +128,13 @@ class CaptureError(RequestError):
         if not self.findings:
             return super().__str__()
         headline = f"{self.where}: {self.problem}" if self.where else self.problem
-        details = f"Expected {self.expected}; got {self.got}" if self.expected else f"torch says: {self.got}" if self.got else ""
+        details = (
+            f"Expected {self.expected}; got {self.got}"
+            if self.expected
+            else f"torch says: {self.got}"
+            if self.got
+            else ""
+        )
         return page(headline.rstrip(".") + ".", self.findings, details)
 
     def _details(self) -> dict[str, Any]:
@@ -214,8 +233,12 @@ class RunInterrupted(WorkError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an exception's text, or its class, up to 200 characters."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+    """Return the first non-empty line of an exception's text, or its class, up to 200
+    characters.
+    """
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )[:200]
 
 
 def raised(error: BaseException) -> str:

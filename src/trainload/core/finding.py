@@ -94,9 +94,22 @@ class Finding:
     def as_json(self) -> dict[str, str]:
         """Return the fields for `--json`."""
         where = (
-            {"where": str(self.place), "source": self.place.source, "expression": self.place.expression} if self.place is not None else {}
+            {
+                "where": str(self.place),
+                "source": self.place.source,
+                "expression": self.place.expression,
+            }
+            if self.place is not None
+            else {}
         )
-        return {"cause": self.cause, "sentence": self.sentence, "advice": self.advice, "rewrite": self.rewrite, "link": self.link, **where}
+        return {
+            "cause": self.cause,
+            "sentence": self.sentence,
+            "advice": self.advice,
+            "rewrite": self.rewrite,
+            "link": self.link,
+            **where,
+        }
 
 
 def page(headline: str, findings: Sequence[Finding], details: str) -> str:
@@ -120,12 +133,17 @@ def _lines(headline: str, findings: Sequence[Finding], details: str, carets: boo
     if first.place is not None:
         lines += [] if str(first.place) in headline else [f"{first.place}:"]
         lines += [f"    {line}" for line in first.place.marked(WIDTH - 4)]
-    said = "" if first.sentence in headline else f"{first.sentence[0].upper()}{first.sentence[1:]}. "
+    said = (
+        "" if first.sentence in headline else f"{first.sentence[0].upper()}{first.sentence[1:]}. "
+    )
     lines.append(said + first.advice)
     if first.rewrite:
         rewrite = first.rewrite.splitlines()
         most = _SHORT_REWRITE_LINES if rest else _REWRITE_LINES
-        lines += [f"    {line[: WIDTH - 4]}" for line in (rewrite if len(rewrite) <= most else [*rewrite[: most - 1], "..."])]
+        lines += [
+            f"    {line[: WIDTH - 4]}"
+            for line in (rewrite if len(rewrite) <= most else [*rewrite[: most - 1], "..."])
+        ]
     lines.append(f"See {first.link}")
     if rest:
         lines.append("Also in the way:")
@@ -133,7 +151,9 @@ def _lines(headline: str, findings: Sequence[Finding], details: str, carets: boo
             where = f"{finding.place}: " if finding.place is not None else ""
             lines.append(f"  {number}. {where}{finding.sentence} ({finding.link})")
             if finding.place is not None:
-                lines += [f"     {line}" for line in finding.place.marked(WIDTH - 5)[: 2 if carets else 1]]
+                lines += [
+                    f"     {line}" for line in finding.place.marked(WIDTH - 5)[: 2 if carets else 1]
+                ]
         if len(rest) >= SHOWN:
             lines.append(f"  and {len(rest) - SHOWN + 1} more")
     if details:

@@ -37,15 +37,25 @@ def open_inside(root: Path, path: str) -> BinaryIO:
             inner = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, inner)
             for folder in folders:
-                inner = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inner)
+                inner = os.open(
+                    folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inner
+                )
                 stack.callback(os.close, inner)
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=inner)
+            descriptor = os.open(
+                name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=inner
+            )
         except FileNotFoundError as error:
-            raise IntegrityError("a file of the package is missing", where=path, hint="Fetch the package again.") from error
+            raise IntegrityError(
+                "a file of the package is missing", where=path, hint="Fetch the package again."
+            ) from error
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # ENXIO: a socket
-                raise UnsafePackageError("the path contains a link or something that is not a regular file", where=path) from error
-            raise StorageError(f"a file of the package cannot be read: {error.strerror}", where=path) from error
+                raise UnsafePackageError(
+                    "the path contains a link or something that is not a regular file", where=path
+                ) from error
+            raise StorageError(
+                f"a file of the package cannot be read: {error.strerror}", where=path
+            ) from error
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
@@ -103,5 +113,7 @@ def check_name(path: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """Return True if the error means that the disk, a quota or a limit of file sizes is exhausted."""
+    """Return True if the error means that the disk, a quota or a limit of file sizes is
+    exhausted.
+    """
     return error.errno in _FULL

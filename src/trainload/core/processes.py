@@ -82,7 +82,9 @@ def heeded(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
 
 
 def is_nobodys(handler: Any) -> bool:
-    """Return True if a signal's handler is Python's or Ray's own, not one that the caller has set."""
+    """Return True if a signal's handler is Python's or Ray's own, not one that the caller has
+    set.
+    """
     own = handler in (signal.SIG_DFL, signal.default_int_handler, None)
     return own or str(getattr(handler, "__module__", "")).partition(".")[0] == "ray"
 

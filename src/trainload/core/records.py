@@ -1,4 +1,6 @@
-"""Base classes of records that are written once and read by other versions: strict, and sealed by a checksum."""
+"""Base classes of records that are written once and read by other versions: strict, and sealed by a
+checksum.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import math
 import time
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
@@ -23,7 +32,8 @@ Time = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]
 
 
 class LeanRecord(BaseModel):
-    """A record that omits fields that were added later and have their defaults, so that older records keep their bytes.
+    """A record that omits fields that were added later and have their defaults, so that older
+    records keep their bytes.
 
     Attributes:
         later: names of those fields.
@@ -37,7 +47,8 @@ class LeanRecord(BaseModel):
         return {
             k: v
             for k, v in fields.items()
-            if k not in self.later or getattr(self, k) != type(self).model_fields[k].get_default(call_default_factory=True)
+            if k not in self.later
+            or getattr(self, k) != type(self).model_fields[k].get_default(call_default_factory=True)
         }
 
 
@@ -50,7 +61,8 @@ class Record(LeanRecord):
 class Sealed(Record):
     """A file with one record. Law: `from_bytes(r.to_bytes(), w) == r`.
 
-    It is canonical JSON of the record's fields and of `checksum`, the sha256 of the same without `checksum`.
+    It is canonical JSON of the record's fields and of `checksum`, the sha256 of the same without
+    `checksum`.
     """
 
     format_version: Literal[1] = 1
@@ -66,7 +78,8 @@ class Sealed(Record):
 
         Raises:
             IntegrityError: it is damaged.
-            UnsafePackageError: it is too large or too deep, or contains what the format does not allow.
+            UnsafePackageError: it is too large or too deep, or contains what the format does not
+                allow.
             StorageError: it is of a newer format.
         """
         raw = parse_canonical(data, where, max_bytes=MAX_RECORD, max_depth=_DEPTH)
@@ -75,21 +88,31 @@ class Sealed(Record):
         version = raw.get("format_version")
         if isinstance(version, int) and not isinstance(version, bool) and version > STORE_VERSION:
             raise StorageError(
-                "the store was written in a newer format", where=where, expected=f"format {STORE_VERSION}", got=f"format {version}",
+                "the store was written in a newer format",
+                where=where,
+                expected=f"format {STORE_VERSION}",
+                got=f"format {version}",
                 hint="Update trainload.",
-            )  # fmt: skip
+            )
         if raw.pop("checksum", None) != sha256_bytes(canonical_json(raw)):
-            raise IntegrityError("a record of the store is damaged: its checksum does not match", where=where)
+            raise IntegrityError(
+                "a record of the store is damaged: its checksum does not match", where=where
+            )
         try:
             return cls.model_validate_json(canonical_json(raw))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(str(part) for part in first["loc"])
-            raise UnsafePackageError(f"the record's field {place} is wrong: {first['msg']}", where=where) from error
+            raise UnsafePackageError(
+                f"the record's field {place} is wrong: {first['msg']}", where=where
+            ) from error
 
 
 def check_finite(value: object) -> object:
-    """Return a number that JSON readers keep. Raises: ValueError: it is not finite, or has more than 64 bits."""
+    """Return a number that JSON readers keep.
+
+    Raises: ValueError: it is not finite, or has more than 64 bits.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("a number is not finite")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -17,7 +17,10 @@ HIDDEN = "***"
 
 _LEAST = 4
 """Minimum length of a secret that is redacted; a shorter one would occur in every text."""
-_PASSWORD = re.compile(r"(?P<before>[a-z][a-z0-9+.-]*:/{1,2}[^/:@?#\s]*):(?!:)(?!\d+(?:[/?#\s]|$))(?P<secret>\S*)@", re.IGNORECASE)
+_PASSWORD = re.compile(
+    r"(?P<before>[a-z][a-z0-9+.-]*:/{1,2}[^/:@?#\s]*):(?!:)(?!\d+(?:[/?#\s]|$))(?P<secret>\S*)@",
+    re.IGNORECASE,
+)
 """USER:PASSWORD@ after a scheme, of whose two slashes pathlib may have removed one.
 
 A password may contain slashes. A port is not a password, nor is the :: of fsspec's chained URLs.
@@ -25,8 +28,24 @@ A password may contain slashes. A port is not a password, nor is the :: of fsspe
 _USER = re.compile(r"(?P<before>https?:/{1,2})(?P<secret>[^/:@?#\s]+)@", re.IGNORECASE)
 """TOKEN@ after http(s)://. In other schemes this part is a user or a container."""
 _FIELD = re.compile(r"(?P<before>[?&;](?P<name>[\w.-]+)=)(?P<secret>[^&;#\s\"']*)")
-_WORDS = frozenset({"signature", "sig", "token", "secret", "password", "passwd", "pwd", "credential", "credentials", "auth", "key"})
-_AS_ONE = frozenset({"apikey", "accesskey", "secretkey", "accountkey", "sharedkey", "authorization"})
+_WORDS = frozenset(
+    {
+        "signature",
+        "sig",
+        "token",
+        "secret",
+        "password",
+        "passwd",
+        "pwd",
+        "credential",
+        "credentials",
+        "auth",
+        "key",
+    }
+)
+_AS_ONE = frozenset(
+    {"apikey", "accesskey", "secretkey", "accountkey", "sharedkey", "authorization"}
+)
 _REFERENCES_AWAY = 0xE000
 """First of the private-use characters that replace references while a text is searched."""
 
@@ -50,7 +69,14 @@ def hide(secret: str, reference: str) -> None:
     URL, JSON or Python writes it.
     """
     if len(secret) >= _LEAST:
-        forms = (secret, quote(secret, safe=""), quote(secret), quote_plus(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1])
+        forms = (
+            secret,
+            quote(secret, safe=""),
+            quote(secret),
+            quote_plus(secret),
+            json.dumps(secret)[1:-1],
+            repr(secret)[1:-1],
+        )
         _known.update(dict.fromkeys(forms, reference))
 
 
@@ -71,7 +97,10 @@ def redacted(text: str) -> str:
     searched = REFERENCE.sub(away, text)
     for pattern, end in ((_PASSWORD, "@"), (_USER, "@"), (_FIELD, "")):
         searched = pattern.sub(lambda match, end=end: _without(match, end), searched)  # type: ignore[misc]  # because of the default
-    return "".join(kept[ord(c) - _REFERENCES_AWAY] if 0 <= ord(c) - _REFERENCES_AWAY < len(kept) else c for c in searched)
+    return "".join(
+        kept[ord(c) - _REFERENCES_AWAY] if 0 <= ord(c) - _REFERENCES_AWAY < len(kept) else c
+        for c in searched
+    )
 
 
 def _without(match: re.Match[str], end: str) -> str:

@@ -43,14 +43,18 @@ def _from_file(location: str) -> ModuleType:
         name = f"_trainload_job_{name}"
     _put_first(path.parent)
     module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None and module_spec.loader is not None, "a .py file always has a loader"
+    assert module_spec is not None and module_spec.loader is not None, (
+        "a .py file always has a loader"
+    )
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise JobError(f"the import failed: {describe(error)}", where=user_line(error, module)) from error
+        raise JobError(
+            f"the import failed: {describe(error)}", where=user_line(error, module)
+        ) from error
     return module
 
 
@@ -59,12 +63,20 @@ def _from_name(location: str) -> ModuleType:
     try:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
-        if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
+        if error.name is not None and (
+            location == error.name or location.startswith(f"{error.name}.")
+        ):
             hint = f"Specify the job as {FORMS}."
-            raise JobError(f"there is no module {error.name!r}", where=location, hint=hint) from error
-        raise JobError(f"the import failed: {describe(error)}", where=user_line(error, location)) from error
+            raise JobError(
+                f"there is no module {error.name!r}", where=location, hint=hint
+            ) from error
+        raise JobError(
+            f"the import failed: {describe(error)}", where=user_line(error, location)
+        ) from error
     except (Exception, SystemExit) as error:
-        raise JobError(f"the import failed: {describe(error)}", where=user_line(error, location)) from error
+        raise JobError(
+            f"the import failed: {describe(error)}", where=user_line(error, location)
+        ) from error
 
 
 def _put_first(folder: Path) -> None:
@@ -88,12 +100,27 @@ def user_line(error: BaseException, module: ModuleType | str) -> str:
         return f"{error.filename}:{error.lineno}"
     file = getattr(module, "__file__", None)
     home = Path(file).parent if file is not None else Path.cwd()
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
-    own = [frame for frame in frames if home in Path(frame.filename).parents and "site-packages" not in Path(frame.filename).parts]
-    others = [frame for frame in frames if not frame.filename.startswith("<") and not _is_library(Path(frame.filename))]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_OWN)
+    ]
+    own = [
+        frame
+        for frame in frames
+        if home in Path(frame.filename).parents
+        and "site-packages" not in Path(frame.filename).parts
+    ]
+    others = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith("<") and not _is_library(Path(frame.filename))
+    ]
     chosen = own or others
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else str(file or module)
 
 
 def _is_library(path: Path) -> bool:
-    return any(Path(sysconfig.get_path(kind)) in path.parents for kind in ("stdlib", "purelib", "platlib"))
+    return any(
+        Path(sysconfig.get_path(kind)) in path.parents for kind in ("stdlib", "purelib", "platlib")
+    )

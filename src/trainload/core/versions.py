@@ -28,10 +28,14 @@ def check_supported_torch() -> None:
     try:
         found = version("torch")
     except PackageNotFoundError as error:
-        raise VersionError("torch is not installed", expected=expected, got="none", hint=hint) from error
+        raise VersionError(
+            "torch is not installed", expected=expected, got="none", hint=hint
+        ) from error
     release = re.match(r"(\d+)\.(\d+)", found)
     if release is None or not OLDEST <= (int(release[1]), int(release[2])) < BEYOND:
-        raise VersionError("this version of torch is not supported", expected=expected, got=found, hint=hint)
+        raise VersionError(
+            "this version of torch is not supported", expected=expected, got=found, hint=hint
+        )
 
 
 def _spelled(release: tuple[int, int]) -> str:

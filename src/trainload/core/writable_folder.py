@@ -30,7 +30,13 @@ def check_writable_folder(folder: Path, problem: str, hint: str) -> None:
     try:
         existing = existing_folder(folder)
         if not existing.is_dir():
-            raise StorageError(problem, where=str(folder), expected=f"{existing} to be a folder", got="a file", hint=hint)
+            raise StorageError(
+                problem,
+                where=str(folder),
+                expected=f"{existing} to be a folder",
+                got="a file",
+                hint=hint,
+            )
         with tempfile.NamedTemporaryFile(prefix=".trainload-probe-", dir=existing) as file:
             file.write(b"\0")
             file.flush()

@@ -1,4 +1,6 @@
-"""A Grafana dashboard for the metrics of the sink "prometheus", whose names it takes from sinks/measures.py."""
+"""A Grafana dashboard for the metrics of the sink "prometheus", whose names it takes from
+sinks/measures.py.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ _WIDTH = 24
 
 
 def board() -> dict[str, Any]:
-    """Return the dashboard that Grafana imports (Dashboards, New, Import). Data source and runs are selected in it."""
+    """Return the dashboard that Grafana imports (Dashboards, New, Import).
+
+    Data source and runs are selected in it.
+    """
     first = LOSS.exported
     return {
         "uid": _UID,
@@ -55,7 +60,14 @@ def board() -> dict[str, Any]:
         "time": {"from": "now-3h", "to": "now"},
         "templating": {
             "list": [
-                {"name": "datasource", "label": "Source", "type": "datasource", "query": "prometheus", "refresh": 1, "current": {}},
+                {
+                    "name": "datasource",
+                    "label": "Source",
+                    "type": "datasource",
+                    "query": "prometheus",
+                    "refresh": 1,
+                    "current": {},
+                },
                 {
                     "name": "run",
                     "label": "Run",
@@ -103,12 +115,28 @@ def _panels() -> list[list[dict[str, Any]]]:
             _stat("Warnings", [(_of(WARNINGS), "{{run}}")], "none"),
         ],
         [
-            _curve("Loss", [(_of(LOSS), "{{run}}"), (_of(EVALUATION_LOSS), "{{run}}, evaluation")], "none"),
-            _curve("Gradient norm", [(_of(GRADIENT_NORM), "{{run}}"), (_of(LOSS_SCALE), "{{run}}, loss scale")], "none"),
+            _curve(
+                "Loss",
+                [(_of(LOSS), "{{run}}"), (_of(EVALUATION_LOSS), "{{run}}, evaluation")],
+                "none",
+            ),
+            _curve(
+                "Gradient norm",
+                [(_of(GRADIENT_NORM), "{{run}}"), (_of(LOSS_SCALE), "{{run}}, loss scale")],
+                "none",
+            ),
         ],
         [
-            _curve("Throughput", [(_of(TOKENS), "{{run}}, tokens/s"), (_of(ROWS), "{{run}}, rows/s")], "short"),
-            _curve("Waiting for data, share of the steps", [(f"{_rate(DATA_WAIT)} / {_rate(STEP_SECONDS)}", "{{run}}")], "percentunit"),
+            _curve(
+                "Throughput",
+                [(_of(TOKENS), "{{run}}, tokens/s"), (_of(ROWS), "{{run}}, rows/s")],
+                "short",
+            ),
+            _curve(
+                "Waiting for data, share of the steps",
+                [(f"{_rate(DATA_WAIT)} / {_rate(STEP_SECONDS)}", "{{run}}")],
+                "percentunit",
+            ),
         ],
         [
             _curve("Model FLOP/s utilisation", [(_of(MFU), "{{run}}")], "percentunit"),
@@ -116,22 +144,39 @@ def _panels() -> list[list[dict[str, Any]]]:
         ],
         [
             _curve("Metrics", [(_of(METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")], "none"),
-            _curve("Metrics of evaluations", [(_of(EVALUATION_METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")], "none"),
+            _curve(
+                "Metrics of evaluations",
+                [(_of(EVALUATION_METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")],
+                "none",
+            ),
         ],
         [
-            _curve("Steps", [(_of(STEP), "{{run}}"), (_of(CHECKPOINT_STEP), "{{run}}, checkpoint")], "short"),
+            _curve(
+                "Steps",
+                [(_of(STEP), "{{run}}"), (_of(CHECKPOINT_STEP), "{{run}}, checkpoint")],
+                "short",
+            ),
             _curve("Time since a checkpoint", [(age, "{{run}}")], "s"),
         ],
         [
             _curve("Writing a checkpoint", [(_of(CHECKPOINT_SECONDS), "{{run}}")], "s"),
             _curve("Size of a checkpoint", [(_of(CHECKPOINT_BYTES), "{{run}}")], "bytes"),
-            _curve("Failures and warnings", [(_of(FAILURES), "{{run}}, failures"), (_of(WARNINGS), "{{run}}, warnings")], "none"),
+            _curve(
+                "Failures and warnings",
+                [(_of(FAILURES), "{{run}}, failures"), (_of(WARNINGS), "{{run}}, warnings")],
+                "none",
+            ),
         ],
     ]
 
 
 def _stat(
-    title: str, queries: Sequence[tuple[str, str]], unit: str, *, red_above: float | None = None, red_below: float | None = None
+    title: str,
+    queries: Sequence[tuple[str, str]],
+    unit: str,
+    *,
+    red_above: float | None = None,
+    red_below: float | None = None,
 ) -> dict[str, Any]:
     """Return a panel with the last values in large type."""
     steps: list[dict[str, Any]] = [{"color": "text" if red_below is None else "red", "value": None}]
@@ -139,18 +184,47 @@ def _stat(
         steps.append({"color": "red", "value": red_above})
     if red_below is not None:
         steps.append({"color": "green", "value": red_below})
-    options = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "colorMode": "value", "graphMode": "none"}
-    return _panel("stat", title, queries, unit, 4, options, {"thresholds": {"mode": "absolute", "steps": steps}})
+    options = {
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "colorMode": "value",
+        "graphMode": "none",
+    }
+    return _panel(
+        "stat",
+        title,
+        queries,
+        unit,
+        4,
+        options,
+        {"thresholds": {"mode": "absolute", "steps": steps}},
+    )
 
 
 def _curve(title: str, queries: Sequence[tuple[str, str]], unit: str) -> dict[str, Any]:
     """Return a panel with a time series."""
-    options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "none"}}
-    return _panel("timeseries", title, queries, unit, 8, options, {"custom": {"lineWidth": 1, "fillOpacity": 5, "spanNulls": True}})
+    options = {
+        "legend": {"displayMode": "list", "placement": "bottom"},
+        "tooltip": {"mode": "multi", "sort": "none"},
+    }
+    return _panel(
+        "timeseries",
+        title,
+        queries,
+        unit,
+        8,
+        options,
+        {"custom": {"lineWidth": 1, "fillOpacity": 5, "spanNulls": True}},
+    )
 
 
 def _panel(
-    kind: str, title: str, queries: Sequence[tuple[str, str]], unit: str, height: int, options: dict[str, Any], defaults: dict[str, Any]
+    kind: str,
+    title: str,
+    queries: Sequence[tuple[str, str]],
+    unit: str,
+    height: int,
+    options: dict[str, Any],
+    defaults: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         "type": kind,

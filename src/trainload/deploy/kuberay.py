@@ -1,13 +1,17 @@
 """Manifests for KubeRay: a Ray cluster, and a run on one, as data for `kubectl apply`.
 
-They are written for KubeRay 1.6 and 1.7 and Ray 2.60; `make kuberay CRDS=FOLDER` validates them against KubeRay's schemas.
+They are written for KubeRay 1.6 and 1.7 and Ray 2.60; `make kuberay CRDS=FOLDER` validates them
+against KubeRay's schemas.
 
-- The job is submitted over HTTP, so that its entrypoint reaches Ray unchanged, and is submitted again if the head is replaced.
-- A pod that is terminated receives SIGTERM. `ray start --block` then drains its node and waits, while the run writes a
-  checkpoint or moves to other nodes.
-- A job with a nonzero exit status has failed, and KubeRay creates another cluster for it, up to its number of retries.
-- An elastic cluster has Ray's autoscaler, from which a run requests its maximum number of nodes. KubeRay starts a job only
-  when all requested pods are running, so the manifest requests the minimum number.
+- The job is submitted over HTTP, so that its entrypoint reaches Ray unchanged, and is submitted
+  again if the head is replaced.
+- A pod that is terminated receives SIGTERM. `ray start --block` then drains its node and waits,
+  while the run writes a checkpoint or moves to other nodes.
+- A job with a nonzero exit status has failed, and KubeRay creates another cluster for it, up to its
+  number of retries.
+- An elastic cluster has Ray's autoscaler, from which a run requests its maximum number of nodes.
+  KubeRay starts a job only when all requested pods are running, so the manifest requests the
+  minimum number.
 """
 
 from __future__ import annotations
@@ -68,7 +72,8 @@ class Pods:
         ray: version of Ray in the image.
 
     Raises:
-        RequestError: a name is invalid, a variable looks like a secret, or another value is invalid.
+        RequestError: a name is invalid, a variable looks like a secret, or another value is
+            invalid.
     """
 
     name: str
@@ -96,11 +101,23 @@ class Pods:
         for name, value in self.env.items():
             check_variable(name, value)
         if not _QUANTITY.fullmatch(self.memory):
-            raise RequestError("this is not a quantity of memory", where="--memory", expected="such as 64Gi", got=self.memory)
+            raise RequestError(
+                "this is not a quantity of memory",
+                where="--memory",
+                expected="such as 64Gi",
+                got=self.memory,
+            )
         if not re.fullmatch(r"\S+", self.image):
-            raise RequestError("this is not the name of an image", where="--image", got=repr(self.image))
+            raise RequestError(
+                "this is not the name of an image", where="--image", got=repr(self.image)
+            )
         path = PurePosixPath(self.mount)
-        if not path.is_absolute() or len(path.parts) < 2 or ".." in path.parts or any(path.is_relative_to(own) for own in _OWN_PATHS):
+        if (
+            not path.is_absolute()
+            or len(path.parts) < 2
+            or ".." in path.parts
+            or any(path.is_relative_to(own) for own in _OWN_PATHS)
+        ):
             raise RequestError(
                 "nothing can be mounted there",
                 where="--claim",
@@ -114,8 +131,11 @@ class Pods:
         return self.nodes[0] < self.nodes[1]
 
 
-def check_label(name: str, where: str, *, most: int = 63, dots: bool = False, letter: bool = False) -> None:
-    """Check a name against the rules of Kubernetes: an RFC 1123 label, or several of them separated by dots.
+def check_label(
+    name: str, where: str, *, most: int = 63, dots: bool = False, letter: bool = False
+) -> None:
+    """Check a name against the rules of Kubernetes: an RFC 1123 label, or several of them separated
+    by dots.
 
     Args:
         name: the name.
@@ -129,44 +149,65 @@ def check_label(name: str, where: str, *, most: int = 63, dots: bool = False, le
     """
     most = 253 if dots else most
     labels = name.split(".") if dots else [name]
-    if all(_LABEL.fullmatch(label) and len(label) <= 63 for label in labels) and len(name) <= most and not (letter and name[0].isdigit()):
+    if (
+        all(_LABEL.fullmatch(label) and len(label) <= 63 for label in labels)
+        and len(name) <= most
+        and not (letter and name[0].isdigit())
+    ):
         return
     begins = "begin with a letter and end" if letter else "begin and end"
     raise RequestError(
         "this is not a valid Kubernetes name",
         where=where,
-        expected=f"at most {most} of a-z, 0-9 and -{', labels with dots between' if dots else ''}, which {begins} with a letter or digit",
+        expected=(
+            f"at most {most} of a-z, 0-9 and -{', labels with dots between' if dots else ''}, which"
+            f" {begins} with a letter or digit"
+        ),
         got=repr(name),
     )
 
 
 def check_variable(name: str, value: str) -> None:
-    """Raise RequestError, without the value, if an environment variable is invalid or looks like a secret."""
+    """Raise RequestError, without the value, if an environment variable is invalid or looks like a
+    secret.
+    """
     if not _VARIABLE.fullmatch(name):
-        raise RequestError("this is not the name of an environment variable", where="--env", got=repr(name))
+        raise RequestError(
+            "this is not the name of an environment variable", where="--env", got=repr(name)
+        )
     if is_secret_name(name) or HIDDEN in redacted(value):
         raise RequestError(
             f"{name} looks like a secret, which does not belong in a manifest",
             where="--env",
-            hint=f"Put it into a Secret (kubectl create secret generic NAME --from-literal {name}=...), and pass --secret NAME.",
+            hint=(
+                "Put it into a Secret (kubectl create secret generic NAME --from-literal"
+                f" {name}=...), and pass --secret NAME."
+            ),
         )
 
 
 def ray_version() -> str:
-    """Return the version of Ray that is installed here, or the minimum version that trainload requires."""
+    """Return the version of Ray that is installed here, or the minimum version that trainload
+    requires.
+    """
     try:
         return version("ray")
     except PackageNotFoundError:
-        asked = next(Requirement(text) for text in requires("trainload") or () if Requirement(text).name == "ray")
+        asked = next(
+            Requirement(text)
+            for text in requires("trainload") or ()
+            if Requirement(text).name == "ray"
+        )
         least = next(each.version for each in asked.specifier if each.operator == ">=")
         return ".".join([*least.split("."), "0", "0"][:3])
 
 
 def entrypoint(run_dir: str, options: Sequence[str], before: Sequence[str] = ()) -> str:
-    """Return the shell command of a job: it launches a run, or resumes it if its folder exists already.
+    """Return the shell command of a job: it launches a run, or resumes it if its folder exists
+    already.
 
-    The folder exists if an earlier driver of the run failed. The exit status tells KubeRay whether to try another
-    cluster (cli/commands/driving.py).
+    The folder exists if an earlier driver of the run failed. The exit status tells KubeRay whether
+    to try another cluster (cli/commands/driving.py).
 
     Args:
         run_dir: the run's folder, as a path in the pods.
@@ -174,7 +215,9 @@ def entrypoint(run_dir: str, options: Sequence[str], before: Sequence[str] = ())
         before: options of `trainload` itself.
     """
     launch = [*before, "launch", *options, "--run-dir", run_dir, "--address", "auto"]
-    return shlex.join(["exec", "python", "-m", "trainload", "manifest", "drive", run_dir, "--", *launch])
+    return shlex.join(
+        ["exec", "python", "-m", "trainload", "manifest", "drive", run_dir, "--", *launch]
+    )
 
 
 def ray_job(pods: Pods, run_dir: str, command: str, retries: int) -> Json:
@@ -187,12 +230,24 @@ def ray_job(pods: Pods, run_dir: str, command: str, retries: int) -> Json:
         retries: number of further clusters that are tried if the job fails.
     """
     check_label(pods.name, "--name", most=LONGEST_NAME["RayJob"], letter=True)
-    spec = ray_job_spec(pods, command, ["python", "-m", "trainload", "manifest", "evict", run_dir], retries)
-    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata_of(pods), "spec": spec}
+    spec = ray_job_spec(
+        pods, command, ["python", "-m", "trainload", "manifest", "evict", run_dir], retries
+    )
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": metadata_of(pods),
+        "spec": spec,
+    }
 
 
-def ray_job_spec(pods: Pods, command: str, before_head_ends: list[str] | None, retries: int) -> Json:
-    """Return the spec of a RayJob. `before_head_ends` is a command that runs on the head's pod before it is terminated."""
+def ray_job_spec(
+    pods: Pods, command: str, before_head_ends: list[str] | None, retries: int
+) -> Json:
+    """Return the spec of a RayJob.
+
+    `before_head_ends` is a command that runs on the head's pod before it is terminated.
+    """
     return {
         "entrypoint": command,
         "submissionMode": "HTTPMode",
@@ -206,7 +261,12 @@ def ray_job_spec(pods: Pods, command: str, before_head_ends: list[str] | None, r
 def ray_cluster(pods: Pods) -> Json:
     """Return a RayCluster, which exists until it is deleted."""
     check_label(pods.name, "--name", most=LONGEST_NAME["RayCluster"], letter=True)
-    return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata_of(pods), "spec": _cluster(pods, None)}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": metadata_of(pods),
+        "spec": _cluster(pods, None),
+    }
 
 
 def metadata_of(pods: Pods) -> Json:
@@ -221,10 +281,24 @@ def _cluster(pods: Pods, before_head_ends: list[str] | None) -> Json:
     store = {"object-store-memory": str(_OBJECT_STORE_BYTES)}
     spec: Json = {"rayVersion": pods.ray or ray_version(), "authOptions": {"mode": "token"}}
     if pods.elastic:
-        spec |= {"enableInTreeAutoscaling": True, "autoscalerOptions": {"version": "v2", "securityContext": _confined()}}
+        spec |= {
+            "enableInTreeAutoscaling": True,
+            "autoscalerOptions": {"version": "v2", "securityContext": _confined()},
+        }
     # The head offers no CPUs to Ray, so that ranks run on workers only.
-    head = _template(pods, "ray-head", HEAD_CPUS, {"memory": HEAD_MEMORY}, 1, before_head_ends, token=pods.elastic)
-    spec["headGroupSpec"] = {"rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0", **store}, "template": head}
+    head = _template(
+        pods,
+        "ray-head",
+        HEAD_CPUS,
+        {"memory": HEAD_MEMORY},
+        1,
+        before_head_ends,
+        token=pods.elastic,
+    )
+    spec["headGroupSpec"] = {
+        "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0", **store},
+        "template": head,
+    }
     spec["workerGroupSpecs"] = [
         {
             "groupName": "workers",
@@ -232,14 +306,23 @@ def _cluster(pods: Pods, before_head_ends: list[str] | None) -> Json:
             "minReplicas": pods.nodes[0],
             "maxReplicas": pods.nodes[1],
             "rayStartParams": {"num-cpus": str(cpus), **store},
-            "template": _template(pods, "ray-worker", cpus, worker_limits, pods.devices, None, token=False),
+            "template": _template(
+                pods, "ray-worker", cpus, worker_limits, pods.devices, None, token=False
+            ),
         }
     ]
     return spec
 
 
 def _template(
-    pods: Pods, name: str, cpus: int, limits: Mapping[str, object], ranks: int, before_end: list[str] | None, *, token: bool
+    pods: Pods,
+    name: str,
+    cpus: int,
+    limits: Mapping[str, object],
+    ranks: int,
+    before_end: list[str] | None,
+    *,
+    token: bool,
 ) -> Json:
     """Return the template of a pod. `token` is True if it uses the Kubernetes API."""
     container = container_of(pods, name, cpus, limits)
@@ -305,7 +388,10 @@ def pod_of(pods: Pods, container: Json, *, ranks: int, token: bool) -> Json:
 
 
 def _variables(pods: Pods) -> list[Json]:
-    own = {"TRAINLOAD_CACHE_DIR": _CACHE, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(DRAIN_SECONDS)}
+    own = {
+        "TRAINLOAD_CACHE_DIR": _CACHE,
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(DRAIN_SECONDS),
+    }
     return [{"name": name, "value": value} for name, value in (own | dict(pods.env)).items()]
 
 

@@ -1,7 +1,8 @@
-"""Schedulers for `trainload retrain tick`: a Kubernetes CronJob, a KubeRay RayCronJob, a systemd timer.
+"""Schedulers for `trainload retrain tick`: a Kubernetes CronJob, a KubeRay RayCronJob, a systemd
+timer.
 
-The lease and the records of ticks already prevent concurrent ticks and handle missed ones, so the schedulers need not;
-they are configured to do so nevertheless.
+The lease and the records of ticks already prevent concurrent ticks and handle missed ones, so the
+schedulers need not; they are configured to do so nevertheless.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from trainload.core.errors import RequestError
-from trainload.deploy.kuberay import HEAD_CPUS, Json, Pods, check_label, container_of, metadata_of, pod_of, ray_job_spec
+from trainload.deploy.kuberay import (
+    HEAD_CPUS,
+    Json,
+    Pods,
+    check_label,
+    container_of,
+    metadata_of,
+    pod_of,
+    ray_job_spec,
+)
 from trainload.retraining.config.config import Timing
 
 MOST_NAME = 35
@@ -40,7 +50,9 @@ def crontab_of(timing: Timing) -> tuple[str, str]:
             return (f"*/{minutes} * * * *" if minutes > 1 else "* * * * *"), "UTC"
         if minutes % 60 == 0:
             hours = minutes // 60
-            return ("0 0 * * *" if hours == 24 else f"0 */{hours} * * *" if hours > 1 else "0 * * * *"), "UTC"
+            return (
+                "0 0 * * *" if hours == 24 else f"0 */{hours} * * *" if hours > 1 else "0 * * * *"
+            ), "UTC"
     raise RequestError(
         "this interval cannot be written as a crontab expression",
         where="schedule.every",
@@ -59,7 +71,12 @@ def cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
     """
     check_label(pods.name, "--name", most=52)
     crontab, zone = crontab_of(timing)
-    container = container_of(pods, "tick", HEAD_CPUS if pods.devices < HEAD_CPUS else pods.devices, {"memory": pods.memory})
+    container = container_of(
+        pods,
+        "tick",
+        HEAD_CPUS if pods.devices < HEAD_CPUS else pods.devices,
+        {"memory": pods.memory},
+    )
     container["command"] = list(tick)
     pod = pod_of(pods, container, ranks=1, token=False)
     spec = {
@@ -69,9 +86,16 @@ def cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
         "startingDeadlineSeconds": _LATE_SECONDS,
         "successfulJobsHistoryLimit": 3,
         "failedJobsHistoryLimit": 3,
-        "jobTemplate": {"spec": {"backoffLimit": 2, "template": {"spec": {"restartPolicy": "Never", **pod}}}},
+        "jobTemplate": {
+            "spec": {"backoffLimit": 2, "template": {"spec": {"restartPolicy": "Never", **pod}}}
+        },
     }
-    return {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": metadata_of(pods), "spec": spec}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "CronJob",
+        "metadata": metadata_of(pods),
+        "spec": spec,
+    }
 
 
 def ray_cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
@@ -85,8 +109,17 @@ def ray_cron_job(pods: Pods, timing: Timing, tick: Sequence[str]) -> Json:
     check_label(pods.name, "--name", most=MOST_NAME, letter=True)
     crontab, zone = crontab_of(timing)
     command = shlex.join(["exec", *tick])
-    spec = {"schedule": crontab, "timeZone": zone, "jobTemplate": ray_job_spec(pods, command, None, 1)}
-    return {"apiVersion": "ray.io/v1", "kind": "RayCronJob", "metadata": metadata_of(pods), "spec": spec}
+    spec = {
+        "schedule": crontab,
+        "timeZone": zone,
+        "jobTemplate": ray_job_spec(pods, command, None, 1),
+    }
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCronJob",
+        "metadata": metadata_of(pods),
+        "spec": spec,
+    }
 
 
 def systemd_units(name: str, timing: Timing, tick: Sequence[str], folder: str) -> dict[str, str]:
@@ -102,7 +135,12 @@ def systemd_units(name: str, timing: Timing, tick: Sequence[str], folder: str) -
         RequestError: systemd cannot express the schedule.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
-        raise RequestError("this is not a valid name of a unit", where="--name", expected="letters, digits and _ . -", got=name)
+        raise RequestError(
+            "this is not a valid name of a unit",
+            where="--name",
+            expected="letters, digits and _ . -",
+            got=name,
+        )
     crontab, zone = crontab_of(timing)
     service = f"""\
 [Unit]
@@ -137,12 +175,14 @@ def calendar_of(crontab: str, zone: str) -> str:
     """Convert a crontab to systemd's OnCalendar format.
 
     Raises:
-        RequestError: systemd cannot express it: days of the month and days of the week together, which
-            cron combines with "or"; names; L and #.
+        RequestError: systemd cannot express it: days of the month and days of the week together,
+            which cron combines with "or"; names; L and #.
     """
     fields = crontab.split()
     minute, hour, day, month, weekday = fields
-    if any(not _FIELD.fullmatch(part) for field in fields for part in field.split(",")) or "*" not in (day[:1], weekday[:1]):
+    if any(
+        not _FIELD.fullmatch(part) for field in fields for part in field.split(",")
+    ) or "*" not in (day[:1], weekday[:1]):
         raise RequestError(
             "systemd cannot express this schedule",
             where="schedule.cron",
@@ -151,7 +191,10 @@ def calendar_of(crontab: str, zone: str) -> str:
             hint="Use `trainload retrain run`, which waits for it itself.",
         )
     weekdays = "" if weekday == "*" else f"{_weekdays(weekday)} "
-    return f"{weekdays}*-{_times(month, 1)}-{_times(day, 1)} {_times(hour, 0)}:{_times(minute, 0)}:00 {zone}"
+    return (
+        f"{weekdays}*-{_times(month, 1)}-{_times(day, 1)} {_times(hour, 0)}:{_times(minute, 0)}:00"
+        f" {zone}"
+    )
 
 
 def _times(field: str, first: int) -> str:
@@ -176,7 +219,11 @@ def _weekdays(field: str) -> str:
 def _quoted(word: str) -> str:
     """Quote a word of a command for a unit file."""
     text = _escaped(word).replace("$", "$$")
-    return text if re.fullmatch(r"[A-Za-z0-9_@%+=:,./$-]+", text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return (
+        text
+        if re.fullmatch(r"[A-Za-z0-9_@%+=:,./$-]+", text)
+        else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    )
 
 
 def _escaped(text: str) -> str:

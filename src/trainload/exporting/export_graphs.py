@@ -16,8 +16,18 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.autograd_trace.derivation.aot import add_size_conditions, compile_ahead, has_cpp_compiler, load_ahead
-from trainload.autograd_trace.derivation.plain import custom_libraries, other_devices, own_operators, plain_graph
+from trainload.autograd_trace.derivation.aot import (
+    add_size_conditions,
+    compile_ahead,
+    has_cpp_compiler,
+    load_ahead,
+)
+from trainload.autograd_trace.derivation.plain import (
+    custom_libraries,
+    other_devices,
+    own_operators,
+    plain_graph,
+)
 from trainload.autograd_trace.derivation.size_checks import size_checks
 from trainload.autograd_trace.derivation.step_module import draws
 from trainload.capture.job.ambient import neutrally, one_at_a_time
@@ -29,7 +39,12 @@ from trainload.capture.source.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import ClusterError, DataError, PackageError, raised
 from trainload.core.versions import VERSION
-from trainload.exporting.weights_folder import check_folder, contents_of, transformers_part, write_folder
+from trainload.exporting.weights_folder import (
+    check_folder,
+    contents_of,
+    transformers_part,
+    write_folder,
+)
 from trainload.packaging.format.package_files import new_file, new_folder, walk
 from trainload.packaging.graphs.graph_json import serialisable_values, with_graph
 from trainload.packaging.package import Package, check_weights
@@ -127,24 +142,41 @@ def export(
     path = Path(path)
     check_weights(package)
     if to not in get_args(Kind):
-        raise PackageError("unknown export format", where="to", expected=", ".join(get_args(Kind)), got=repr(to))
+        raise PackageError(
+            "unknown export format", where="to", expected=", ".join(get_args(Kind)), got=repr(to)
+        )
     if to == "huggingface":
         given = {"graph": graph, "variant": variant, "device": device}
         if useless := [name for name, value in given.items() if value is not None]:
-            raise PackageError("an export of weights contains no graph", where=", ".join(useless), hint="Omit it, or choose pt2 or aoti.")
+            raise PackageError(
+                "an export of weights contains no graph",
+                where=", ".join(useless),
+                hint="Omit it, or choose pt2 or aoti.",
+            )
         check_path(path)
         return _export_weights(package, path, part, check)
     if part is not None:
-        raise PackageError("only weights can be exported in part", where="part", hint='Omit it, or choose "huggingface".')
+        raise PackageError(
+            "only weights can be exported in part",
+            where="part",
+            hint='Omit it, or choose "huggingface".',
+        )
     if path.suffix != _SUFFIX:
         raise PackageError(
-            "torch cannot open a file with this name", where=str(path), expected=f"a name that ends in {_SUFFIX}", got=path.name
+            "torch cannot open a file with this name",
+            where=str(path),
+            expected=f"a name that ends in {_SUFFIX}",
+            got=path.name,
         )
     check_path(path)
     capture = package.captured(_chosen(package, graph, variant))
     target = _device(device or "cpu")
     if to == "aoti" and not has_cpp_compiler():
-        raise PackageError("there is no C++ compiler here, and AOTInductor needs one", where="aoti", hint="Install g++ or clang++.")
+        raise PackageError(
+            "there is no C++ compiler here, and AOTInductor needs one",
+            where="aoti",
+            hint="Install g++ or clang++.",
+        )
     return _export_graph(package, path, capture, "pt2" if to == "pt2" else "aoti", target, check)
 
 
@@ -161,16 +193,38 @@ def _chosen(package: Package, graph: str | None, variant: str | None) -> str:
     if name in usable:
         return name
     if name in modes:
-        raise PackageError("a training graph cannot be exported", where=name, expected=", ".join(usable), got=name)
-    hint = "" if graph else "Specify Job(predict=...) before the freeze, or choose another graph: --graph eval gives the loss and metrics."
-    raise PackageError("the package has no such graph", where=name, expected=", ".join(usable), got=name, hint=hint)
+        raise PackageError(
+            "a training graph cannot be exported", where=name, expected=", ".join(usable), got=name
+        )
+    hint = (
+        ""
+        if graph
+        else (
+            "Specify Job(predict=...) before the freeze, or choose another graph: --graph eval"
+            " gives the loss and metrics."
+        )
+    )
+    raise PackageError(
+        "the package has no such graph", where=name, expected=", ".join(usable), got=name, hint=hint
+    )
 
 
 def _device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
-        raise PackageError("a graph cannot be exported for this device", where="device", expected="cpu or cuda", got=name)
+        raise PackageError(
+            "a graph cannot be exported for this device",
+            where="device",
+            expected="cpu or cuda",
+            got=name,
+        )
     if name == "cuda" and not torch.cuda.is_available():
-        raise ClusterError("there is no GPU here", where="device", expected="cuda", got="cpu", hint="Export it on a machine that has one.")
+        raise ClusterError(
+            "there is no GPU here",
+            where="device",
+            expected="cuda",
+            got="cpu",
+            hint="Export it on a machine that has one.",
+        )
     return torch.device(name)
 
 
@@ -186,26 +240,39 @@ def _export_weights(package: Package, path: Path, part: str | None, check: bool)
 
 
 def _export_graph(
-    package: Package, path: Path, capture: GraphCapture, to: Literal["pt2", "aoti"], device: torch.device, check: bool
+    package: Package,
+    path: Path,
+    capture: GraphCapture,
+    to: Literal["pt2", "aoti"],
+    device: torch.device,
+    check: bool,
 ) -> Exported:
     name, where = capture.name, f"graph {capture.name}"
     own = own_operators(capture.exported.graph_module)
     libraries = custom_libraries(
-        capture.exported.graph_module, {name: entry.distribution for name, entry in package.manifest.op_libraries.items()}
+        capture.exported.graph_module,
+        {name: entry.distribution for name, entry in package.manifest.op_libraries.items()},
     )
     batches = _batches(capture, needed=check or to == "aoti")
     with quiet_torch(), warnings.catch_warnings():
         ignore_torchs_warnings()
         whole, program = _plain(package, capture, device)
         if batches:
-            program.example_inputs = (({key: value.to(device) for key, value in batches[0].items()},), {})
+            program.example_inputs = (
+                ({key: value.to(device) for key, value in batches[0].items()},),
+                {},
+            )
         add_size_conditions(program, [] if capture.guard is None else size_checks(capture.guard))
-        inputs = {spec.name: f"{spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in capture.inputs}
+        inputs = {
+            spec.name: f"{spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in capture.inputs
+        }
         outputs = tuple(spec.name for spec in capture.outputs)
         note = _origin(package) | {
             "graph": name,
             "device": device.type,
-            "inputs": [{"name": i.name, "dtype": i.dtype, "shape": list(i.shape)} for i in capture.inputs],
+            "inputs": [
+                {"name": i.name, "dtype": i.dtype, "shape": list(i.shape)} for i in capture.inputs
+            ],
             "outputs": [{"name": o.name, "role": o.role.value} for o in capture.outputs],
             "takes": "" if capture.guard is None else str(capture.guard),
             "libraries": libraries,
@@ -222,13 +289,37 @@ def _export_graph(
             except OSError:
                 raise
             except Exception as error:  # torch's compiler may raise anything
-                raise PackageError(f"torch {torch.__version__} cannot export the graph: {raised(error)}", where=where, got=to) from error
-            difference = _difference(capture, _Own(whole, program), place, to, device, batches) if check else None
-    return Exported(path, to, name, device.type, inputs, outputs, own, libraries, difference, files=1, bytes=path.stat().st_size)
+                raise PackageError(
+                    f"torch {torch.__version__} cannot export the graph: {raised(error)}",
+                    where=where,
+                    got=to,
+                ) from error
+            difference = (
+                _difference(capture, _Own(whole, program), place, to, device, batches)
+                if check
+                else None
+            )
+    return Exported(
+        path,
+        to,
+        name,
+        device.type,
+        inputs,
+        outputs,
+        own,
+        libraries,
+        difference,
+        files=1,
+        bytes=path.stat().st_size,
+    )
 
 
 def _origin(package: Package) -> dict[str, Any]:
-    return {"package": package.digest, "program": package.manifest.program_digest, "trainload": VERSION}
+    return {
+        "package": package.digest,
+        "program": package.manifest.program_digest,
+        "trainload": VERSION,
+    }
 
 
 def _batches(capture: GraphCapture, *, needed: bool) -> list[dict[str, Tensor]]:
@@ -244,7 +335,9 @@ def _batches(capture: GraphCapture, *, needed: bool) -> list[dict[str, Tensor]]:
         raise PackageError(error.problem, where=error.where, hint=hint) from error
 
 
-def _plain(package: Package, capture: GraphCapture, device: torch.device) -> tuple[ExportedProgram, ExportedProgram]:
+def _plain(
+    package: Package, capture: GraphCapture, device: torch.device
+) -> tuple[ExportedProgram, ExportedProgram]:
     """Return the graph with its weights twice: as in the package, on the CPU, and with only torch's
     operators, on `device`.
     """
@@ -261,7 +354,11 @@ def _plain(package: Package, capture: GraphCapture, device: torch.device) -> tup
 def _held(value: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the state for the export: on its device, without requires_grad."""
     other = value.detach().to(device)
-    return torch.nn.Parameter(other, requires_grad=False) if isinstance(value, torch.nn.Parameter) else other
+    return (
+        torch.nn.Parameter(other, requires_grad=False)
+        if isinstance(value, torch.nn.Parameter)
+        else other
+    )
 
 
 def _difference(
@@ -291,7 +388,11 @@ def _difference(
             compiled = load_ahead(written)
             call = lambda batch: compiled(**batch)  # noqa: E731  # parallel to the other branch
     except Exception as error:  # torch's loader may raise anything
-        raise PackageError(f"torch {torch.__version__} cannot open the exported file: {raised(error)}", where=where, got=to) from error
+        raise PackageError(
+            f"torch {torch.__version__} cannot open the exported file: {raised(error)}",
+            where=where,
+            got=to,
+        ) from error
     tolerance = tolerance_of(capture) * (_COMPILED if to == "aoti" else 1.0)
     worst = 0.0
     for seed, batch in enumerate(batches, _SEED):
@@ -301,9 +402,18 @@ def _difference(
             with replaying(False, seed):
                 got = call({name: value.to(device) for name, value in batch.items()})
         except Exception as error:  # torch's code may raise anything, as above
-            raise PackageError(f"the exported graph fails: {raised(error)}", where=where, got=to) from error
-        pairs = [(f"output {spec.name}", a, b) for spec, a, b in zip(capture.outputs, expected, got, strict=True)]
-        pairs += [(f"buffer {name}", value, buffers[name]) for name, value in own.buffers.items() if name in buffers]
+            raise PackageError(
+                f"the exported graph fails: {raised(error)}", where=where, got=to
+            ) from error
+        pairs = [
+            (f"output {spec.name}", a, b)
+            for spec, a, b in zip(capture.outputs, expected, got, strict=True)
+        ]
+        pairs += [
+            (f"buffer {name}", value, buffers[name])
+            for name, value in own.buffers.items()
+            if name in buffers
+        ]
         for what, value, other in pairs:
             distance = relative_distance(value.detach(), other.detach().cpu())
             if not distance <= tolerance:

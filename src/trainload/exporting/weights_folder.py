@@ -78,9 +78,12 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
     specs += [(b.name, b.dtype, b.shape) for b in manifest.buffers if b.persistent]
     kept: dict[str, Stored] = {}
     aliases: dict[str, str] = {}
-    # Parameters that are not aliases come first, so that they keep their names if they are in the module.
+    # Parameters that are not aliases come first, so that they keep their names if they are in the
+    # module.
     inside = [spec for spec in specs if spec[0].startswith(prefix)]
-    for name, dtype, shape in sorted(inside, key=lambda spec: owners.get(spec[0], spec[0]) != spec[0]):
+    for name, dtype, shape in sorted(
+        inside, key=lambda spec: owners.get(spec[0], spec[0]) != spec[0]
+    ):
         owner, short = owners.get(name, name), name.removeprefix(prefix)
         if owner in kept:
             aliases[short] = kept[owner].name
@@ -111,11 +114,22 @@ def transformers_part(package: Package) -> str | None:
         raise PackageError("not valid JSON", where=f"{ASSETS}{MADE_OF}") from error
     part = told.get("part") if isinstance(told, dict) else None
     if not isinstance(part, str):
-        raise PackageError("the file does not name a module", where=f"{ASSETS}{MADE_OF}", expected='{"part": "..."}', got=repr(told)[:80])
+        raise PackageError(
+            "the file does not name a module",
+            where=f"{ASSETS}{MADE_OF}",
+            expected='{"part": "..."}',
+            got=repr(told)[:80],
+        )
     return part
 
 
-def write_folder(root: Path, package: Package, contents: Contents, note: dict[str, Any], max_shard: int = MAX_SHARD) -> None:
+def write_folder(
+    root: Path,
+    package: Package,
+    contents: Contents,
+    note: dict[str, Any],
+    max_shard: int = MAX_SHARD,
+) -> None:
     """Write the files into an empty folder, with one tensor in memory at a time.
 
     Args:
@@ -134,18 +148,28 @@ def write_folder(root: Path, package: Package, contents: Contents, note: dict[st
     shards = _shards(contents, max_shard)
     for file, stored in shards.items():
         with ExitStack() as stack:
-            writer = stack.enter_context(TensorFileWriter(root / file, [TensorSpec(s.name, s.spec.dtype, s.spec.shape) for s in stored]))
+            writer = stack.enter_context(
+                TensorFileWriter(
+                    root / file, [TensorSpec(s.name, s.spec.dtype, s.spec.shape) for s in stored]
+                )
+            )
             for each in stored:
                 writer.add(each.name, package.weights.tensor(each.spec.name))
     if len(shards) > 1:
         total = sum(each.spec.nbytes for each in contents.tensors)
         homes = {each.name: file for file, stored in shards.items() for each in stored}
-        write_bytes(root / INDEX, canonical_json({"metadata": {"total_size": total}, "weight_map": homes}))
-    write_bytes(root / NOTE, canonical_json({**note, "part": contents.part, "aliases": contents.aliases}))
+        write_bytes(
+            root / INDEX, canonical_json({"metadata": {"total_size": total}, "weight_map": homes})
+        )
+    write_bytes(
+        root / NOTE, canonical_json({**note, "part": contents.part, "aliases": contents.aliases})
+    )
     for target, name in assets.items():
         place = root / target
         place.parent.mkdir(parents=True, exist_ok=True)
-        copy_checked(package.path, f"{ASSETS}{name}", package.manifest.files[f"{ASSETS}{name}"], place)
+        copy_checked(
+            package.path, f"{ASSETS}{name}", package.manifest.files[f"{ASSETS}{name}"], place
+        )
     if CARD not in assets:
         write_bytes(root / CARD, _card(package, contents).encode("utf-8"))
 
@@ -161,7 +185,9 @@ def check_folder(root: Path, package: Package, contents: Contents) -> None:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys() & left.keys():
                 if not _same(opened.get_tensor(name), package.weights.tensor(left.pop(name))):
-                    raise PackageError("a written tensor differs from the package's", where=f"{file.name}, {name}")
+                    raise PackageError(
+                        "a written tensor differs from the package's", where=f"{file.name}, {name}"
+                    )
     if left:
         raise PackageError("a tensor was not written", where=min(left))
 
@@ -169,13 +195,19 @@ def check_folder(root: Path, package: Package, contents: Contents) -> None:
 def _same(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors are equal bit for bit, so that NaN equals NaN."""
     alike = (first.dtype, first.shape) == (second.dtype, second.shape)
-    return alike and torch.equal(first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8))
+    return alike and torch.equal(
+        first.contiguous().reshape(-1).view(torch.uint8),
+        second.contiguous().reshape(-1).view(torch.uint8),
+    )
 
 
 def _shards(contents: Contents, max_shard: int) -> dict[str, Sequence[Stored]]:
     by_name = {stored.spec.name: stored for stored in contents.tensors}
     layout = shard_layout([stored.spec for stored in contents.tensors], max_shard)
-    shards = {file.removeprefix("weights/"): [by_name[spec.name] for spec in specs] for file, specs in layout.items()}
+    shards = {
+        file.removeprefix("weights/"): [by_name[spec.name] for spec in specs]
+        for file, specs in layout.items()
+    }
     return {ONE: next(iter(shards.values()))} if len(shards) == 1 else dict(shards)
 
 
@@ -190,12 +222,17 @@ def _assets(package: Package, contents: Contents) -> dict[str, str]:
     made_for = transformers_part(package)
     found: dict[str, str] = {}
     for asset in assets_of(package.manifest):
-        if asset.name == MADE_OF or (asset.role == "configuration" and made_for not in (None, contents.part)):
+        if asset.name == MADE_OF or (
+            asset.role == "configuration" and made_for not in (None, contents.part)
+        ):
             continue
         place = asset.name.removeprefix(TOKENIZER)
         if place in found or place in (INDEX, NOTE) or _WEIGHTS.fullmatch(place):
             raise PackageError(
-                "two files of the folder have the same name", where=f"{ASSETS}{asset.name}", got=place, hint="Rename the asset."
+                "two files of the folder have the same name",
+                where=f"{ASSETS}{asset.name}",
+                got=place,
+                hint="Rename the asset.",
             )
         found[place] = asset.name
     return found
@@ -217,11 +254,32 @@ def _card(package: Package, contents: Contents) -> str:
     load = (
         'transformers.AutoModel.from_pretrained(".")  # or the class that config.json names'
         if transformers
-        else f'safetensors.torch.load_model(model, "{ONE}")  # a model of the same code; or load_file'
+        else (
+            f'safetensors.torch.load_model(model, "{ONE}")  # a model of the same code; or'
+            " load_file"
+        )
     )
-    head = ["---", "library_name: transformers" if transformers else "library_name: safetensors", "tags: [trainload]", "---"]
+    head = [
+        "---",
+        "library_name: transformers" if transformers else "library_name: safetensors",
+        "tags: [trainload]",
+        "---",
+    ]
     table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    return "\n".join([*head, "", "# Weights of a trainload package", "", *table, "", "```python", load, "```", ""])
+    return "\n".join(
+        [
+            *head,
+            "",
+            "# Weights of a trainload package",
+            "",
+            *table,
+            "",
+            "```python",
+            load,
+            "```",
+            "",
+        ]
+    )
 
 
 def _elements(shape: Sequence[int]) -> int:

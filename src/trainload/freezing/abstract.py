@@ -32,7 +32,9 @@ from trainload.packaging.write import write_package
 _CPU = torch.device("cpu")
 
 
-def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, libraries: Libraries) -> Package:
+def freeze_abstract(
+    job: Job, path: Path, reduced: Job | None, check: Check, libraries: Libraries
+) -> Package:
     """Write a package of a job whose model has no values.
 
     The reduced job is captured and compared with eager mode like any other job, joint graph
@@ -56,10 +58,16 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, lib
         raise JobError(
             "an abstract package needs a reduced job to be proven against",
             where="reduced",
-            expected="a job of the same code with smaller sizes, which can be compared with eager mode",
-            hint="Pass one: freeze(job, path, abstract=True, reduced=small_job), or --reduced MODULE:FUNCTION.",
+            expected=(
+                "a job of the same code with smaller sizes, which can be compared with eager mode"
+            ),
+            hint=(
+                "Pass one: freeze(job, path, abstract=True, reduced=small_job), or --reduced"
+                " MODULE:FUNCTION."
+            ),
         )
-    small = prove(reduced, check, strict=False)  # the job itself cannot be run, so it is captured in this mode too
+    # the job itself cannot be run, so it is captured in this mode too
+    small = prove(reduced, check, strict=False)
     optimizers = make_optimizers(job)
     program, proof = capture_abstract(job, small.program)
     real = arranged(with_real_batch(job))
@@ -72,25 +80,40 @@ def freeze_abstract(job: Job, path: Path, reduced: Job | None, check: Check, lib
     recipe, updates = capture_optimizer(real, program, optimizers)
     program = with_trained(program, recipe.groups)
     _check_updates(recipe, updates, small.recipe, small.updates)
-    steps = {name: derive(program, name, _CPU) for name, graph in program.graphs.items() if graph.training}
+    steps = {
+        name: derive(program, name, _CPU)
+        for name, graph in program.graphs.items()
+        if graph.training
+    }
     entry = AbstractEntry(
         reduced_parameters=proof.reduced_parameters,
         reduced_program=graphs_digest(small.program),
         structure=proof.structure,
         check=check.value,
     )
-    package = write_package(path, program, updates, recipe, assets=job.assets, libraries=libraries, abstract=entry)
+    package = write_package(
+        path, program, updates, recipe, assets=job.assets, libraries=libraries, abstract=entry
+    )
     keep_steps(package, steps)
     return package
 
 
-def _check_updates(recipe: Recipe, updates: tuple[UpdateGraph, ...], small: Recipe, small_updates: tuple[UpdateGraph, ...]) -> None:
+def _check_updates(
+    recipe: Recipe,
+    updates: tuple[UpdateGraph, ...],
+    small: Recipe,
+    small_updates: tuple[UpdateGraph, ...],
+) -> None:
     """Check that both jobs have the same optimizer with updates of the same operators."""
     if (recipe.optimizer, _operators(updates)) != (small.optimizer, _operators(small_updates)):
         raise CaptureError(
-            "the abstract job's optimizer differs from that of the reduced job, so nothing is proven about it",
+            "the abstract job's optimizer differs from that of the reduced job, so nothing is"
+            " proven about it",
             where="Job.optimizer",
-            expected=f"as in the reduced job: {small.optimizer}, {len(_operators(small_updates))} kinds of updates",
+            expected=(
+                f"as in the reduced job: {small.optimizer}, {len(_operators(small_updates))} kinds"
+                " of updates"
+            ),
             got=f"{recipe.optimizer}, {len(_operators(updates))} kinds of updates",
             hint="Build both jobs with the same function.",
         )
@@ -100,7 +123,10 @@ def _operators(updates: tuple[UpdateGraph, ...]) -> set[tuple[str, ...]]:
     """Return the operators that each update calls, in order."""
     return {
         tuple(
-            str(node.target) for exported in (update.first, update.following) for node in exported.graph.nodes if node.op == "call_function"
+            str(node.target)
+            for exported in (update.first, update.following)
+            for node in exported.graph.nodes
+            if node.op == "call_function"
         )
         for update in updates
     }

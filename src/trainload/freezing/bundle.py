@@ -15,9 +15,22 @@ from pathlib import Path
 
 from trainload.core.errors import PackageError, StorageError
 from trainload.packaging.format.manifest import EXTENSIONS, Manifest, OpLibraryEntry
-from trainload.packaging.libraries.op_libraries import Libraries, modules_of, one_provider, spelled_library
+from trainload.packaging.libraries.op_libraries import (
+    Libraries,
+    modules_of,
+    one_provider,
+    spelled_library,
+)
 from trainload.packaging.libraries.providers import Provider
-from trainload.packaging.libraries.wheels import Wheel, fits, make_wheel, normalised, read_wheel, tags_of, unpack_wheel
+from trainload.packaging.libraries.wheels import (
+    Wheel,
+    fits,
+    make_wheel,
+    normalised,
+    read_wheel,
+    tags_of,
+    unpack_wheel,
+)
 
 _ALONE = """
 import importlib, json, sys
@@ -56,7 +69,9 @@ def given_wheel(path: Path) -> GivenWheel:
         with path.open("rb") as file:
             return GivenWheel(path, read_wheel(file, path.name))
     except OSError as error:
-        raise StorageError(f"the wheel cannot be read: {error.strerror}", where=str(path)) from error
+        raise StorageError(
+            f"the wheel cannot be read: {error.strerror}", where=str(path)
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +106,29 @@ class Bundler:
             for each in given:
                 if not (folder / each.path.name).exists():
                     shutil.copyfile(each.path, folder / each.path.name)
-            paths = [folder / each.path.name for each in given] or [self._make(namespace, manifest, folder, made)]
-            found[namespace] = entry.model_copy(update={"wheels": tuple(sorted(f"{EXTENSIONS}/{path.name}" for path in paths))})
+            paths = [folder / each.path.name for each in given] or [
+                self._make(namespace, manifest, folder, made)
+            ]
+            found[namespace] = entry.model_copy(
+                update={"wheels": tuple(sorted(f"{EXTENSIONS}/{path.name}" for path in paths))}
+            )
         for each in self.given:
             if each.path not in used:
-                called = "; ".join(f"{namespace}: {spelled_library(entry)}" for namespace, entry in manifest.op_libraries.items())
-                raise PackageError("the wheel provides none of the operators that the graphs call", where=str(each.path), expected=called)
+                called = "; ".join(
+                    f"{namespace}: {spelled_library(entry)}"
+                    for namespace, entry in manifest.op_libraries.items()
+                )
+                raise PackageError(
+                    "the wheel provides none of the operators that the graphs call",
+                    where=str(each.path),
+                    expected=called,
+                )
         _try_alone(manifest, found, folder)
         return found
 
-    def _make(self, namespace: str, manifest: Manifest, folder: Path, made: dict[str, Path]) -> Path:
+    def _make(
+        self, namespace: str, manifest: Manifest, folder: Path, made: dict[str, Path]
+    ) -> Path:
         """Return the wheel of an imported library.
 
         For a library with several namespaces it is built once.
@@ -115,10 +143,15 @@ class Bundler:
                 where="--bundle-ops",
                 expected="one distribution, or one module",
                 got=names or "no known library",
-                hint=f"Specify it: trainload --library {namespace}=MODULE freeze ..., or pass its wheel: --wheel FILE.",
+                hint=(
+                    f"Specify it: trainload --library {namespace}=MODULE freeze ..., or pass its"
+                    " wheel: --wheel FILE."
+                ),
             )
         if provider.digest not in made:
-            made[provider.digest] = make_wheel(provider, manifest.op_libraries[namespace].modules[0].partition(".")[0], folder)
+            made[provider.digest] = make_wheel(
+                provider, manifest.op_libraries[namespace].modules[0].partition(".")[0], folder
+            )
         return made[provider.digest]
 
 
@@ -129,7 +162,9 @@ def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
         PackageError: it does, but has another version.
     """
     if entry.distribution is None:
-        return bool(entry.modules) and all(given.wheel.has_module(module) for module in entry.modules)
+        return bool(entry.modules) and all(
+            given.wheel.has_module(module) for module in entry.modules
+        )
     if given.wheel.name != normalised(entry.distribution):
         return False
     if given.wheel.version != entry.version:
@@ -138,7 +173,10 @@ def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
             where=str(given.path),
             expected=f"{entry.distribution} {entry.version}",
             got=given.wheel.version,
-            hint="Install the wheel's version and freeze again, or pass a wheel of the expected version.",
+            hint=(
+                "Install the wheel's version and freeze again, or pass a wheel of the expected"
+                " version."
+            ),
         )
     return True
 
@@ -159,7 +197,9 @@ def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], fold
                     unpack_wheel(file, path.name, target)
                 folders.append(str(target))
             modules += entry.modules
-            operators += [name for name in manifest.ops if name.startswith(f"torch.ops.{namespace}.")]
+            operators += [
+                name for name in manifest.ops if name.startswith(f"torch.ops.{namespace}.")
+            ]
         if not folders:
             return
         command = [sys.executable, "-I", "-c", _ALONE, json.dumps([folders, modules, operators])]
@@ -168,11 +208,18 @@ def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], fold
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise PackageError(
-            "the operator libraries cannot be imported from their wheels alone", where=", ".join(modules), got=said[:300], hint=hint
+            "the operator libraries cannot be imported from their wheels alone",
+            where=", ".join(modules),
+            got=said[:300],
+            hint=hint,
         )
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     for name, schema in found.items():
         if schema != manifest.ops[name]:
             raise PackageError(
-                "the bundled wheels do not register this operator", where=name, expected=manifest.ops[name], got=schema, hint=hint
+                "the bundled wheels do not register this operator",
+                where=name,
+                expected=manifest.ops[name],
+                got=schema,
+                hint=hint,
             )

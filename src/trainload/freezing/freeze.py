@@ -90,9 +90,13 @@ def freeze(
     path, check = Path(path), Check(check)
     check_name(path)
     if path.exists():
-        raise StorageError("it exists already", where=str(path), hint="Choose another path, or remove it.")
+        raise StorageError(
+            "it exists already", where=str(path), hint="Choose another path, or remove it."
+        )
     if not path.absolute().parent.is_dir():
-        raise StorageError("there is no such folder", where=str(path.absolute().parent), hint="Create it first.")
+        raise StorageError(
+            "there is no such folder", where=str(path.absolute().parent), hint="Create it first."
+        )
     check_job(job)
     asset_sources(job.assets)  # check them before the long part of the work
     if abstract and strict is not None:
@@ -105,7 +109,11 @@ def freeze(
     import_libraries(libraries)
     if abstract or reduced is not None:
         if bundle_ops:
-            raise JobError("an abstract package is never run, so it cannot bundle operators", where="freeze", hint="Omit bundle_ops.")
+            raise JobError(
+                "an abstract package is never run, so it cannot bundle operators",
+                where="freeze",
+                hint="Omit bundle_ops.",
+            )
         if not abstract or apply_suggested_fixes:
             raise JobError(
                 "reduced requires abstract, and apply_suggested_fixes cannot be combined with it",
@@ -114,13 +122,20 @@ def freeze(
             )
         return freeze_abstract(job, path, reduced, check, libraries)
     job = arranged(job)
-    wheels = () if isinstance(bundle_ops, bool) else tuple(given_wheel(Path(wheel)) for wheel in bundle_ops)
+    wheels = (
+        ()
+        if isinstance(bundle_ops, bool)
+        else tuple(given_wheel(Path(wheel)) for wheel in bundle_ops)
+    )
     declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
     for fix in fixes:
         if on_fix is not None:
             on_fix(fix)
     proven = prove(declared, check, strict)
-    debug = {"batch": _batch_record(declared, fixes), "capture": {"check": check.value, "tracing": _tracing_record(proven.program)}}
+    debug = {
+        "batch": _batch_record(declared, fixes),
+        "capture": {"check": check.value, "tracing": _tracing_record(proven.program)},
+    }
     package = write_package(
         path,
         proven.program,
@@ -138,15 +153,31 @@ def freeze(
 def _tracing_record(program: Program) -> dict[str, dict[str, str]]:
     """Return graph -> how it was captured, for debug/capture.json."""
     graphs = program.graphs.items()
-    return {name: {"mode": graph.tracing.mode, "why": graph.tracing.why} for name, graph in graphs if graph.tracing is not None}
+    return {
+        name: {"mode": graph.tracing.mode, "why": graph.tracing.why}
+        for name, graph in graphs
+        if graph.tracing is not None
+    }
 
 
 def _batch_record(job: Job, fixes: Sequence[AppliedFix]) -> dict[str, object]:
     """Return the document of debug/batch.json."""
-    leaves = {name: leaf for batch in (*job.variants.values(), job.batch) for name, leaf in leaves_of(batch).items()}
-    shapes = declared_shapes({name: dims for name, dims in job.dynamic.items() if name in leaves}, leaves)
+    leaves = {
+        name: leaf
+        for batch in (*job.variants.values(), job.batch)
+        for name, leaf in leaves_of(batch).items()
+    }
+    shapes = declared_shapes(
+        {name: dims for name, dims in job.dynamic.items() if name in leaves}, leaves
+    )
     return {
-        "constants": {name: value if value is None else str(value) for name, value in constants_of(job.batch).items()},
-        "dynamic": {name: {str(dim): spelled(spec) for dim, spec in dims.items()} for name, dims in shapes.items()},
+        "constants": {
+            name: value if value is None else str(value)
+            for name, value in constants_of(job.batch).items()
+        },
+        "dynamic": {
+            name: {str(dim): spelled(spec) for dim, spec in dims.items()}
+            for name, dims in shapes.items()
+        },
         "fixes": [{**asdict(fix), "dims": list(fix.dims)} for fix in fixes],
     }

@@ -33,7 +33,13 @@ def load_job(spec: str) -> Job:
     if not hasattr(module, name):
         candidates = _candidates(module, Job)
         close = difflib.get_close_matches(name, candidates, n=1)
-        hint = f"Did you mean {location}:{close[0]}?" if close else f"It has: {', '.join(candidates)}." if candidates else ""
+        hint = (
+            f"Did you mean {location}:{close[0]}?"
+            if close
+            else f"It has: {', '.join(candidates)}."
+            if candidates
+            else ""
+        )
         raise JobError(f"there is no {name!r} in it", where=location, hint=hint)
     found = getattr(module, name)
     if inspect.isroutine(found):
@@ -42,23 +48,31 @@ def load_job(spec: str) -> Job:
         except TrainloadError:
             raise
         except (Exception, SystemExit) as error:
-            raise JobError(f"{name}() failed: {describe(error)}", where=user_line(error, module)) from error
+            raise JobError(
+                f"{name}() failed: {describe(error)}", where=user_line(error, module)
+            ) from error
         where = f"{location}:{name}()"
     else:
         where = f"{location}:{name}"
     if not isinstance(found, Job):
         got = f"the class {found.__name__}" if inspect.isclass(found) else type(found).__name__
         raise JobError(
-            "this is not a job", where=where, expected="a trainload.Job, or a function without arguments that returns one", got=got
+            "this is not a job",
+            where=where,
+            expected="a trainload.Job, or a function without arguments that returns one",
+            got=got,
         )
     return found
 
 
 def _candidates(module: ModuleType, job: type) -> list[str]:
-    """Return the names in `module` that could be meant: its jobs and the functions that it defines."""
+    """Return the names in `module` that could be meant: its jobs and the functions that it
+    defines.
+    """
     own = (
         name
         for name, value in vars(module).items()
-        if isinstance(value, job) or (inspect.isfunction(value) and value.__module__ == module.__name__)
+        if isinstance(value, job)
+        or (inspect.isfunction(value) and value.__module__ == module.__name__)
     )
     return sorted(name for name in own if not name.startswith("_"))

@@ -50,7 +50,9 @@ class Proven:
 
     def training_steps(self) -> dict[str, StepGraph]:
         """Return the step graphs of training graphs, which are stored in the package."""
-        return {name: step for name, step in self.steps.items() if self.program.graphs[name].training}
+        return {
+            name: step for name, step in self.steps.items() if self.program.graphs[name].training
+        }
 
 
 def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
@@ -63,7 +65,11 @@ def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
         for name, step in steps.items():
             write_derived(package, derived_key(name, _CPU), step)
     except StorageError as error:
-        warnings.warn(f"{package.path}: the joint graphs could not be stored, so every plan derives them again. {error}", stacklevel=3)
+        warnings.warn(
+            f"{package.path}: the joint graphs could not be stored, so every plan derives them"
+            f" again. {error}",
+            stacklevel=3,
+        )
 
 
 def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
@@ -81,10 +87,13 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
     """
     job = arranged(job)
     optimizers = make_optimizers(job)  # before the capture, since a factory may change the model
-    replayed: dict[str, list[Replayed]] = {}  # holds gradients for every batch, so it is not used for the many batches of a thorough check
+    # holds gradients for every batch, so it is not used for the many batches of a thorough check
+    replayed: dict[str, list[Replayed]] = {}
     program = capture(job, check, replayed if check is Check.USUAL else None, strict)
     targets = targets_of(job)
-    examples = {t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets}
+    examples = {
+        t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets
+    }
     program = with_guards(with_quantiles(program, examples), targets, examples)
     check_replays(job, program)
     recipe, updates = capture_optimizer(job, program, optimizers)
@@ -97,7 +106,11 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
     proven = Proven(program, recipe, updates, steps)
     for name, step in proven.training_steps().items():
         example = examples[name]
-        for batch in replay_batches(program.graphs[name], example, check) if check is Check.THOROUGH else [example]:
+        for batch in (
+            replay_batches(program.graphs[name], example, check)
+            if check is Check.THOROUGH
+            else [example]
+        ):
             with _answered_by_its_page(program.graphs[name].tracing):
                 check_step(program, name, step, batch, replayed.pop(name, ()))
     return replace(proven, program=_with_coupled(proven, examples))
@@ -106,8 +119,16 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
 def _with_coupled(proven: Proven, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
     """Return the program with `coupled` measured for each training graph."""
     program = proven.program
-    found = {n: are_rows_coupled(program, program.graphs[n], step, examples[n]) for n, step in proven.training_steps().items()}
-    return replace(program, graphs={n: replace(graph, coupled=found.get(n, False)) for n, graph in program.graphs.items()})
+    found = {
+        n: are_rows_coupled(program, program.graphs[n], step, examples[n])
+        for n, step in proven.training_steps().items()
+    }
+    return replace(
+        program,
+        graphs={
+            n: replace(graph, coupled=found.get(n, False)) for n, graph in program.graphs.items()
+        },
+    )
 
 
 @contextmanager

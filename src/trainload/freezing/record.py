@@ -35,7 +35,9 @@ MOST_VARIANTS = 16
 _LONGEST_NAME = 32
 
 
-def record(model: nn.Module, loss: LossFunction | None = None, *, most_kept: int = MOST_KEPT) -> Recording:
+def record(
+    model: nn.Module, loss: LossFunction | None = None, *, most_kept: int = MOST_KEPT
+) -> Recording:
     """Record the batches on which a model is trained.
 
     Args:
@@ -75,7 +77,12 @@ class Recording:
             self._handle = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -127,13 +134,20 @@ class Recording:
         """
         taken = sorted({"model", "batch", "variants", "replays"} & set(fields))
         if taken:
-            raise JobError("the recording determines this field", where=f"Recording.job({taken[0]}=...)", hint="Omit it.")
+            raise JobError(
+                "the recording determines this field",
+                where=f"Recording.job({taken[0]}=...)",
+                hint="Omit it.",
+            )
         families = self.families
         if not families:
             raise JobError(
                 "nothing was recorded",
                 where="trainload.record",
-                hint="Call the model inside the with block, or recording(batch) if you passed a loss.",
+                hint=(
+                    "Call the model inside the with block, or recording(batch) if you passed a"
+                    " loss."
+                ),
             )
         if len(families) > most_variants:
             raise _too_many(families, most_variants)
@@ -145,10 +159,17 @@ class Recording:
             for shapes in self._variants(family, fields):
                 name = _name(family, families, shapes, made) if made else ""
                 made[name] = family.kept[shapes]
-                family.variants.update({each: name for each, by in family.variants.items() if by == _PENDING})
+                family.variants.update(
+                    {each: name for each, by in family.variants.items() if by == _PENDING}
+                )
                 if len(made) > most_variants:
                     raise _too_many(families, most_variants)
-        kept = [batch for family in families for shapes, batch in family.kept.items() if min(map(min, shapes), default=0) > 0]
+        kept = [
+            batch
+            for family in families
+            for shapes, batch in family.kept.items()
+            if min(map(min, shapes), default=0) > 0
+        ]
         first = made.pop("")
         return Job(model=self._model, batch=first, variants=made, replays=kept, **fields)
 
@@ -163,7 +184,10 @@ class Recording:
                 raise JobError(
                     "a call with positional arguments that forward does not name",
                     where=f"{type(model).__name__}.forward: *{name}",
-                    hint="Name the parameters, or record a loss function: trainload.record(model, loss=...).",
+                    hint=(
+                        "Name the parameters, or record a loss function: trainload.record(model,"
+                        " loss=...)."
+                    ),
                 )
             else:
                 found[name] = value
@@ -174,8 +198,16 @@ class Recording:
         that is the default.
         """
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}
-        flags = {name: value for name, value in defaults.items() if isinstance(value, bool | int | float | str | enum.Enum)}
-        return {n: v for n, v in {**flags, **batch}.items() if v is not None or defaults.get(n, inspect.Parameter.empty) is not None}
+        flags = {
+            name: value
+            for name, value in defaults.items()
+            if isinstance(value, bool | int | float | str | enum.Enum)
+        }
+        return {
+            n: v
+            for n, v in {**flags, **batch}.items()
+            if v is not None or defaults.get(n, inspect.Parameter.empty) is not None
+        }
 
     def _variants(self, family: Family, fields: Mapping[str, Any]) -> Iterator[Shapes]:
         """Yield the shapes of examples until every recorded shape is accepted; `family.variants` is
@@ -186,14 +218,20 @@ class Recording:
             example = next((shapes for shapes in left if shapes in family.kept), None)
             if example is None:
                 raise JobError(
-                    "no variant accepts some of the recorded shapes, and none of their batches was kept",
+                    "no variant accepts some of the recorded shapes, and none of their batches was"
+                    " kept",
                     where="Recording.job",
                     got=str(left[:3]),
                     hint="Keep more batches: trainload.record(model, most_kept=...).",
                 )
             guards = self._guards(family.kept[example], fields)
-            dispatchers = [Dispatcher("the recorded one", {"": [guard]}, ignored=family.inputs) for guard in guards]
-            taken = [shapes for shapes in left if all(_takes(d, family, shapes) for d in dispatchers)]
+            dispatchers = [
+                Dispatcher("the recorded one", {"": [guard]}, ignored=family.inputs)
+                for guard in guards
+            ]
+            taken = [
+                shapes for shapes in left if all(_takes(d, family, shapes) for d in dispatchers)
+            ]
             assert example in taken, "a guard takes its own example"
             family.variants.update(dict.fromkeys(taken, _PENDING))
             yield example
@@ -225,13 +263,19 @@ def _too_many(families: tuple[Family, ...], most: int) -> JobError:
         where="Recording.job",
         expected=f"at most {most}",
         got="; ".join(map(str, families)),
-        hint="Keep rare flags and shapes out of the batches (pad, or make the flag a tensor), or raise most_variants.",
+        hint=(
+            "Keep rare flags and shapes out of the batches (pad, or make the flag a tensor), or"
+            " raise most_variants."
+        ),
     )
 
 
 def _takes(dispatcher: Dispatcher, family: Family, shapes: Shapes) -> bool:
     dtypes = (getattr(torch, dtype) for dtype in family.inputs.values())
-    facts = {name: (dtype, shape) for name, dtype, shape in zip(family.inputs, dtypes, shapes, strict=True)}
+    facts = {
+        name: (dtype, shape)
+        for name, dtype, shape in zip(family.inputs, dtypes, shapes, strict=True)
+    }
     return not dispatcher.misfits(facts, {})
 
 
@@ -257,21 +301,37 @@ def _by_variant(family: Family) -> dict[str, list[Shapes]]:
     return found
 
 
-def _name(family: Family, families: tuple[Family, ...], shapes: Shapes, taken: Mapping[str, Any]) -> str:
+def _name(
+    family: Family, families: tuple[Family, ...], shapes: Shapes, taken: Mapping[str, Any]
+) -> str:
     """Return a name that says how a variant differs from the first one: "with_mask", "task_b",
     "image_32_32".
     """
     first = families[0]
     words = [f"with_{name}" for name in family.inputs if name not in first.inputs]
     words += [f"without_{name}" for name in first.inputs if name not in family.inputs]
-    words += [f"{name}_{value.text}" for name, value in family.constants.items() if first.constants.get(name, value) != value]
-    words += [f"{name}_{dtype}" for name, dtype in family.inputs.items() if first.inputs.get(name, dtype) != dtype]
+    words += [
+        f"{name}_{value.text}"
+        for name, value in family.constants.items()
+        if first.constants.get(name, value) != value
+    ]
+    words += [
+        f"{name}_{dtype}"
+        for name, dtype in family.inputs.items()
+        if first.inputs.get(name, dtype) != dtype
+    ]
     if _by_variant(family).keys() - {_PENDING} or not words:
         varied = family.varied()
-        sized = [(n, s) for n, s in zip(family.inputs, shapes, strict=True) if n in varied] or list(zip(family.inputs, shapes, strict=True))
+        sized = [(n, s) for n, s in zip(family.inputs, shapes, strict=True) if n in varied] or list(
+            zip(family.inputs, shapes, strict=True)
+        )
         words += [f"{name}_{'_'.join(map(str, shape[1:]))}" for name, shape in sized]
     text = re.sub(r"_+", "_", re.sub(r"[^a-z0-9]", "_", "_".join(words[:3]).lower())).strip("_")
     text = (text if text[:1].isalpha() else f"v_{text}")[:_LONGEST_NAME].strip("_")
     if text not in taken and text not in ("eval", "predict", "update"):
         return text
-    return next(name for n in itertools.count(2) if (name := f"{text[: _LONGEST_NAME - 4]}_{n}") not in taken)
+    return next(
+        name
+        for n in itertools.count(2)
+        if (name := f"{text[: _LONGEST_NAME - 4]}_{n}") not in taken
+    )

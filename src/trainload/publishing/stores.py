@@ -75,9 +75,18 @@ def push(
     if is_oci(store):
         if line is not None or not promote or only_if is not None or rejected is not None or facts:
             raise StorageError(
-                "an OCI registry has tags, but no lines or releases", where=str(store), hint="Pass only a message, or use a store."
+                "an OCI registry has tags, but no lines or releases",
+                where=str(store),
+                hint="Pass only a message, or use a store.",
             )
-        return push_oci(Path(package), str(store), message=message, debug=debug, options=options, on_progress=on_progress)
+        return push_oci(
+            Path(package),
+            str(store),
+            message=message,
+            debug=debug,
+            options=options,
+            on_progress=on_progress,
+        )
     store, line = _line_named(store, line)
     if "://" not in str(store):
         check_outside_packages(Path(store))
@@ -135,13 +144,35 @@ def pull(
     """
     if is_oci(store):
         if line is not None or release is not None:
-            raise StorageError("an OCI registry has tags, but no lines or releases", where=str(store), hint="Specify a tag or a digest.")
-        return pull_oci(str(store), Path(path), debug=debug, reuse=reuse, options=options, on_progress=on_progress)
+            raise StorageError(
+                "an OCI registry has tags, but no lines or releases",
+                where=str(store),
+                hint="Specify a tag or a digest.",
+            )
+        return pull_oci(
+            str(store),
+            Path(path),
+            debug=debug,
+            reuse=reuse,
+            options=options,
+            on_progress=on_progress,
+        )
     store, line, release = _release_named(store, line, release)
-    return pull_from_store(store, path, line=line, release=release, debug=debug, reuse=reuse, options=options, on_progress=on_progress)
+    return pull_from_store(
+        store,
+        path,
+        line=line,
+        release=release,
+        debug=debug,
+        reuse=reuse,
+        options=options,
+        on_progress=on_progress,
+    )
 
 
-def releases(store: str | Path, *, line: str | None = None, options: Mapping[str, Any] = NO_OPTIONS) -> dict[str, tuple[ReleaseState, ...]]:
+def releases(
+    store: str | Path, *, line: str | None = None, options: Mapping[str, Any] = NO_OPTIONS
+) -> dict[str, tuple[ReleaseState, ...]]:
     """Return line -> releases with their present status, in order of their numbers.
 
     Args:
@@ -194,7 +225,9 @@ def promote(
     """
     store, line = _line_named(store, line)
     place = Store(store, options)
-    return place.promote(place.line(line), release, only_if=only_if, reason=reason, rejected=rejected)
+    return place.promote(
+        place.line(line), release, only_if=only_if, reason=reason, rejected=rejected
+    )
 
 
 def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | None]:
@@ -206,12 +239,17 @@ def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | 
     url, line, release = _release_named(store, line, None)
     if release is not None:
         raise StorageError(
-            "the reference names a release", where=str(store), expected="STORE or STORE#LINE", hint="Omit the release number."
+            "the reference names a release",
+            where=str(store),
+            expected="STORE or STORE#LINE",
+            hint="Omit the release number.",
         )
     return url, line
 
 
-def _release_named(store: str | Path, line: str | None, release: str | int | None) -> tuple[str | Path, str | None, str | int | None]:
+def _release_named(
+    store: str | Path, line: str | None, release: str | int | None
+) -> tuple[str | Path, str | None, str | int | None]:
     """Return the store, the line and the release of a reference and the other arguments.
 
     Raises:
@@ -222,5 +260,10 @@ def _release_named(store: str | Path, line: str | None, release: str | int | Non
     url, own_line, own_release = parts_of(str(store))
     for what, own, other in (("line", own_line, line), ("release", own_release, release)):
         if own is not None and other is not None and own != str(other):
-            raise StorageError(f"two {what}s are named", where=str(store), expected=f"one {what}", got=f"{own} and {other}")
+            raise StorageError(
+                f"two {what}s are named",
+                where=str(store),
+                expected=f"one {what}",
+                got=f"{own} and {other}",
+            )
     return url, own_line if line is None else line, own_release if release is None else release

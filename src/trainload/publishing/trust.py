@@ -44,7 +44,9 @@ def sign(
     """
     read = read_private_key(Path(key), password)
     own = None if certificate is None else Path(certificate)
-    return sign_package(Path(package), read, name, certificate=own, chain=[Path(issuer) for issuer in chain])
+    return sign_package(
+        Path(package), read, name, certificate=own, chain=[Path(issuer) for issuer in chain]
+    )
 
 
 def verify(package: str | Path, identities: Sequence[str | Path] = ()) -> VerifyReport:

@@ -9,7 +9,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    Formatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from trainload.report.history import History, Numbers
 from trainload.report.svg import drawing, shade, svg_of
@@ -75,7 +82,9 @@ class _Curve:
 def charts_of(history: History) -> list[Chart]:
     """Return all charts for which the run has numbers."""
     with drawing():
-        return [chart for curve in _curves(history) if (chart := _chart(curve, history)) is not None]
+        return [
+            chart for curve in _curves(history) if (chart := _chart(curve, history)) is not None
+        ]
 
 
 def _curves(history: History) -> Iterable[_Curve]:
@@ -89,13 +98,24 @@ def _curves(history: History) -> Iterable[_Curve]:
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.clip(columns["data_wait"] / np.maximum(columns["seconds"], 1e-9), 0.0, 1.0)
     yield _Curve("wait", "Waiting for data, share of a step", share, share=True, from_zero=True)
-    yield _Curve("memory", "Memory, maximum over ranks, GiB", columns["memory"] / 2**30, from_zero=True)
+    yield _Curve(
+        "memory", "Memory, maximum over ranks, GiB", columns["memory"] / 2**30, from_zero=True
+    )
     yield _Curve("mfu", "Model FLOP/s utilisation", columns["mfu"], share=True, from_zero=True)
     yield _Curve("scale", "Loss scale", columns["loss_scale"], log=True)
-    names = sorted({*history.steps.metrics, *(name for data in evaluations.values() for name in data["metrics"])})
+    names = sorted(
+        {
+            *history.steps.metrics,
+            *(name for data in evaluations.values() for name in data["metrics"]),
+        }
+    )
     for number, name in enumerate(names[:_MOST_METRICS]):
         numbers = history.steps.metrics.get(name, np.full(len(history.steps.number), np.nan))
-        evaluated = [(step, float(data["metrics"][name])) for step, data in sorted(evaluations.items()) if name in data["metrics"]]
+        evaluated = [
+            (step, float(data["metrics"][name]))
+            for step, data in sorted(evaluations.items())
+            if name in data["metrics"]
+        ]
         yield _Curve(f"metric{number}", name, numbers, evaluated=evaluated)
 
 
@@ -109,7 +129,9 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.add_subplot()
     legend: list[tuple[str, str]] = []
-    stretches = [(steps.done[each], curve.numbers[each]) for each in steps.discarded()[-_MOST_STRETCHES:]]
+    stretches = [
+        (steps.done[each], curve.numbers[each]) for each in steps.discarded()[-_MOST_STRETCHES:]
+    ]
     if _draw_discarded(axes, stretches):
         legend.append(("again", "repeated later"))
     if line is not None:
@@ -126,38 +148,73 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
     if curve.marks and _draw_checkpoints(axes, history):
         legend.append(("checkpoint", "checkpoint"))
     if line is not None and len(line.broken):
-        axes.plot(line.broken, np.ones(len(line.broken)), "v", color=shade("failure"), transform=axes.get_xaxis_transform(), clip_on=False)
+        axes.plot(
+            line.broken,
+            np.ones(len(line.broken)),
+            "v",
+            color=shade("failure"),
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+        )
         legend.append(("broken", "not a finite number"))
     notes = ["log scale"] if log else []
     if line is not None and line.thinned:
         notes.append("mean, minimum and maximum of several steps each")
-    return Chart(curve.name, curve.title, svg_of(figure, curve.name, _label(curve, line), {}), tuple(legend), ", ".join(notes))
+    return Chart(
+        curve.name,
+        curve.title,
+        svg_of(figure, curve.name, _label(curve, line), {}),
+        tuple(legend),
+        ", ".join(notes),
+    )
 
 
 def _draw_line(axes: Axes, line: Line) -> None:
     if line.thinned:
-        axes.fill_between(line.x, line.low, line.high, color=shade("train"), alpha=0.25, linewidth=0.0, zorder=2)
+        axes.fill_between(
+            line.x, line.low, line.high, color=shade("train"), alpha=0.25, linewidth=0.0, zorder=2
+        )
     lone = len(line.x) == 1
     axes.plot(line.x, line.mean, color=shade("train"), marker="o" if lone else None, zorder=3)
 
 
 def _draw_discarded(axes: Axes, stretches: Sequence[tuple[Numbers, Numbers]]) -> bool:
-    """Draw the earlier numbers of repeated steps as a broad, light line under the other; return True if there are any."""
+    """Draw the earlier numbers of repeated steps as a broad, light line under the other; return
+    True if there are any.
+    """
     drawn = False
     for x, y in stretches:
         line = thin(x, y, 60)
         if line is not None:
             marker = "o" if len(line.x) == 1 else None
-            axes.plot(line.x, line.mean, color=shade("again"), marker=marker, linewidth=6.0, alpha=0.55, solid_capstyle="round", zorder=1)
+            axes.plot(
+                line.x,
+                line.mean,
+                color=shade("again"),
+                marker=marker,
+                linewidth=6.0,
+                alpha=0.55,
+                solid_capstyle="round",
+                zorder=1,
+            )
             drawn = True
     return drawn
 
 
 def _draw_restarts(axes: Axes, history: History) -> bool:
-    """Mark the steps from which the run was resumed after restarts; return True if there are any."""
+    """Mark the steps from which the run was resumed after restarts; return True if there are
+    any.
+    """
     found = [float(event.data["step"]) for event in history.of("start")[1:]]
     for step in sorted(set(found))[-_MOST_STRETCHES:]:
-        axes.axvline(step, color=shade("failure"), linewidth=0.9, linestyle=(0, (3, 3)), alpha=0.7, zorder=1.5)
+        axes.axvline(
+            step,
+            color=shade("failure"),
+            linewidth=0.9,
+            linestyle=(0, (3, 3)),
+            alpha=0.7,
+            zorder=1.5,
+        )
     return bool(found)
 
 
@@ -165,7 +222,15 @@ def _draw_checkpoints(axes: Axes, history: History) -> bool:
     found = [(float(event.data["step"]), 0.0) for event in history.of("checkpoint")]
     if found:
         x = np.array(_fewer(found)).T[0]
-        axes.plot(x, np.zeros(len(x)), "|", color=shade("good"), markersize=9, markeredgewidth=1.4, transform=axes.get_xaxis_transform())
+        axes.plot(
+            x,
+            np.zeros(len(x)),
+            "|",
+            color=shade("good"),
+            markersize=9,
+            markeredgewidth=1.4,
+            transform=axes.get_xaxis_transform(),
+        )
     return bool(found)
 
 
@@ -177,9 +242,15 @@ def _fewer(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _is_wide(line: Line | None, evaluated: Sequence[tuple[float, float]]) -> bool:
-    """Return True if all numbers are positive, and most of them span a large range (outliers are ignored)."""
+    """Return True if all numbers are positive, and most of them span a large range (outliers are
+    ignored).
+    """
     shown = np.array([value for _, value in evaluated], dtype=np.float64)
-    low, high = (shown, shown) if line is None else (np.append(line.low, shown), np.append(line.high, shown))
+    low, high = (
+        (shown, shown)
+        if line is None
+        else (np.append(line.low, shown), np.append(line.high, shown))
+    )
     least = np.nanmin(low) if np.isfinite(low).any() else 0.0
     return bool(least > 0 and np.nanpercentile(high, 98) > _LOG_BEYOND * np.nanpercentile(low, 2))
 
@@ -190,7 +261,9 @@ def _scale(axes: Axes, curve: _Curve, log: bool) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count(value)))
     if log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if _decades(axes) < 3 else (1.0,)))
+        axes.yaxis.set_major_locator(
+            LogLocator(10, subs=(1.0, 2.0, 5.0) if _decades(axes) < 3 else (1.0,))
+        )
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
@@ -198,7 +271,9 @@ def _scale(axes: Axes, curve: _Curve, log: bool) -> None:
         if curve.from_zero:
             high = axes.get_ylim()[1]
             axes.set_ylim(0.0, high if high > 0 else 1.0)
-    axes.yaxis.set_major_formatter(_Words(100.0 if curve.share else 1.0, "%" if curve.share else ""))
+    axes.yaxis.set_major_formatter(
+        _Words(100.0 if curve.share else 1.0, "%" if curve.share else "")
+    )
 
 
 class _Words(Formatter):
@@ -213,9 +288,18 @@ class _Words(Formatter):
         places = self.axis.get_majorticklocs() * self._scale
         if self.axis.get_scale() == "log" or not len(places):
             return count(value * self._scale) + self._unit
-        size, unit = next(((size, unit) for size, unit in _UNITS if np.abs(places).max() >= size), (1.0, ""))
+        size, unit = next(
+            ((size, unit) for size, unit in _UNITS if np.abs(places).max() >= size), (1.0, "")
+        )
         size = 1e3 if unit == "k" else size
-        digits = next((digits for digits in range(6) if np.allclose(places / size, np.round(places / size, digits), atol=1e-9, rtol=0)), 6)
+        digits = next(
+            (
+                digits
+                for digits in range(6)
+                if np.allclose(places / size, np.round(places / size, digits), atol=1e-9, rtol=0)
+            ),
+            6,
+        )
         shown = value * self._scale / size
         return f"{shown:,.{digits}f}{unit if shown else ''}{self._unit}"
 
@@ -232,4 +316,6 @@ def _label(curve: _Curve, line: Line | None) -> str:
     shown = line.mean[np.isfinite(line.mean)]
     least, most = float(np.nanmin(line.low)), float(np.nanmax(line.high))
     last = f"from {curve.words(float(shown[0]))} to {curve.words(float(shown[-1]))}"
-    return f"{curve.title} by step: {last}, minimum {curve.words(least)}, maximum {curve.words(most)}"
+    return (
+        f"{curve.title} by step: {last}, minimum {curve.words(least)}, maximum {curve.words(most)}"
+    )

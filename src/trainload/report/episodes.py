@@ -13,7 +13,12 @@ from trainload.report.history import History
 
 Outcome = Literal["ended", "failed", "stopped", "moved", "broke off", "going on"]
 BROKE_OFF = "the journal ends abruptly: the driver of the run, or its only worker, was killed"
-_CLOSING: dict[str, Outcome] = {"failure": "failed", "failed": "failed", "end": "ended", "stopped": "stopped"}
+_CLOSING: dict[str, Outcome] = {
+    "failure": "failed",
+    "failed": "failed",
+    "end": "ended",
+    "stopped": "stopped",
+}
 _LEAVING = ("end", "failed", "stopped")
 
 
@@ -32,8 +37,8 @@ class Attempt:
         world: number of ranks.
         strategy: strategy of its plan.
         nodes: nodes by rank.
-        outcome: "moved": to other nodes, or another number of ranks; "broke off": it ended without a
-            final event.
+        outcome: "moved": to other nodes, or another number of ranks; "broke off": it ended without
+            a final event.
         first: index of its first step among all step events.
         last: index after its last step.
         events: its events other than steps, until the next attempt starts.
@@ -64,11 +69,19 @@ def _attempts(history: History, going_on: bool) -> Iterator[Attempt]:
     prepared = _first_of(before)
     for index, segment in enumerate(segments):
         start, *events = segment
-        first, last = (int(place) for place in np.searchsorted(history.steps.attempt, [index, index + 1]))
+        first, last = (
+            int(place) for place in np.searchsorted(history.steps.attempt, [index, index + 1])
+        )
         closing = next((event for event in events if event.kind in _CLOSING), None)
         leaving = next((event for event in reversed(events) if event.kind in _LEAVING), None)
         here = going_on and index == len(segments) - 1
-        heard = max([start.time, *history.steps.time[first:last][-1:], *(each.time for each in events if _is_of_workers(each))])
+        heard = max(
+            [
+                start.time,
+                *history.steps.time[first:last][-1:],
+                *(each.time for each in events if _is_of_workers(each)),
+            ]
+        )
         outcome = _CLOSING[closing.kind] if closing is not None else _left(events, going_on=here)
         ended = closing.time if closing is not None else (history.last or heard) if here else heard
         gone = leaving.time if leaving is not None else ended if outcome == "broke off" else None
@@ -107,17 +120,29 @@ def _segments(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def _first_of(events: Sequence[Event]) -> float | None:
-    """Return the earliest beginning of events; that of a stage is before its event, which is written at its end."""
-    return min((event.time - (event.data.get("seconds", 0.0) if event.kind == "stage" else 0.0) for event in events), default=None)
+    """Return the earliest beginning of events; that of a stage is before its event, which is
+    written at its end.
+    """
+    return min(
+        (
+            event.time - (event.data.get("seconds", 0.0) if event.kind == "stage" else 0.0)
+            for event in events
+        ),
+        default=None,
+    )
 
 
 def _is_of_workers(event: Event) -> bool:
     """Return True if an event is from workers in their training loop."""
-    return event.kind in ("eval", "checkpoint") or (event.kind == "stage" and event.data["name"] == "checkpoint")
+    return event.kind in ("eval", "checkpoint") or (
+        event.kind == "stage" and event.data["name"] == "checkpoint"
+    )
 
 
 def _left(events: Sequence[Event], *, going_on: bool) -> Outcome:
     """Return the outcome of an attempt without a closing event."""
     if going_on:
         return "going on"
-    return "moved" if any(event.kind in ("resize", "preemption") for event in events) else "broke off"
+    return (
+        "moved" if any(event.kind in ("resize", "preemption") for event in events) else "broke off"
+    )

@@ -16,12 +16,12 @@ from trainload.report.words import hour
 class Failure:
     """A failure that ended an attempt or the run.
 
-    Laws: the `lost` times of all failures between two steps add up to the time between these steps. Steps that were
-    repeated are attributed to the first of these failures.
+    Laws: the `lost` times of all failures between two steps add up to the time between these steps.
+    Steps that were repeated are attributed to the first of these failures.
 
     Attributes:
-        time: time when it was noticed, in seconds since 1970; for a run that broke off, time of its last
-            message.
+        time: time when it was noticed, in seconds since 1970; for a run that broke off, time of its
+            last message.
         what: death, node, hang, storage or error for an attempt; failed or broke off for the run.
         message: description of the failure.
         action: reaction to the failure.
@@ -49,7 +49,11 @@ class Failure:
 def failures_of(history: History, attempts: Sequence[Attempt]) -> tuple[Failure, ...]:
     """Return the failures of a run, in order."""
     started = attempts[0].started if attempts else math.inf
-    early = [event for event in history.others if event.kind in ("failure", "failed") and event.time < started]
+    early = [
+        event
+        for event in history.others
+        if event.kind in ("failure", "failed") and event.time < started
+    ]
     found: list[Failure] = list(_told(early, None, None))
     done = [0] * len(found)
     for index, attempt in enumerate(attempts):
@@ -60,7 +64,9 @@ def failures_of(history: History, attempts: Sequence[Attempt]) -> tuple[Failure,
     return tuple(_costs(history, found, done))
 
 
-def _told(events: Sequence[Event], attempt: Attempt | None, following: Attempt | None) -> Iterator[Failure]:
+def _told(
+    events: Sequence[Event], attempt: Attempt | None, following: Attempt | None
+) -> Iterator[Failure]:
     """Yield the failures of one attempt, without their costs."""
     given_up = False
     for event in events:
@@ -69,11 +75,35 @@ def _told(events: Sequence[Event], attempt: Attempt | None, following: Attempt |
             given_up = data["action"] == GIVEN_UP
             doing = {int(rank): str(text) for rank, text in data["doing"].items()}
             ranks, nodes = tuple(data["ranks"]), tuple(map(str, data["nodes"]))
-            yield Failure(event.time, data["what"], data["message"], data["action"], ranks, nodes, doing, 0.0, None, None)
+            yield Failure(
+                event.time,
+                data["what"],
+                data["message"],
+                data["action"],
+                ranks,
+                nodes,
+                doing,
+                0.0,
+                None,
+                None,
+            )
         elif event.kind == "failed" and not given_up:
-            yield Failure(event.time, "failed", f"{data['error']}: {data['message']}", _resumed(following), (), (), {}, 0.0, None, None)
+            yield Failure(
+                event.time,
+                "failed",
+                f"{data['error']}: {data['message']}",
+                _resumed(following),
+                (),
+                (),
+                {},
+                0.0,
+                None,
+                None,
+            )
     if attempt is not None and attempt.outcome == "broke off":
-        yield Failure(attempt.ended, "broke off", BROKE_OFF, _resumed(following), (), (), {}, 0.0, None, None)
+        yield Failure(
+            attempt.ended, "broke off", BROKE_OFF, _resumed(following), (), (), {}, 0.0, None, None
+        )
 
 
 def _resumed(following: Attempt | None) -> str:
@@ -97,15 +127,22 @@ def _costs(history: History, found: Sequence[Failure], done: Sequence[int]) -> I
         yield replace(failure, noticed=noticed, lost=until - before, again=again)
 
 
-def time_spent(history: History, attempts: Sequence[Attempt], failures: Sequence[Failure]) -> dict[str, float]:
-    """Return the use of the time between the first and last event -> seconds, in display order, without negligible ones.
+def time_spent(
+    history: History, attempts: Sequence[Attempt], failures: Sequence[Failure]
+) -> dict[str, float]:
+    """Return the use of the time between the first and last event -> seconds, in display order,
+    without negligible ones.
 
-    The duration of a step lasts until the next one, so it includes time that ranks wait for a checkpoint, which is
-    subtracted.
+    The duration of a step lasts until the next one, so it includes time that ranks wait for a
+    checkpoint, which is subtracted.
     """
     seconds = history.steps.columns["seconds"]
     kept = float(seconds[history.steps.kept()].sum())
-    saving = sum(float(event.data["seconds"]) for event in history.of("stage") if event.data["name"] == "checkpoint")
+    saving = sum(
+        float(event.data["seconds"])
+        for event in history.of("stage")
+        if event.data["name"] == "checkpoint"
+    )
     away = sum(each.away[1] - each.away[0] for each in attempts if each.away is not None)
     waiting = sum(until - since for since, until in waits_of(history))
     found = {
@@ -115,7 +152,9 @@ def time_spent(history: History, attempts: Sequence[Attempt], failures: Sequence
         "checkpoints": saving,
         "starting": max(0.0, sum(each.started - each.prepared for each in attempts) - waiting),
         "waiting for nodes or storage": waiting,
-        "until failures were noticed": sum(each.noticed for each in failures if each.what != "broke off"),
+        "until failures were noticed": sum(
+            each.noticed for each in failures if each.what != "broke off"
+        ),
         "nobody drove it": away,
     }
     whole = 0.0 if history.first is None or history.last is None else history.last - history.first

@@ -1,4 +1,6 @@
-"""A run's journal in memory: steps as numeric columns, which are compact even for long runs, and all other events."""
+"""A run's journal in memory: steps as numeric columns, which are compact even for long runs, and
+all other events.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from trainload.launching.run.run_state import Summary
 Numbers = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
-_COLUMNS = ("loss", "gradient_norm", "seconds", "data_wait", "tokens_per_second", "rows_per_second", "mfu", "memory", "loss_scale")
+_COLUMNS = (
+    "loss",
+    "gradient_norm",
+    "seconds",
+    "data_wait",
+    "tokens_per_second",
+    "rows_per_second",
+    "mfu",
+    "memory",
+    "loss_scale",
+)
 """Numbers of step events."""
 
 
@@ -52,7 +64,9 @@ class Steps:
         return (len(self.number) - 1 - found).astype(np.int64)
 
     def discarded(self) -> list[Whole]:
-        """Return the indices of steps that were repeated later, as runs of consecutive steps of one attempt."""
+        """Return the indices of steps that were repeated later, as runs of consecutive steps of one
+        attempt.
+        """
         rest = np.ones(len(self.number), dtype=bool)
         rest[self.kept()] = False
         places = np.flatnonzero(rest)
@@ -90,7 +104,9 @@ def read_history(events: Iterable[Event]) -> History:
     summary = Summary()
     number, attempt = array("q"), array("q")
     time, columns = array("d"), {name: array("d") for name in _COLUMNS}
-    metrics: dict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
+    metrics: dict[str, tuple[array[int], array[float]]] = defaultdict(
+        lambda: (array("q"), array("d"))
+    )
     others: list[Event] = []
     starts = 0
     first: float | None = None

@@ -17,13 +17,22 @@ from trainload.retraining.ticks.tick_records import time_of
 _SIZE = (6.4, 2.75)
 _MOST_METRICS = 12
 _MARKS = {"promoted": ("o", "good"), "rejected": ("x", "failure"), "conflict": ("D", "warning")}
-_LEGEND = (("evaluation", "champion"), ("good block", "challenger, promoted"), ("failure block", "challenger, rejected"))
+_LEGEND = (
+    ("evaluation", "champion"),
+    ("good block", "challenger, promoted"),
+    ("failure block", "challenger, rejected"),
+)
 
 
 def charts_of(ticks: Sequence[TickStory], name: str) -> list[Chart]:
-    """Return charts of the loss, of each metric and of drift. `name` is the prefix of their names in the page."""
+    """Return charts of the loss, of each metric and of drift.
+
+    `name` is the prefix of their names in the page.
+    """
     judged = [tick for tick in ticks if tick.evaluated is not None]
-    names = list(dict.fromkeys(metric for tick in judged for metric in metrics_of(tick)))[: 1 + _MOST_METRICS]
+    names = list(dict.fromkeys(metric for tick in judged for metric in metrics_of(tick)))[
+        : 1 + _MOST_METRICS
+    ]
     found = [_metric(judged, metric, f"{name}-{number}") for number, metric in enumerate(names)]
     drift = _drift(judged, f"{name}-drift")
     return [*found, *([drift] if drift is not None else [])]
@@ -36,13 +45,22 @@ def _metric(ticks: Sequence[TickStory], metric: str, name: str) -> Chart:
         figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.add_subplot()
         champion = [(_day(tick), _number(both.get("champion"))) for tick, both in values]
-        axes.plot([at for at, _ in champion], [value for _, value in champion], color=shade("evaluation"))
+        axes.plot(
+            [at for at, _ in champion], [value for _, value in champion], color=shade("evaluation")
+        )
         for number, (tick, both) in enumerate(values):
             value = _number(both.get("challenger"))
             outcome = tick.ended.outcome if tick.ended is not None else "under way"
             marker, colour = _MARKS.get(outcome, (".", "muted"))
             if math.isfinite(value):
-                (drawn,) = axes.plot([_day(tick)], [value], marker=marker, color=shade(colour), linestyle="none", markersize=5)
+                (drawn,) = axes.plot(
+                    [_day(tick)],
+                    [value],
+                    marker=marker,
+                    color=shade(colour),
+                    linestyle="none",
+                    markersize=5,
+                )
                 drawn.set_gid(f"{name}-tick-{number}")
                 titles[f"{name}-tick-{number}"] = f"{tick.name}: {outcome}, {value:.6g}"
         _time_axis(axes)
@@ -52,18 +70,32 @@ def _metric(ticks: Sequence[TickStory], metric: str, name: str) -> Chart:
 
 
 def _drift(ticks: Sequence[TickStory], name: str) -> Chart | None:
-    """Return a chart of each tick's greatest drift of a column; None if there is no drift to show."""
-    found = [(_day(tick), max(tick.decided.drift.values())) for tick in ticks if tick.decided is not None and tick.decided.drift]
+    """Return a chart of each tick's greatest drift of a column; None if there is no drift to
+    show.
+    """
+    found = [
+        (_day(tick), max(tick.decided.drift.values()))
+        for tick in ticks
+        if tick.decided is not None and tick.decided.drift
+    ]
     if not found:
         return None
     with drawing():
         figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.add_subplot()
-        axes.plot([at for at, _ in found], [value for _, value in found], color=shade("train"), marker=".")
+        axes.plot(
+            [at for at, _ in found], [value for _, value in found], color=shade("train"), marker="."
+        )
         axes.set_ylim(bottom=0)
         _time_axis(axes)
         svg = svg_of(figure, name, "drift over ticks", {})
-    return Chart(name=name, title="drift", svg=svg, legend=(("train", "of the column that drifted most"),), note="stability index")
+    return Chart(
+        name=name,
+        title="drift",
+        svg=svg,
+        legend=(("train", "of the column that drifted most"),),
+        note="stability index",
+    )
 
 
 def _time_axis(axes: Any) -> None:

@@ -1,4 +1,6 @@
-"""The report of a store: for each line the current release with its lineage, and the outcomes of all ticks."""
+"""The report of a store: for each line the current release with its lineage, and the outcomes of
+all ticks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from trainload.packaging.stores.store import Store
 from trainload.report.line_charts import charts_of
 from trainload.report.page_frame import rendered
 from trainload.report.words import span, told
-from trainload.retraining.ticks.lineage import Ancestor, LineStory, TickStory, ancestry, metrics_of, read_line
+from trainload.retraining.ticks.lineage import (
+    Ancestor,
+    LineStory,
+    TickStory,
+    ancestry,
+    metrics_of,
+    read_line,
+)
 from trainload.retraining.ticks.tick_records import time_of
 
 _MOST_TICKS = 500
@@ -35,18 +44,41 @@ def store_page(store: Store, lines: Sequence[str]) -> tuple[str, dict[str, Any]]
         StorageError: the store cannot be reached, or a line does not exist.
         IntegrityError: a record is damaged.
     """
-    shown_lines = [_line(store, read_line(store, name), f"l{number}") for number, name in enumerate(lines)]
+    shown_lines = [
+        _line(store, read_line(store, name), f"l{number}") for number, name in enumerate(lines)
+    ]
     page = rendered("line.html", store=told(store.url), lines=shown_lines)
-    return page, {line["name"]: {"current": line["current"], "releases": line["releases"], "ticks": line["count"]} for line in shown_lines}
+    return page, {
+        line["name"]: {
+            "current": line["current"],
+            "releases": line["releases"],
+            "ticks": line["count"],
+        }
+        for line in shown_lines
+    }
 
 
 def _line(store: Store, story: LineStory, name: str) -> dict[str, Any]:
     current = next((state for state in story.states if state.status == "current"), None)
-    outcomes = Counter("under way" if tick.ended is None else tick.ended.outcome for tick in story.ticks)
+    outcomes = Counter(
+        "under way" if tick.ended is None else tick.ended.outcome for tick in story.ticks
+    )
     tiles = [
-        ("current", "none" if current is None else current.release.name, "" if current is None else f"since {story.history[-1].created}"),
-        ("releases", f"{len(story.states):,}", f"{size(sum(state.release.bytes for state in story.states))} if each were alone"),
-        ("ticks", f"{len(story.ticks):,}", f"until {time_of(story.ticks[-1].name):%Y-%m-%d %H:%M} UTC" if story.ticks else ""),
+        (
+            "current",
+            "none" if current is None else current.release.name,
+            "" if current is None else f"since {story.history[-1].created}",
+        ),
+        (
+            "releases",
+            f"{len(story.states):,}",
+            f"{size(sum(state.release.bytes for state in story.states))} if each were alone",
+        ),
+        (
+            "ticks",
+            f"{len(story.ticks):,}",
+            f"until {time_of(story.ticks[-1].name):%Y-%m-%d %H:%M} UTC" if story.ticks else "",
+        ),
         *((outcome, f"{count:,}", "") for outcome, count in outcomes.most_common()),
     ]
     steps = ancestry(store, story.line, current.release.name) if current is not None else ()
@@ -56,22 +88,36 @@ def _line(store: Store, story: LineStory, name: str) -> dict[str, Any]:
         "releases": len(story.states),
         "count": len(story.ticks),
         "tiles": tiles,
-        "charts": [(chart, Markup(chart.svg)) for chart in charts_of(story.ticks, name)],  # safe: ElementTree has escaped it
+        # safe: ElementTree has escaped it
+        "charts": [(chart, Markup(chart.svg)) for chart in charts_of(story.ticks, name)],
         "lineage": [_step(step) for step in steps],
         "ticks": [_tick(tick) for tick in reversed(story.ticks[-_MOST_TICKS:])],
         "ticks_before": max(0, len(story.ticks) - _MOST_TICKS),
-        "changes": [(entry.created, shown(entry.release), told(entry.reason)) for entry in reversed(story.changes[-_MOST_TICKS:])],
+        "changes": [
+            (entry.created, shown(entry.release), told(entry.reason))
+            for entry in reversed(story.changes[-_MOST_TICKS:])
+        ],
     }
 
 
 def _step(step: Ancestor) -> dict[str, Any]:
     release, tick = step.state.release, step.tick
-    facts: list[tuple[str, str]] = [("package", release.package), ("program", release.program), ("weights", release.weights)]
+    facts: list[tuple[str, str]] = [
+        ("package", release.package),
+        ("program", release.program),
+        ("weights", release.weights),
+    ]
     if release.message:
         facts.append(("said", told(release.message)))
     if tick is not None:
         facts += _facts(tick)
-    return {"name": f"{step.line} {release.name}", "status": step.state.status, "how": step.how, "created": release.created, "facts": facts}
+    return {
+        "name": f"{step.line} {release.name}",
+        "status": step.state.status,
+        "how": step.how,
+        "created": release.created,
+        "facts": facts,
+    }
 
 
 def _facts(tick: TickStory) -> list[tuple[str, str]]:
@@ -79,11 +125,30 @@ def _facts(tick: TickStory) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = [("tick", f"{tick.name}, started {tick.begun} times")]
     if tick.taken is not None:
         snapshot = tick.taken.snapshot
-        found.append(("data", f"{snapshot.rows:,} rows of {len(snapshot.good):,} files, {snapshot.held_out_rows:,} held out"))
-    if tick.trained is not None:
-        found.append(("plan", ", ".join(f"{name} {value}" for name, value in sorted(tick.trained.plan.items()))))
         found.append(
-            ("trained", f"{tick.trained.steps:,} steps, to a loss of {tick.trained.last_loss:.6g}; {tick.trained.restarts} restarts")
+            (
+                "data",
+                (
+                    f"{snapshot.rows:,} rows of {len(snapshot.good):,} files,"
+                    f" {snapshot.held_out_rows:,} held out"
+                ),
+            )
+        )
+    if tick.trained is not None:
+        found.append(
+            (
+                "plan",
+                ", ".join(f"{name} {value}" for name, value in sorted(tick.trained.plan.items())),
+            )
+        )
+        found.append(
+            (
+                "trained",
+                (
+                    f"{tick.trained.steps:,} steps, to a loss of {tick.trained.last_loss:.6g};"
+                    f" {tick.trained.restarts} restarts"
+                ),
+            )
         )
         if "first step" in tick.trained.seconds:
             found.append(("to the first step", span(tick.trained.seconds["first step"])))
@@ -92,7 +157,14 @@ def _facts(tick: TickStory) -> list[tuple[str, str]]:
     if tick.decided is not None:
         found.append(("decision", told(tick.decided.reason)))
     if tick.pinned is not None:
-        found.append(("versions", ", ".join(f"{name} {value}" for name, value in sorted(tick.pinned.versions.items()))))
+        found.append(
+            (
+                "versions",
+                ", ".join(
+                    f"{name} {value}" for name, value in sorted(tick.pinned.versions.items())
+                ),
+            )
+        )
     return found
 
 
@@ -114,5 +186,8 @@ def _tick(tick: TickStory) -> dict[str, Any]:
 def _both(values: dict[str, float | None]) -> str:
     if not values:
         return ""
-    champion, challenger = ("no number" if values.get(name) is None else f"{values[name]:.6g}" for name in ("champion", "challenger"))
+    champion, challenger = (
+        "no number" if values.get(name) is None else f"{values[name]:.6g}"
+        for name in ("champion", "challenger")
+    )
     return f"{champion} → {challenger}"

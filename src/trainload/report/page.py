@@ -21,7 +21,14 @@ _WIDE, _NARROW = 11.2, 4.6
 """Widths of the timeline in inches."""
 _MOST_FAILURES, _MOST_GROUPS, _MOST_WARNINGS, _MOST_RANKS = 100, 8, 50, 256
 _LONG = 600
-_TONES = {"ended": "good", "running": "train", "waiting": "warning", "stopped": "idle", "failed": "failure", "lost": "failure"}
+_TONES = {
+    "ended": "good",
+    "running": "train",
+    "waiting": "warning",
+    "stopped": "idle",
+    "failed": "failure",
+    "lost": "failure",
+}
 _SPENT = {
     "steps": "train",
     "steps done again": "again",
@@ -64,7 +71,8 @@ def page_of(record: Record) -> str:
         done=_share(record.history.summary.step, record.spec.steps),
         tiles=_tiles(record),
         facts=facts_of(record),
-        charts=[(chart, Markup(chart.svg)) for chart in charts_of(record.history)],  # safe: ElementTree has escaped it
+        # safe: ElementTree has escaped it
+        charts=[(chart, Markup(chart.svg)) for chart in charts_of(record.history)],
         timelines=_timelines(record),
         outcomes=_outcomes(record),
         away=any(each.away is not None for each in record.attempts),
@@ -75,7 +83,9 @@ def page_of(record: Record) -> str:
         warnings_before=max(0, len(_warnings(record)) - _MOST_WARNINGS),
         ranks=_ranks(record),
         heard=None if record.state is None else moment(record.state.time),
-        driver=None if record.state is None else f"process {record.state.pid} on {record.state.host}",
+        driver=(
+            None if record.state is None else f"process {record.state.pid} on {record.state.host}"
+        ),
         ranks_more=0 if record.state is None else max(0, len(record.state.ranks) - _MOST_RANKS),
     )
 
@@ -83,7 +93,10 @@ def page_of(record: Record) -> str:
 def _because(record: Record) -> str:
     """Return an explanation of the run's phase; "" if it needs none."""
     if record.phase == "lost" and record.state is not None:
-        return f"its driver, process {record.state.pid} on {record.state.host}, was last heard of at {moment(record.state.time)}"
+        return (
+            f"its driver, process {record.state.pid} on {record.state.host}, was last heard of at"
+            f" {moment(record.state.time)}"
+        )
     return record.history.summary.message
 
 
@@ -98,20 +111,38 @@ def _tiles(record: Record) -> list[tuple[str, str, str]]:
     if summary.loss is not None:
         found.append(("training loss", f"{summary.loss:.4f}", "of the last step"))
     if summary.evaluation is not None:
-        found.append(("evaluation", f"{summary.evaluation:.4f}", f"at step {summary.evaluated_at:,}"))
+        found.append(
+            ("evaluation", f"{summary.evaluation:.4f}", f"at step {summary.evaluated_at:,}")
+        )
     rate = summary.tokens_per_second or summary.rows_per_second
     if rate is not None:
-        found.append(("throughput", count(rate), "tokens/s" if summary.tokens_per_second else "rows/s"))
+        found.append(
+            ("throughput", count(rate), "tokens/s" if summary.tokens_per_second else "rows/s")
+        )
     if history.first is not None and history.last is not None:
         whole = history.last - history.first
         driven = whole - record.spent.get("nobody drove it", 0.0)
         found.append(("time", span(whole), f"since {moment(history.first)[5:16]}"))
         if driven > 0:
-            found.append(("goodput", percent(record.spent.get("steps", 0.0) / driven), "of the time, in steps that count"))
+            found.append(
+                (
+                    "goodput",
+                    percent(record.spent.get("steps", 0.0) / driven),
+                    "of the time, in steps that count",
+                )
+            )
     if summary.checkpoint is not None and summary.checkpoint_time is not None:
-        found.append(("checkpoint", f"{summary.checkpoint:,}", f"at {moment(summary.checkpoint_time)[5:16]}"))
+        found.append(
+            ("checkpoint", f"{summary.checkpoint:,}", f"at {moment(summary.checkpoint_time)[5:16]}")
+        )
     again = sum(each.again or 0 for each in record.failures)
-    found.append(("failures", f"{len(record.failures):,}", f"{again:,} steps done again" if record.failures else "none"))
+    found.append(
+        (
+            "failures",
+            f"{len(record.failures):,}",
+            f"{again:,} steps done again" if record.failures else "none",
+        )
+    )
     return found
 
 
@@ -132,9 +163,14 @@ def _outcomes(record: Record) -> list[tuple[str, str]]:
 
 
 def _spent(spent: Mapping[str, float]) -> list[tuple[str, str, float, str, str]]:
-    """Return name, CSS class, percentage, percentage as text and duration as text of each use of time."""
+    """Return name, CSS class, percentage, percentage as text and duration as text of each use of
+    time.
+    """
     whole = sum(spent.values())
-    return [(name, _SPENT[name], _share(seconds, whole), percent(seconds / whole), span(seconds)) for name, seconds in spent.items()]
+    return [
+        (name, _SPENT[name], _share(seconds, whole), percent(seconds / whole), span(seconds))
+        for name, seconds in spent.items()
+    ]
 
 
 def _shown(failure: Failure) -> _Shown:
@@ -158,7 +194,9 @@ def _shown(failure: Failure) -> _Shown:
 
 
 def _warnings(record: Record) -> list[tuple[str, int, str]]:
-    """Return the warnings: time of the last occurrence, number of occurrences and message of each."""
+    """Return the warnings: time of the last occurrence, number of occurrences and message of
+    each.
+    """
     found: dict[str, tuple[float, int]] = {}
     for event in record.history.of("warning"):
         message = str(event.data["message"])

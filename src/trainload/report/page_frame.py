@@ -19,13 +19,24 @@ MARK = "trainload report"
 
 def rendered(template: str, **values: Any) -> str:
     """Render a page from a template."""
-    own = {"mark": MARK, "style": Markup(_read("page.css")), "made": moment(time.time()), "version": VERSION}
+    own = {
+        "mark": MARK,
+        "style": Markup(_read("page.css")),
+        "made": moment(time.time()),
+        "version": VERSION,
+    }
     return _environment().get_template(template).render(**own, **values)
 
 
 @cache
 def _environment() -> Environment:
-    return Environment(loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return Environment(
+        loader=FunctionLoader(_read),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def _read(name: str) -> str:

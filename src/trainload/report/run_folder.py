@@ -1,4 +1,7 @@
-"""Read a run's folder for its report. Neither the cluster nor this machine's environment is queried."""
+"""Read a run's folder for its report.
+
+Neither the cluster nor this machine's environment is queried.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ class Record:
     Attributes:
         run_dir: folder of the run.
         spec: description of the run.
-        manifest: manifest of its package; None if the package has changed or does not exist any more.
+        manifest: manifest of its package; None if the package has changed or does not exist any
+            more.
         state: last state that its driver wrote; None if there is none.
         history: events of the run.
         attempts: attempts of the run.
@@ -71,7 +75,16 @@ def read_run(run_dir: Path) -> Record:
     history = read_history(stream_events(run_dir))
     attempts = attempts_of(history, going_on=state is not None and state.alive)
     failures = failures_of(history, attempts)
-    return Record(run_dir.absolute(), spec, _manifest(spec), state, history, attempts, failures, time_spent(history, attempts, failures))
+    return Record(
+        run_dir.absolute(),
+        spec,
+        _manifest(spec),
+        state,
+        history,
+        attempts,
+        failures,
+        time_spent(history, attempts, failures),
+    )
 
 
 def _manifest(spec: RunSpec) -> Manifest | None:
@@ -80,21 +93,35 @@ def _manifest(spec: RunSpec) -> Manifest | None:
         if sha256_bytes(data) != (spec.digest or spec.plan.package):
             return None
         return Manifest.from_bytes(data, MANIFEST)
-    except (OSError, TrainloadError):  # it was moved or changed; its digest is in the run's description
+    except (OSError, TrainloadError):
+        # it was moved or changed; its digest is in the run's description
         return None
 
 
 def facts_of(record: Record) -> list[tuple[str, str]]:
     """Return facts about the run as (name, value)."""
     spec, manifest = record.spec, record.manifest
-    plan = spec.plan if not record.attempts else next((p for p in spec.plans if p.world_size == record.attempts[-1].world), spec.plan)
+    plan = (
+        spec.plan
+        if not record.attempts
+        else next((p for p in spec.plans if p.world_size == record.attempts[-1].world), spec.plan)
+    )
     found: list[tuple[str, object]] = [
         ("package", Path(spec.package).name),
         ("digest", spec.digest or plan.package),
-        ("program", "the package is no longer at its place" if manifest is None else manifest.program_digest),
+        (
+            "program",
+            (
+                "the package is no longer at its place"
+                if manifest is None
+                else manifest.program_digest
+            ),
+        ),
     ]
     if manifest is not None:
-        elements = sum(_product(entry.shape) for entry in manifest.parameters if entry.alias_of is None)
+        elements = sum(
+            _product(entry.shape) for entry in manifest.parameters if entry.alias_of is None
+        )
         found.append(("parameters", f"{elements:,}"))
     last = record.attempts[-1] if record.attempts else None
     world = plan.world_size if last is None else last.world
@@ -103,28 +130,65 @@ def facts_of(record: Record) -> list[tuple[str, str]]:
         ("strategy", (plan.strategy if last is None else last.strategy) + _axes(record)),
         ("ranks", f"{world} on {nodes} node{'s' if nodes > 1 else ''}, {plan.cluster.device}"),
         ("steps", f"{spec.steps:,}"),
-        ("rows of a step", f"{plan.global_batch:,} in {plan.accumulate} microbatch{'es' if plan.accumulate > 1 else ''}"),
+        (
+            "rows of a step",
+            (
+                f"{plan.global_batch:,} in {plan.accumulate}"
+                f" microbatch{'es' if plan.accumulate > 1 else ''}"
+            ),
+        ),
         ("data", told(spec.made.get("data", spec.data))),
     ]
     if spec.eval_data is not None:
-        every = "at the beginning and the end" if spec.eval_every is None else f"every {spec.eval_every:,} steps"
-        found.append(("held-out data", f"{told(spec.made.get('eval_data', spec.eval_data))}, {every}"))
-    found.append(("checkpoints", "one at the end" if spec.checkpoint_every is None else f"every {spec.checkpoint_every:,} steps"))
+        every = (
+            "at the beginning and the end"
+            if spec.eval_every is None
+            else f"every {spec.eval_every:,} steps"
+        )
+        found.append(
+            ("held-out data", f"{told(spec.made.get('eval_data', spec.eval_data))}, {every}")
+        )
+    found.append(
+        (
+            "checkpoints",
+            (
+                "one at the end"
+                if spec.checkpoint_every is None
+                else f"every {spec.checkpoint_every:,} steps"
+            ),
+        )
+    )
     if spec.plans:
-        found.append(("elastic", f"from {spec.plans[0].world_size} to {spec.plans[-1].world_size} ranks"))
+        found.append(
+            ("elastic", f"from {spec.plans[0].world_size} to {spec.plans[-1].world_size} ranks")
+        )
     if not spec.compile:
         found.append(("compiled", "no"))
     changed = spec.overrides.model_dump(mode="json", exclude_defaults=True)
     if changed:
-        found.append(("changed at launch", ", ".join(f"{name} {value}" for name, value in changed.items())))
-    settings = {name: getattr(spec, name) for name in _SETTINGS if getattr(spec, name) != RunSpec.model_fields[name].default}
+        found.append(
+            ("changed at launch", ", ".join(f"{name} {value}" for name, value in changed.items()))
+        )
+    settings = {
+        name: getattr(spec, name)
+        for name in _SETTINGS
+        if getattr(spec, name) != RunSpec.model_fields[name].default
+    }
     if settings:
-        found.append(("settings", ", ".join(f"{name} {_plain(value)}" for name, value in settings.items())))
+        found.append(
+            ("settings", ", ".join(f"{name} {_plain(value)}" for name, value in settings.items()))
+        )
     if spec.libraries:
         found.append(("operator libraries", ", ".join(sorted(spec.libraries))))
     if spec.output is not None:
         found.append(("trained package", told(spec.output)))
-    found.append(("launched with", ", ".join(f"{name} {version}" for name, version in spec.versions.items()) or "not known"))
+    found.append(
+        (
+            "launched with",
+            ", ".join(f"{name} {version}" for name, version in spec.versions.items())
+            or "not known",
+        )
+    )
     return [(name, told(str(value))) for name, value in found]
 
 
@@ -140,11 +204,19 @@ def _axes(record: Record) -> str:
     plan = record.spec.plan
     parts = []
     if plan.tensor_ranks > 1:
-        parts.append(f"tensor {plan.tensor_ranks}" + ("" if plan.divide == "tensor" else f"/{plan.divide}"))
+        parts.append(
+            f"tensor {plan.tensor_ranks}" + ("" if plan.divide == "tensor" else f"/{plan.divide}")
+        )
     if plan.pipeline is not None:
         parts.append(f"pipeline {plan.pipeline.ranks} ({plan.pipeline.schedule})")
     return "".join(f", {part}" for part in parts)
 
 
 def _plain(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        " ".join(map(str, value))
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -1,7 +1,7 @@
 """Render figures as SVG elements with the colors and fonts of the page.
 
-matplotlib writes colors into attributes. Each color of a figure is a placeholder for a variable of the page's style, so
-that one SVG serves for the light and the dark theme.
+matplotlib writes colors into attributes. Each color of a figure is a placeholder for a variable of
+the page's style, so that one SVG serves for the light and the dark theme.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-SHADES = ("ink", "muted", "grid", "surface", "train", "evaluation", "good", "warning", "failure", "again", "idle")
+SHADES = (
+    "ink",
+    "muted",
+    "grid",
+    "surface",
+    "train",
+    "evaluation",
+    "good",
+    "warning",
+    "failure",
+    "again",
+    "idle",
+)
 """Colors of the page: the variables `--ink`, ... of its style."""
 _SVG = "http://www.w3.org/2000/svg"
 _LINK = "http://www.w3.org/1999/xlink"
@@ -34,7 +46,9 @@ def shade(name: str) -> str:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Apply the page's style to figures within the context: texts remain texts, and the output is deterministic."""
+    """Apply the page's style to figures within the context: texts remain texts, and the output is
+    deterministic.
+    """
     style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "trainload",
@@ -78,9 +92,16 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
     """
     written = io.StringIO()
     FigureCanvasSVG(figure)
-    figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    figure.savefig(
+        written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    )
     root = ElementTree.fromstring(written.getvalue())
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": label, "class": "chart"}
+    root.attrib = {
+        "viewBox": root.attrib["viewBox"],
+        "role": "img",
+        "aria-label": label,
+        "class": "chart",
+    }
     for child in list(root):
         if child.tag == f"{{{_SVG}}}metadata":
             root.remove(child)
@@ -97,15 +118,25 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
     _rename(root, name)
     for element in root.iter():
         element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
-        element.attrib = {key.replace(f"{{{_LINK}}}", ""): _in_page(value) for key, value in element.attrib.items()}
-        if element.tag != "text" and element.tag != "title" and element.text is not None and not element.text.strip():
+        element.attrib = {
+            key.replace(f"{{{_LINK}}}", ""): _in_page(value)
+            for key, value in element.attrib.items()
+        }
+        if (
+            element.tag != "text"
+            and element.tag != "title"
+            and element.text is not None
+            and not element.text.strip()
+        ):
             element.text = None
         element.tail = None
     return ElementTree.tostring(root, encoding="unicode", short_empty_elements=True)
 
 
 def _rename(root: ElementTree.Element, name: str) -> None:
-    """Prefix ids that are referenced with the figure's name, since matplotlib repeats ids in every figure; remove others."""
+    """Prefix ids that are referenced with the figure's name, since matplotlib repeats ids in every
+    figure; remove others.
+    """
     text = ElementTree.tostring(root, encoding="unicode")
     used = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r'href="#([^"]+)"', text))
     for element in root.iter():
@@ -114,7 +145,9 @@ def _rename(root: ElementTree.Element, name: str) -> None:
             element.attrib["id"] = f"{name}-{named}"
         for key, value in element.attrib.items():
             value = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", value)
-            element.attrib[key] = re.sub(r"^#(.+)$", rf"#{name}-\1", value) if key.endswith("href") else value
+            element.attrib[key] = (
+                re.sub(r"^#(.+)$", rf"#{name}-\1", value) if key.endswith("href") else value
+            )
 
 
 def _in_page(value: str) -> str:

@@ -38,7 +38,8 @@ class Line:
 def thin(x: Numbers, y: Numbers, buckets: int = BUCKETS) -> Line | None:
     """Reduce numbers, ordered by x, to `buckets` points of equally many numbers each.
 
-    Up to 2 * buckets numbers are not reduced. In y, NaN is a missing number, and infinity a non-finite one.
+    Up to 2 * buckets numbers are not reduced. In y, NaN is a missing number, and infinity a
+    non-finite one.
 
     Returns:
         The line; None if there are no numbers.

@@ -19,11 +19,37 @@ from trainload.report.words import count, hour, moment, span, told
 _LANE = 0.34
 """Height of a lane in inches."""
 _LONG_AWAY, _SHOWN_AWAY = 0.15, 0.05
-"""Time without a driver that is longer than the first fraction of the other time is drawn with the second fraction as its length."""
-_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
+"""Time without a driver that is longer than the first fraction of the other time is drawn with the
+second fraction as its length.
+"""
+_STEPS = (
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    10800,
+    21600,
+    43200,
+    86400,
+    172800,
+    604800,
+)
 """Possible distances of axis ticks in seconds."""
 _MARKS = 300
-"""Resolution of a lane: marks that are closer are merged. It is also the maximum number of attempts that are drawn (the last ones)."""
+"""Resolution of a lane: marks that are closer are merged.
+
+It is also the maximum number of attempts that are drawn (the last ones).
+"""
 ENDS: Mapping[Outcome, str] = {
     "ended": "good",
     "going on": "train",
@@ -69,13 +95,26 @@ class _Lane:
 
 
 def timeline_of(
-    history: History, attempts: Sequence[Attempt], failures: Sequence[Failure], name: str, width: float, *, label: bool = True
+    history: History,
+    attempts: Sequence[Attempt],
+    failures: Sequence[Failure],
+    name: str,
+    width: float,
+    *,
+    label: bool = True,
 ) -> str | None:
-    """Return the timeline as SVG, `width` inches wide; None if there are no events. `name` is unique in the page."""
+    """Return the timeline as SVG, `width` inches wide; None if there are no events.
+
+    `name` is unique in the page.
+    """
     if history.first is None or history.last is None:
         return None
     lanes = [lane for lane in _lanes(history, attempts, failures) if lane.bars or lane.marks]
-    clock = _Clock(history.first, max(history.last, history.first + 1.0), [each.away for each in attempts if each.away is not None])
+    clock = _Clock(
+        history.first,
+        max(history.last, history.first + 1.0),
+        [each.away for each in attempts if each.away is not None],
+    )
     titles: dict[str, str] = {}
     with drawing():
         figure = Figure(figsize=(width, _LANE * len(lanes) + 0.45), layout="constrained")
@@ -84,8 +123,23 @@ def timeline_of(
             _draw(axes, lane, row, clock, titles, name)
         for since, until in clock.cut:
             middle = (clock.place(since) + clock.place(until)) / 2
-            axes.axvspan(clock.place(since), clock.place(until), color=shade("grid"), alpha=0.6, linewidth=0, zorder=0)
-            axes.text(middle, -0.75, span(until - since), ha="center", va="bottom", fontsize=9, color=shade("muted"))
+            axes.axvspan(
+                clock.place(since),
+                clock.place(until),
+                color=shade("grid"),
+                alpha=0.6,
+                linewidth=0,
+                zorder=0,
+            )
+            axes.text(
+                middle,
+                -0.75,
+                span(until - since),
+                ha="center",
+                va="bottom",
+                fontsize=9,
+                color=shade("muted"),
+            )
         axes.set_xlim(0.0, clock.length)
         axes.set_ylim(len(lanes) - 0.5, -0.75 if clock.cut else -0.5)
         axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
@@ -115,8 +169,12 @@ class _Clock:
         return float(np.interp(time, self._times, self._places))
 
     def ticks(self, most: int) -> list[float]:
-        """Return about `most` axis ticks at round times, outside of shortened times; for a short run, its beginning and end."""
-        drawn = [step for step in _STEPS if self.length / step <= most] or [math.ceil(self.length / most / 604800) * 604800]
+        """Return about `most` axis ticks at round times, outside of shortened times; for a short
+        run, its beginning and end.
+        """
+        drawn = [step for step in _STEPS if self.length / step <= most] or [
+            math.ceil(self.length / most / 604800) * 604800
+        ]
         found: list[float] = []
         for since, until in zip(self._times[::2], self._times[1::2], strict=True):
             first = math.ceil(since / drawn[0]) * drawn[0]
@@ -137,18 +195,35 @@ class _Clock:
         ]
 
 
-def _lanes(history: History, attempts: Sequence[Attempt], failures: Sequence[Failure]) -> list[_Lane]:
+def _lanes(
+    history: History, attempts: Sequence[Attempt], failures: Sequence[Failure]
+) -> list[_Lane]:
     bars: list[_Bar] = []
     for number, attempt in list(enumerate(attempts, 1))[-_MARKS:]:
         bars.append(
             _Bar(
-                attempt.prepared, attempt.started, "idle", f"attempt {number} is prepared, {span(attempt.started - attempt.prepared)}", True
+                attempt.prepared,
+                attempt.started,
+                "idle",
+                f"attempt {number} is prepared, {span(attempt.started - attempt.prepared)}",
+                True,
             )
         )
         done = f"steps {attempt.step} to {attempt.done}, {attempt.world} ranks, {attempt.outcome}"
         bars.append(_Bar(attempt.started, attempt.ended, "train", f"attempt {number}: {done}"))
-        bars.append(_Bar(attempt.ended, attempt.ended, ENDS[attempt.outcome], f"attempt {number} {OUTCOMES[attempt.outcome]}", cap=True))
-    waits = [_Bar(since, until, "warning", f"waited for {span(until - since)}") for since, until in waits_of(history)]
+        bars.append(
+            _Bar(
+                attempt.ended,
+                attempt.ended,
+                ENDS[attempt.outcome],
+                f"attempt {number} {OUTCOMES[attempt.outcome]}",
+                cap=True,
+            )
+        )
+    waits = [
+        _Bar(since, until, "warning", f"waited for {span(until - since)}")
+        for since, until in waits_of(history)
+    ]
     evaluations = [
         _Bar(
             event.time - event.data["seconds"],
@@ -160,7 +235,12 @@ def _lanes(history: History, attempts: Sequence[Attempt], failures: Sequence[Fai
     ]
     return [
         _Lane("attempts", bars),
-        _Lane("failures", marks=[_Mark(each.time, f"{each.what}: {each.message}") for each in failures], marker="X", shade="failure"),
+        _Lane(
+            "failures",
+            marks=[_Mark(each.time, f"{each.what}: {each.message}") for each in failures],
+            marker="X",
+            shade="failure",
+        ),
         _Lane("preempted", marks=_said(history, "preemption"), marker="v", shade="warning"),
         _Lane("resized", marks=_said(history, "resize"), marker="D", shade="ink"),
         _Lane("waiting", waits),
@@ -168,7 +248,10 @@ def _lanes(history: History, attempts: Sequence[Attempt], failures: Sequence[Fai
         _Lane("evaluations", _joined(evaluations, history)),
         _Lane(
             "checkpoints",
-            marks=[_Mark(each.time, f"checkpoint of step {each.data['step']}") for each in history.of("checkpoint")],
+            marks=[
+                _Mark(each.time, f"checkpoint of step {each.data['step']}")
+                for each in history.of("checkpoint")
+            ],
             shade="good",
         ),
     ]
@@ -187,20 +270,34 @@ def _joined(bars: Sequence[_Bar], history: History) -> list[_Bar]:
     for bar in bars:
         if found and bar.since - found[-1].since < least:
             numbers[-1] += 1
-            found[-1] = _Bar(found[-1].since, bar.until, bar.shade, f"{numbers[-1]} of them, the last: {bar.title}")
+            found[-1] = _Bar(
+                found[-1].since,
+                bar.until,
+                bar.shade,
+                f"{numbers[-1]} of them, the last: {bar.title}",
+            )
         else:
             found.append(bar)
             numbers.append(1)
     return found
 
 
-def _draw(axes: Axes, lane: _Lane, row: int, clock: _Clock, titles: dict[str, str], name: str) -> None:
+def _draw(
+    axes: Axes, lane: _Lane, row: int, clock: _Clock, titles: dict[str, str], name: str
+) -> None:
     for number, bar in enumerate(lane.bars):
         since, until = clock.place(bar.since), clock.place(bar.until)
         width = clock.length / 120 if bar.cap else max(until - since, clock.length / 300)
         since = max(0.0, since - width) if bar.cap else since
         (drawn,) = axes.barh(
-            row, width, left=since, height=0.56, color=shade(bar.shade), alpha=0.45 if bar.faint else 0.9, linewidth=0, zorder=3
+            row,
+            width,
+            left=since,
+            height=0.56,
+            color=shade(bar.shade),
+            alpha=0.45 if bar.faint else 0.9,
+            linewidth=0,
+            zorder=3,
         )
         _entitle(drawn, titles, f"{name}-{row}-{number}", bar.title, bar.since)
     places = sorted((clock.place(mark.time), number) for number, mark in enumerate(lane.marks))
@@ -212,7 +309,13 @@ def _draw(axes: Axes, lane: _Lane, row: int, clock: _Clock, titles: dict[str, st
             together.append((place, [number]))
     for place, numbers in together:
         (drawn,) = axes.plot(
-            [place], [row], lane.marker, color=shade(lane.shade), markersize=8, markeredgewidth=1.6 if lane.marker == "|" else 0, zorder=4
+            [place],
+            [row],
+            lane.marker,
+            color=shade(lane.shade),
+            markersize=8,
+            markeredgewidth=1.6 if lane.marker == "|" else 0,
+            zorder=4,
         )
         more = f"{len(numbers)} of them, the last: " if len(numbers) > 1 else ""
         mark = lane.marks[numbers[-1]]

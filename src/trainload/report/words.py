@@ -14,7 +14,9 @@ _LONGEST = 2000
 
 
 def told(text: str, longest: int = _LONGEST) -> str:
-    """Return a string of a run for its report: truncated, and without user names, passwords and signatures in URLs."""
+    """Return a string of a run for its report: truncated, and without user names, passwords and
+    signatures in URLs.
+    """
     text = _QUERY.sub(r"\g<url>?…", _SIGN_IN.sub(r"\g<scheme>…@", text))
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
@@ -54,7 +56,9 @@ def ranks(numbers: Iterable[int]) -> str:
             stretches[-1][1] = number
         else:
             stretches.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in stretches)
+    return ", ".join(
+        f"{first}" if first == last else f"{first}-{last}" for first, last in stretches
+    )
 
 
 def percent(share: float) -> str:

@@ -1,4 +1,6 @@
-"""Migrate weights to another program, so that newly frozen code starts with weights that were trained with old code."""
+"""Migrate weights to another program, so that newly frozen code starts with weights that were
+trained with old code.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from trainload.retraining.ticks.lineage import LINE, RELEASE, STORE
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
-    """A tensor whose shape differs between the programs. `copied` is True if the common part was carried over."""
+    """A tensor whose shape differs between the programs.
+
+    `copied` is True if the common part was carried over.
+    """
 
     name: str
     source: str
@@ -33,8 +38,8 @@ class Reshaped:
 class Migration:
     """Result of a migration.
 
-    Law: every parameter and buffer of the new program is in exactly one of the lists `matched`, `converted`,
-    `reshaped` and `missing`.
+    Law: every parameter and buffer of the new program is in exactly one of the lists `matched`,
+    `converted`, `reshaped` and `missing`.
 
     Attributes:
         package: path of the package that was written.
@@ -80,9 +85,10 @@ def migrate(
         strict: True to require that everything is carried over.
 
     Raises:
-        PackageError: a package is abstract; or, with `strict`, a tensor is missing, left or reshaped.
-        RequestError: a name of `rename` is not in the old program, or two tensors would get the same
-            name.
+        PackageError: a package is abstract; or, with `strict`, a tensor is missing, left or
+            reshaped.
+        RequestError: a name of `rename` is not in the old program, or two tensors would get the
+            same name.
         StorageError: `output` exists or cannot be written.
     """
     check_weights(new)
@@ -91,15 +97,23 @@ def migrate(
     plan = [_fate(new, old, name, names.get(name)) for name in new.weights.names()]
     taken = {source for fate, source, _ in plan if fate != "missing"}
     left = tuple(sorted(source for source in names.values() if source not in taken))
-    kinds = {kind: tuple(name for fate, _, name in plan if fate == kind) for kind in ("matched", "converted", "reshaped", "missing")}
+    kinds = {
+        kind: tuple(name for fate, _, name in plan if fate == kind)
+        for kind in ("matched", "converted", "reshaped", "missing")
+    }
     if strict and (left or kinds["reshaped"] or kinds["missing"]):
         raise PackageError(
             "not all weights can be carried over",
             where=str(new.path),
             expected="the same names and shapes",
             got="; ".join(
-                f"{what}: {', '.join(found[:5])}" + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-                for what, found in (("missing", kinds["missing"]), ("reshaped", kinds["reshaped"]), ("left", left))
+                f"{what}: {', '.join(found[:5])}"
+                + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+                for what, found in (
+                    ("missing", kinds["missing"]),
+                    ("reshaped", kinds["reshaped"]),
+                    ("left", left),
+                )
                 if found
             ),
             hint="Map the old names to the new ones with --rename, or omit --strict.",
@@ -107,7 +121,13 @@ def migrate(
     count = _Count()
     written = with_weights(new, Path(output), _tensors(new, old, plan, count, overlap=overlap))
     reshaped = tuple(
-        Reshaped(name, source, tuple(old.weights.shape(source)), tuple(new.weights.shape(name)), name in count.overlapped)
+        Reshaped(
+            name,
+            source,
+            tuple(old.weights.shape(source)),
+            tuple(new.weights.shape(name)),
+            name in count.overlapped,
+        )
         for fate, source, name in plan
         if fate == "reshaped"
     )
@@ -125,7 +145,9 @@ def migrate(
 
 
 class _Count:
-    """Counts of what was carried over; `overlapped` has the names of tensors that were carried over in part."""
+    """Counts of what was carried over; `overlapped` has the names of tensors that were carried over
+    in part.
+    """
 
     def __init__(self) -> None:
         self.elements = self.carried = 0
@@ -145,38 +167,64 @@ def _renamed(old: Package, rename: Mapping[str, str]) -> dict[str, str]:
                 break
         if target in found:
             raise RequestError(
-                "two tensors would have the same name", where=target, got=f"{found[target]} and {name}", hint="Change --rename."
+                "two tensors would have the same name",
+                where=target,
+                got=f"{found[target]} and {name}",
+                hint="Change --rename.",
             )
         found[target] = name
     for pattern in rename:
         if pattern not in used:
             raise RequestError(
-                "no tensor has this name", where=f"--rename {pattern}", expected="a name in the old program, or a pattern that matches one"
+                "no tensor has this name",
+                where=f"--rename {pattern}",
+                expected="a name in the old program, or a pattern that matches one",
             )
     return found
 
 
 def _filled(pattern: str, replacement: str, name: str) -> str | None:
-    """Return the new name of a tensor; None if the pattern does not match. Raises RequestError if the pattern is invalid."""
+    """Return the new name of a tensor; None if the pattern does not match.
+
+    Raises RequestError if the pattern is invalid.
+    """
     if pattern.count("*") > 1 or pattern.count("*") != replacement.count("*"):
-        raise RequestError("a renaming must have one * on both sides, or none", where=f"--rename {pattern}={replacement}")
+        raise RequestError(
+            "a renaming must have one * on both sides, or none",
+            where=f"--rename {pattern}={replacement}",
+        )
     if not fnmatch.fnmatchcase(name, pattern.replace("[", "[[]").replace("?", "[?]")):
         return None
     before, _, after = pattern.partition("*")
-    return replacement.replace("*", name[len(before) : len(name) - len(after)]) if "*" in pattern else replacement
+    return (
+        replacement.replace("*", name[len(before) : len(name) - len(after)])
+        if "*" in pattern
+        else replacement
+    )
 
 
 def _fate(new: Package, old: Package, name: str, source: str | None) -> tuple[str, str, str]:
-    """Return a new tensor's kind (the name of its list in `Migration`), the old tensor's name, and its own name."""
+    """Return a new tensor's kind (the name of its list in `Migration`), the old tensor's name, and
+    its own name.
+    """
     if source is None:
         return "missing", "", name
     if tuple(new.weights.shape(name)) != tuple(old.weights.shape(source)):
         return "reshaped", source, name
-    return "matched" if new.weights.dtype(name) == old.weights.dtype(source) else "converted", source, name
+    return (
+        "matched" if new.weights.dtype(name) == old.weights.dtype(source) else "converted",
+        source,
+        name,
+    )
 
 
 def _tensors(
-    new: Package, old: Package, plan: Sequence[tuple[str, str, str]], count: _Count, *, overlap: bool
+    new: Package,
+    old: Package,
+    plan: Sequence[tuple[str, str, str]],
+    count: _Count,
+    *,
+    overlap: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the new program, one at a time."""
     for fate, source, name in plan:
@@ -199,7 +247,8 @@ def _tensors(
 
 
 def publish(made: Migration, old: Package, store: str, line: str) -> str:
-    """Publish a migrated package as the first release of a line, whose lineage continues with the source of the weights.
+    """Publish a migrated package as the first release of a line, whose lineage continues with the
+    source of the weights.
 
     Args:
         made: result of the migration.
@@ -228,15 +277,21 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
             got=f"{len(place.release_ids(line))} releases",
             hint="Choose another --line.",
         )
-    facts: dict[str, bool | int | float | str] = {"migrated.carried": made.carried, "migrated.elements": made.elements}
+    facts: dict[str, bool | int | float | str] = {
+        "migrated.carried": made.carried,
+        "migrated.elements": made.elements,
+    }
     if old.source is not None and "#" in old.source:
         url, name, number = parts_of(old.source)
         assert name is not None and number is not None, "a package's source names its release"
         facts |= {LINE: name, RELEASE: number}
-        if Store(url).url != place.url:  # within one store, the reference stays valid if the store is moved
+        # within one store, the reference stays valid if the store is moved
+        if Store(url).url != place.url:
             facts[STORE] = url
     message = f"the weights of {old.source or old.digest[:12]}"
-    return push(made.package, store, line=line, only_if=NOBODY, message=message, facts=facts).release
+    return push(
+        made.package, store, line=line, only_if=NOBODY, message=message, facts=facts
+    ).release
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The preflight check of a retraining: its file together with its store, package and data. Nothing is run."""
+"""The preflight check of a retraining: its file together with its store, package and data.
+
+Nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ _FILES = 10
 
 
 def check(config: Config, stages: Stages) -> dict[str, Any]:
-    """Check everything about a retraining that can be checked without running it, and return a summary.
+    """Check everything about a retraining that can be checked without running it, and return a
+    summary.
 
     Raises:
         RequestError: something is wrong in the file.
@@ -32,8 +36,14 @@ def check(config: Config, stages: Stages) -> dict[str, Any]:
         store = None
     current = None if store is None else store.current(config.line)
     if current is None and config.package is None:
-        raise RequestError("the line has no current release", where=f"{config.store}, line {config.line}", hint="Set the key `package`.")
-    package = stages.open(f"{config.store}#{config.line}" if current is not None else str(config.package))
+        raise RequestError(
+            "the line has no current release",
+            where=f"{config.store}, line {config.line}",
+            hint="Set the key `package`.",
+        )
+    package = stages.open(
+        f"{config.store}#{config.line}" if current is not None else str(config.package)
+    )
     check_known_names(config, package)
     plan = training_plan(config, package)
     return {
@@ -57,6 +67,10 @@ def _data(config: Config, package: Package) -> str:
         return f"none yet: {error}"
     bad = [file for file in last if file.problem]
     if len(bad) == len(last):
-        raise DataError("none of the data files can be used for training", where="data.files", got=bad[-1].problem)
+        raise DataError(
+            "none of the data files can be used for training",
+            where="data.files",
+            got=bad[-1].problem,
+        )
     text = f"files: {count}; rows of the last {len(last)}: {sum(file.rows for file in last):,}"
     return text + (f"; bad: {len(bad)}, the last one: {bad[-1].problem}" if bad else "")

@@ -1,4 +1,6 @@
-"""The scheduler loop: run ticks when they are due, tolerating clock changes, suspended machines and failing ticks."""
+"""The scheduler loop: run ticks when they are due, tolerating clock changes, suspended machines and
+failing ticks.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,21 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
-from trainload.core.errors import ClusterError, DataError, RunInterrupted, StorageError, TrainloadError, WorkError
+from trainload.core.errors import (
+    ClusterError,
+    DataError,
+    RunInterrupted,
+    StorageError,
+    TrainloadError,
+    WorkError,
+)
 from trainload.core.processes import heeded
 from trainload.retraining.ticks.tick_times import Schedule
 
 LONGEST_WAIT = 60.0
-"""Seconds after which the clock is read again, since it may have been set, or the machine suspended."""
+"""Seconds after which the clock is read again, since it may have been set, or the machine
+suspended.
+"""
 
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0
 """Minimum and maximum seconds until a failed tick is retried."""
@@ -38,7 +49,10 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The machine's clock. SIGTERM, SIGINT or SIGHUP end the waiting; a second signal has its usual effect."""
+    """The machine's clock.
+
+    SIGTERM, SIGINT or SIGHUP end the waiting; a second signal has its usual effect.
+    """
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -53,7 +67,9 @@ class WallClock:
 
     @contextmanager
     def heeding_signals(self) -> Iterator[None]:
-        """Handle signals within the context: the first one makes the loop end after the current tick."""
+        """Handle signals within the context: the first one makes the loop end after the current
+        tick.
+        """
         before = heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
         def ask(number: int, frame: object) -> None:
@@ -82,18 +98,19 @@ def serve(
 ) -> int:
     """Run ticks when they are due, until a signal ends the loop.
 
-    Laws: only scheduled times are run, in order, and a tick is repeated only if it failed. If several times have
-    passed while nothing ran, only the last one is run; with `missed` "skip", none of them, unless it passed just
-    now.
+    Laws: only scheduled times are run, in order, and a tick is repeated only if it failed. If
+    several times have passed while nothing ran, only the last one is run; with `missed` "skip",
+    none of them, unless it passed just now.
 
     Args:
         schedule: schedule of the ticks.
         missed: treatment of times that passed before the loop began, while a tick ran, or while the
             machine was suspended.
         tick: runs a tick. A TrainloadError is reported. After an error of storage, data, cluster or
-            work, the tick is retried until the next one is due, after a pause that doubles each time;
-            the tick itself limits its attempts.
-        last_done: returns the time of the last finished tick, of any process; None if there is none.
+            work, the tick is retried until the next one is due, after a pause that doubles each
+            time; the tick itself limits its attempts.
+        last_done: returns the time of the last finished tick, of any process; None if there is
+            none.
         on_event: called with progress messages.
         clock: the clock; None for the machine's, with signal handling.
         ticks: number of ticks after which the loop ends; None for no limit.
@@ -118,7 +135,9 @@ def _serve(
     ticks: int | None,
 ) -> int:
     began = clock.now()
-    after = last_done() or (schedule.last_until(began) if missed == "skip" else _before(schedule, began))
+    after = last_done() or (
+        schedule.last_until(began) if missed == "skip" else _before(schedule, began)
+    )
     done = 0
     told: datetime | None = None
     while ticks is None or done < ticks:
@@ -134,10 +153,16 @@ def _serve(
         last = schedule.last_until(now)
         after = last
         if missed == "skip" and (now - last) > min(_LATE, (schedule.next_after(last) - last) / 2):
-            on_event(f"missed and skipped: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} to {last:%Y-%m-%dT%H:%M:%SZ}")
+            on_event(
+                f"missed and skipped: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} to"
+                f" {last:%Y-%m-%dT%H:%M:%SZ}"
+            )
             continue
         if last > due:
-            on_event(f"missed: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} on; running {last:%Y-%m-%dT%H:%M:%SZ} in their place")
+            on_event(
+                f"missed: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} on; running"
+                f" {last:%Y-%m-%dT%H:%M:%SZ} in their place"
+            )
         done += 1
         if _run(schedule, last, tick, on_event, clock):
             break
@@ -145,8 +170,12 @@ def _serve(
     return done
 
 
-def _last(last_done: Callable[[], datetime | None], on_event: Callable[[str], None]) -> datetime | None:
-    """Return the time of the last finished tick; None if there is none, or the store is not reachable."""
+def _last(
+    last_done: Callable[[], datetime | None], on_event: Callable[[str], None]
+) -> datetime | None:
+    """Return the time of the last finished tick; None if there is none, or the store is not
+    reachable.
+    """
     try:
         return last_done()
     except _PASSING as error:
@@ -154,8 +183,16 @@ def _last(last_done: Callable[[], datetime | None], on_event: Callable[[str], No
         return None
 
 
-def _run(schedule: Schedule, when: datetime, tick: Callable[[datetime], object], on_event: Callable[[str], None], clock: Clock) -> bool:
-    """Run a tick, and retry it after temporary errors until the next one is due; return True if the loop should end."""
+def _run(
+    schedule: Schedule,
+    when: datetime,
+    tick: Callable[[datetime], object],
+    on_event: Callable[[str], None],
+    clock: Clock,
+) -> bool:
+    """Run a tick, and retry it after temporary errors until the next one is due; return True if the
+    loop should end.
+    """
     pause = FIRST_PAUSE
     while True:
         try:
@@ -164,7 +201,11 @@ def _run(schedule: Schedule, when: datetime, tick: Callable[[datetime], object],
         except TrainloadError as error:
             said = f"tick {when:%Y-%m-%dT%H:%M:%SZ} failed: {error}"
             again = clock.now() + timedelta(seconds=pause)
-            if isinstance(error, RunInterrupted) or not isinstance(error, _PASSING) or again >= schedule.next_after(when):
+            if (
+                isinstance(error, RunInterrupted)
+                or not isinstance(error, _PASSING)
+                or again >= schedule.next_after(when)
+            ):
                 on_event(said)
                 return clock.wait(0.0)
             on_event(f"{said}; retrying in {pause:.0f} s")

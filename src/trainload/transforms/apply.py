@@ -72,7 +72,9 @@ class Applied:
     @property
     def worst(self) -> Difference:
         """Largest difference relative to its tolerance."""
-        return max(self.differences, key=lambda difference: difference.distance / difference.tolerance)
+        return max(
+            self.differences, key=lambda difference: difference.distance / difference.tolerance
+        )
 
 
 class Transformation:
@@ -103,7 +105,10 @@ class Transformation:
             main = self.program.graphs[package.recipe.main]
             opened = open_run_data(data, package, rows_of(main), default_cache_dir())
             rows = {part.variant: part.dataset for part in reversed(opened.parts)}
-        self._batches = {name: _batches(capture, rows.get(capture.variant)) for name, capture in self.program.graphs.items()}
+        self._batches = {
+            name: _batches(capture, rows.get(capture.variant))
+            for name, capture in self.program.graphs.items()
+        }
 
     def apply(self, function: Pass, options: Options | None = None) -> Applied:
         """Apply a pass to every graph and compare the results, without keeping them.
@@ -113,7 +118,8 @@ class Transformation:
             DataError: there is no data for the comparison.
         """
         options = dict(options or {})
-        name = f"{getattr(function, '__module__', '')}:{getattr(function, '__name__', type(function).__name__)}"
+        module_name = getattr(function, "__module__", "")
+        name = f"{module_name}:{getattr(function, '__name__', type(function).__name__)}"
         graphs: dict[str, GraphCapture] = {}
         for graph, capture in self.program.graphs.items():
             where = f"{name}, graph {graph}"
@@ -124,20 +130,41 @@ class Transformation:
             except TrainloadError:
                 raise
             except Exception as error:  # a pass is user code and may raise anything
-                raise PassError(f"the pass fails: {type(error).__name__}: {error}", where=where) from error
+                raise PassError(
+                    f"the pass fails: {type(error).__name__}: {error}", where=where
+                ) from error
             if not isinstance(made, GraphModule):
-                raise PassError("the pass returns no graph", where=where, expected="a torch.fx.GraphModule", got=type(made).__name__)
+                raise PassError(
+                    "the pass returns no graph",
+                    where=where,
+                    expected="a torch.fx.GraphModule",
+                    got=type(made).__name__,
+                )
             made.meta.pop(GRAPH, None)
             _complete(made, where)
             try:
-                graphs[graph] = dataclasses.replace(capture, exported=with_graph(capture.exported, made, where))
+                graphs[graph] = dataclasses.replace(
+                    capture, exported=with_graph(capture.exported, made, where)
+                )
             except PackageError as error:
-                raise PassError(error.problem, where=error.where, expected=error.expected, got=error.got) from error
+                raise PassError(
+                    error.problem, where=error.where, expected=error.expected, got=error.got
+                ) from error
             _check_sizes(graphs[graph], where)
         after = dataclasses.replace(self.program, graphs=graphs)
-        differences = tuple(compare(graph, self._before, after, self._batches[graph]) for graph in graphs)
-        entry = _entry(function, name, options, preserving=all(difference.equal for difference in differences))
-        return Applied(entry, after, differences, sum(counts_of(self.program).values()), sum(counts_of(after).values()))
+        differences = tuple(
+            compare(graph, self._before, after, self._batches[graph]) for graph in graphs
+        )
+        entry = _entry(
+            function, name, options, preserving=all(difference.equal for difference in differences)
+        )
+        return Applied(
+            entry,
+            after,
+            differences,
+            sum(counts_of(self.program).values()),
+            sum(counts_of(after).values()),
+        )
 
     def keep(self, applied: Applied, *, allow_change: bool = False) -> None:
         """Keep the result of a pass.
@@ -152,7 +179,10 @@ class Transformation:
                 where=applied.entry.name,
                 expected=f"a relative difference of at most {worst.tolerance:g}",
                 got=f"{worst.distance:.2g}",
-                hint="If the change is intended, allow it: --allow-change, or allow_change=True. The package will say so.",
+                hint=(
+                    "If the change is intended, allow it: --allow-change, or allow_change=True. The"
+                    " package will say so."
+                ),
             )
         self.program = applied.program
         self.passes += (applied.entry,)
@@ -169,7 +199,9 @@ class Transformation:
         """
         cpu = torch.device("cpu")
         steps = {graph: derive(self.program, graph, cpu) for graph in self.program.graphs}
-        trained = {name: steps[name] for name, graph in self.program.graphs.items() if graph.training}
+        trained = {
+            name: steps[name] for name, graph in self.program.graphs.items() if graph.training
+        }
         for name, step in trained.items():
             check_step(self.program, name, step, self._batches[name][0])
         package = with_graphs(self.package, Path(path), self.program, self.passes)
@@ -228,9 +260,13 @@ def transform(
 def check_path(path: Path) -> None:
     """Check that a package can be written at `path`, before any work is done."""
     if path.exists():
-        raise StorageError("it exists already", where=str(path), hint="Choose another path, or remove it.")
+        raise StorageError(
+            "it exists already", where=str(path), hint="Choose another path, or remove it."
+        )
     if not path.absolute().parent.is_dir():
-        raise StorageError("there is no such folder", where=str(path.absolute().parent), hint="Create it first.")
+        raise StorageError(
+            "there is no such folder", where=str(path.absolute().parent), hint="Create it first."
+        )
 
 
 def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tensor]]:
@@ -240,7 +276,8 @@ def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tens
     found = []
     for seed, more in enumerate(_REPLAYS):
         batch = rows.batch(np.arange(seed, seed + rows_of(capture, more)) % rows.size)
-        fed = {} if names <= batch.keys() else synthesise(capture, seed, more)  # inputs that other graphs feed are not in the data
+        # inputs that other graphs feed are not in the data
+        fed = {} if names <= batch.keys() else synthesise(capture, seed, more)
         found.append({name: batch[name] if name in batch else fed[name] for name in names})
     return found
 
@@ -250,7 +287,9 @@ def _check_sizes(capture: GraphCapture, where: str) -> None:
     Python compares them.
     """
     placeholders = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
-    for spec, node in zip(capture.inputs, placeholders[len(placeholders) - len(capture.inputs) :], strict=True):
+    for spec, node in zip(
+        capture.inputs, placeholders[len(placeholders) - len(capture.inputs) :], strict=True
+    ):
         for declared, size in zip(spec.shape, node.meta["val"].shape, strict=True):
             if isinstance(declared, str) and (isinstance(size, int) or size.node.expr.is_number):
                 raise PassError(
@@ -258,7 +297,10 @@ def _check_sizes(capture: GraphCapture, where: str) -> None:
                     where=f"{where}, input {spec.name}",
                     expected=declared,
                     got=str(size),
-                    hint="Do not compare sizes with numbers in Python: a comparison fixes a symbolic size.",
+                    hint=(
+                        "Do not compare sizes with numbers in Python: a comparison fixes a symbolic"
+                        " size."
+                    ),
                 )
 
 
@@ -271,14 +313,27 @@ def _complete(module: GraphModule, where: str) -> None:
         try:
             part.graph.lint()
         except RuntimeError as error:
-            raise PassError(f"the pass leaves a broken graph: {first_line(error)}", where=where) from error
+            raise PassError(
+                f"the pass leaves a broken graph: {first_line(error)}", where=where
+            ) from error
         part.recompile()
 
 
 def _value(node: Node, where: str) -> Any:
     values = [source.meta.get("val") for source in node.all_input_nodes]
-    mode = next((value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None)
-    if not (is_overload(node.target) or callable(node.target)) or any(value is None for value in values) or mode is None:
+    mode = next(
+        (
+            value.fake_mode
+            for value in values
+            if isinstance(value, Tensor) and hasattr(value, "fake_mode")
+        ),
+        None,
+    )
+    if (
+        not (is_overload(node.target) or callable(node.target))
+        or any(value is None for value in values)
+        or mode is None
+    ):
         raise PassError(
             "a new node has no value, and it cannot be inferred",
             where=f"{where}, node {node.name}",
@@ -290,18 +345,27 @@ def _value(node: Node, where: str) -> Any:
         with mode:
             return function(*args, **kwargs)
     except Exception as error:  # an operator with wrong arguments may raise anything
-        raise PassError(f"a new node cannot be computed: {first_line(error)}", where=f"{where}, node {node.name}") from error
+        raise PassError(
+            f"a new node cannot be computed: {first_line(error)}",
+            where=f"{where}, node {node.name}",
+        ) from error
 
 
 def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> PassEntry:
     module = str(getattr(function, "__module__", ""))
     distribution = next(iter(distributions_with(module)), None)
     file = getattr(sys.modules.get(module), "__file__", None)
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    given = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
     for key, value in given.items():
-        if not isinstance(value, bool | int | float | str | tuple | None):  # a one-element tensor would pass for a number
+        # a one-element tensor would pass for a number
+        if not isinstance(value, bool | int | float | str | tuple | None):
             raise PassError(
-                f"the pass cannot be recorded: unsupported value of option {key}", where=name, got=type(value).__name__, hint=_RECORDABLE
+                f"the pass cannot be recorded: unsupported value of option {key}",
+                where=name,
+                got=type(value).__name__,
+                hint=_RECORDABLE,
             )
     try:
         return PassEntry(
@@ -315,4 +379,6 @@ def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> 
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise PassError(f"the pass cannot be recorded: {place}: {first['msg']}", where=name, hint=_RECORDABLE) from error
+        raise PassError(
+            f"the pass cannot be recorded: {place}: {first['msg']}", where=name, hint=_RECORDABLE
+        ) from error

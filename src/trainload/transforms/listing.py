@@ -45,20 +45,33 @@ def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
     """
     captures = package.program().graphs
     if graph not in captures:
-        raise PackageError("the package has no such graph", where=graph, expected=", ".join(captures))
+        raise PackageError(
+            "the package has no such graph", where=graph, expected=", ".join(captures)
+        )
     sources = SourceMap(package.path)
-    nodes = [(name, node) for name, node in named_nodes(captures[graph].exported.graph_module) if node.op == "call_function"]
+    nodes = [
+        (name, node)
+        for name, node in named_nodes(captures[graph].exported.graph_module)
+        if node.op == "call_function"
+    ]
     lines = [_line(name, node, sources, graph) for name, node in nodes if module in _modules(node)]
     if not lines:
         known = sorted(set().union(*(_modules(node) for _, node in nodes)) - {""})
         close = difflib.get_close_matches(module, known, n=3) or known[:8]
-        raise PackageError("the graph has no node of this module", where=module, hint=f"Available modules: {', '.join(close)}.")
+        raise PackageError(
+            "the graph has no node of this module",
+            where=module,
+            hint=f"Available modules: {', '.join(close)}.",
+        )
     return tuple(lines)
 
 
 def _modules(node: Node) -> set[str]:
     """Return the module of a node and those that contain it; "" is always one of them."""
-    return {"", *(users_path(str(path)) for path, _ in (node.meta.get("nn_module_stack") or {}).values())}
+    return {
+        "",
+        *(users_path(str(path)) for path, _ in (node.meta.get("nn_module_stack") or {}).values()),
+    }
 
 
 def _line(name: str, node: Node, sources: SourceMap, graph: str) -> Line:
@@ -67,7 +80,10 @@ def _line(name: str, node: Node, sources: SourceMap, graph: str) -> Line:
     here = place is not None and place.unchanged
     return Line(
         node=name,
-        text=f"{'    ' * (name.count('/') // 2)}{node.name}{_shape(node)} = {spelled(node.target)}({', '.join(_arguments(node))})",
+        text=(
+            f"{'    ' * (name.count('/') // 2)}{node.name}{_shape(node)} ="
+            f" {spelled(node.target)}({', '.join(_arguments(node))})"
+        ),
         module=users_path(str(stack[-1][0])) if stack else "",
         file=place.file if place is not None and here else None,
         line=place.line if place is not None and here else None,

@@ -11,7 +11,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.derivation.aot import derive
-from trainload.autograd_trace.derivation.decompose import becomes, is_core, is_device_specific, spelled
+from trainload.autograd_trace.derivation.decompose import (
+    becomes,
+    is_core,
+    is_device_specific,
+    spelled,
+)
 from trainload.capture.operators import calls_in, is_higher_order, is_overload
 from trainload.capture.program import Program
 from trainload.core.errors import PassError
@@ -60,9 +65,18 @@ def operator_uses(package: Package) -> tuple[OperatorUse, ...]:
     program = package.program()
     cpu = torch.device("cpu")
     trained = package.manifest.training_graphs()
-    steps = [read_derived(package, derived_key(name, cpu)) or derive(program, name, cpu) for name in trained]
-    modules: list[tuple[str, GraphModule]] = [(name, graph.exported.graph_module) for name, graph in program.graphs.items()]
-    modules += [(UPDATE, exported.graph_module) for update in package.updates() for exported in (update.first, update.following)]
+    steps = [
+        read_derived(package, derived_key(name, cpu)) or derive(program, name, cpu)
+        for name in trained
+    ]
+    modules: list[tuple[str, GraphModule]] = [
+        (name, graph.exported.graph_module) for name, graph in program.graphs.items()
+    ]
+    modules += [
+        (UPDATE, exported.graph_module)
+        for update in package.updates()
+        for exported in (update.first, update.following)
+    ]
     modules += [(STEP, step.module) for step in steps]
     counts: dict[str, Counter[str]] = {}
     targets: dict[str, object] = {}
@@ -91,8 +105,16 @@ def operator_uses(package: Package) -> tuple[OperatorUse, ...]:
 
 def counts_of(program: Program) -> dict[str, int]:
     """Return operator -> number of calls in all captured graphs, bodies included."""
-    calls = (node for graph in program.graphs.values() for node in calls_in(graph.exported.graph_module))
-    return dict(Counter(spelled(node.target) for node in calls if is_overload(node.target) or is_higher_order(node.target)))
+    calls = (
+        node for graph in program.graphs.values() for node in calls_in(graph.exported.graph_module)
+    )
+    return dict(
+        Counter(
+            spelled(node.target)
+            for node in calls
+            if is_overload(node.target) or is_higher_order(node.target)
+        )
+    )
 
 
 def outside_core(program: Program) -> tuple[str, ...]:
@@ -116,14 +138,23 @@ def read_operator_file(path: Path) -> tuple[str, ...]:
         PassError: there is no such file, or torch has no operator of a name in it.
     """
     if not path.is_file():
-        raise PassError("unknown set of operators", where=str(path), expected="full, core, or a file of operator names")
+        raise PassError(
+            "unknown set of operators",
+            where=str(path),
+            expected="full, core, or a file of operator names",
+        )
     names: list[str] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         name = line.partition("#")[0].strip()
         if not name:
             continue
         if running_schema(f"torch.ops.{name}") is None:
-            raise PassError("torch has no such operator", where=f"{path}:{number}", expected="a name like aten.linear.default", got=name)
+            raise PassError(
+                "torch has no such operator",
+                where=f"{path}:{number}",
+                expected="a name like aten.linear.default",
+                got=name,
+            )
         names.append(name)
     return tuple(dict.fromkeys(names))
 

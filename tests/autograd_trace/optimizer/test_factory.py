@@ -1,4 +1,6 @@
-"""Changes that an optimizer factory makes to the model are captured; parameters that it leaves out are not trained."""
+"""Changes that an optimizer factory makes to the model are captured; parameters that it leaves out
+are not trained.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ def rows() -> Tensor:
 
 
 @pytest.mark.matrix("replaces_the_head")
-@pytest.mark.parametrize("factory", [freezes_the_body, puts_the_norm_into_eval_mode, scales_the_weights, replaces_the_head])
+@pytest.mark.parametrize(
+    "factory",
+    [freezes_the_body, puts_the_norm_into_eval_mode, scales_the_weights, replaces_the_head],
+)
 def test_what_a_factory_changes_is_trained_with(factory: object, tmp_path: Path) -> None:
     assert_trains_as_eager(job(factory), {"x": rows()}, tmp_path)
 
@@ -107,9 +112,15 @@ def test_a_tied_head_trains_what_it_is_tied_to(tmp_path: Path) -> None:
 def test_what_is_in_no_optimizer_has_neither_a_gradient_nor_state(tmp_path: Path) -> None:
     package = trainload.freeze(job(trains_the_head), tmp_path / "job.tl")
     step = step_graphs(package, torch.device("cpu"))["train"]
-    assert sorted(port.name for port in step.outputs if port.role is Role.GRADIENT) == ["head.bias", "head.weight"]
+    assert sorted(port.name for port in step.outputs if port.role is Role.GRADIENT) == [
+        "head.bias",
+        "head.weight",
+    ]
 
 
 def test_parameters_in_no_optimizer_are_named(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"4 parameters require a gradient but are in no optimizer.*body\.bias, body\.weight"):
+    with pytest.warns(
+        UserWarning,
+        match=r"4 parameters require a gradient but are in no optimizer.*body\.bias, body\.weight",
+    ):
         trainload.freeze(job(trains_the_head), tmp_path / "job.tl")

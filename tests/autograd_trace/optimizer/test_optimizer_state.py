@@ -1,4 +1,6 @@
-"""What an optimizer may keep from step to step, and what its Python numbers are while it is captured."""
+"""What an optimizer may keep from step to step, and what its Python numbers are while it is
+captured.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autograd_trace.optimizer.test_optimizer import Make, capture_of_the_model, captured, compare
+from tests.autograd_trace.optimizer.test_optimizer import (
+    Make,
+    capture_of_the_model,
+    captured,
+    compare,
+)
 from tests.autograd_trace.optimizers import (
     Cached,
     Each,
@@ -100,7 +107,13 @@ def test_entries_are_named_by_their_places() -> None:
 def test_a_nest_is_made_new_with_other_leaves() -> None:
     projector = Projector(2)
     state = {"a": [1, (2, {"b": None})], "p": projector}
-    assert list(leaves(state)) == [("a-0", 1), ("a-1-0", 2), ("a-1-1-b", None), ("p-rank", 2), ("p-basis", projector.basis)]
+    assert list(leaves(state)) == [
+        ("a-0", 1),
+        ("a-1-0", 2),
+        ("a-1-1-b", None),
+        ("p-rank", 2),
+        ("p-basis", projector.basis),
+    ]
     made = rebuilt(state, {"a-1-0": 5, "p-basis": 6})
     assert made["a"] == [1, (5, {"b": None})]
     assert (made["p"].rank, made["p"].basis) == (2, 6)
@@ -116,7 +129,10 @@ def test_a_nest_is_made_new_with_other_leaves() -> None:
         (Turned, r"differ from the trained ones.*Job\.ema"),
         (Rateless, "no learning rate"),
         (Cached, "option 'group-buffer'.*got list"),
-        (lambda p: Wrapping(optim.Adagrad(p), shared=False), "wraps another one that already has its own parameter groups or state"),
+        (
+            lambda p: Wrapping(optim.Adagrad(p), shared=False),
+            "wraps another one that already has its own parameter groups or state",
+        ),
     ],
 )
 def test_what_an_update_cannot_keep_is_refused(program: Program, make: Make, message: str) -> None:
@@ -127,7 +143,9 @@ def test_what_an_update_cannot_keep_is_refused(program: Program, make: Make, mes
 @pytest.mark.slow
 def test_a_count_that_differs_between_parameters_is_refused(program: Program) -> None:
     class Counting(Each):
-        def change(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        def change(
+            self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+        ) -> None:
             group["k"] = group.get("k", 0) + 1
             p.sub_(gradient * group["lr"] / group["k"])
 
@@ -145,7 +163,12 @@ def test_what_a_group_of_large_parameters_does_is_tried_on_them() -> None:
     """An update that small parameters would have on slices, and large ones have not."""
     updates = []
     for size in (8, 24):
-        given = job(nn.Linear(size, size), batch={"x": torch.randn(4, size)}, loss=_loss, optimizer=lambda m: Large(m.parameters()))
+        given = job(
+            nn.Linear(size, size),
+            batch={"x": torch.randn(4, size)},
+            loss=_loss,
+            optimizer=lambda m: Large(m.parameters()),
+        )
         updates.append(optimizer_of(given, capture(given))[1])
     assert [[update.shape for update in each] for each in updates] == [[None], [(24,), (24, 24)]]
 

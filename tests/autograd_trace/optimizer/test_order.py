@@ -15,7 +15,9 @@ c10d = torch.ops._c10d_functional
 
 
 def dropped(x: Tensor, weight: Tensor, key: Tensor) -> list[Tensor]:
-    """A sum over ranks, and a dropout whose mask is computed from each element's number, in loops of other dims than the sum's."""
+    """A sum over ranks, and a dropout whose mask is computed from each element's number, in loops
+    of other dims than the sum's.
+    """
     partial = torch.mm(x, weight).view(-1, 16, 32)
     whole = c10d.wait_tensor(c10d.all_reduce(partial, "sum", "trainload.tensor"))
     row = (torch.arange(len(partial)) + key).view(-1, 1, 1)
@@ -28,12 +30,24 @@ def dropped(x: Tensor, weight: Tensor, key: Tensor) -> list[Tensor]:
     return [torch.where(mask, whole * 1.1, 0.0), mask]
 
 
-def test_a_kernel_stays_behind_the_wait_for_what_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_stays_behind_the_wait_for_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
-    graph = make_fx(lambda *given: dropped(*given), tracing_mode="symbolic")(torch.randn(64, 8), torch.randn(8, 32), torch.tensor(3))
+    graph = make_fx(lambda *given: dropped(*given), tracing_mode="symbolic")(
+        torch.randn(64, 8), torch.randn(8, 32), torch.tensor(3)
+    )
     compile_graph(graph, tmp_path / "graph.bin", {"trainload.tensor": 2})
-    (code,) = [text for file in tmp_path.glob("kernels/*/*.py") if "all_reduce_" in (text := file.read_text())]
-    lines = [line for line in code[code.index("def call") :].splitlines() if not line.strip().startswith("#")]
+    (code,) = [
+        text
+        for file in tmp_path.glob("kernels/*/*.py")
+        if "all_reduce_" in (text := file.read_text())
+    ]
+    lines = [
+        line
+        for line in code[code.index("def call") :].splitlines()
+        if not line.strip().startswith("#")
+    ]
     (waits,) = [number for number, line in enumerate(lines) if "wait_tensor.default(" in line]
     (reads,) = [number for number, line in enumerate(lines) if line.strip().startswith("cpp_fused")]
     assert waits < reads

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainload.autograd_trace.graphs import Recipe, TurnRecipe
-from trainload.autograd_trace.optimizer.rounds import TurnCall, calls_of, draws_before, draws_of, turns_before
+from trainload.autograd_trace.optimizer.rounds import (
+    TurnCall,
+    calls_of,
+    draws_before,
+    draws_of,
+    turns_before,
+)
 
 TURNS = st.builds(
     TurnRecipe,
@@ -24,7 +30,9 @@ def recipe(*turns: TurnRecipe) -> Recipe:
 
 
 @given(st.lists(TURNS, min_size=1, max_size=4), st.integers(0, 20))
-def test_turns_before_a_round_are_those_that_the_rounds_before_it_called(turns: list[TurnRecipe], number: int) -> None:
+def test_turns_before_a_round_are_those_that_the_rounds_before_it_called(
+    turns: list[TurnRecipe], number: int
+) -> None:
     made = recipe(*turns)
     called = [call for before in range(number) for call in calls_of(made, before)]
     for graph in {turn.graph for turn in turns}:
@@ -50,9 +58,22 @@ def test_a_round_draws_what_its_turns_read(turns: list[TurnRecipe], number: int)
 
 
 def test_fresh_turns_read_batches_of_their_own() -> None:
-    made = recipe(TurnRecipe(graph="a", times=2, fresh=True), TurnRecipe(graph="b"), TurnRecipe(graph="b", every=2, start=1))
-    assert list(calls_of(made, 0)) == [TurnCall("a", 1, 0), TurnCall("a", 2, 1), TurnCall("b", 0, 0)]
-    assert list(calls_of(made, 1)) == [TurnCall("a", 1, 2), TurnCall("a", 2, 3), TurnCall("b", 0, 1), TurnCall("b", 0, 2)]
+    made = recipe(
+        TurnRecipe(graph="a", times=2, fresh=True),
+        TurnRecipe(graph="b"),
+        TurnRecipe(graph="b", every=2, start=1),
+    )
+    assert list(calls_of(made, 0)) == [
+        TurnCall("a", 1, 0),
+        TurnCall("a", 2, 1),
+        TurnCall("b", 0, 0),
+    ]
+    assert list(calls_of(made, 1)) == [
+        TurnCall("a", 1, 2),
+        TurnCall("a", 2, 3),
+        TurnCall("b", 0, 1),
+        TurnCall("b", 0, 2),
+    ]
 
 
 @pytest.mark.parametrize("step", [0, 1, 10**9])

@@ -17,7 +17,9 @@ from trainload.core.errors import CaptureError
 
 STEPS = 12
 FEW = 2
-"""The most ways that are taken where a test sets so: each of them is traced, and `MOST_WAYS` of them take long."""
+"""The most ways that are taken where a test sets so: each of them is traced, and `MOST_WAYS` of
+them take long.
+"""
 Change = Callable[[Tensor, Tensor, dict[str, Any]], None]
 
 
@@ -94,12 +96,23 @@ def program() -> Program:
     return capture_of_the_model()
 
 
-CHANGES = [(warmed, False), (looking_ahead, False), (nested, True), (trusted, True), (sized, True), (projected, True)]
+CHANGES = [
+    (warmed, False),
+    (looking_ahead, False),
+    (nested, True),
+    (trusted, True),
+    (sized, True),
+    (projected, True),
+]
 
 
 @pytest.mark.matrix("looking_ahead", "sized", "projected")
-@pytest.mark.parametrize(("change", "whole"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
-def test_the_way_is_the_one_that_the_values_choose(program: Program, change: Change, whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("change", "whole"), CHANGES, ids=[change.__name__ for change, _ in CHANGES]
+)
+def test_the_way_is_the_one_that_the_values_choose(
+    program: Program, change: Change, whole: bool
+) -> None:
     update = captured(program, lambda p: Branching(p, change))[1][-1]
     assert (update.shape is not None) is whole
     generator = torch.Generator().manual_seed(3)
@@ -142,4 +155,6 @@ def test_ways_that_differ_in_shape_are_refused() -> None:
 
 def test_the_number_of_ways_is_bounded() -> None:
     with pytest.raises(TooManyWays):
-        Ways().results(lambda decide: (torch.tensor(float(sum(decide(torch.tensor(1.0)) for _ in range(6)))),))
+        Ways().results(
+            lambda decide: (torch.tensor(float(sum(decide(torch.tensor(1.0)) for _ in range(6)))),)
+        )

@@ -66,12 +66,17 @@ def test_rrelu_has_slopes_between_its_bounds(normal: Tensor) -> None:
 
 
 def test_rrelu_outside_of_training_has_the_mean_slope(normal: Tensor) -> None:
-    torch.testing.assert_close(drawn(aten.rrelu.default, normal, 0.2, 0.6, False), torch.nn.functional.rrelu(normal, 0.2, 0.6, False))
+    torch.testing.assert_close(
+        drawn(aten.rrelu.default, normal, 0.2, 0.6, False),
+        torch.nn.functional.rrelu(normal, 0.2, 0.6, False),
+    )
 
 
 @pytest.mark.parametrize("replacement", [False, True])
 def test_multinomial_draws_as_often_as_the_weights_say(replacement: bool) -> None:
-    places = drawn(aten.multinomial.default, torch.tensor([1.0, 3.0, 0.0]).expand(8000, 3), 1, replacement)
+    places = drawn(
+        aten.multinomial.default, torch.tensor([1.0, 3.0, 0.0]).expand(8000, 3), 1, replacement
+    )
     counts = torch.bincount(places.flatten(), minlength=3) / 8000
     torch.testing.assert_close(counts, torch.tensor([0.25, 0.75, 0.0]), atol=0.02, rtol=0)
 
@@ -159,16 +164,26 @@ def test_dropout_keeps_each_element_or_each_feature_with_its_probability(normal:
     torch.testing.assert_close(out, torch.where(kept, normal / 0.75, torch.zeros(())))
 
 
-@pytest.mark.parametrize(("p", "train", "factor"), [(0.0, True, 1.0), (0.5, False, 1.0), (1.0, True, 0.0)])
-def test_dropout_of_nothing_or_of_everything_draws_nothing(normal: Tensor, p: float, train: bool, factor: float) -> None:
-    for operator in (aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default):
+@pytest.mark.parametrize(
+    ("p", "train", "factor"), [(0.0, True, 1.0), (0.5, False, 1.0), (1.0, True, 0.0)]
+)
+def test_dropout_of_nothing_or_of_everything_draws_nothing(
+    normal: Tensor, p: float, train: bool, factor: float
+) -> None:
+    for operator in (
+        aten.dropout.default,
+        aten.alpha_dropout.default,
+        aten.feature_dropout.default,
+    ):
         assert torch.equal(drawn(operator, normal, p, train), normal * factor)
     assert torch.equal(drawn(aten.native_dropout.default, normal, p, train)[0], normal * factor)
 
 
 def test_bernoulli_draws_ones_with_their_probabilities() -> None:
     chances = torch.tensor([0.1, 0.8]).expand(8000, 2)
-    torch.testing.assert_close(drawn(aten.bernoulli.default, chances).mean(0), chances[0], atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        drawn(aten.bernoulli.default, chances).mean(0), chances[0], atol=0.02, rtol=0
+    )
     assert abs(float(drawn(aten.bernoulli.p, torch.zeros(8000), 0.3).mean()) - 0.3) < 0.02
 
 
@@ -176,7 +191,8 @@ UNIFORM: dict[str, Callable[[Tensor], Tensor]] = {
     "rand": lambda x: RANDOM[aten.rand.default](Run(len(x)), list(x.shape)),
     "rand_like": lambda x: drawn(aten.rand_like.default, x),
     "uniform_": lambda x: (drawn(aten.uniform_.default, x.clone(), -2.0, 4.0) + 2) / 6,
-    "exponential_": lambda x: 1 - (-3 * drawn(aten.exponential_.default, x.clone(), 3.0)).exp(),  # by its distribution function
+    # by its distribution function
+    "exponential_": lambda x: 1 - (-3 * drawn(aten.exponential_.default, x.clone(), 3.0)).exp(),
 }
 NORMAL: dict[str, Callable[[Tensor], Tensor]] = {
     "randn": lambda x: RANDOM[aten.randn.default](Run(len(x)), list(x.shape)),
@@ -189,13 +205,17 @@ NORMAL: dict[str, Callable[[Tensor], Tensor]] = {
 def test_uniform_draws_fill_their_interval_evenly(normal: Tensor, name: str) -> None:
     out = UNIFORM[name](normal)
     assert out.shape == normal.shape
-    torch.testing.assert_close(torch.histc(out, 4, 0, 1) / out.numel(), torch.full((4,), 0.25), atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        torch.histc(out, 4, 0, 1) / out.numel(), torch.full((4,), 0.25), atol=0.01, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", NORMAL)
 def test_normal_draws_have_the_quantiles_of_their_distribution(normal: Tensor, name: str) -> None:
     out = torch.special.ndtr(NORMAL[name](normal))
-    torch.testing.assert_close(torch.histc(out, 4, 0, 1) / out.numel(), torch.full((4,), 0.25), atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        torch.histc(out, 4, 0, 1) / out.numel(), torch.full((4,), 0.25), atol=0.01, rtol=0
+    )
 
 
 INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -209,7 +229,9 @@ INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_are_drawn_evenly_between_their_bounds(normal: Tensor, name: str) -> None:
     counts = torch.bincount(INTEGERS[name](normal).long().flatten(), minlength=8) / normal.numel()
-    torch.testing.assert_close(counts, torch.tensor([0, 0, 0.2, 0.2, 0.2, 0.2, 0.2, 0]), atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        counts, torch.tensor([0, 0, 0.2, 0.2, 0.2, 0.2, 0.2, 0]), atol=0.01, rtol=0
+    )
 
 
 @pytest.mark.parametrize("masked", ["not at all", "causally", "by booleans", "by numbers"])
@@ -221,12 +243,18 @@ def test_attention_with_dropout_is_on_average_attention_without_it(masked: str) 
     seen[2] = False  # which looks nowhere
     mask = {"by booleans": seen, "by numbers": torch.where(seen, 0.5, float("-inf"))}.get(masked)
     options = {"is_causal": masked == "causally", "enable_gqa": True}
-    whole = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, 0.0, **options)
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, 0.0, **options
+    )
     rows = [x.expand(3000, *x.shape[1:]) for x in (query, key, value)]
-    out = RANDOM[aten.scaled_dot_product_attention.default](Run(3000), *rows, mask, 0.2, options["is_causal"], enable_gqa=True)
+    out = RANDOM[aten.scaled_dot_product_attention.default](
+        Run(3000), *rows, mask, 0.2, options["is_causal"], enable_gqa=True
+    )
     assert not torch.allclose(out[0], out[1])
     torch.testing.assert_close(out.mean(0), whole[0], atol=0.05, rtol=0)
-    plain = RANDOM[aten.scaled_dot_product_attention.default](Run(1), query, key, value, mask, 0.0, options["is_causal"], enable_gqa=True)
+    plain = RANDOM[aten.scaled_dot_product_attention.default](
+        Run(1), query, key, value, mask, 0.0, options["is_causal"], enable_gqa=True
+    )
     torch.testing.assert_close(plain, whole)
 
 

@@ -17,7 +17,9 @@ def key(seed: int = 1, step: int = 0, row: int = 0, rows: int = 64) -> RandomKey
     return RandomKey.of(torch.tensor(seed), torch.tensor(step), torch.tensor(row), rows)
 
 
-def uniform(k: RandomKey, site: int = 0, shape: tuple[int, ...] = SHAPE, dim: int | None = 0) -> Tensor:
+def uniform(
+    k: RandomKey, site: int = 0, shape: tuple[int, ...] = SHAPE, dim: int | None = 0
+) -> Tensor:
     return k.uniform(site, shape, dim, torch.float64)
 
 
@@ -67,9 +69,13 @@ def test_values_are_independent(one: Tensor, other: Tensor) -> None:
     assert abs(correlation(one, other)) < 5 / math.sqrt(one.numel())
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((8, 5, 3), 0), ((5, 8, 3), 1), ((5, 3, 8), 2), ((24, 5), 0), ((5, 16), 1)])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((8, 5, 3), 0), ((5, 8, 3), 1), ((5, 3, 8), 2), ((24, 5), 0), ((5, 16), 1)]
+)
 @pytest.mark.parametrize("parts", [2, 4])
-def test_a_split_batch_has_the_numbers_of_the_whole(shape: tuple[int, ...], dim: int, parts: int) -> None:
+def test_a_split_batch_has_the_numbers_of_the_whole(
+    shape: tuple[int, ...], dim: int, parts: int
+) -> None:
     whole = uniform(key(rows=8), shape=shape, dim=dim)
     rows = 8 // parts
     pieces = []
@@ -81,11 +87,17 @@ def test_a_split_batch_has_the_numbers_of_the_whole(shape: tuple[int, ...], dim:
 
 
 def test_a_value_without_rows_does_not_depend_on_the_split() -> None:
-    assert torch.equal(uniform(key(row=0, rows=8), shape=(5, 3), dim=None), uniform(key(row=4, rows=4), shape=(5, 3), dim=None))
+    assert torch.equal(
+        uniform(key(row=0, rows=8), shape=(5, 3), dim=None),
+        uniform(key(row=4, rows=4), shape=(5, 3), dim=None),
+    )
 
 
 def test_a_call_of_fixed_size_has_numbers_of_its_own() -> None:
-    first, second = uniform(key(row=0).of_call(), dim=None), uniform(key(row=64).of_call(), dim=None)
+    first, second = (
+        uniform(key(row=0).of_call(), dim=None),
+        uniform(key(row=64).of_call(), dim=None),
+    )
     assert abs(correlation(first, second)) < 5 / math.sqrt(first.numel())
 
 

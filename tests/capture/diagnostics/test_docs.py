@@ -22,8 +22,12 @@ from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CaptureError, JobError
 
 TEXT = (ROOT / "docs" / "capture.md").read_text()
-ANCHORS = {title.lower().replace(" ", "-") for title in re.findall(r"^## (.*)$", TEXT, re.MULTILINE)}
-BLOCKS = re.findall(r"```python\n# (fails: [\w-]+|works|warns: [\w., ]+)\n(.*?)```", TEXT, re.DOTALL)
+ANCHORS = {
+    title.lower().replace(" ", "-") for title in re.findall(r"^## (.*)$", TEXT, re.MULTILINE)
+}
+BLOCKS = re.findall(
+    r"```python\n# (fails: [\w-]+|works|warns: [\w., ]+)\n(.*?)```", TEXT, re.DOTALL
+)
 
 
 def of_kind(kind: str) -> list[tuple[str, str]]:
@@ -64,8 +68,12 @@ def job_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], J
 
 
 @pytest.mark.matrix("0 *", "8 *")  # test_errors.py has a model for each cause
-@pytest.mark.parametrize(("anchor", "code"), FAILS, ids=[f"{n} {anchor}" for n, (anchor, _) in enumerate(FAILS)])
-def test_an_example_that_fails_fails_of_its_cause(anchor: str, code: str, job_of: Callable[[str], Job]) -> None:
+@pytest.mark.parametrize(
+    ("anchor", "code"), FAILS, ids=[f"{n} {anchor}" for n, (anchor, _) in enumerate(FAILS)]
+)
+def test_an_example_that_fails_fails_of_its_cause(
+    anchor: str, code: str, job_of: Callable[[str], Job]
+) -> None:
     job = job_of(code)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -83,8 +91,12 @@ def test_an_example_that_works_is_captured(code: str, job_of: Callable[[str], Jo
 
 
 @pytest.mark.parametrize(("names", "code"), WARNS)
-def test_an_example_that_warns_names_what_it_says(names: str, code: str, job_of: Callable[[str], Job]) -> None:
-    with pytest.warns(UserWarning, match=f"{re.escape(names)}.*docs/capture.md#parameter-without-a-gradient"):
+def test_an_example_that_warns_names_what_it_says(
+    names: str, code: str, job_of: Callable[[str], Job]
+) -> None:
+    with pytest.warns(
+        UserWarning, match=f"{re.escape(names)}.*docs/capture.md#parameter-without-a-gradient"
+    ):
         capture(job_of(code))
 
 

@@ -69,7 +69,11 @@ def test_the_caret_stands_under_the_expression(case: Refused) -> None:
     place = error_of(case).findings[0].place
     assert place is not None
     assert place.expression == blamed(case)[1]
-    source, carets = next((a, b) for a, b in zip(*[str(error_of(case)).splitlines()[n:] for n in (0, 1)], strict=False) if "^^" in b)
+    source, carets = next(
+        (a, b)
+        for a, b in zip(*[str(error_of(case)).splitlines()[n:] for n in (0, 1)], strict=False)
+        if "^^" in b
+    )
     assert source[carets.index("^") : len(carets)] == blamed(case)[1]
 
 
@@ -122,7 +126,9 @@ def test_what_looks_suspicious_and_is_sound_is_captured(function: Any) -> None:
 
 PASTED = {
     "an if": "    if x.sum() > 0:\n        x = x * 2\n",
-    "an if with an else": "    if x.sum() > 0:\n        y = x * 2\n    else:\n        y = x * 3\n    x = y\n",
+    "an if with an else": (
+        "    if x.sum() > 0:\n        y = x * 2\n    else:\n        y = x * 3\n    x = y\n"
+    ),
     "an if of two lines": "    if x.sum() > 0:\n        x = x * 2\n        x = x + 1\n",
     "a conditional expression": "    x = x * 2 if x.mean() > 0 else x + 1\n",
     "a while": "    while x.abs().max() > 0.5:\n        x = x / 2\n",
@@ -131,7 +137,11 @@ PASTED = {
     "a conjunction": "    if m.training and x.mean() > -1e9:\n        x = x * 3\n",
     "an equality": "    x = x if torch.equal(x, x * 2) else x * 2\n",
     "an item": "    n = x.detach().abs().max().item()\n    if n > 0.1:\n        x = x * 2\n",
-    "rounds": "    n = x.detach().abs().max().long().item()\n    for i in range(n + 1):\n        x = x + 1\n",
+    "rounds": (
+        "    n = x.detach().abs().max().long().item()\n"
+        "    for i in range(n + 1):\n"
+        "        x = x + 1\n"
+    ),
     "numpy": "    x = x * float(np.mean(x.detach().numpy()))\n",
     "a formatted print": "    print(f'{x.sum():.2f}')\n",
     "a deep copy": "    x = x * copy.deepcopy(m.gain)\n",
@@ -145,8 +155,10 @@ PASTED = {
 
 @pytest.mark.matrix("an if with an else", "an assertion")
 @pytest.mark.parametrize("name", PASTED)
-@pytest.mark.filterwarnings("ignore:1 parameters get no gradient")  # not every statement uses the model's gain
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, in torch.cond
+# not every statement uses the model's gain
+@pytest.mark.filterwarnings("ignore:1 parameters get no gradient")
+# torch's own, in torch.cond
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_pasted_rewrite_mends_the_model_and_computes_the_same(name: str, tmp_path: Path) -> None:
     statements = PASTED[name]
     failing = function_of(statements, tmp_path / "failing.py")
@@ -154,7 +166,9 @@ def test_a_pasted_rewrite_mends_the_model_and_computes_the_same(name: str, tmp_p
         capture(job(model_of(failing)), strict=False)
     place, rewrite = raised.value.findings[0].place, raised.value.findings[0].rewrite
     assert place is not None
-    pasted = "".join(f"    {line}\n" for line in rewrite.splitlines() if not line.startswith("Job("))
+    pasted = "".join(
+        f"    {line}\n" for line in rewrite.splitlines() if not line.startswith("Job(")
+    )
     mended = function_of(replaced(statements, place.line - 5, pasted), tmp_path / "mended.py")
     capture(job(model_of(mended)))
     torch.manual_seed(0)
@@ -165,7 +179,13 @@ def test_a_pasted_rewrite_mends_the_model_and_computes_the_same(name: str, tmp_p
 
 def function_of(statements: str, path: Path) -> Any:
     """A function of (m, x) with these statements, the first one in line 5 of a file."""
-    path.write_text(f"import copy\nimport numpy as np\nimport torch\ndef middle(m, x):\n{statements}    return x\n")
+    path.write_text(
+        "import copy\n"
+        "import numpy as np\n"
+        "import torch\n"
+        "def middle(m, x):\n"
+        f"{statements}    return x\n"
+    )
     names: dict[str, Any] = {}
     exec(compile(path.read_text(), str(path), "exec"), names)
     return names["middle"]
@@ -224,8 +244,15 @@ def raised_by(function: Any) -> CaptureError:
 
 def test_all_causes_of_a_model_are_found_in_one_go() -> None:
     first = inspect.getsourcelines(three)[1]
-    found = [(f.cause, f.place.line - first) for f in raised_by(three).findings if f.place is not None]
-    assert found == [("data-dependent-branch", 1), ("data-dependent-shape", 3), ("specialised-dim", 7), ("module-changed-in-forward", 6)]
+    found = [
+        (f.cause, f.place.line - first) for f in raised_by(three).findings if f.place is not None
+    ]
+    assert found == [
+        ("data-dependent-branch", 1),
+        ("data-dependent-shape", 3),
+        ("specialised-dim", 7),
+        ("module-changed-in-forward", 6),
+    ]
 
 
 def test_at_most_five_are_shown_and_the_others_counted() -> None:
@@ -240,7 +267,9 @@ def test_at_most_five_are_shown_and_the_others_counted() -> None:
 
 @pytest.mark.matrix("_all")
 @pytest.mark.parametrize("part", ["_all", "watch", "rewrite.branch"])
-def test_a_part_of_the_search_that_fails_does_not_hide_the_first_cause(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_search_that_fails_does_not_hide_the_first_cause(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
@@ -263,7 +292,9 @@ def test_a_branch_that_the_model_catches_is_named() -> None:
             return x
 
     error = raised_by(swallowed)
-    assert [(f.cause, f.place.expression) for f in error.findings if f.place is not None] == [("data-dependent-branch", "x.sum() > -1e9")]
+    assert [(f.cause, f.place.expression) for f in error.findings if f.place is not None] == [
+        ("data-dependent-branch", "x.sum() > -1e9")
+    ]
 
 
 def test_an_error_that_eager_mode_raises_too_may_be_caught() -> None:
@@ -282,8 +313,18 @@ def test_an_error_that_eager_mode_raises_too_may_be_caught() -> None:
 def test_a_page_of_long_lines_is_cut_at_the_width_and_keeps_the_caret() -> None:
     source = "x = " + " + ".join(f"part_{n}" for n in range(60)) + " + culprit"
     place = Place("model.py", 3, "forward", source, source.index("culprit"), len(source))
-    finding = Finding("data-write", "something happens", "Do " + "this and " * 40 + "that.", "\n".join(["line"] * 40), place)
-    text = page("model.py:3: it cannot be captured: something happens.", [finding] * 9, "torch says: " + "no " * 200)
+    finding = Finding(
+        "data-write",
+        "something happens",
+        "Do " + "this and " * 40 + "that.",
+        "\n".join(["line"] * 40),
+        place,
+    )
+    text = page(
+        "model.py:3: it cannot be captured: something happens.",
+        [finding] * 9,
+        "torch says: " + "no " * 200,
+    )
     lines = text.splitlines()
     assert len(lines) <= LINES
     assert max(len(line) for line in lines if line.startswith("    ")) <= WIDTH
@@ -294,7 +335,9 @@ def test_a_page_of_long_lines_is_cut_at_the_width_and_keeps_the_caret() -> None:
 def test_a_sentence_can_be_searched_for_however_long_its_paths_are() -> None:
     for length in range(1, 300):
         place = Place("d" * length + ".py", 3, "forward")
-        finding = Finding("data-write", "two tensors share memory", "Clone one of them.", place=place)
+        finding = Finding(
+            "data-write", "two tensors share memory", "Clone one of them.", place=place
+        )
         text = page(f"the tensor at {place} and another one share memory.", [finding], "")
         assert "share memory" in text and "Clone one of them." in text
 
@@ -311,7 +354,9 @@ def test_a_place_counts_characters_not_bytes(tmp_path: Path) -> None:
     assert place.expression == "x.missing"
 
 
-def test_a_place_in_the_current_folder_is_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_in_the_current_folder_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text("def f(x):\n    return x.missing\n")
     names: dict[str, Any] = {}

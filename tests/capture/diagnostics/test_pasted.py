@@ -1,4 +1,6 @@
-"""The code that stands in an error's page, written out of the user's own expressions: of each kind of statement, without a capture."""
+"""The code that stands in an error's page, written out of the user's own expressions: of each kind
+of statement, without a capture.
+"""
 
 from __future__ import annotations
 
@@ -34,31 +36,84 @@ BRANCHES = {
         "if «x.sum() > 0»:\n    z = x * 2\nelse:\n    z = x",
         "z = torch.where(x.sum() > 0, x * 2, x)",
     ),
-    "one of two returns": ("if «x.sum() > 0»:\n    return x\nelse:\n    return y", "return torch.where(x.sum() > 0, x, y)"),
-    "a return before a return": ("if «x.sum() > 0»:\n    return x\nreturn y", "return torch.where(x.sum() > 0, x, y)"),
-    "a return before other statements": ("if «x.sum() > 0»:\n    return x\ny = y * 2\nreturn y", rewrite._WHERE),
-    "what ends a loop": ("for row in y:\n    if «row.sum() > 0»:\n        break\n    x = x + row", rewrite._WHERE),
+    "one of two returns": (
+        "if «x.sum() > 0»:\n    return x\nelse:\n    return y",
+        "return torch.where(x.sum() > 0, x, y)",
+    ),
+    "a return before a return": (
+        "if «x.sum() > 0»:\n    return x\nreturn y",
+        "return torch.where(x.sum() > 0, x, y)",
+    ),
+    "a return before other statements": (
+        "if «x.sum() > 0»:\n    return x\ny = y * 2\nreturn y",
+        rewrite._WHERE,
+    ),
+    "what ends a loop": (
+        "for row in y:\n    if «row.sum() > 0»:\n        break\n    x = x + row",
+        rewrite._WHERE,
+    ),
     "several statements": (
         "if «x.sum() > 0»:\n    x = x * 2\n    y = x + 1",
-        "def when_true(x, y):\n    x = x * 2\n    y = x + 1\n    return x, y\n"
-        "x, y = torch.cond(x.sum() > 0, when_true, lambda x, y: (x.clone(), y.clone()), (x, y,))",
+        (
+            "def when_true(x, y):\n"
+            "    x = x * 2\n"
+            "    y = x + 1\n"
+            "    return x, y\n"
+            "x, y = torch.cond(x.sum() > 0, when_true, lambda x, y: (x.clone(), y.clone()), (x,"
+            " y,))"
+        ),
     ),
     "many statements with others": (
-        "if «x.sum() > 0»:\n    x = x * 2\n    x = x * 2\n    x = x * 2\n    x = x * 2\nelse:\n    x = y\n    x = -x",
-        "def when_true(x):\n    ...  # the lines under the if\n    return x\nx = torch.cond(x.sum() > 0, when_true, when_false, (x,))",
+        (
+            "if «x.sum() > 0»:\n"
+            "    x = x * 2\n"
+            "    x = x * 2\n"
+            "    x = x * 2\n"
+            "    x = x * 2\n"
+            "else:\n"
+            "    x = y\n"
+            "    x = -x"
+        ),
+        (
+            "def when_true(x):\n"
+            "    ...  # the lines under the if\n"
+            "    return x\n"
+            "x = torch.cond(x.sum() > 0, when_true, when_false, (x,))"
+        ),
     ),
-    "a check": ("if «x.isnan().any()»:\n    raise ValueError('nan')", f"{GUARD}\n    if x.isnan().any():\n        raise ValueError('nan')"),
-    "an assertion": ("assert «(x > 0).all()», 'negative'", f"{GUARD}\n    assert (x > 0).all(), 'negative'"),
-    "a conditional expression": ("z = (x if «x.sum() > 0» else y) * 2", "z = torch.where(x.sum() > 0, x, y) * 2"),
-    "a loop": ("while «x.max() > 1»:\n    x = x / 2", f"for _ {ROUNDS}\n    x = torch.where(x.max() > 1, x / 2, x)"),
+    "a check": (
+        "if «x.isnan().any()»:\n    raise ValueError('nan')",
+        f"{GUARD}\n    if x.isnan().any():\n        raise ValueError('nan')",
+    ),
+    "an assertion": (
+        "assert «(x > 0).all()», 'negative'",
+        f"{GUARD}\n    assert (x > 0).all(), 'negative'",
+    ),
+    "a conditional expression": (
+        "z = (x if «x.sum() > 0» else y) * 2",
+        "z = torch.where(x.sum() > 0, x, y) * 2",
+    ),
+    "a loop": (
+        "while «x.max() > 1»:\n    x = x / 2",
+        f"for _ {ROUNDS}\n    x = torch.where(x.max() > 1, x / 2, x)",
+    ),
     "a loop of several statements": (
         "while «x.max() > 1»:\n    x = x / 2\n    y = y + 1",
         f"for _ {ROUNDS}\n    x = torch.where(x.max() > 1, after_a_round, x)",
     ),
-    "and": ("if «x.sum() > 0» and not bool(y.any()):\n    x = y", "x = torch.where((x.sum() > 0) & torch.logical_not(y.any()), y, x)"),
-    "or": ("if «x.sum() > 0» or -y.sum() > 1:\n    x = y", "x = torch.where((x.sum() > 0) | (-y.sum() > 1), y, x)"),
+    "and": (
+        "if «x.sum() > 0» and not bool(y.any()):\n    x = y",
+        "x = torch.where((x.sum() > 0) & torch.logical_not(y.any()), y, x)",
+    ),
+    "or": (
+        "if «x.sum() > 0» or -y.sum() > 1:\n    x = y",
+        "x = torch.where((x.sum() > 0) | (-y.sum() > 1), y, x)",
+    ),
     "torch.equal": ("if «torch.equal(x, y)»:\n    x = y", "x = torch.where((x == y).all(), y, x)"),
-    "torch.allclose": ("if «torch.allclose(x, y)»:\n    x = y", "x = torch.where(torch.isclose(x, y).all(), y, x)"),
+    "torch.allclose": (
+        "if «torch.allclose(x, y)»:\n    x = y",
+        "x = torch.where(torch.isclose(x, y).all(), y, x)",
+    ),
     "a number that was taken out": (
         "n = x.max().item()\nif «n > 1»:\n    x = y",
         "n = x.max()  # a 0-dim tensor\nx = torch.where(n > 1, y, x)",
@@ -71,7 +126,11 @@ NUMBERS = {
     "a number": ("z = float(«x.max()»)", "z = x.max()  # a 0-dim tensor"),
     "a size": (
         "k = «int(x.max())»",
-        "k = x.max()  # a 0-dim tensor\ncounted = torch.arange(most, device=k.device) < k  # instead of a size: a mask over `most` entries",
+        (
+            "k = x.max()  # a 0-dim tensor\n"
+            "counted = torch.arange(most, device=k.device) < k  # instead of a size: a mask over"
+            " `most` entries"
+        ),
     ),
     "rounds": (
         "n = x.max().item()\nfor i in «range(n + 1)»:\n    y = y + 1",
@@ -80,15 +139,33 @@ NUMBERS = {
     "an index": ("return y[«x.argmax().item()»]", rewrite.number(None)),
 }
 VALUES = {
-    "a file": ("z = x * torch.load(«path»)", 'self.register_buffer("loaded", torch.load(path))  # in __init__\nself.loaded  # in forward'),
+    "a file": (
+        "z = x * torch.load(«path»)",
+        (
+            'self.register_buffer("loaded", torch.load(path))  # in __init__\nself.loaded  # in'
+            " forward"
+        ),
+    ),
     "a print": ("print(«x.sum()»)", f"{GUARD}\n    print(x.sum())"),
-    "numpy": ("z = x * float(np.mean(«x.detach().cpu().numpy()», axis=0))", "z = x * torch.mean(x, axis=0)"),
+    "numpy": (
+        "z = x * float(np.mean(«x.detach().cpu().numpy()», axis=0))",
+        "z = x * torch.mean(x, axis=0)",
+    ),
     "from numpy": ("z = torch.from_numpy(«numpy.exp(x.numpy())»)", "z = torch.exp(x)"),
-    "a deep copy": ("z = «copy.deepcopy(x)»", "z = x.clone()  # a tensor; a module is copied in __init__"),
-    "a function of another library": ("z = «plot(x)»", f"{GUARD}\n    ...  # what needs values: prints, logs, plots"),
+    "a deep copy": (
+        "z = «copy.deepcopy(x)»",
+        "z = x.clone()  # a tensor; a module is copied in __init__",
+    ),
+    "a function of another library": (
+        "z = «plot(x)»",
+        f"{GUARD}\n    ...  # what needs values: prints, logs, plots",
+    ),
 }
 DATA = {
-    "an assignment": ("«self.seen.data» = x.data * 2", "with torch.no_grad():\n    self.seen.copy_(x * 2)"),
+    "an assignment": (
+        "«self.seen.data» = x.data * 2",
+        "with torch.no_grad():\n    self.seen.copy_(x * 2)",
+    ),
     "a call": ("«self.seen.data».copy_(x)", "with torch.no_grad():\n    self.seen.copy_(x)"),
     "a read": ("z = «x.data» + 1", "z = x.detach() + 1"),
     "a read in a loop's head": ("for row in «x.data»:\n    y = y + row", "x.detach()"),
@@ -96,23 +173,35 @@ DATA = {
 ATTRIBUTES = {
     "counting": (
         "«self.seen» += x.shape[0]",
-        'self.register_buffer("seen", torch.tensor(0))  # in __init__, with its first value\nself.seen.add_(x.shape[0])  # in forward',
+        (
+            'self.register_buffer("seen", torch.tensor(0))  # in __init__, with its first'
+            " value\nself.seen.add_(x.shape[0])  # in forward"
+        ),
     ),
     "an assignment": (
         "«self.last» = 3",
-        'self.register_buffer("last", torch.tensor(0))  # in __init__, with its first value\nself.last.copy_(3)  # in forward',
+        (
+            'self.register_buffer("last", torch.tensor(0))  # in __init__, with its first'
+            " value\nself.last.copy_(3)  # in forward"
+        ),
     ),
 }
 OUTSIDE = {
     "random": ("z = x * «random.random()»", "z = x * torch.rand(())"),
     "a number of numpy's draw": ("z = x * float(«np.random.randn()»)", "z = x * torch.randn(())"),
-    "a seed": ("«torch.manual_seed(0)»", "Job(..., seed=0)  # the run draws from it; leave this line out"),
+    "a seed": (
+        "«torch.manual_seed(0)»",
+        "Job(..., seed=0)  # the run draws from it; leave this line out",
+    ),
     "a call": ("«SEEN.append(1)»", f"{GUARD}\n    SEEN.append(1)"),
     "a setting": (
         "z = x * «os.environ.get('GAIN')»",
         "self.setting = os.environ.get('GAIN')  # in __init__, once\nz = x * self.setting",
     ),
-    "a name": ("z = x * «COUNT»", 'batch["seen"]  # pass it in the batch, or keep it in a buffer of the model'),
+    "a name": (
+        "z = x * «COUNT»",
+        'batch["seen"]  # pass it in the batch, or keep it in a buffer of the model',
+    ),
 }
 INPUT_WRITES = {
     "a statement": ("«x.add_(1, alpha=2)»", "x = x.add(1, alpha=2)"),
@@ -121,7 +210,10 @@ INPUT_WRITES = {
     "an attribute": ("«self.seen» = x", "x = x.clone()  # before it is written to"),
 }
 PARAMETER_WRITES = {
-    "a parameter": ("«self.gain».clamp_(-1, 1)", 'register_parametrization(self, "gain", Constrained())  # in __init__'),
+    "a parameter": (
+        "«self.gain».clamp_(-1, 1)",
+        'register_parametrization(self, "gain", Constrained())  # in __init__',
+    ),
 }
 WRITERS: dict[Writer, dict[str, tuple[str, str]]] = {
     rewrite.branch: BRANCHES,
@@ -133,11 +225,17 @@ WRITERS: dict[Writer, dict[str, tuple[str, str]]] = {
     rewrite.input_write: INPUT_WRITES,
     rewrite.parameter_write: PARAMETER_WRITES,
 }
-CASES = [pytest.param(writer, *case, id=f"{writer.__name__}-{name}") for writer, cases in WRITERS.items() for name, case in cases.items()]
+CASES = [
+    pytest.param(writer, *case, id=f"{writer.__name__}-{name}")
+    for writer, cases in WRITERS.items()
+    for name, case in cases.items()
+]
 
 
 @pytest.mark.parametrize(("writer", "source", "expected"), CASES)
-def test_code_is_written_out_of_the_user_s_own_expressions(writer: Writer, source: str, expected: str, tmp_path: Path) -> None:
+def test_code_is_written_out_of_the_user_s_own_expressions(
+    writer: Writer, source: str, expected: str, tmp_path: Path
+) -> None:
     written = writer(spot_in(source, tmp_path / "model.py"))
     assert written.endswith(expected) if writer is rewrite.parameter_write else written == expected
 
@@ -152,7 +250,10 @@ SIZES = {
     "a length": (
         "z = x * «len(x)»",
         "",
-        ["z = x * x.shape[0]", 'Job(..., dynamic={"x": {0: Dim.STATIC}})  # the size of Job.batch and no other'],
+        [
+            "z = x * x.shape[0]",
+            'Job(..., dynamic={"x": {0: Dim.STATIC}})  # the size of Job.batch and no other',
+        ],
     ),
     "an int": ("z = x * «int(x.shape[0])»", "", ["z = x * x.shape[0]"]),
     "a float": ("z = x * «float(x.shape[0])»", "", ["z = x * torch.sym_float(x.shape[0])"]),
@@ -161,13 +262,20 @@ SIZES = {
         "",
         ["x.sum(0)  # an operator over the dim, or torch.vmap(f)(x), in place of the loop"],
     ),
-    "a number that was written out": ("z = «x.view(4, 2, 4)»", FIXED, ["z = x.view(x.shape[0], 2, 4)"]),
+    "a number that was written out": (
+        "z = «x.view(4, 2, 4)»",
+        FIXED,
+        ["z = x.view(x.shape[0], 2, 4)"],
+    ),
     "what torch suggests": (
         "z = «x.view(4, 8)»",
         DECLARED + "L['batch']['tokens'].size()[1]",
         [
             "Job(..., dynamic={\"tokens\": {1: Dim('rows', max=8)}})  # these sizes and no others",
-            "freeze(job, path, apply_suggested_fixes=True)  # --apply-suggested-fixes: declares what torch suggests",
+            (
+                "freeze(job, path, apply_suggested_fixes=True)  # --apply-suggested-fixes: declares"
+                " what torch suggests"
+            ),
         ],
     ),
     "a list of numbers": ("for n in «x.tolist()»:\n    y = y + n", "", [rewrite.number(None)]),

@@ -1,4 +1,6 @@
-"""A job without values is captured in little memory, and only with the structure of a smaller job that was proven."""
+"""A job without values is captured in little memory, and only with the structure of a smaller job
+that was proven.
+"""
 
 from __future__ import annotations
 
@@ -94,16 +96,24 @@ def test_a_hollow_model_takes_no_memory(tmp_path: Path) -> None:
 # What is captured
 
 
-def test_an_abstract_program_has_the_shapes_and_no_state(abstract: tuple[Program, AbstractProof]) -> None:
+def test_an_abstract_program_has_the_shapes_and_no_state(
+    abstract: tuple[Program, AbstractProof],
+) -> None:
     program, _ = abstract
     assert dict(program.state) == {}
     assert {p.name: p.shape for p in program.parameters}["blocks.2.up.weight"] == (128, 64)
     assert program.aliases == {"head.weight": "embedding.weight"}
 
 
-def test_an_abstract_program_is_for_the_cpu_as_any_other(abstract: tuple[Program, AbstractProof]) -> None:
+def test_an_abstract_program_is_for_the_cpu_as_any_other(
+    abstract: tuple[Program, AbstractProof],
+) -> None:
     program, _ = abstract
-    values = [n.meta["val"] for n in program.graphs["train"].exported.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    values = [
+        n.meta["val"]
+        for n in program.graphs["train"].exported.graph.nodes
+        if isinstance(n.meta.get("val"), Tensor)
+    ]
     assert {value.device.type for value in values} == {"cpu"}
 
 
@@ -129,11 +139,16 @@ def test_a_model_of_fake_tensors_is_captured(proven: Program) -> None:
 
 def test_a_batch_without_values_is_captured(proven: Program) -> None:
     job = large()
-    abstract, _ = capture_abstract(job_of(job.model, batch={"tokens": torch.zeros(4, 5, dtype=torch.long, device="meta")}), proven)
+    abstract, _ = capture_abstract(
+        job_of(job.model, batch={"tokens": torch.zeros(4, 5, dtype=torch.long, device="meta")}),
+        proven,
+    )
     assert abstract.graphs["train"].inputs == proven.graphs["train"].inputs
 
 
-def test_the_proof_counts_the_reduced_job(proven: Program, abstract: tuple[Program, AbstractProof]) -> None:
+def test_the_proof_counts_the_reduced_job(
+    proven: Program, abstract: tuple[Program, AbstractProof]
+) -> None:
     _, proof = abstract
     count = sum(p.numel() for p in small().model.parameters())
     assert proof == AbstractProof(count, structure_of(proven))
@@ -174,7 +189,9 @@ def under_autocast(depth: int, act: Callable[[Tensor], Tensor] = torch.relu) -> 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(batch["tokens"][:, :-1])
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["tokens"][:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), batch["tokens"][:, 1:].flatten()
+        )
 
     torch.manual_seed(0)
     model = Stack(8, depth)
@@ -273,7 +290,9 @@ def stack_of(kind: type[Block], width: int, depth: int) -> Job:
 
 @pytest.mark.matrix("Restarting-Block")
 @pytest.mark.parametrize(("kind", "reduced"), [(Restarting, Block), (AlongWidth, AlongTime)])
-def test_the_same_operators_on_other_values_or_dims_are_refused(kind: type[Block], reduced: type[Block], proven: Program) -> None:
+def test_the_same_operators_on_other_values_or_dims_are_refused(
+    kind: type[Block], reduced: type[Block], proven: Program
+) -> None:
     torch.manual_seed(0)
     proven = proven if reduced is Block else capture(stack_of(reduced, 8, 1))
     with torch.device("meta"):
@@ -287,7 +306,12 @@ def test_a_program_has_no_difference_from_itself(proven: Program) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("layers.17.weight", "layers.*.weight"), ("0.1.bias", "*.*.bias"), ("conv2d.weight1", "conv2d.weight1"), ("h.3", "h.*")],
+    [
+        ("layers.17.weight", "layers.*.weight"),
+        ("0.1.bias", "*.*.bias"),
+        ("conv2d.weight1", "conv2d.weight1"),
+        ("h.3", "h.*"),
+    ],
 )
 def test_numbers_between_dots_are_left_out_of_a_name(name: str, expected: str) -> None:
     assert pattern(name) == expected

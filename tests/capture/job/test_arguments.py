@@ -1,4 +1,6 @@
-"""Arguments and attributes are validated against their annotations; errors name the one that is wrong."""
+"""Arguments and attributes are validated against their annotations; errors name the one that is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -58,16 +60,28 @@ def test_an_attribute_of_a_turn_of_the_wrong_type_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("verb", [trainload.freeze, trainload.open, make_plan])
-def test_an_argument_of_the_wrong_type_is_named(verb: Callable[..., object], package: Package, tmp_path: Path) -> None:
+def test_an_argument_of_the_wrong_type_is_named(
+    verb: Callable[..., object], package: Package, tmp_path: Path
+) -> None:
     right = {"job": job(), "path": tmp_path / "job.tl", "package": package, "cluster": Cluster()}
     for name in inspect.signature(verb).parameters:
-        needed = {n: right[n] for n, p in inspect.signature(verb).parameters.items() if p.default is p.empty}
+        needed = {
+            n: right[n]
+            for n, p in inspect.signature(verb).parameters.items()
+            if p.default is p.empty
+        }
         with pytest.raises(RequestError, match=rf"^{name}: (has the wrong type|is out of range)"):
             verb(**(needed | {name: Nothing()}))
 
 
 def test_a_wrong_value_within_a_container_is_named() -> None:
-    with pytest.raises(JobError, match=r"Job\.loop\.1: has the wrong type \(expected an instance of Turn or a valid string, got 3\)"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"Job\.loop\.1: has the wrong type \(expected an instance of Turn or a valid string,"
+            r" got 3\)"
+        ),
+    ):
         check_job(job(loop=["a", 3]))
 
 
@@ -77,29 +91,51 @@ def test_a_number_of_numpys_is_a_number() -> None:
 
 @pytest.mark.parametrize("number", ["steps", "global_batch"])
 def test_a_job_of_no_steps_or_rows_is_refused(number: str, tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=rf"Job\.{number}: is out of range \(expected greater than or equal to 1, got 0\)"):
+    with pytest.raises(
+        JobError,
+        match=rf"Job\.{number}: is out of range \(expected greater than or equal to 1, got 0\)",
+    ):
         trainload.freeze(job(**{number: 0}), tmp_path / "job.tl")
 
 
-@pytest.mark.parametrize("number", ["global_batch", "accumulate", "bucket_bytes", "shard_ranks", "tensor_ranks", "pipeline_ranks"])
+@pytest.mark.parametrize(
+    "number",
+    ["global_batch", "accumulate", "bucket_bytes", "shard_ranks", "tensor_ranks", "pipeline_ranks"],
+)
 def test_a_plan_of_none_is_refused(number: str, package: Package) -> None:
-    with pytest.raises(PlanError, match=rf"{number}: is out of range \(expected greater than or equal to 1, got 0\)"):
+    with pytest.raises(
+        PlanError,
+        match=rf"{number}: is out of range \(expected greater than or equal to 1, got 0\)",
+    ):
         trainload.plan(package, Cluster(), **{number: 0})  # type: ignore[arg-type]  # a name of any option
 
 
 def test_a_cluster_without_nodes_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"Cluster\.nodes: is out of range \(expected greater than or equal to 1, got 0\)"):
+    with pytest.raises(
+        PlanError,
+        match=r"Cluster\.nodes: is out of range \(expected greater than or equal to 1, got 0\)",
+    ):
         Cluster(nodes=0)
 
 
 def test_a_class_in_place_of_a_factory_is_told_what_a_factory_is() -> None:
-    with pytest.raises(JobError, match=r"Job\.optimizer: a class .*expected lambda model: SGD\(model\.parameters\(\), lr=0\.1\)"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"Job\.optimizer: a class .*expected lambda model: SGD\(model\.parameters\(\),"
+            r" lr=0\.1\)"
+        ),
+    ):
         check_job(job(optimizer=torch.optim.SGD))
 
 
 def test_what_an_optimizer_factory_raises_is_told_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=rf"{Path(__file__).name}:\d+: Job\.optimizer fails: ZeroDivisionError"):
-        trainload.freeze(job(optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1 / 0)), tmp_path / "job.tl")
+    with pytest.raises(
+        JobError, match=rf"{Path(__file__).name}:\d+: Job\.optimizer fails: ZeroDivisionError"
+    ):
+        trainload.freeze(
+            job(optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1 / 0)), tmp_path / "job.tl"
+        )
 
 
 @pytest.mark.parametrize("name", ["", 3, "a\nb"])
@@ -119,10 +155,20 @@ def test_a_path_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("option", ["run_dir", "output", "checkpoints", "optimizer_from", "policy"])
-def test_an_option_of_a_launch_that_is_no_path_is_named(option: str, package: Package, tmp_path: Path) -> None:
+def test_an_option_of_a_launch_that_is_no_path_is_named(
+    option: str, package: Package, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {"run_dir": tmp_path / "run", option: 3}
-    with pytest.raises(RequestError, match=rf"{option}: has the wrong type \(expected a path, got 3\)"):
-        trainload.launch(package, trainload.plan(package, Cluster()), tmp_path / "rows.npz", backend="local", **options)
+    with pytest.raises(
+        RequestError, match=rf"{option}: has the wrong type \(expected a path, got 3\)"
+    ):
+        trainload.launch(
+            package,
+            trainload.plan(package, Cluster()),
+            tmp_path / "rows.npz",
+            backend="local",
+            **options,
+        )
 
 
 def distance(model: nn.Module, batch: dict[Any, torch.Tensor]) -> torch.Tensor:
@@ -133,4 +179,8 @@ def distance(model: nn.Module, batch: dict[Any, torch.Tensor]) -> torch.Tensor:
 def test_a_batch_with_integer_keys_trains_as_eager(tmp_path: Path) -> None:
     data: dict[Any, torch.Tensor] = {0: torch.randn(16, 8), "y": torch.randn(16, 1)}
     batch = {key: value[:4] for key, value in data.items()}
-    assert_trains_as_eager(Job(nn.Linear(8, 1), batch, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), distance), data, tmp_path)
+    assert_trains_as_eager(
+        Job(nn.Linear(8, 1), batch, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), distance),
+        data,
+        tmp_path,
+    )

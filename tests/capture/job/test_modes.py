@@ -70,7 +70,9 @@ def without_dropout(model: Model) -> Model:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_what_train_freezes_is_not_trained_in_whichever_mode_the_model_is_given(training: bool) -> None:
+def test_what_train_freezes_is_not_trained_in_whichever_mode_the_model_is_given(
+    training: bool,
+) -> None:
     model = FreezesItsLayer().train(training)
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     program = capture(job(model))
@@ -98,24 +100,32 @@ def test_a_mode_that_an_overridden_train_sets_holds(tmp_path: Path) -> None:
     assert_trains_as_eager(job(without_dropout(model)), {"x": rows()}, tmp_path)
 
 
-def test_an_overridden_train_sets_modes_of_a_model_that_is_handed_over_before_it_was_called() -> None:
+def test_an_overridden_train_sets_modes_of_a_model_that_is_handed_over_before_it_was_called() -> (
+    None
+):
     model = KeepsItsNorm()
     assert model.norm.training
     graph = capture(job(model)).graphs["train"].exported.graph
-    training = [node.args[5] for node in graph.nodes if node.target is torch.ops.aten.batch_norm.default]
+    training = [
+        node.args[5] for node in graph.nodes if node.target is torch.ops.aten.batch_norm.default
+    ]
     assert training == [False, True]
 
 
 def test_a_model_in_eval_mode_trains_in_train_mode() -> None:
     graph = capture(job(Model().eval())).graphs["train"].exported.graph
-    assert all(node.args[5] for node in graph.nodes if node.target is torch.ops.aten.batch_norm.default)
+    assert all(
+        node.args[5] for node in graph.nodes if node.target is torch.ops.aten.batch_norm.default
+    )
 
 
 def test_evaluation_is_in_eval_mode_whatever_was_set() -> None:
     model = Model()
     model.norm.eval()
     graph = capture(job(model)).graphs["eval"].exported.graph
-    assert not any(node.args[5] for node in graph.nodes if node.target is torch.ops.aten.batch_norm.default)
+    assert not any(
+        node.args[5] for node in graph.nodes if node.target is torch.ops.aten.batch_norm.default
+    )
 
 
 def test_the_modes_are_as_before_after_a_capture() -> None:
@@ -129,7 +139,9 @@ def test_the_modes_are_as_before_after_a_capture() -> None:
 def test_a_train_that_changes_weights_is_refused_and_the_weights_are_as_before() -> None:
     model = Merges()
     before = model.layer.weight.detach().clone()
-    with pytest.raises(CaptureError, match=r"Merges\.train\(\) changes values of the model: layer\.weight"):
+    with pytest.raises(
+        CaptureError, match=r"Merges\.train\(\) changes values of the model: layer\.weight"
+    ):
         capture(job(model))
     torch.testing.assert_close(model.layer.weight.detach(), before)
 
@@ -142,12 +154,21 @@ def test_a_train_that_changes_weights_is_refused_in_the_first_mode_that_does() -
 
 def test_an_exported_module_is_refused() -> None:
     exported = torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),)).module()
-    with pytest.raises(CaptureError, match=r"cannot be put into train mode: NotImplementedError.*Pass the original module"):
+    with pytest.raises(
+        CaptureError,
+        match=r"cannot be put into train mode: NotImplementedError.*Pass the original module",
+    ):
         capture(job(exported))
 
 
 def test_a_wrapper_that_spreads_a_model_is_refused() -> None:
     model = Model()
     model.head = nn.Sequential(nn.DataParallel(nn.Linear(6, 6)))
-    with pytest.raises(CaptureError, match=r"head\.0: a wrapper that distributes the model.*got DataParallel\)\. Pass model\.module"):
+    with pytest.raises(
+        CaptureError,
+        match=(
+            r"head\.0: a wrapper that distributes the model.*got DataParallel\)\. Pass"
+            r" model\.module"
+        ),
+    ):
         capture(job(model))

@@ -1,4 +1,6 @@
-"""A tensor that training changes shares memory with no other: a model in which it does is refused, with the names of both."""
+"""A tensor that training changes shares memory with no other: a model in which it does is refused,
+with the names of both.
+"""
 
 from __future__ import annotations
 
@@ -94,10 +96,17 @@ REFUSED: list[tuple[Callable[[Model], None], str, str]] = [
 
 
 def job(model: nn.Module, loss: Any = None) -> Job:
-    return Job(model, {"x": torch.randn(6, 4)}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss=loss)
+    return Job(
+        model,
+        {"x": torch.randn(6, 4)},
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        loss=loss,
+    )
 
 
-@pytest.mark.parametrize(("share", "first", "second"), REFUSED, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("share", "first", "second"), REFUSED, ids=lambda value: getattr(value, "__name__", None)
+)
 def test_both_names_are_said(share: Callable[[Model], None], first: str, second: str) -> None:
     model = Model()
     share(model)
@@ -133,17 +142,31 @@ def test_several_tensors_that_a_line_uses_are_each_seen() -> None:
         capture(job(model, loss))
 
 
-@pytest.mark.parametrize(("path", "name"), [("layer.weight", "parameter layer.weight"), ("norm.running_mean", "buffer norm.running_mean")])
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("layer.weight", "parameter layer.weight"), ("norm.running_mean", "buffer norm.running_mean")],
+)
 def test_an_input_that_all_rows_share_is_seen(path: str, name: str) -> None:
     model = Model()
-    batch = {"x": torch.randn(6, 4), "scale": dict([*model.named_parameters(), *model.named_buffers()])[path].detach()}
+    batch = {
+        "x": torch.randn(6, 4),
+        "scale": dict([*model.named_parameters(), *model.named_buffers()])[path].detach(),
+    }
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         found: Tensor = model(batch["x"] * batch["scale"].sum())
         return found
 
     with pytest.raises(CaptureError, match=name):
-        capture(Job(model, batch, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss=loss, shared=["scale"]))
+        capture(
+            Job(
+                model,
+                batch,
+                lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+                loss=loss,
+                shared=["scale"],
+            )
+        )
 
 
 def test_a_clone_is_captured() -> None:
@@ -166,7 +189,10 @@ def test_frozen_parameters_may_share_memory() -> None:
     del model.extra
     model.extra = nn.Parameter(model.layer.weight.data, requires_grad=False)
     model.layer.weight.requires_grad_(False)
-    assert {p.name for p in capture(job(model)).parameters if not p.trainable} == {"layer.weight", "extra"}
+    assert {p.name for p in capture(job(model)).parameters if not p.trainable} == {
+        "layer.weight",
+        "extra",
+    }
 
 
 def test_disjoint_columns_of_one_tensor_are_captured() -> None:
@@ -175,7 +201,10 @@ def test_disjoint_columns_of_one_tensor_are_captured() -> None:
     del model.extra
     model.layer.weight = nn.Parameter(fused[:, :4])
     model.extra = nn.Parameter(fused[:, 4:])
-    assert {p.name for p in capture(job(model)).parameters if p.trainable} >= {"layer.weight", "extra"}
+    assert {p.name for p in capture(job(model)).parameters if p.trainable} >= {
+        "layer.weight",
+        "extra",
+    }
 
 
 def test_an_expanded_parameter_is_refused() -> None:
@@ -188,13 +217,18 @@ def test_an_expanded_parameter_is_refused() -> None:
 
 def elements(tensor: Tensor) -> set[int]:
     """Addresses of a tensor's elements, counted out."""
-    steps = [[i * stride for i in range(size)] for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    steps = [
+        [i * stride for i in range(size)]
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
     return {int(tensor.storage_offset()) + sum(offsets) for offsets in itertools.product(*steps)}
 
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_of_any_two_views_those_are_refused_that_have_an_element_in_common(data: st.DataObject) -> None:
+def test_of_any_two_views_those_are_refused_that_have_an_element_in_common(
+    data: st.DataObject,
+) -> None:
     storage = torch.zeros(240)
 
     def view() -> Tensor:
@@ -212,8 +246,14 @@ def test_of_any_two_views_those_are_refused_that_have_an_element_in_common(data:
         assert not common
 
 
-@pytest.mark.parametrize("write", [lambda c, x: c.set_(x.detach()[0]), lambda c, _: c.resize_(2)], ids=["set_", "resize_"])
-def test_other_memory_for_a_buffer_is_refused(write: Callable[[Tensor, Tensor], Tensor], request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [lambda c, x: c.set_(x.detach()[0]), lambda c, _: c.resize_(2)],
+    ids=["set_", "resize_"],
+)
+def test_other_memory_for_a_buffer_is_refused(
+    write: Callable[[Tensor, Tensor], Tensor], request: pytest.FixtureRequest
+) -> None:
     class Writes(Model):
         def forward(self, x: Tensor) -> Tensor:
             kept = self.get_buffer("kept")
@@ -223,5 +263,12 @@ def test_other_memory_for_a_buffer_is_refused(write: Callable[[Tensor, Tensor], 
     model = Writes()
     model.register_buffer("kept", torch.zeros(4))
     name = request.node.callspec.id
-    with pytest.raises(CaptureError, match=rf"test_sharing\.py.*forward replaces the memory of a tensor of the model with {name}"):
-        capture(Job(model, {"x": torch.randn(4, 4)}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)))
+    with pytest.raises(
+        CaptureError,
+        match=(
+            rf"test_sharing\.py.*forward replaces the memory of a tensor of the model with {name}"
+        ),
+    ):
+        capture(
+            Job(model, {"x": torch.randn(4, 4)}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+        )

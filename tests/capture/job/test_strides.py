@@ -14,7 +14,9 @@ from trainload.capture.tracing.trace import capture
 
 
 class Model(nn.Module):
-    """Has a transposed weight, every second column of another, and a transposed buffer; views of two that their strides alone allow."""
+    """Has a transposed weight, every second column of another, and a transposed buffer; views of
+    two that their strides alone allow.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +29,9 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = self.layer.weight.t().view(-1)
-        loss: Tensor = (self.layer(x) @ self.columns).square().mean() + (flat * self.table.t().view(-1)[:16]).sum()
+        loss: Tensor = (self.layer(x) @ self.columns).square().mean() + (
+            flat * self.table.t().view(-1)[:16]
+        ).sum()
         return loss
 
 
@@ -40,11 +44,19 @@ class Strides(Model):
 
 def job(model: nn.Module) -> Job:
     generator = torch.Generator().manual_seed(1)
-    return Job(model, {"x": torch.randn(8, 4, generator=generator)}, lambda m: optim.SGD(m.parameters(), lr=0.01))
+    return Job(
+        model,
+        {"x": torch.randn(8, 4, generator=generator)},
+        lambda m: optim.SGD(m.parameters(), lr=0.01),
+    )
 
 
 def test_a_model_of_transposed_and_strided_tensors_trains(tmp_path: Path) -> None:
-    assert_trains_as_eager(job(Model()), {"x": torch.randn(32, 4, generator=torch.Generator().manual_seed(2))}, tmp_path)
+    assert_trains_as_eager(
+        job(Model()),
+        {"x": torch.randn(32, 4, generator=torch.Generator().manual_seed(2))},
+        tmp_path,
+    )
 
 
 def test_as_strided_of_a_transposed_parameter_is_refused() -> None:
@@ -63,5 +75,7 @@ def test_a_backward_that_fails_in_eager_mode_too_is_told_as_that() -> None:
             loss: Tensor = (hidden.add_(1.0) * hidden).mean()
             return loss
 
-    with pytest.raises(CaptureError, match=r"The model fails on Job\.batch in eager mode, before any capture"):
+    with pytest.raises(
+        CaptureError, match=r"The model fails on Job\.batch in eager mode, before any capture"
+    ):
         capture(job(Fails()))

@@ -49,7 +49,9 @@ PAIR = {"first": Graph(loss=scored), "second": Graph(loss=fed, feeds={"score": "
 
 
 def test_a_loss_is_captured_for_training_and_for_evaluation() -> None:
-    job = several({"first": Graph(loss=loss), "teach": Graph(compute=compute)}, predict=lambda m, b: m(b["x"]))
+    job = several(
+        {"first": Graph(loss=loss), "teach": Graph(compute=compute)}, predict=lambda m, b: m(b["x"])
+    )
     assert [t.name for t in targets_of(job)] == ["first", "first-eval", "teach", "predict"]
 
 
@@ -61,7 +63,10 @@ def pair() -> Program:
 
 def test_a_graph_that_is_fed_takes_what_feeds_it_as_an_input(pair: Program) -> None:
     assert [i.name for i in pair.graphs["second"].inputs] == ["score", "x"]
-    assert [(o.name, o.role.value) for o in pair.graphs["first"].outputs] == [("loss", "loss"), ("score", "output")]
+    assert [(o.name, o.role.value) for o in pair.graphs["first"].outputs] == [
+        ("loss", "loss"),
+        ("score", "output"),
+    ]
 
 
 def test_no_gradient_flows_through_what_feeds_another_graph(pair: Program) -> None:
@@ -76,10 +81,15 @@ def test_a_variant_is_captured_beside_each_graph() -> None:
         return result
 
     masked = {"x": torch.randn(4, 8), "mask": torch.rand(4, 8)}
-    program = capture(Job(Model(), {"x": torch.randn(4, 8)}, sgd, either, variants={"masked": masked}))
+    program = capture(
+        Job(Model(), {"x": torch.randn(4, 8)}, sgd, either, variants={"masked": masked})
+    )
     assert sorted(program.graphs) == ["eval", "eval-masked", "train", "train-masked"]
     assert [i.name for i in program.graphs["train-masked"].inputs] == ["mask", "x"]
-    assert (program.graphs["eval-masked"].graph, program.graphs["eval-masked"].variant) == ("train", "masked")
+    assert (program.graphs["eval-masked"].graph, program.graphs["eval-masked"].variant) == (
+        "train",
+        "masked",
+    )
 
 
 def test_a_function_reads_of_a_variant_what_is_there() -> None:
@@ -93,7 +103,10 @@ def test_a_function_reads_of_a_variant_what_is_there() -> None:
         predict=lambda m, b: m(b["x"]),
         predict_inputs=["x", "mask"],
     )
-    assert {t.name: sorted(t.batch) for t in targets_of(job) if "predict" in t.name} == {"predict": ["x"], "predict-masked": ["mask", "x"]}
+    assert {t.name: sorted(t.batch) for t in targets_of(job) if "predict" in t.name} == {
+        "predict": ["x"],
+        "predict-masked": ["mask", "x"],
+    }
 
 
 def test_parts_of_a_group_that_a_graph_does_not_reach_are_groups_of_their_own() -> None:
@@ -102,7 +115,10 @@ def test_parts_of_a_group_that_a_graph_does_not_reach_are_groups_of_their_own() 
 
     job = several({"whole": Graph(loss=loss), "part": Graph(loss=first_only)})
     recipe, updates = optimizer_of(job, capture(job))
-    reached = {name: {p for g in recipe.groups if g.name in graph.groups for p in g.parameters} for name, graph in recipe.graphs.items()}
+    reached = {
+        name: {p for g in recipe.groups if g.name in graph.groups for p in g.parameters}
+        for name, graph in recipe.graphs.items()
+    }
     assert reached["part"] == {"first.weight", "first.bias"}
     assert reached["whole"] == {n for n, _ in job.model.named_parameters()}
     assert [u.group for u in updates] == [g.name for g in recipe.groups]
@@ -111,22 +127,49 @@ def test_parts_of_a_group_that_a_graph_does_not_reach_are_groups_of_their_own() 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a name": ({"graphs": {"Bad-Name": Graph(loss=loss)}}, "invalid name"),
     "a reserved name": ({"graphs": {"eval": Graph(loss=loss)}}, "invalid name"),
-    "both": ({"graphs": {"a": Graph(loss=loss, compute=compute)}}, "needs either a loss or a compute function"),
+    "both": (
+        {"graphs": {"a": Graph(loss=loss, compute=compute)}},
+        "needs either a loss or a compute function",
+    ),
     "neither": ({"graphs": {"a": Graph()}}, "needs either a loss or a compute function"),
     "nothing trains": ({"graphs": {"a": Graph(compute=compute)}}, "no graph has a loss"),
-    "an optimizer of nothing": ({"graphs": {"a": Graph(compute=compute, optimizer=sgd), "b": Graph(loss=loss)}}, "cannot be trained"),
-    "no optimizer": ({"graphs": {"a": Graph(loss=loss)}, "optimizer": None}, "no optimizer is specified for this loss"),
-    "a loss beside graphs": ({"graphs": {"a": Graph(loss=loss)}, "loss": loss}, "loss cannot be combined with graphs"),
-    "a shared schedule": ({"graphs": {"a": Graph(loss=loss, schedule=lambda s: 1.0)}}, "shares its optimizer with other graphs"),
-    "a later source": ({"graphs": {"b": PAIR["second"], "first": PAIR["first"]}}, "fed by an output of an earlier graph"),
-    "no such output": ({"graphs": {"first": Graph(loss=loss), "b": PAIR["second"]}}, "an unknown output"),
+    "an optimizer of nothing": (
+        {"graphs": {"a": Graph(compute=compute, optimizer=sgd), "b": Graph(loss=loss)}},
+        "cannot be trained",
+    ),
+    "no optimizer": (
+        {"graphs": {"a": Graph(loss=loss)}, "optimizer": None},
+        "no optimizer is specified for this loss",
+    ),
+    "a loss beside graphs": (
+        {"graphs": {"a": Graph(loss=loss)}, "loss": loss},
+        "loss cannot be combined with graphs",
+    ),
+    "a shared schedule": (
+        {"graphs": {"a": Graph(loss=loss, schedule=lambda s: 1.0)}},
+        "shares its optimizer with other graphs",
+    ),
+    "a later source": (
+        {"graphs": {"b": PAIR["second"], "first": PAIR["first"]}},
+        "fed by an output of an earlier graph",
+    ),
+    "no such output": (
+        {"graphs": {"first": Graph(loss=loss), "b": PAIR["second"]}},
+        "an unknown output",
+    ),
     "an entry of the batch": (
         {"graphs": {"first": PAIR["first"], "b": Graph(loss=fed, feeds={"x": "first.score"})}},
         "not already in the batch",
     ),
-    "an input of nothing": ({"graphs": {"a": Graph(loss=loss, inputs=["y"])}}, "names inputs that are not in the batch"),
+    "an input of nothing": (
+        {"graphs": {"a": Graph(loss=loss, inputs=["y"])}},
+        "names inputs that are not in the batch",
+    ),
     "a loop of one": ({"graphs": {}, "loss": loss, "loop": ["train"]}, "a loop requires graphs"),
-    "no optimizer at all": ({"graphs": {}, "loss": loss, "optimizer": None}, "the job has no optimizer"),
+    "no optimizer at all": (
+        {"graphs": {}, "loss": loss, "optimizer": None},
+        "the job has no optimizer",
+    ),
 }
 
 
@@ -143,7 +186,10 @@ LOOPS: dict[str, tuple[list[Any], str]] = {
     "idle": (["first"], "a graph never runs"),
     "rare": ([Turn("first", every=2), Turn("second", every=2)], "must run in every round"),
     "fed too late": (["second", "first"], "not always available when it runs"),
-    "fed from another batch": (["first", Turn("second", fresh=True)], "not always available when it runs"),
+    "fed from another batch": (
+        ["first", Turn("second", fresh=True)],
+        "not always available when it runs",
+    ),
     "fed by a fresh one": (["first", Turn("first", fresh=True), "second"], ""),
     "fed too rarely": ([Turn("first", every=2), "second"], "not always available when it runs"),
 }

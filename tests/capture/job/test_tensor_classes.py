@@ -1,4 +1,6 @@
-"""A tensor of a class without behaviour is captured as a tensor; any other is refused by its name and its class."""
+"""A tensor of a class without behaviour is captured as a tensor; any other is refused by its name
+and its class.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from trainload.core.errors import CaptureError
 from trainload.core.finding import LINES
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Sparse CSR tensor support", "ignore:The PyTorch API of MaskedTensors", "ignore:The PyTorch API of nested", "ignore:.*[Qq]uantiz"
+    "ignore:Sparse CSR tensor support",
+    "ignore:The PyTorch API of MaskedTensors",
+    "ignore:The PyTorch API of nested",
+    "ignore:.*[Qq]uantiz",
 )
 
 
@@ -68,13 +73,17 @@ class Pair(Tensor):
         return ["a", "b"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Pair:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: None, size: Any, stride: Any
+    ) -> Pair:
         return Pair(inner["a"], inner["b"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
         def half(name: str) -> Any:
-            return func(*(getattr(x, name) if isinstance(x, Pair) else x for x in args), **(kwargs or {}))
+            return func(
+                *(getattr(x, name) if isinstance(x, Pair) else x for x in args), **(kwargs or {})
+            )
 
         a, b = half("a"), half("b")
         return cls(a, b) if isinstance(a, Tensor) else a
@@ -92,7 +101,12 @@ class Quantised(Pair):
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A device mesh of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('store') / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{tmp_path_factory.mktemp('store') / 'store'}",
+        rank=0,
+        world_size=1,
+    )
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
@@ -119,7 +133,10 @@ KINDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a class that overrides a method": (lambda x: x.as_subclass(Renamed), "Renamed"),
     "a wrapper": (lambda x: Pair(x, x), "Pair"),
     "a quantised wrapper": (lambda x: Quantised(x.to(torch.int8), torch.tensor(0.1)), "Quantised"),
-    "a jagged tensor": (lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged), "NestedTensor"),
+    "a jagged tensor": (
+        lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+        "NestedTensor",
+    ),
     "a masked tensor": (lambda x: torch.masked.masked_tensor(x, x > 0), "MaskedTensor"),
     "a sparse tensor": (lambda x: x.to_sparse(), "torch.sparse_coo"),
     "a compressed sparse tensor": (lambda x: x.to_sparse_csr(), "torch.sparse_csr"),
@@ -145,7 +162,9 @@ def refusal(model: nn.Module, **options: Any) -> CaptureError:
 def test_a_parameter_of_a_class_without_behaviour_is_captured(cls: Any) -> None:
     model = Model()
     weight = model.first.weight.detach()
-    model.first.weight = cls(weight) if cls is MarkedParameter else nn.Parameter(weight.as_subclass(cls))
+    model.first.weight = (
+        cls(weight) if cls is MarkedParameter else nn.Parameter(weight.as_subclass(cls))
+    )
     program = capture(job(model))
     assert type(program.state["first.weight"]) is Tensor
     assert torch.equal(program.state["first.weight"], weight)
@@ -157,7 +176,13 @@ def test_a_buffer_of_a_class_without_behaviour_is_captured() -> None:
 
 
 def test_an_input_of_a_class_without_behaviour_is_captured() -> None:
-    assert capture(job(Model(), batch={"x": rows().as_subclass(Marked)})).graphs["train"].inputs[0].name == "x"
+    assert (
+        capture(job(Model(), batch={"x": rows().as_subclass(Marked)}))
+        .graphs["train"]
+        .inputs[0]
+        .name
+        == "x"
+    )
 
 
 def test_a_branch_on_the_class_of_an_input_is_no_wrong_result() -> None:
@@ -169,14 +194,19 @@ def test_a_branch_on_the_class_of_an_input_is_no_wrong_result() -> None:
 
 
 def test_what_a_class_says_of_its_printing_is_no_behaviour() -> None:
-    assert behaviour_of(type("Shown", (Tensor,), {"__repr__": lambda self: "x", "__deepcopy__": None})) == ()
+    assert (
+        behaviour_of(type("Shown", (Tensor,), {"__repr__": lambda self: "x", "__deepcopy__": None}))
+        == ()
+    )
 
 
 # Refused before anything is traced
 
 
 @every_kind
-def test_an_input_is_refused_by_name_and_class(make: Callable[[Tensor], Tensor], named: str) -> None:
+def test_an_input_is_refused_by_name_and_class(
+    make: Callable[[Tensor], Tensor], named: str
+) -> None:
     error = refusal(Model(), batch={"x": make(rows())})
     assert "the input x" in str(error)
     assert named in str(error)
@@ -184,7 +214,9 @@ def test_an_input_is_refused_by_name_and_class(make: Callable[[Tensor], Tensor],
 
 
 @every_kind
-def test_a_buffer_is_refused_by_name_and_class(make: Callable[[Tensor], Tensor], named: str) -> None:
+def test_a_buffer_is_refused_by_name_and_class(
+    make: Callable[[Tensor], Tensor], named: str
+) -> None:
     error = refusal(Model(table=make(rows())))
     assert "the buffer table" in str(error)
     assert named in str(error)
@@ -221,13 +253,17 @@ def test_a_distributed_parameter_is_refused_with_the_tensor_in_its_place(mesh: A
     from torch.distributed.tensor import Shard, distribute_tensor
 
     model = Model()
-    model.first.weight = nn.Parameter(distribute_tensor(model.first.weight.detach(), mesh, [Shard(0)]))
+    model.first.weight = nn.Parameter(
+        distribute_tensor(model.first.weight.detach(), mesh, [Shard(0)])
+    )
     assert "model.first.weight.full_tensor()" in refusal(model).findings[0].rewrite
 
 
 def test_the_rewrite_of_a_wrapper_names_what_it_wraps() -> None:
     model = Model()
-    model.first.weight = nn.Parameter(Quantised(torch.ones(8, 8, dtype=torch.int8), torch.tensor(0.1)))
+    model.first.weight = nn.Parameter(
+        Quantised(torch.ones(8, 8, dtype=torch.int8), torch.tensor(0.1))
+    )
     rewrite = refusal(model).findings[0].rewrite
     assert 'model.first.register_buffer("weight_a", wrapped.a)' in rewrite
     assert "model.first.weight_b = nn.Parameter(wrapped.b.detach())" in rewrite

@@ -31,7 +31,9 @@ class Listed(nn.Module):
 
 
 def test_a_list_of_parameters_leads_to_a_parameter_list() -> None:
-    with pytest.raises(CaptureError, match=r"Use model\.first\.weight itself there.*nn\.ParameterList"):
+    with pytest.raises(
+        CaptureError, match=r"Use model\.first\.weight itself there.*nn\.ParameterList"
+    ):
         capture(job(Listed()))
 
 
@@ -49,7 +51,12 @@ class Unregistered(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:2 parameters get no gradient")
 def test_a_list_of_parameters_that_no_module_has_leads_to_a_parameter_list() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)no gradient reaches any parameter.*parameters in a Python list.*nn\.ParameterList"):
+    with pytest.raises(
+        CaptureError,
+        match=(
+            r"(?s)no gradient reaches any parameter.*parameters in a Python list.*nn\.ParameterList"
+        ),
+    ):
         capture(job(Unregistered()))
 
 
@@ -69,7 +76,11 @@ class Quantised(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
 def test_a_parameter_of_no_floating_point_is_named_at_the_freeze(dtype: torch.dtype) -> None:
     with pytest.raises(
-        CaptureError, match=r"first\.scale: the parameter does not have a floating-point dtype.*first\.register_buffer\('scale'"
+        CaptureError,
+        match=(
+            r"first\.scale: the parameter does not have a floating-point"
+            r" dtype.*first\.register_buffer\('scale'"
+        ),
     ):
         capture(job(Quantised(dtype)))
 
@@ -85,7 +96,9 @@ class Repeated(optim.SGD):
 def test_a_learning_rate_that_may_be_no_tensor_is_named() -> None:
     given = job(nn.Linear(8, 8), optimizer=lambda m: Repeated(m.parameters(), lr=torch.tensor(2.0)))
     optimizers = make_optimizers(given)
-    with pytest.raises(CaptureError, match="Pass lr as a number: Repeated converts a tensor to a number"):
+    with pytest.raises(
+        CaptureError, match="Pass lr as a number: Repeated converts a tensor to a number"
+    ):
         capture_optimizer(given, capture(given), optimizers)
 
 
@@ -98,7 +111,9 @@ class Transformed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def tangent(row: Tensor) -> Tensor:
-            found: Tensor = torch.func.jvp(lambda t: self.first(t).sin(), (row,), (torch.ones_like(row),))[1]
+            found: Tensor = torch.func.jvp(
+                lambda t: self.first(t).sin(), (row,), (torch.ones_like(row),)
+            )[1]
             return found
 
         mapped: Tensor = torch.func.vmap(tangent)(x)
@@ -106,7 +121,13 @@ class Transformed(nn.Module):
 
 
 def test_a_transform_inside_of_another_is_told_as_that() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)a torch\.func transform is nested in another one.*Apply the inner transform to all rows"):
+    with pytest.raises(
+        CaptureError,
+        match=(
+            r"(?s)a torch\.func transform is nested in another one.*Apply the inner transform to"
+            r" all rows"
+        ),
+    ):
         capture(job(Transformed()))
 
 

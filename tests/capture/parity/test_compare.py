@@ -39,7 +39,13 @@ def compared(job: Job, change: Change) -> Difference:
 
 
 def find(module: GraphModule, target: object) -> tuple[GraphModule, Node]:
-    return next((p, n) for p in module.modules() if isinstance(p, GraphModule) for n in p.graph.nodes if n.target is target)
+    return next(
+        (p, n)
+        for p in module.modules()
+        if isinstance(p, GraphModule)
+        for n in p.graph.nodes
+        if n.target is target
+    )
 
 
 def insert(module: GraphModule, after: object, target: object) -> None:
@@ -117,17 +123,23 @@ def test_a_bf16_graph_is_given_more_room(unchanged: Difference) -> None:
 
 
 def test_a_graph_that_writes_to_a_parameter_is_refused(job: Job) -> None:
-    with pytest.raises(CaptureError, match=r"the graph after the pass writes to a parameter.*emb\.weight"):
+    with pytest.raises(
+        CaptureError, match=r"the graph after the pass writes to a parameter.*emb\.weight"
+    ):
         compared(job, write_to_parameter)
 
 
 def test_a_graph_that_fails_is_refused(job: Job) -> None:
     with pytest.raises(CaptureError, match="the graph after the pass fails"):
-        compared(job, lambda module: insert(module, aten.embedding.default, aten.linalg_inv.default))
+        compared(
+            job, lambda module: insert(module, aten.embedding.default, aten.linalg_inv.default)
+        )
 
 
 def test_a_loss_that_is_not_finite_compares_nothing(job: Job) -> None:
-    broken = dataclasses.replace(job.program, state={**job.program.state, "emb.weight": torch.full((16, 8), float("nan"))})
+    broken = dataclasses.replace(
+        job.program, state={**job.program.state, "emb.weight": torch.full((16, 8), float("nan"))}
+    )
     with pytest.raises(DataError, match="the loss is not finite"):
         compare("train", broken, broken, BATCHES)
 

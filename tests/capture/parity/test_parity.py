@@ -27,7 +27,8 @@ from trainload.core.errors import CaptureError, JobError
 def doubled(_: Any, x: Tensor) -> Tensor:
     x = x * 1
     if x.grad_fn is not None:
-        x.grad_fn.register_prehook(lambda gradients: (2 * gradients[0],))  # below torch's functions, where nothing sees it
+        # below torch's functions, where nothing sees it
+        x.grad_fn.register_prehook(lambda gradients: (2 * gradients[0],))
     return x
 
 
@@ -47,7 +48,9 @@ def odd(name: str, function: Callable[[Any, Tensor], Tensor]) -> Model:
 
 
 @pytest.mark.parametrize("function", [doubled, counting])
-def test_a_silent_mis_capture_is_refused_and_its_module_named(function: Callable[[Any, Tensor], Tensor]) -> None:
+def test_a_silent_mis_capture_is_refused_and_its_module_named(
+    function: Callable[[Any, Tensor], Tensor],
+) -> None:
     with pytest.raises(CaptureError, match=r"module odd\b"):
         capture(job(odd("odd", function)))
 
@@ -144,7 +147,9 @@ def drawn_of_a_generator(_: Any, x: Tensor) -> Tensor:
         (drawn_of_a_generator, "NOISE"),
     ],
 )
-def test_a_number_that_a_function_keeps_is_refused_before_it_shows(function: Callable[[Any, Tensor], Tensor], name: str) -> None:
+def test_a_number_that_a_function_keeps_is_refused_before_it_shows(
+    function: Callable[[Any, Tensor], Tensor], name: str
+) -> None:
     with pytest.raises(CaptureError, match=rf"the Python number {re.escape(name)},"):
         capture(job(Model(function)))
 
@@ -156,7 +161,10 @@ def test_a_number_that_the_loss_keeps_is_refused_before_it_shows() -> None:
         calls[0] += 1
         return mean_square(model, batch) * (2 if calls[0] > 1000 else 1)
 
-    with pytest.raises(CaptureError, match=r"(?s)^Job: forward changes the Python number calls\[0\],.*    calls\[0\] \+= 1\n"):
+    with pytest.raises(
+        CaptureError,
+        match=r"(?s)^Job: forward changes the Python number calls\[0\],.*    calls\[0\] \+= 1\n",
+    ):
         capture(job(Model(), loss=loss))
 
 
@@ -248,7 +256,9 @@ def test_a_model_that_fails_on_another_size_is_refused_with_its_line() -> None:
             raise ValueError("four only")
         return x
 
-    with pytest.raises(CaptureError, match=rf"(?s)test_parity\.py:{_line('four only')}.*5 rows.*four only"):
+    with pytest.raises(
+        CaptureError, match=rf"(?s)test_parity\.py:{_line('four only')}.*5 rows.*four only"
+    ):
         capture(job(Model(picky)))
 
 
@@ -256,9 +266,18 @@ def test_a_graph_that_fails_on_any_size_is_not_said_to_fail_on_another_size() ->
     def ensemble(m: Any, x: Tensor) -> Any:
         weights, biases = m.first.weight.expand(3, 8, 8), m.first.bias.expand(3, 8)
         # Under autocast torch's vmap of a linear layer gives float32, and the layer alone bfloat16.
-        return torch.func.vmap(lambda weight, bias: functional.linear(x, weight, bias))(weights, biases).mean(0).float()
+        return (
+            torch.func.vmap(lambda weight, bias: functional.linear(x, weight, bias))(
+                weights, biases
+            )
+            .mean(0)
+            .float()
+        )
 
-    with pytest.raises(CaptureError, match="fails on the example batch, but the model does not: RuntimeError: Tensor dtype") as caught:
+    with pytest.raises(
+        CaptureError,
+        match="fails on the example batch, but the model does not: RuntimeError: Tensor dtype",
+    ) as caught:
         capture(job(Model(ensemble), loss=under_autocast))
     assert [finding.cause for finding in caught.value.findings] == ["differs-from-eager"]
 
@@ -309,9 +328,15 @@ def _line(text: str) -> int:
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_an_example_whose_loss_is_no_number_is_warned_of(value: str) -> None:
     batch = {"x": torch.full((4, 8), float(value))}
-    with pytest.warns(UserWarning, match=r"loss of Job.batch is (nan|inf) in the train graph.*could not be compared"):
+    with pytest.warns(
+        UserWarning,
+        match=r"loss of Job.batch is (nan|inf) in the train graph.*could not be compared",
+    ):
         capture(job(Model(lambda _, x: x.relu()), batch=batch))
-    with pytest.warns(UserWarning, match=r"There are NaNs in the input x\." if value == "nan" else r"with a finite loss\.$"):
+    with pytest.warns(
+        UserWarning,
+        match=r"There are NaNs in the input x\." if value == "nan" else r"with a finite loss\.$",
+    ):
         capture(job(Model(lambda _, x: x.relu()), batch=batch))
 
 
@@ -327,7 +352,9 @@ def test_a_weight_that_no_mean_can_be_taken_over_is_refused(weight: float) -> No
     def loss(model: nn.Module, batch: Batch) -> Loss:
         return Loss(mean_square(model, batch), batch["x"].sum() * 0 + weight)
 
-    with pytest.raises(JobError, match=rf"the weight of the batch cannot be used .*got {weight:g}\)"):
+    with pytest.raises(
+        JobError, match=rf"the weight of the batch cannot be used .*got {weight:g}\)"
+    ):
         capture(job(Model(), loss=loss))
 
 
@@ -338,4 +365,6 @@ def test_a_buffer_that_is_written_the_same_at_every_call_trains_as_eager(tmp_pat
         return moved
 
     rows = torch.randn(16, 8)
-    assert_trains_as_eager(job(Model(follows, target=torch.zeros(8)), batch={"x": rows[:4]}), {"x": rows}, tmp_path)
+    assert_trains_as_eager(
+        job(Model(follows, target=torch.zeros(8)), batch={"x": rows[:4]}), {"x": rows}, tmp_path
+    )

@@ -38,7 +38,9 @@ def sizes(check: Check) -> list[tuple[int, ...]]:
     batch, program = captured()
     found = replay_batches(program.graphs["train"], batch, check)
     assert all(each["x"].shape[:2] == each["y"].shape for each in found)
-    assert all(set(each["y"].flatten().tolist()) <= set(batch["y"].flatten().tolist()) for each in found)
+    assert all(
+        set(each["y"].flatten().tolist()) <= set(batch["y"].flatten().tolist()) for each in found
+    )
     return [tuple(each["y"].shape) for each in found]
 
 

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.export import Dim
 
 from trainload.capture.job.definition import Job
-from trainload.capture.job.synthesise import QUANTILES, quantiles_of, rows_of, synthesise, with_quantiles
+from trainload.capture.job.synthesise import (
+    QUANTILES,
+    quantiles_of,
+    rows_of,
+    synthesise,
+    with_quantiles,
+)
 from trainload.capture.program import GraphCapture, InputSpec, Program
 from trainload.capture.tracing.trace import capture
 from trainload.core.errors import DataError
@@ -30,7 +36,9 @@ def train() -> GraphCapture:
 
 def given(train: GraphCapture, values: Tensor, dtype: str) -> GraphCapture:
     """The graph, its input declared as one that held `values`."""
-    return dataclasses.replace(train, inputs=(InputSpec("x", dtype, train.inputs[0].shape, quantiles_of(values)),))
+    return dataclasses.replace(
+        train, inputs=(InputSpec("x", dtype, train.inputs[0].shape, quantiles_of(values)),)
+    )
 
 
 def test_quantiles_are_entries_from_the_smallest_to_the_greatest() -> None:
@@ -43,7 +51,9 @@ def test_quantiles_are_entries_from_the_smallest_to_the_greatest() -> None:
 
 
 def test_what_is_not_finite_is_no_quantile() -> None:
-    assert set(quantiles_of(torch.tensor([float("nan"), float("inf"), 1.5, -float("inf")]))) == {1.5}
+    assert set(quantiles_of(torch.tensor([float("nan"), float("inf"), 1.5, -float("inf")]))) == {
+        1.5
+    }
 
 
 def test_truth_values_count_as_numbers() -> None:
@@ -51,7 +61,9 @@ def test_truth_values_count_as_numbers() -> None:
     assert {(type(value), value) for value in found} == {(int, 0), (int, 1)}
 
 
-@pytest.mark.parametrize("values", [torch.zeros(0), torch.zeros(3, dtype=torch.complex64), torch.tensor([float("nan")])])
+@pytest.mark.parametrize(
+    "values", [torch.zeros(0), torch.zeros(3, dtype=torch.complex64), torch.tensor([float("nan")])]
+)
 def test_what_holds_no_real_number_has_no_quantiles(values: Tensor) -> None:
     assert quantiles_of(values) == ()
 

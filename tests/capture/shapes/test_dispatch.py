@@ -31,7 +31,9 @@ def mask(length: int = 5) -> Tensor:
 
 
 def of(**guards: Guard) -> Dispatcher:
-    return Dispatcher("train", {name.removeprefix("first"): [guard] for name, guard in guards.items()})
+    return Dispatcher(
+        "train", {name.removeprefix("first"): [guard] for name, guard in guards.items()}
+    )
 
 
 def refusal(dispatcher: Dispatcher, batch: dict[str, object]) -> str:
@@ -45,7 +47,9 @@ def test_an_input_that_is_there_picks_the_variant_that_has_it() -> None:
 
 
 @pytest.mark.parametrize("batch", [rows(), rows(mask=None)])
-def test_an_input_that_is_none_or_not_there_picks_the_variant_that_lacks_it(batch: dict[str, object]) -> None:
+def test_an_input_that_is_none_or_not_there_picks_the_variant_that_lacks_it(
+    batch: dict[str, object],
+) -> None:
     assert of(masked=MASKED, first=PLAIN).pick(batch) == ""
 
 
@@ -85,12 +89,19 @@ def test_a_constant_picks(value: object) -> None:
 
 
 def test_the_name_of_a_member_picks_where_its_class_is_unknown() -> None:
-    assert of(first=flagged(Task.ANSWER), second=flagged(Task.CAPTION)).pick(rows(flag="CAPTION")) == "second"
+    assert (
+        of(first=flagged(Task.ANSWER), second=flagged(Task.CAPTION)).pick(rows(flag="CAPTION"))
+        == "second"
+    )
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(1, True), (1, 1.0), ("1", 1), (Task.CAPTION, Task.ANSWER)])
+@pytest.mark.parametrize(
+    ("given", "wanted"), [(1, True), (1, 1.0), ("1", 1), (Task.CAPTION, Task.ANSWER)]
+)
 def test_a_constant_of_another_kind_or_value_does_not_fit(given: object, wanted: object) -> None:
-    assert "flag: expected" in refusal(of(first=flagged(wanted), second=flagged("another")), rows(flag=given))
+    assert "flag: expected" in refusal(
+        of(first=flagged(wanted), second=flagged("another")), rows(flag=given)
+    )
 
 
 def test_a_constant_on_which_all_variants_agree_need_not_be_given() -> None:
@@ -114,7 +125,12 @@ def test_a_constant_that_the_first_variant_lacks_must_be_given() -> None:
 
 
 def test_a_variant_that_lacks_a_constant_takes_a_batch_without_it() -> None:
-    assert of(first=replace(flagged(3), absent=("mask",)), masked=replace(MASKED, absent=("flag",))).pick(rows(mask=mask())) == "masked"
+    assert (
+        of(
+            first=replace(flagged(3), absent=("mask",)), masked=replace(MASKED, absent=("flag",))
+        ).pick(rows(mask=mask()))
+        == "masked"
+    )
 
 
 def test_a_symbol_has_one_value() -> None:
@@ -143,7 +159,9 @@ def test_the_nearest_variant_is_said_first() -> None:
 
 
 def test_what_no_variant_knows_is_refused_by_name() -> None:
-    assert "entries that no variant accepts: 'other'" in refusal(of(first=PLAIN), rows(other=torch.ones(3)))
+    assert "entries that no variant accepts: 'other'" in refusal(
+        of(first=PLAIN), rows(other=torch.ones(3))
+    )
 
 
 def test_what_other_graphs_know_is_passed_over() -> None:
@@ -158,8 +176,18 @@ class Pair:
 
 
 def test_a_nested_batch_is_taken_apart() -> None:
-    left = Guard((InputGuard("pair.left", "float32", ("batch",)),), {"batch": (1, None)}, absent=("pair.right",))
-    both = Guard((InputGuard("pair.left", "float32", ("batch",)), InputGuard("pair.right", "float32", ("batch",))), {"batch": (1, None)})
+    left = Guard(
+        (InputGuard("pair.left", "float32", ("batch",)),),
+        {"batch": (1, None)},
+        absent=("pair.right",),
+    )
+    both = Guard(
+        (
+            InputGuard("pair.left", "float32", ("batch",)),
+            InputGuard("pair.right", "float32", ("batch",)),
+        ),
+        {"batch": (1, None)},
+    )
     dispatcher = of(first=left, both=both)
     assert dispatcher.pick({"pair": Pair(torch.ones(3))}) == ""
     assert dispatcher.pick({"pair": Pair(torch.ones(3), torch.ones(3))}) == "both"
@@ -168,7 +196,9 @@ def test_a_nested_batch_is_taken_apart() -> None:
 def test_a_derived_size_must_be_what_the_symbol_makes_it() -> None:
     guard = Guard((X, InputGuard("y", "float32", ("batch", "2*x_1 + 1"))), RANGES)
     assert of(first=guard).pick(rows(3, y=torch.ones(3, 7))) == ""
-    assert "y[1]: expected 2*x_1 + 1 = 7, got 6" in refusal(of(first=guard), rows(3, y=torch.ones(3, 6)))
+    assert "y[1]: expected 2*x_1 + 1 = 7, got 6" in refusal(
+        of(first=guard), rows(3, y=torch.ones(3, 6))
+    )
 
 
 def test_all_graphs_that_run_on_a_batch_must_take_it() -> None:
@@ -177,7 +207,11 @@ def test_all_graphs_that_run_on_a_batch_must_take_it() -> None:
 
 
 def test_what_feeds_a_graph_is_not_expected_of_the_batch() -> None:
-    fed = Guard((X, InputGuard("logits", "float32", ("batch", "logits_1"))), {**RANGES, "logits_1": (2, None)}, ("logits_1 < x_1",))
+    fed = Guard(
+        (X, InputGuard("logits", "float32", ("batch", "logits_1"))),
+        {**RANGES, "logits_1": (2, None)},
+        ("logits_1 < x_1",),
+    )
     assert Dispatcher("student", {"": [fed]}, fed={"logits"}).pick(rows()) == ""
 
 

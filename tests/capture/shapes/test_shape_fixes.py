@@ -8,15 +8,30 @@ from typing import Any
 import pytest
 import torch
 from tests.capture.jobs import Batch
-from tests.capture.shape_jobs import added, asked, asserting, branching, free, positioned, reshaped, strided
+from tests.capture.shape_jobs import (
+    added,
+    asked,
+    asserting,
+    branching,
+    free,
+    positioned,
+    reshaped,
+    strided,
+)
 from torch.export import Dim
 
 from trainload.capture.job.declared_sizes import spelled
-from trainload.capture.shapes.shape_fixes import Fix, apply_fixes, suggested_fixes, with_suggested_fixes
+from trainload.capture.shapes.shape_fixes import (
+    Fix,
+    apply_fixes,
+    suggested_fixes,
+    with_suggested_fixes,
+)
 from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CaptureError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* get no gradient")  # each loss uses a part of the model
+# each loss uses a part of the model
+pytestmark = pytest.mark.filterwarnings("ignore:.* get no gradient")
 
 
 def refused(*lines: str) -> CaptureError:
@@ -24,7 +39,11 @@ def refused(*lines: str) -> CaptureError:
     error = CaptureError("the graph cannot be captured")
     listed = "\n  ".join(lines)
     error.__cause__ = ValueError(
-        f"Constraints violated (a)!\n  - why.\n\nSuggested fixes:\n  {listed}\n\nThe error above occurred when a = 3"
+        "Constraints violated (a)!\n"
+        "  - why.\n\n"
+        "Suggested fixes:\n"
+        f"  {listed}\n\n"
+        "The error above occurred when a = 3"
     )
     return error
 
@@ -35,8 +54,14 @@ def refused(*lines: str) -> CaptureError:
         ("seq = 8", Fix("seq", "seq = 8", number=8)),
         ("seq = Dim('seq', max=16)", Fix("seq", "seq = Dim('seq', max=16)", most=16)),
         ("seq = Dim('seq', min=3)", Fix("seq", "seq = Dim('seq', min=3)", least=3)),
-        ("seq = Dim('seq', min=3, max=16)", Fix("seq", "seq = Dim('seq', min=3, max=16)", least=3, most=16)),
-        ("_seq = Dim('_seq', min=1, max=oo)", Fix("_seq", "_seq = Dim('_seq', min=1, max=oo)", least=1)),
+        (
+            "seq = Dim('seq', min=3, max=16)",
+            Fix("seq", "seq = Dim('seq', min=3, max=16)", least=3, most=16),
+        ),
+        (
+            "_seq = Dim('_seq', min=1, max=oo)",
+            Fix("_seq", "_seq = Dim('_seq', min=1, max=oo)", least=1),
+        ),
         ("_seq = Dim('_seq')", Fix("_seq", "_seq = Dim('_seq')")),
         ("b = a", Fix("b", "b = a", root="a")),
         ("seq = 2*_seq", Fix("seq", "seq = 2*_seq", root="_seq", factor=2)),
@@ -95,7 +120,9 @@ A, B = Dim("a", min=4, max=64), Dim("b")
         ((A, Dim.AUTO), ["a = 6"], "Dim.STATIC", "Dim.AUTO"),
     ],
 )
-def test_a_suggestion_changes_every_dim_that_it_is_about(declared: tuple[Any, Any], lines: list[str], x: str, y: str) -> None:
+def test_a_suggestion_changes_every_dim_that_it_is_about(
+    declared: tuple[Any, Any], lines: list[str], x: str, y: str
+) -> None:
     shapes = {"x": {0: ROWS, 1: declared[0]}, "y": {0: ROWS, 1: declared[1]}}
     changed, _ = apply_fixes(suggested_fixes(refused(*lines)), shapes, "train")
     assert (spelled(changed["x"][1]), spelled(changed["y"][1])) == (x, y)
@@ -111,9 +138,27 @@ def test_rows_are_never_made_to_depend_on_another_size(line: str) -> None:
 @pytest.mark.parametrize(
     ("output", "names", "declared", "shape", "applied"),
     [
-        (reshaped, ["x"], {"x": {1: Dim("seq")}}, (6,), "x[1]: Dim('seq') became Dim.STATIC for the train graph"),
-        (reshaped, ["x"], {"x": {1: Dim.DYNAMIC}}, (6,), "x[1]: Dim.DYNAMIC became Dim.STATIC for the train graph"),
-        (branching, ["x"], {"x": {1: Dim("seq")}}, ("x_1",), "x[1]: Dim('seq') became Dim('seq', max=16) for the train graph"),
+        (
+            reshaped,
+            ["x"],
+            {"x": {1: Dim("seq")}},
+            (6,),
+            "x[1]: Dim('seq') became Dim.STATIC for the train graph",
+        ),
+        (
+            reshaped,
+            ["x"],
+            {"x": {1: Dim.DYNAMIC}},
+            (6,),
+            "x[1]: Dim.DYNAMIC became Dim.STATIC for the train graph",
+        ),
+        (
+            branching,
+            ["x"],
+            {"x": {1: Dim("seq")}},
+            ("x_1",),
+            "x[1]: Dim('seq') became Dim('seq', max=16) for the train graph",
+        ),
         (
             positioned,
             ["x"],
@@ -121,7 +166,13 @@ def test_rows_are_never_made_to_depend_on_another_size(line: str) -> None:
             ("x_1",),
             "x[1]: Dim('seq', max=99) became Dim('seq', max=16) for the train graph",
         ),
-        (added, ["x", "y"], {"x": {1: Dim("a")}, "y": {1: Dim("b")}}, ("x_1", "x_1"), "y[1]: Dim('b') became Dim('a') for the train graph"),
+        (
+            added,
+            ["x", "y"],
+            {"x": {1: Dim("a")}, "y": {1: Dim("b")}},
+            ("x_1", "x_1"),
+            "y[1]: Dim('b') became Dim('a') for the train graph",
+        ),
     ],
 )
 def test_a_job_that_torch_refuses_is_captured_as_torch_suggests(
@@ -144,7 +195,9 @@ def test_a_graph_other_than_the_first_has_its_fixes_too() -> None:
     def predict(m: Any, b: Batch) -> Any:
         return branching(m, b)
 
-    changed, fixes = with_suggested_fixes(replace(asked(free, dynamic={"x": {1: B}}), predict=predict))
+    changed, fixes = with_suggested_fixes(
+        replace(asked(free, dynamic={"x": {1: B}}), predict=predict)
+    )
     assert [(fix.graph, fix.after) for fix in fixes] == [("predict", "Dim('b', max=16)")]
     assert [g.inputs[0].shape[1] for g in capture(changed).graphs.values()] == ["x_1"] * 3
 
@@ -155,7 +208,9 @@ def test_suggestions_that_do_not_help_leave_torchs_refusal() -> None:
 
 
 def test_a_batch_dim_that_must_be_even_is_not_mended() -> None:
-    with pytest.raises(CaptureError, match=r"depend on the number of rows.*got the batch dim 2\*_batch"):
+    with pytest.raises(
+        CaptureError, match=r"depend on the number of rows.*got the batch dim 2\*_batch"
+    ):
         with_suggested_fixes(asked(asserting))
 
 

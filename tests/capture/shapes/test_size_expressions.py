@@ -73,14 +73,25 @@ def test_a_long_text_is_refused() -> None:
         parse("a" * (MAX_LENGTH + 1))
 
 
-@pytest.mark.parametrize("text", ["+".join(["a"] * 2000), "-" * 4000 + "a", "not " * 1000 + "a", " or ".join(["a"] * 800)])
+@pytest.mark.parametrize(
+    "text",
+    ["+".join(["a"] * 2000), "-" * 4000 + "a", "not " * 1000 + "a", " or ".join(["a"] * 800)],
+)
 def test_the_longest_texts_are_evaluated(text: str) -> None:
     assert parse(text).value({"a": 1})
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("a", (1, 0)), ("2*a", (2, 0)), ("2*a - 3", (2, -3)), ("a + 1", (1, 1)), ("0*a", None), ("a*b", None), ("a // 2", None)],
+    [
+        ("a", (1, 0)),
+        ("2*a", (2, 0)),
+        ("2*a - 3", (2, -3)),
+        ("a + 1", (1, 1)),
+        ("0*a", None),
+        ("a*b", None),
+        ("a // 2", None),
+    ],
 )
 def test_a_line_is_seen(text: str, line: tuple[int, int] | None) -> None:
     assert parse(text).affine() == line

@@ -19,7 +19,12 @@ from trainload.core.errors import DataError
 from trainload.launching.data.mixture import parts_of
 
 TEXT = (ROOT / "docs" / "variants.md").read_text()
-BLOCKS = {kind: (said, code) for kind, said, code in re.findall(r"```python\n# (\w+)(?:: ([^\n]*))?\n(.*?)```", TEXT, re.DOTALL)}
+BLOCKS = {
+    kind: (said, code)
+    for kind, said, code in re.findall(
+        r"```python\n# (\w+)(?:: ([^\n]*))?\n(.*?)```", TEXT, re.DOTALL
+    )
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +43,17 @@ def packaged(names: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     """That, and the package of its job."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {**names, "package": trainload.freeze(names["job"], tmp_path_factory.mktemp("page") / "page.tl")}
+        return {
+            **names,
+            "package": trainload.freeze(names["job"], tmp_path_factory.mktemp("page") / "page.tl"),
+        }
 
 
 @pytest.mark.slow  # of goldens and other packages with variants test_variants.py trains them
 def test_the_job_has_the_variants_that_it_says(packaged: dict[str, Any]) -> None:
-    assert ", ".join(packaged["package"].manifest.variants) == BLOCKS["works"][0].removeprefix("variants ")
+    assert ", ".join(packaged["package"].manifest.variants) == BLOCKS["works"][0].removeprefix(
+        "variants "
+    )
 
 
 @pytest.mark.slow  # test_dispatch.py has the dispatch
@@ -58,7 +68,9 @@ def test_the_refusal_is_the_one_that_it_says(packaged: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow  # test_record.py records such a model
-def test_the_recording_finds_what_it_says(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recording_finds_what_it_says(
+    names: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = {**names, "model": names["Model"]()}
     exec(BLOCKS["records"][1], found)
     assert set(found["job"].variants) == set(BLOCKS["records"][0].split(", "))
@@ -69,7 +81,9 @@ def test_the_recording_finds_what_it_says(names: dict[str, Any], capsys: pytest.
 def test_the_mixture_is_one(tmp_path: Path) -> None:
     (text,) = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "mixture.json").write_text(text)
-    assert [part.weight for part in parts_of(tmp_path / "mixture.json")] == [entry.get("weight") for entry in json.loads(text)["parts"]]
+    assert [part.weight for part in parts_of(tmp_path / "mixture.json")] == [
+        entry.get("weight") for entry in json.loads(text)["parts"]
+    ]
 
 
 def test_every_code_block_of_the_page_is_run() -> None:

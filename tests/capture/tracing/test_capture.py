@@ -33,7 +33,11 @@ def captured() -> Program:
 def test_outputs_have_roles_and_names() -> None:
     def loss(model: nn.Module, batch: Batch) -> Loss:
         value = mean_square(model, batch)
-        return Loss(value, weight=batch["x"].abs().sum(), metrics={"b": value.detach(), "a": value.detach() * 2})
+        return Loss(
+            value,
+            weight=batch["x"].abs().sum(),
+            metrics={"b": value.detach(), "a": value.detach() * 2},
+        )
 
     outputs = capture(job(Model(), loss=loss)).graphs["train"].outputs
     assert [(o.role, o.name) for o in outputs] == [
@@ -59,7 +63,12 @@ def test_a_static_batch_dim_is_a_number() -> None:
 def test_a_batch_dim_declared_for_one_input_holds_for_all() -> None:
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4)}
     program = capture(
-        job(Model(), batch=batch, loss=lambda m, b: mean_square(m, b) + b["y"].mean(), dynamic={"y": {0: Dim("rows", min=2, max=64)}})
+        job(
+            Model(),
+            batch=batch,
+            loss=lambda m, b: mean_square(m, b) + b["y"].mean(),
+            dynamic={"y": {0: Dim("rows", min=2, max=64)}},
+        )
     )
     assert [i.shape for i in program.graphs["train"].inputs] == [("batch", 8), ("batch",)]
 
@@ -67,7 +76,13 @@ def test_a_batch_dim_declared_for_one_input_holds_for_all() -> None:
 @pytest.mark.slow  # test_inputs.py has leaves in sorted order, and a graph's inputs in theirs
 def test_inputs_are_sorted_by_name() -> None:
     batch = {"z": torch.randn(4), "x": torch.randn(4, 8), "a": torch.randn(4)}
-    program = capture(job(Model(), batch=batch, loss=lambda m, b: mean_square(m, b) * b["a"].mean() + b["z"].mean()))
+    program = capture(
+        job(
+            Model(),
+            batch=batch,
+            loss=lambda m, b: mean_square(m, b) * b["a"].mean() + b["z"].mean(),
+        )
+    )
     assert [i.name for i in program.graphs["train"].inputs] == ["a", "x", "z"]
 
 
@@ -91,7 +106,9 @@ def test_tied_weights_are_one_parameter_with_an_alias(captured: Program) -> None
 
 def test_parameters_without_gradient_are_warned_of_and_not_trained() -> None:
     model = Model(spare=nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match=r"2 parameters get no gradient.*spare\.bias, spare\.weight"):
+    with pytest.warns(
+        UserWarning, match=r"2 parameters get no gradient.*spare\.bias, spare\.weight"
+    ):
         program = capture(job(model))
     assert {p.name for p in program.parameters if not p.trainable} == {"spare.weight", "spare.bias"}
 
@@ -135,7 +152,10 @@ def test_capturing_leaves_the_random_generator_as_it_was() -> None:
 
 
 def test_an_eval_graph_has_no_dropout(captured: Program) -> None:
-    flags = {name: [n.args[2] for n in g.exported.graph.nodes if "dropout" in str(n.target)] for name, g in captured.graphs.items()}
+    flags = {
+        name: [n.args[2] for n in g.exported.graph.nodes if "dropout" in str(n.target)]
+        for name, g in captured.graphs.items()
+    }
     assert flags["train"] == [True]
     assert flags["eval"] in ([], [False])
 
@@ -187,7 +207,9 @@ def test_an_lstm_is_captured_without_a_warning() -> None:
         ({"dynamic": {"z": {0: Dim.AUTO}}}, "not in the batch"),
     ],
 )
-def test_a_job_that_does_not_hold_together_is_refused(options: dict[str, object], message: str) -> None:
+def test_a_job_that_does_not_hold_together_is_refused(
+    options: dict[str, object], message: str
+) -> None:
     with pytest.raises(JobError, match=message):
         capture(job(Model(), **options))
 
@@ -208,7 +230,9 @@ def test_a_loss_with_state_of_its_own_is_refused() -> None:
 def test_two_parameters_on_one_memory_are_refused() -> None:
     model = Model()
     model.last.weight = nn.Parameter(model.first.weight.data)
-    with pytest.raises(CaptureError, match=r"first\.weight and the parameter last\.weight share memory"):
+    with pytest.raises(
+        CaptureError, match=r"first\.weight and the parameter last\.weight share memory"
+    ):
         capture(job(model))
 
 

@@ -27,14 +27,22 @@ class Trained(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        parts = [torch.as_tensor(part).float().mean() for part in tree_leaves(self.case(*inputs)) if isinstance(part, Tensor | int | float)]
+        parts = [
+            torch.as_tensor(part).float().mean()
+            for part in tree_leaves(self.case(*inputs))
+            if isinstance(part, Tensor | int | float)
+        ]
         return torch.stack(parts).sum() * self.gain
 
 
 def fits(case: Any) -> bool:
     """Whether a case's inputs can be a batch: tensors with one leading size."""
     inputs = case.example_args
-    return not case.example_kwargs and all(isinstance(i, Tensor) and i.ndim for i in inputs) and len({i.shape[0] for i in inputs}) == 1
+    return (
+        not case.example_kwargs
+        and all(isinstance(i, Tensor) and i.ndim for i in inputs)
+        and len({i.shape[0] for i in inputs}) == 1
+    )
 
 
 EVERY: dict[str, Any] = all_examples()  # type: ignore[no-untyped-call]  # torch's own
@@ -53,7 +61,14 @@ def captured(case: Any) -> CaptureError | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            capture(Job(Trained(case.model), batch, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), loss))
+            capture(
+                Job(
+                    Trained(case.model),
+                    batch,
+                    lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+                    loss,
+                )
+            )
         except CaptureError as error:
             return error
     return None
@@ -69,6 +84,8 @@ def test_a_case_is_captured_or_explained(name: str) -> None:
 
 
 def test_what_torch_does_not_support_is_refused() -> None:
-    unsupported = {name: case for name, case in CASES.items() if case.support_level.name != "SUPPORTED"}
+    unsupported = {
+        name: case for name, case in CASES.items() if case.support_level.name != "SUPPORTED"
+    }
     assert set(unsupported) == {"dynamic_shape_round"}
     assert [name for name, case in unsupported.items() if captured(case) is None] == []

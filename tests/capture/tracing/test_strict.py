@@ -1,4 +1,6 @@
-"""torch.export's strict mode: where it steps in, what speaks against it, and what is written down of it."""
+"""torch.export's strict mode: where it steps in, what speaks against it, and what is written down
+of it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ Middle = Callable[[Any, Tensor], Tensor]
 
 
 def flat(_: Any, x: Tensor) -> Tensor:
-    """A `len` that goes by another name than the model's own is a plain number to the non-strict mode, and a size to the strict one."""
+    """A `len` that goes by another name than the model's own is a plain number to the non-strict
+    mode, and a size to the strict one.
+    """
     return x.reshape(builtins.len(x), -1)
 
 
@@ -41,7 +45,11 @@ def through_numpy(_: Any, x: Tensor) -> Tensor:
 
 
 def modes(program: Program) -> dict[str, str]:
-    return {name: graph.tracing.mode for name, graph in program.graphs.items() if graph.tracing is not None}
+    return {
+        name: graph.tracing.mode
+        for name, graph in program.graphs.items()
+        if graph.tracing is not None
+    }
 
 
 def notes(error: BaseException) -> str:
@@ -56,7 +64,9 @@ def notes(error: BaseException) -> str:
         lambda _, x: x * float(builtins.len(x) // 2),
         lambda _, x: x + torch.arange(builtins.len(x)).unsqueeze(1),
         lambda _, x: x.sum(0, keepdim=True).expand(builtins.len(x), -1),
-        lambda model, x: nn.functional.dropout(x.reshape(builtins.len(x), -1), 0.25, model.training),
+        lambda model, x: nn.functional.dropout(
+            x.reshape(builtins.len(x), -1), 0.25, model.training
+        ),
     ],
     ids=["len", "numpy", "half of len", "arange", "expand", "dropout"],
 )
@@ -66,7 +76,10 @@ def test_the_strict_mode_steps_in_where_the_other_cannot_follow(middle: Middle) 
 
 @pytest.mark.parametrize("middle", [flat, through_numpy])
 def test_a_strict_graph_is_derived_and_right_on_every_number_of_rows(middle: Middle) -> None:
-    assert str(prove(job(Model(middle)), Check.THOROUGH).program.graphs["train"].guard) == "x float32[batch, 8]"
+    assert (
+        str(prove(job(Model(middle)), Check.THOROUGH).program.graphs["train"].guard)
+        == "x float32[batch, 8]"
+    )
 
 
 def test_the_other_mode_is_taken_first() -> None:
@@ -74,7 +87,10 @@ def test_the_other_mode_is_taken_first() -> None:
 
 
 def test_only_the_graph_that_needs_it_is_strict() -> None:
-    assert modes(capture(job(Model(lambda model, x: flat(model, x) if model.training else x)))) == {"train": "strict", "eval": "non-strict"}
+    assert modes(capture(job(Model(lambda model, x: flat(model, x) if model.training else x)))) == {
+        "train": "strict",
+        "eval": "non-strict",
+    }
 
 
 def test_why_is_written_down_with_the_line() -> None:
@@ -92,7 +108,10 @@ def test_no_strict_gives_the_page() -> None:
 
 
 def test_strict_alone_takes_what_both_could() -> None:
-    assert modes(capture(job(Model(lambda _, x: x.tanh())), strict=True)) == {"train": "strict", "eval": "strict"}
+    assert modes(capture(job(Model(lambda _, x: x.tanh())), strict=True)) == {
+        "train": "strict",
+        "eval": "strict",
+    }
 
 
 # What the strict mode would lose
@@ -147,14 +166,23 @@ def saved(model: Any, x: Tensor) -> Tensor:
 
 
 LOST: dict[str, tuple[Middle, str]] = {
-    "autograd function": (lambda model, x: Doubled.apply(flat(model, x)), "autograd function Doubled"),  # type: ignore[no-untyped-call]
+    "autograd function": (
+        lambda model, x: Doubled.apply(flat(model, x)),  # type: ignore[no-untyped-call]
+        "autograd function Doubled",
+    ),
     "tensor hook": (hooked, "uses autograd directly"),
     "no_grad": (without_gradient, "changes the grad mode"),
     "autocast": (low, r"a region \(autocast\)"),
-    "checkpoint": (lambda model, x: checkpoint(torch.tanh, flat(model, x), use_reentrant=False), r"\(checkpoint\)"),
+    "checkpoint": (
+        lambda model, x: checkpoint(torch.tanh, flat(model, x), use_reentrant=False),
+        r"\(checkpoint\)",
+    ),
     "saved tensors": (saved, "save_on_cpu"),
     "vmap": (lambda model, x: torch.func.vmap(torch.tanh)(flat(model, x)), r"\(vmap\)"),
-    "gradient inside": (lambda model, x: torch.func.grad(lambda t: t.square().sum())(flat(model, x)), r"\(func grad\)"),
+    "gradient inside": (
+        lambda model, x: torch.func.grad(lambda t: t.square().sum())(flat(model, x)),
+        r"\(func grad\)",
+    ),
     "assigned buffer": (assigned, "a new tensor to the buffer seen"),
     "counter": (counted, "Python attribute"),
     "random": (lambda model, x: flat(model, x) * random.random(), "random.random"),
@@ -167,7 +195,9 @@ def test_what_would_be_lost_is_named(middle: Middle, said: str) -> None:
         capture(job(Model(middle, seen=torch.zeros(()))), strict=True)
 
 
-@pytest.mark.parametrize("middle", [*(middle for middle, _ in LOST.values()), kept], ids=[*LOST, "assigned attribute"])
+@pytest.mark.parametrize(
+    "middle", [*(middle for middle, _ in LOST.values()), kept], ids=[*LOST, "assigned attribute"]
+)
 def test_what_would_be_lost_leaves_the_page_as_it_was(middle: Middle) -> None:
     pages = []
     for strict in (False, None):
@@ -193,7 +223,10 @@ def test_what_is_called_where_garbage_is_collected_is_not_the_models() -> None:
     try:
         littering(None, torch.ones(1))
         assert asked
-        assert modes(capture(job(Model(littering)), strict=True)) == {"train": "strict", "eval": "strict"}
+        assert modes(capture(job(Model(littering)), strict=True)) == {
+            "train": "strict",
+            "eval": "strict",
+        }
     finally:
         gc.callbacks.remove(ask)
         gc.set_threshold(*thresholds)
@@ -219,7 +252,10 @@ def test_a_parameter_hook_speaks_against_it() -> None:
 
 @pytest.mark.parametrize(
     "middle",
-    [lambda _, x: x.relu() if x.sum() > 0 else x, lambda _, x: x[: int(x.sum().abs()) + 1].mean(0) + x],
+    [
+        lambda _, x: x.relu() if x.sum() > 0 else x,
+        lambda _, x: x[: int(x.sum().abs()) + 1].mean(0) + x,
+    ],
     ids=["branch", "number"],
 )
 def test_it_is_not_tried_for_values_of_the_batch(middle: Middle) -> None:
@@ -242,7 +278,12 @@ def test_a_number_read_by_numpy_is_refused() -> None:
 
 def test_a_condition_on_a_declared_size_is_refused() -> None:
     with pytest.raises(CaptureError) as raised:
-        capture(job(Model(lambda _, x: x + x[: x.shape[0] - 2].sum()), dynamic={"x": {0: Dim("batch", min=3)}}))
+        capture(
+            job(
+                Model(lambda _, x: x + x[: x.shape[0] - 2].sum()),
+                dynamic={"x": {0: Dim("batch", min=3)}},
+            )
+        )
     assert "of a declared size" in notes(raised.value)
 
 
@@ -256,7 +297,9 @@ def test_conditions_on_other_sizes_are_in_the_guard() -> None:
             y = x.view(builtins.len(x), -1)
             return (y * 2 if x.shape[1] % 2 == 0 and x.shape[1] <= 20 else y) * self.gain
 
-    guard = prove(job(Even(), dynamic={"x": {1: Dim.AUTO}}), Check.USUAL).program.graphs["train"].guard
+    guard = (
+        prove(job(Even(), dynamic={"x": {1: Dim.AUTO}}), Check.USUAL).program.graphs["train"].guard
+    )
     assert str(guard) == "x float32[batch, x_1]; x_1 2 to 20; (x_1 % 2) == 0"
 
 
@@ -270,8 +313,18 @@ def test_inputs_share_the_batch_dim() -> None:
             return x.reshape(builtins.len(x), -1).sum(1) * self.gain + y.sum(1)
 
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
-    captured = capture(job(Pair(), batch=batch, loss=lambda m, b: m(**b).mean(), dynamic={"x": {1: Dim("left")}, "y": {1: Dim("right")}}))
-    assert [spec.shape for spec in captured.graphs["train"].inputs] == [("batch", "x_1"), ("batch", "y_1")]
+    captured = capture(
+        job(
+            Pair(),
+            batch=batch,
+            loss=lambda m, b: m(**b).mean(),
+            dynamic={"x": {1: Dim("left")}, "y": {1: Dim("right")}},
+        )
+    )
+    assert [spec.shape for spec in captured.graphs["train"].inputs] == [
+        ("batch", "x_1"),
+        ("batch", "y_1"),
+    ]
 
 
 def test_tied_parameters_keep_their_owner() -> None:
@@ -308,15 +361,22 @@ def test_many_jobs_of_one_process_are_captured() -> None:
     """More than torch compiles one function for."""
     for _ in range(10):
         target = targets_of(job(Model(flat)))[0]
-        assert export_strictly(target, *example_of(job(Model(flat)), target)).graph_signature.user_inputs == ("batch_x",)
+        assert export_strictly(
+            target, *example_of(job(Model(flat)), target)
+        ).graph_signature.user_inputs == ("batch_x",)
 
 
 def test_the_model_is_as_it_was() -> None:
     model = Model(flat, seen=torch.zeros(()))
-    before = {name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    before = {
+        name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()
+    }
     capture(job(model))
     after = {name: (id(value), value) for name, value in model.state_dict(keep_vars=True).items()}
-    assert all(before[name][0] == after[name][0] and torch.equal(before[name][1], after[name][1]) for name in before)
+    assert all(
+        before[name][0] == after[name][0] and torch.equal(before[name][1], after[name][1])
+        for name in before
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -338,7 +398,9 @@ def test_a_joint_graph_that_is_wrong_gives_the_page(monkeypatch: pytest.MonkeyPa
     assert "another gradient" in notes(raised.value)
 
 
-def test_a_joint_graph_that_is_wrong_is_told_of_where_strict_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joint_graph_that_is_wrong_is_told_of_where_strict_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def wrong(*_: object) -> None:
         raise CaptureError("another gradient")
 

@@ -1,4 +1,6 @@
-"""Branches of torch.cond that write to buffers. torch refuses them in training; what is compared with takes the branch as Python does."""
+"""Branches of torch.cond that write to buffers. torch refuses them in training; what is compared
+with takes the branch as Python does.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class Branching(nn.Module):
     def __init__(self, middle: Middle) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.norm, self.middle = nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), middle
+        self.layer, self.norm, self.middle = (
+            nn.Linear(8, 8),
+            nn.BatchNorm1d(8, affine=False),
+            middle,
+        )
         self.register_buffer("seen", torch.zeros(8))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
@@ -43,7 +49,9 @@ class Branching(nn.Module):
         return found
 
 
-def branch(m: Any, x: Tensor, one: Callable[..., Any], other: Callable[..., Any], *operands: Tensor) -> Any:
+def branch(
+    m: Any, x: Tensor, one: Callable[..., Any], other: Callable[..., Any], *operands: Tensor
+) -> Any:
     return torch.cond(m.calls % 2 == 0, one, other, (x, *operands))
 
 
@@ -76,14 +84,21 @@ def operand(m: Any, x: Tensor) -> Tensor:
         seen.mul_(0.5).add_(y.detach().amax(0))
         return y * seen, torch.ones((), dtype=torch.int64)
 
-    value, taken = branch(m, x, counted, lambda y, _: (y.sin(), torch.zeros((), dtype=torch.int64)), m.seen)
+    value, taken = branch(
+        m, x, counted, lambda y, _: (y.sin(), torch.zeros((), dtype=torch.int64)), m.seen
+    )
     m.count += taken
     found: Tensor = value
     return found
 
 
 def nested(m: Any, x: Tensor) -> Tensor:
-    found: Tensor = branch(m, x, lambda y: torch.cond(y.amax() > -100, m.norm, lambda z: z * 1, (y,)), lambda y: y.tanh())
+    found: Tensor = branch(
+        m,
+        x,
+        lambda y: torch.cond(y.amax() > -100, m.norm, lambda z: z * 1, (y,)),
+        lambda y: y.tanh(),
+    )
     return found
 
 
@@ -98,7 +113,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def job(middle: Middle) -> trainload.Job:
     example = {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))}
-    return trainload.Job(Branching(middle), example, sgd, loss=loss, steps=UPDATES, global_batch=ROWS)
+    return trainload.Job(
+        Branching(middle), example, sgd, loss=loss, steps=UPDATES, global_batch=ROWS
+    )
 
 
 def of_python(job: trainload.Job, step: int, rows: int) -> AbstractContextManager[None]:
@@ -108,25 +125,38 @@ def of_python(job: trainload.Job, step: int, rows: int) -> AbstractContextManage
 @pytest.mark.matrix(when=lambda middle, compiled: middle in (batch_norm, assigned) and not compiled)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("middle", [batch_norm, in_place, assigned, operand, nested])
-def test_a_branch_that_writes_to_buffers_trains_as_pythons_own(middle: Middle, compiled: bool, tmp_path: Path) -> None:
+def test_a_branch_that_writes_to_buffers_trains_as_pythons_own(
+    middle: Middle, compiled: bool, tmp_path: Path
+) -> None:
     data = {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))}
     assert_trains_as_eager(job(middle), data, tmp_path, draws=of_python, compile=compiled)
-    assert not [event for event in read_events(tmp_path / "run") if event.kind == "warning"]  # such as a graph that runs interpreted
+    # such as a graph that runs interpreted
+    assert not [event for event in read_events(tmp_path / "run") if event.kind == "warning"]
 
 
-def test_what_only_the_branch_uses_that_the_example_does_not_take_is_trained(tmp_path: Path) -> None:
-    model = Branching(lambda m, x: torch.cond(m.calls > 3, lambda y: m.affine(y), lambda y: y * 1, (x,)))
+def test_what_only_the_branch_uses_that_the_example_does_not_take_is_trained(
+    tmp_path: Path,
+) -> None:
+    model = Branching(
+        lambda m, x: torch.cond(m.calls > 3, lambda y: m.affine(y), lambda y: y * 1, (x,))
+    )
     model.affine = nn.BatchNorm1d(8)
     example = {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))}
     given = trainload.Job(model, example, sgd, loss=loss, steps=UPDATES, global_batch=ROWS)
-    late = trainload.Job(copy.deepcopy(model), example, sgd, loss=loss, steps=UPDATES, global_batch=ROWS)
+    late = trainload.Job(
+        copy.deepcopy(model), example, sgd, loss=loss, steps=UPDATES, global_batch=ROWS
+    )
     assert all(parameter.trainable for parameter in capture(given).parameters)
     late.model.get_buffer("calls").add_(2)  # the branch is taken from the third update on
     assert_trains_as_eager(late, example, tmp_path, draws=of_python)
 
 
-@pytest.mark.parametrize("part", [lambda z: z[:2], lambda z: z.split(4, 1)[0]], ids=["a slice", "one of several views"])
-def test_a_branch_that_writes_to_another_tensor_is_refused_at_its_line(part: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "part", [lambda z: z[:2], lambda z: z.split(4, 1)[0]], ids=["a slice", "one of several views"]
+)
+def test_a_branch_that_writes_to_another_tensor_is_refused_at_its_line(
+    part: Callable[[Tensor], Tensor],
+) -> None:
     def middle(m: Any, x: Tensor) -> Tensor:
         def written(y: Tensor, z: Tensor) -> Tensor:
             part(z).mul_(2)

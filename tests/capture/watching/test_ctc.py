@@ -25,7 +25,10 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "joined targets": ((JOINED, FRAMES, LETTERS), {}),
     "lengths as lists": ((TARGETS, [9, 8, 3], [4, 2, 3]), {}),
     "another blank": ((TARGETS, FRAMES, LETTERS), {"blank": 5}),
-    "an impossible row": ((TARGETS, torch.tensor([9, 8, 2]), LETTERS), {"zero_infinity": True, "reduction": "none"}),
+    "an impossible row": (
+        (TARGETS, torch.tensor([9, 8, 2]), LETTERS),
+        {"zero_infinity": True, "reduction": "none"},
+    ),
 }
 
 
@@ -38,7 +41,10 @@ def log_probs() -> Tensor:
 def test_values_and_gradients_are_torchs(name: str) -> None:
     args, options = CASES[name]
     ours, torchs = log_probs(), log_probs()
-    found, expected = ctc_loss(ours, *args, **options), functional.ctc_loss(torchs, *args, **options)
+    found, expected = (
+        ctc_loss(ours, *args, **options),
+        functional.ctc_loss(torchs, *args, **options),
+    )
     torch.testing.assert_close(found, expected)
     weights = torch.arange(1.0, 1.0 + found.numel()).view(found.shape)
     (found * weights).sum().backward()  # type: ignore[no-untyped-call]  # torch's own
@@ -61,7 +67,9 @@ def test_the_number_of_a_reduction_is_torchs() -> None:
 
 
 @pytest.mark.slow  # test_export.py freezes such a model, which compares its gradients with eager's
-@pytest.mark.parametrize("compiled", [pytest.param(True, id="compiled"), pytest.param(False, id="interpreted")])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(True, id="compiled"), pytest.param(False, id="interpreted")]
+)
 def test_a_model_with_it_trains(compiled: bool, tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         scores = model(batch["x"]).log_softmax(-1).transpose(0, 1)
@@ -78,11 +86,23 @@ def test_a_model_with_it_trains(compiled: bool, tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", **{name: value.numpy() for name, value in rows.items()})  # type: ignore[arg-type]  # arrays
     torch.manual_seed(0)
     job = trainload.Job(
-        nn.Linear(8, 6), {n: t[:4] for n, t in rows.items()}, lambda m: torch.optim.SGD(m.parameters(), 0.1), loss, steps=3, global_batch=16
+        nn.Linear(8, 6),
+        {n: t[:4] for n, t in rows.items()},
+        lambda m: torch.optim.SGD(m.parameters(), 0.1),
+        loss,
+        steps=3,
+        global_batch=16,
     )
     package = trainload.freeze(job, tmp_path / "ctc.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local", compile=compiled)
+    trainload.launch(
+        package,
+        plan,
+        tmp_path / "rows.npz",
+        run_dir=tmp_path / "run",
+        backend="local",
+        compile=compiled,
+    )
     expected = []
     optimizer = torch.optim.SGD(job.model.parameters(), 0.1)
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""Gamma and Dirichlet variates: torch's own numbers and derivatives, captured for every number of rows."""
+"""Gamma and Dirichlet variates: torch's own numbers and derivatives, captured for every number of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_the_derivative_of_a_gamma_variate_is_torchs() -> None:
     concentration = (torch.rand(50) * 5 + 0.1).requires_grad_()
     x = distributions.Gamma(concentration, torch.ones(50)).rsample()
     (expected,) = torch.autograd.grad(x.square().sum(), concentration)
-    (found,) = torch.autograd.grad(gamma_at(concentration, x.detach()).square().sum(), concentration)
+    (found,) = torch.autograd.grad(
+        gamma_at(concentration, x.detach()).square().sum(), concentration
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -40,11 +44,19 @@ def mixed(_: Any, x: Tensor) -> Tensor:
 
 def learned(model: Any, x: Tensor) -> Tensor:
     rate = nn.functional.softplus(x) + 0.1
-    return distributions.Gamma(rate, model.first.weight.mean().exp()).rsample() if model.training else x
+    return (
+        distributions.Gamma(rate, model.first.weight.mean().exp()).rsample()
+        if model.training
+        else x
+    )
 
 
 def beta(model: Any, x: Tensor) -> Tensor:
-    return distributions.Beta(x.exp() + 0.1, nn.functional.softplus(x) + 0.1).rsample() if model.training else x
+    return (
+        distributions.Beta(x.exp() + 0.1, nn.functional.softplus(x) + 0.1).rsample()
+        if model.training
+        else x
+    )
 
 
 def mixture(model: Any, x: Tensor) -> Tensor:
@@ -56,7 +68,11 @@ def heavy(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.matrix("Dirichlet")
-@pytest.mark.parametrize("middle", [mixed, learned, beta, mixture, heavy], ids=["mixup", "Gamma", "Beta", "Dirichlet", "StudentT"])
+@pytest.mark.parametrize(
+    "middle",
+    [mixed, learned, beta, mixture, heavy],
+    ids=["mixup", "Gamma", "Beta", "Dirichlet", "StudentT"],
+)
 def test_a_model_with_them_is_captured_and_derived(middle: Any) -> None:
     program = prove(job(Model(middle)), Check.USUAL).program
     assert str(program.graphs["train"].guard) == "x float32[batch, 8]"

@@ -1,4 +1,6 @@
-"""Autograd functions, hooks and modules of less common forms are captured with eager's gradients, and derived."""
+"""Autograd functions, hooks and modules of less common forms are captured with eager's gradients,
+and derived.
+"""
 
 # mypy: allow-untyped-calls
 # torch's apply and register_hook have no types.
@@ -49,7 +51,9 @@ class Asking(torch.autograd.Function):
         return x * 2, x * w, x + 1
 
     @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor | None, third: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def backward(
+        ctx: Any, first: Tensor, second: Tensor | None, third: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         x, w = ctx.saved_tensors
         by_x = first * 5 + (11 if second is None else second * w) + (13 if third is None else third)
         return by_x, None if second is None else (second * x).sum(0)
@@ -125,7 +129,9 @@ def hook_that_converts(_: Any, x: Tensor) -> Any:
 
 
 def packed(_: Any, x: Tensor) -> Any:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.detach().numpy().copy(), torch.from_numpy
+    ):
         return x.tanh()
 
 
@@ -134,7 +140,9 @@ def gradient_in_evaluation(_: Any, x: Tensor) -> Any:
 
 
 def affine(m: Any, x: Tensor) -> Any:
-    grid = functional.affine_grid(m.theta(x).view(-1, 2, 3), [x.shape[0], 1, 2, 4], align_corners=False)
+    grid = functional.affine_grid(
+        m.theta(x).view(-1, 2, 3), [x.shape[0], 1, 2, 4], align_corners=False
+    )
     return functional.grid_sample(x.view(-1, 1, 2, 4), grid, align_corners=False).flatten(1)
 
 
@@ -146,12 +154,16 @@ FORMS: dict[str, Callable[[], nn.Module]] = {
     "all outputs used": lambda: Model(asked(0, 1, 2), **linear()),
     "mapped": lambda: Model(lambda _, x: torch.func.vmap(Mapped.apply)(x)),
     "differentiated in forward": lambda: Model(gradient_in_evaluation),
-    "computed again": lambda: Model(lambda m, x: Recomputed.apply(x, m.part.weight) + m.part.bias, **linear()),
+    "computed again": lambda: Model(
+        lambda m, x: Recomputed.apply(x, m.part.weight) + m.part.bias, **linear()
+    ),
     "hooked twice": lambda: Model(hooked_twice),
     "hook removed": lambda: Model(hook_removed),
     "hook that converts": lambda: Model(hook_that_converts),
     "packed": lambda: Model(packed),
-    "counted batch norm": lambda: Model(lambda m, x: m.norm(x), norm=nn.BatchNorm1d(8, momentum=None)),
+    "counted batch norm": lambda: Model(
+        lambda m, x: m.norm(x), norm=nn.BatchNorm1d(8, momentum=None)
+    ),
     "affine grid": lambda: Model(affine, theta=nn.Linear(8, 6)),
     "distances": lambda: Model(lambda m, x: torch.cdist(x, m.last.weight)),
     "taken along a dim": lambda: Model(lambda _, x: torch.take_along_dim(x, x.argsort(-1), -1)),
@@ -162,7 +174,9 @@ FORMS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_is_captured_and_derived(name: str) -> None:
     program = capture(job(FORMS[name]()))
-    check_step(program, "train", derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
+    check_step(
+        program, "train", derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)}
+    )
     derive(program, "eval", torch.device("cpu"))
 
 
@@ -170,22 +184,30 @@ def test_a_form_is_captured_and_derived(name: str) -> None:
 def test_a_checkpoint_in_a_branch_of_cond_is_the_call_alone() -> None:
     def branch(m: Any, x: Tensor) -> Any:
         return torch.cond(
-            x.sum() > -100, lambda t: checkpoint(lambda u: m.part(u).tanh(), t, use_reentrant=False), lambda t: m.part(t).sin(), (x,)
+            x.sum() > -100,
+            lambda t: checkpoint(lambda u: m.part(u).tanh(), t, use_reentrant=False),
+            lambda t: m.part(t).sin(),
+            (x,),
         )
 
     program = capture(job(Model(branch, **linear())))
-    check_step(program, "train", derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
+    check_step(
+        program, "train", derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)}
+    )
 
 
 def test_a_backward_that_asks_is_traced_for_each_set_of_outputs_that_it_takes() -> None:
     graph = capture(job(FORMS["two outputs used"]())).graphs["train"].exported.graph_module
     (call,) = [n for n in graph.graph.nodes if "trainload_backward_by_use" in str(n.target)]
     assert call.args[2] == (0b111, 0b101, 0b011, 0b001)  # without the first it raises
-    assert call.args[3] == (0b11, 0b01, 0b11, 0b01)  # the second input has a gradient where the second output has
+    # the second input has a gradient where the second output has
+    assert call.args[3] == (0b11, 0b01, 0b11, 0b01)
 
 
 def test_a_function_that_is_given_zeros_has_one_backward() -> None:
-    assert "trainload_backward_by_use" not in targets(capture(job(Model(lambda _, x: Scaled.apply(x)))))
+    assert "trainload_backward_by_use" not in targets(
+        capture(job(Model(lambda _, x: Scaled.apply(x))))
+    )
 
 
 def test_the_running_statistics_of_a_counted_batch_norm_are_the_mean_over_all_steps() -> None:
@@ -205,7 +227,9 @@ def test_the_running_statistics_of_a_counted_batch_norm_are_the_mean_over_all_st
 
 
 def rounded(m: Any, x: Tensor) -> Any:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.dtype, t.bfloat16()), lambda kept: kept[1].to(kept[0])):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (t.dtype, t.bfloat16()), lambda kept: kept[1].to(kept[0])
+    ):
         return m.part(x).tanh().square()
 
 

@@ -1,4 +1,6 @@
-"""Operators with kernels of the user's own: captured by name where they run here, else refused by name."""
+"""Operators with kernels of the user's own: captured by name where they run here, else refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,11 @@ def refusal(function: Callable[[Tensor], Tensor]) -> CaptureError:
 
 def targets(function: Callable[[Tensor], Tensor]) -> list[str]:
     program = capture(job(Model(lambda _, x: function(x))))
-    return [str(node.target) for node in program.graphs["train"].exported.graph.nodes if node.op == "call_function"]
+    return [
+        str(node.target)
+        for node in program.graphs["train"].exported.graph.nodes
+        if node.op == "call_function"
+    ]
 
 
 def test_an_operator_with_a_kernel_for_the_cpu_stays_one_call() -> None:
@@ -87,7 +93,10 @@ def test_an_operator_with_a_kernel_for_the_cpu_stays_one_call() -> None:
 def test_an_operator_without_a_kernel_for_the_cpu_is_refused_by_name() -> None:
     error = refusal(elsewhere)
     assert "kernels_test::elsewhere cannot run on CPU tensors" in str(error)
-    assert '@torch.library.register_kernel("kernels_test::elsewhere", "cpu")\ndef _(x):' in error.findings[0].rewrite
+    assert (
+        '@torch.library.register_kernel("kernels_test::elsewhere", "cpu")\ndef _(x):'
+        in error.findings[0].rewrite
+    )
 
 
 def test_the_line_that_calls_it_is_shown() -> None:

@@ -21,12 +21,21 @@ from trainload.freezing.prove import prove
 
 
 def in_branches(_: Any, x: Tensor) -> Any:
-    return torch.cond(x.sum() > 0, lambda y: y.reshape(len(y), -1) * len([y, y]), lambda y: y / len(y), (x,))
+    return torch.cond(
+        x.sum() > 0, lambda y: y.reshape(len(y), -1) * len([y, y]), lambda y: y / len(y), (x,)
+    )
 
 
 def in_a_loop(_: Any, x: Tensor) -> Any:
     loop: Any = torch.while_loop
-    return loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.5 + len(y)), (torch.tensor(0), x.detach()))[1] + x
+    return (
+        loop(
+            lambda i, y: i < 3,
+            lambda i, y: (i + 1, y * 0.5 + len(y)),
+            (torch.tensor(0), x.detach()),
+        )[1]
+        + x
+    )
 
 
 @pytest.mark.matrix("reshape", "arithmetic")
@@ -43,11 +52,25 @@ def in_a_loop(_: Any, x: Tensor) -> Any:
         in_branches,
         in_a_loop,
     ],
-    ids=["reshape", "product", "arange", "expand", "arithmetic", "beside no_grad", "vmap", "cond", "while_loop"],
+    ids=[
+        "reshape",
+        "product",
+        "arange",
+        "expand",
+        "arithmetic",
+        "beside no_grad",
+        "vmap",
+        "cond",
+        "while_loop",
+    ],
 )
 def test_len_of_a_batch_is_right_on_every_number_of_rows(middle: Any) -> None:
     program = prove(job(Model(middle)), Check.THOROUGH).program
-    assert {name: graph.tracing.mode for name, graph in program.graphs.items() if graph.tracing is not None} == {
+    assert {
+        name: graph.tracing.mode
+        for name, graph in program.graphs.items()
+        if graph.tracing is not None
+    } == {
         "train": "non-strict",
         "eval": "non-strict",
     }
@@ -91,7 +114,13 @@ def test_a_branch_on_len_is_refused_with_the_sizes_it_takes() -> None:
 
 
 def test_a_branch_on_len_that_all_declared_sizes_take_is_captured() -> None:
-    capture(job(Model(lambda _, x: x.relu() if len(x) > 2 else x), dynamic={"x": {0: Dim("batch", min=3)}}), strict=False)
+    capture(
+        job(
+            Model(lambda _, x: x.relu() if len(x) > 2 else x),
+            dynamic={"x": {0: Dim("batch", min=3)}},
+        ),
+        strict=False,
+    )
 
 
 def test_a_module_with_a_len_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""What torch.export drops or refuses is in the graph: capture replays each model and compares loss and gradients with eager."""
+"""What torch.export drops or refuses is in the graph: capture replays each model and compares loss
+and gradients with eager.
+"""
 
 # mypy: allow-untyped-calls
 # torch's apply and register_hook have no types.
@@ -28,7 +30,9 @@ from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CaptureError
 from trainload.packaging.write import write_package
 
-expected_warnings = pytest.mark.filterwarnings("ignore:2 parameters get no gradient", "ignore:None of the inputs have requires_grad")
+expected_warnings = pytest.mark.filterwarnings(
+    "ignore:2 parameters get no gradient", "ignore:None of the inputs have requires_grad"
+)
 
 
 CONSTRUCTS = {
@@ -44,10 +48,15 @@ CONSTRUCTS = {
 }
 """Model -> an operator of its graph."""
 some_constructs = pytest.mark.matrix(
-    "function_under_a_bound_name", "checkpoint_with_dropout", "full_backward_hook", "full_backward_pre_hook"
+    "function_under_a_bound_name",
+    "checkpoint_with_dropout",
+    "full_backward_hook",
+    "full_backward_pre_hook",
 )
-"""Other tests cover the rest: test_export.py freezes a gradient in forward, test_gradient_forms.py and the functions below derive hooks and
-functions of torch, and the job that is captured by hand has cond, autocast and no_grad."""
+"""Other tests cover the rest: test_export.py freezes a gradient in forward, test_gradient_forms.py
+and the functions below derive hooks and functions of torch, and the job that is captured by hand
+has cond, autocast and no_grad.
+"""
 
 
 @functools.cache
@@ -61,7 +70,9 @@ def captured(name: str) -> tuple[Job, Program]:
 @expected_warnings
 @some_constructs
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_says(name: str, tmp_path: Any) -> None:
+def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_says(
+    name: str, tmp_path: Any
+) -> None:
     description, program = captured(name)
     recipe, updates = optimizer_of(description, program)
     read = write_package(tmp_path / "p", program, updates, recipe).program()
@@ -103,8 +114,12 @@ def test_hooks_and_patched_functions_are_as_before_after_a_capture() -> None:
     capture(job(model))
     assert dict(model.get_submodule("part")._backward_hooks) == held
     assert before == (
-        torch.func.grad, torch.compile, torch.autocast.__enter__, torch.inference_mode.__enter__, vars(torch.autograd.Function).keys(),
-    )  # fmt: skip
+        torch.func.grad,
+        torch.compile,
+        torch.autocast.__enter__,
+        torch.inference_mode.__enter__,
+        vars(torch.autograd.Function).keys(),
+    )
 
 
 def test_a_parameter_hook_acts_once() -> None:
@@ -117,7 +132,8 @@ def test_a_parameter_hook_acts_once() -> None:
 
     model.first.weight.register_hook(counted)
     capture(job(model))
-    assert len(calls) == 3  # while tracing, and in the two eager replays; the graph's replays do not call it
+    # while tracing, and in the two eager replays; the graph's replays do not call it
+    assert len(calls) == 3
 
 
 def test_a_reentrant_checkpoint_of_the_batch_itself_passes_no_gradient() -> None:
@@ -130,7 +146,10 @@ def test_a_reentrant_checkpoint_of_the_batch_itself_passes_no_gradient() -> None
             result: Tensor = self.last(checkpoint(self.inside, x, use_reentrant=True))
             return result
 
-    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"), pytest.warns(UserWarning, match="2 parameters get no"):
+    with (
+        pytest.warns(UserWarning, match="None of the inputs have requires_grad"),
+        pytest.warns(UserWarning, match="2 parameters get no"),
+    ):
         program = capture(job(Outermost()))
     assert {p.name for p in program.parameters if p.trainable} == {"last.weight", "last.bias"}
 
@@ -144,7 +163,9 @@ def late(_: Any, x: Tensor) -> Tensor:
 
 def output_gradients() -> nn.Module:
     model = Model(lambda m, x: m.part(x), **linear())
-    model.get_submodule("part").register_full_backward_hook(lambda _, into, out: (into[0] * out[0].mean(),))  # type: ignore[index]
+    model.get_submodule("part").register_full_backward_hook(
+        lambda _, into, out: (into[0] * out[0].mean(),)  # type: ignore[index]
+    )
     return model
 
 
@@ -153,7 +174,10 @@ def output_gradients() -> nn.Module:
     [
         (lambda: Model(late), "computed after the tensor"),
         (output_gradients, "reads the gradients of the module's outputs"),
-        (lambda: Model(lambda m, x: torch.func.linearize(m.part, x)[0], **linear()), "torch.func.linearize"),
+        (
+            lambda: Model(lambda m, x: torch.func.linearize(m.part, x)[0], **linear()),
+            "torch.func.linearize",
+        ),
     ],
 )
 def test_what_has_no_sound_form_is_refused(model: Any, problem: str) -> None:
@@ -195,12 +219,16 @@ def mapped_along_columns(_: Any, x: Tensor) -> Tensor:
 
 
 def mapped_with_a_matrix(m: Any, x: Tensor) -> Tensor:
-    result: Tensor = vmap(lambda row, weight: (weight @ row).tanh(), in_dims=(0, None))(x, m.part.weight)
+    result: Tensor = vmap(lambda row, weight: (weight @ row).tanh(), in_dims=(0, None))(
+        x, m.part.weight
+    )
     return result
 
 
 def mapped_over_a_dict(_: Any, x: Tensor) -> Tensor:
-    result: Tensor = vmap(lambda rows: {"out": rows["a"] * rows["b"]})({"a": x, "b": x.cos()})["out"]
+    result: Tensor = vmap(lambda rows: {"out": rows["a"] * rows["b"]})({"a": x, "b": x.cos()})[
+        "out"
+    ]
     return result
 
 
@@ -222,10 +250,15 @@ def solved(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:. parameters get no gradient")  # some use a part of `part`
 @pytest.mark.matrix("mapped_along_columns", "curvature")
-@pytest.mark.parametrize("middle", [mapped_along_columns, mapped_with_a_matrix, mapped_over_a_dict, solved, jacobian, curvature])
+@pytest.mark.parametrize(
+    "middle",
+    [mapped_along_columns, mapped_with_a_matrix, mapped_over_a_dict, solved, jacobian, curvature],
+)
 def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
     program = capture(job(Model(middle, **linear())))
-    check_step(program, "train", derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)})
+    check_step(
+        program, "train", derive(program, "train", torch.device("cpu")), {"x": torch.randn(6, 8)}
+    )
 
 
 @pytest.mark.slow  # an interpreter of its own; goldens and ranks read packages too
@@ -237,27 +270,40 @@ def test_a_process_that_only_reads_packages_knows_the_operators(tmp_path: Any) -
     code = (
         "import pathlib, sys, torch\n"
         "from trainload.packaging.package import open_package\n"
-        "graph = open_package(pathlib.Path(sys.argv[1])).graph('train').module(check_guards=False)\n"
+        "graph ="
+        " open_package(pathlib.Path(sys.argv[1])).graph('train').module(check_guards=False)\n"
         "(loss,) = graph({'x': torch.ones(3, 8)})\n"
         "loss.backward()\n"
         "print(float(loss))\n"
     )
-    child = subprocess.run([sys.executable, "-c", code, str(package.path)], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(package.path)], capture_output=True, text=True, check=False
+    )
     assert child.returncode == 0, child.stderr
     assert float(child.stdout) > 0
 
 
 @pytest.mark.parametrize("graph", ["train", "eval"])
 def test_a_loss_under_autocast_with_control_flow_in_it_is_one_region(graph: str) -> None:
-    """Torch leaves its own changes of mode in a graph that begins with the bodies of control flow."""
+    """Torch leaves its own changes of mode in a graph that begins with the bodies of control
+    flow.
+    """
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             found: Tensor = model(batch["x"]).float().square().mean()
         return found
 
-    model = Model(lambda m, x: torch.cond(x.sum() > 0, lambda t: m.part(t), lambda t: t * 2.0, (x,)), part=nn.Linear(8, 8))
+    model = Model(
+        lambda m, x: torch.cond(x.sum() > 0, lambda t: m.part(t), lambda t: t * 2.0, (x,)),
+        part=nn.Linear(8, 8),
+    )
     module = capture(job(model, loss=loss)).graphs[graph].exported.graph_module
-    targets = [getattr(n.target, "__name__", "") for each in graphs_in(module) for n in each.graph.nodes if n.op == "call_function"]
+    targets = [
+        getattr(n.target, "__name__", "")
+        for each in graphs_in(module)
+        for n in each.graph.nodes
+        if n.op == "call_function"
+    ]
     assert targets.count("wrap_with_autocast") == 1
     assert not {"_enter_autocast", "_exit_autocast"} & set(targets)

@@ -26,25 +26,33 @@ Middle = Callable[[Any, Tensor], Tensor]
 def recurrence(_: Any, x: Tensor) -> Tensor:
     """h[t] = a[t] h[t-1] + b[t], as state-space models have it."""
     decay, added = x.sigmoid(), x.tanh()
-    combined: Tensor = scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (decay, added), 1, combine_mode="generic")[1]
+    combined: Tensor = scan(
+        lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (decay, added), 1, combine_mode="generic"
+    )[1]
     return combined
 
 
 def backwards(model: Any, x: Tensor) -> Tensor:
     gain = model.first.weight[0, 0]
-    result: Tensor = scan(lambda a, b: torch.maximum(a, b) + a * gain, x, -1, reverse=True, combine_mode="generic")
+    result: Tensor = scan(
+        lambda a, b: torch.maximum(a, b) + a * gain, x, -1, reverse=True, combine_mode="generic"
+    )
     return result
 
 
 def products(model: Any, x: Tensor) -> Tensor:
     """Of matrices, in a dict: no pointwise operator. Five of them."""
     y = x.sigmoid()[:, :5, None, None] * model.first.weight[:3, :3]
-    combined: Tensor = scan(lambda a, b: {"a": a["a"] @ b["a"]}, {"a": y}, 1, combine_mode="generic")["a"]
+    combined: Tensor = scan(
+        lambda a, b: {"a": a["a"] @ b["a"]}, {"a": y}, 1, combine_mode="generic"
+    )["a"]
     return combined.flatten(1)[:, :8]
 
 
 def by_path(_: Any, x: Tensor) -> Tensor:
-    result: Tensor = vars(sys.modules[OPERATORS])["associative_scan"](lambda a, b: a + b, x, 1, combine_mode="generic")
+    result: Tensor = vars(sys.modules[OPERATORS])["associative_scan"](
+        lambda a, b: a + b, x, 1, combine_mode="generic"
+    )
     return result
 
 
@@ -56,7 +64,9 @@ def of_one(_: Any, x: Tensor) -> Tensor:
 @pytest.mark.matrix("backwards")
 @pytest.mark.parametrize("middle", [recurrence, backwards, products, by_path, of_one])
 def test_a_scan_has_eagers_loss_and_gradients_on_every_number_of_rows(middle: Middle) -> None:
-    program = prove(job(Model(middle)), Check.THOROUGH if middle is recurrence else Check.USUAL).program
+    program = prove(
+        job(Model(middle)), Check.THOROUGH if middle is recurrence else Check.USUAL
+    ).program
     assert str(program.graphs["train"].guard) == "x float32[batch, 8]"
 
 
@@ -64,8 +74,12 @@ def test_scans_along_several_dims_are_captured_in_one_model() -> None:
     """What torch compiled for one of them says nothing about the next."""
 
     def both(_: Any, x: Tensor) -> Tensor:
-        along_time: Tensor = linear_scan(lambda c, t: ((c + t).tanh(), c + t), torch.zeros_like(x[:, 0]), x.t().contiguous())[1].t()
-        over_rows: Tensor = linear_scan(lambda c, row: (c + 1, row.sin()), torch.zeros(()), along_time.contiguous())[1]
+        along_time: Tensor = linear_scan(
+            lambda c, t: ((c + t).tanh(), c + t), torch.zeros_like(x[:, 0]), x.t().contiguous()
+        )[1].t()
+        over_rows: Tensor = linear_scan(
+            lambda c, row: (c + 1, row.sin()), torch.zeros(()), along_time.contiguous()
+        )[1]
         return over_rows
 
     program = prove(job(Model(both)), Check.USUAL).program
@@ -79,7 +93,15 @@ def test_a_scan_of_a_length_that_changes_is_refused() -> None:
         return added.square().mean()
 
     with pytest.raises(CaptureError):
-        prove(job(Model(), batch={"x": torch.randn(4, 6, 8)}, loss=loss, dynamic={"x": {1: Dim("seq")}}), Check.USUAL)
+        prove(
+            job(
+                Model(),
+                batch={"x": torch.randn(4, 6, 8)},
+                loss=loss,
+                dynamic={"x": {1: Dim("seq")}},
+            ),
+            Check.USUAL,
+        )
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 8, 9, 33])
@@ -87,7 +109,10 @@ def test_a_scan_of_a_length_that_changes_is_refused() -> None:
 def test_the_scan_is_torchs_to_the_bit(length: int, reverse: bool) -> None:
     ((original, ours),) = replacements(torch.func.vmap).items()
     x = torch.randn(3, length, 2)
-    mine, torchs = (f(lambda a, b: a * 0.5 + b, x, 1, reverse=reverse, combine_mode="generic") for f in (ours, original))
+    mine, torchs = (
+        f(lambda a, b: a * 0.5 + b, x, 1, reverse=reverse, combine_mode="generic")
+        for f in (ours, original)
+    )
     assert torch.equal(mine, torchs)
 
 

@@ -1,4 +1,6 @@
-"""Functions that ask for sizes or values are captured as the same computation, for any number of rows."""
+"""Functions that ask for sizes or values are captured as the same computation, for any number of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def two_views(model: nn.Module, batch: Batch) -> Any:
 def three_views(model: nn.Module, batch: Batch) -> Tensor:
     x = batch["x"]
     parts = torch.chunk(model(torch.cat([x, x + 1, x - 1])), 3, dim=0)
-    return sum((float(n) * part.square().mean() for n, part in enumerate(parts, 1)), torch.zeros(()))
+    return sum(
+        (float(n) * part.square().mean() for n, part in enumerate(parts, 1)), torch.zeros(())
+    )
 
 
 def two_inputs(model: nn.Module, batch: Batch) -> Any:
@@ -45,12 +49,17 @@ def distances(model: nn.Module, batch: Batch) -> Any:
 
 
 def covariance(model: nn.Module, batch: Batch) -> Any:
-    return torch.cov(model(batch["x"]).t()).square().sum() + model(batch["x"]).t().cov(correction=0).trace()
+    return (
+        torch.cov(model(batch["x"]).t()).square().sum()
+        + model(batch["x"]).t().cov(correction=0).trace()
+    )
 
 
 def likelihood(model: nn.Module, batch: Batch) -> Any:
     out = model(batch["x"])
-    return functional.gaussian_nll_loss(out, batch["x"], out.square(), full=True) + _log_likelihood(out, batch["x"])
+    return functional.gaussian_nll_loss(out, batch["x"], out.square(), full=True) + _log_likelihood(
+        out, batch["x"]
+    )
 
 
 def _log_likelihood(out: Tensor, x: Tensor) -> Any:
@@ -61,13 +70,18 @@ def _log_likelihood(out: Tensor, x: Tensor) -> Any:
 def at_rows(program: Program, model: nn.Module, rows: int, loss: Loss) -> tuple[Tensor, Tensor]:
     """The captured loss and eager's."""
     generator = torch.Generator().manual_seed(rows)
-    batch = {spec.name: torch.randn(rows, 8, generator=generator) for spec in program.graphs["train"].inputs}
+    batch = {
+        spec.name: torch.randn(rows, 8, generator=generator)
+        for spec in program.graphs["train"].inputs
+    }
     captured, *_ = program.graphs["train"].exported.module(check_guards=False)(batch)
     return captured, loss(model, batch)
 
 
 @pytest.mark.matrix("two_views", "covariance", "likelihood")  # distances are of many rows below
-@pytest.mark.parametrize("loss", [two_views, three_views, two_inputs, distances, covariance, likelihood])
+@pytest.mark.parametrize(
+    "loss", [two_views, three_views, two_inputs, distances, covariance, likelihood]
+)
 def test_any_number_of_rows_gives_what_eager_gives(loss: Loss) -> None:
     model = Model()
     names = ("x", "y") if loss is two_inputs else ("x",)
@@ -90,7 +104,9 @@ def masks() -> tuple[Tensor, Tensor]:
 
 def encoder() -> nn.Module:
     """Torch would read the mask's values to see whether it is causal."""
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), 1).train()
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), 1
+    ).train()
 
 
 class Decoder(nn.Module):
@@ -98,7 +114,9 @@ class Decoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 8, 0.0, batch_first=True), 1)
+        self.layers = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(8, 2, 8, 0.0, batch_first=True), 1
+        )
         self.first = encoder()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -135,7 +153,9 @@ def moved(dtype: torch.dtype) -> Loss:
 def test_a_module_that_is_moved_to_where_it_is_stays_the_same() -> None:
     model = Model()
     program = capture(job(model, loss=moved(torch.float32)))
-    torch.testing.assert_close(*at_rows(program, model, 7, moved(torch.float32)), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(
+        *at_rows(program, model, 7, moved(torch.float32)), rtol=2e-5, atol=1e-6
+    )
 
 
 def test_a_module_that_is_cast_in_forward_is_refused() -> None:
@@ -170,8 +190,16 @@ def test_a_distribution_that_is_told_to_look_at_its_values_is_refused() -> None:
         (torch.cov, (torch.randn(9),), {"correction": 0}),
         (torch.cov, (torch.randn(2, 4, dtype=torch.complex64),), {}),
         (torch.cov, (torch.randn(3, 9),), {"aweights": torch.rand(9)}),
-        (functional.gaussian_nll_loss, (torch.randn(3, 4), torch.randn(3, 4), torch.rand(3)), {"reduction": "sum"}),
-        (functional.gaussian_nll_loss, (torch.randn(3, 4), torch.randn(3, 4), torch.zeros(3, 1)), {"full": True, "reduction": "none"}),
+        (
+            functional.gaussian_nll_loss,
+            (torch.randn(3, 4), torch.randn(3, 4), torch.rand(3)),
+            {"reduction": "sum"},
+        ),
+        (
+            functional.gaussian_nll_loss,
+            (torch.randn(3, 4), torch.randn(3, 4), torch.zeros(3, 1)),
+            {"full": True, "reduction": "none"},
+        ),
     ],
 )
 def test_a_substitute_is_the_function(function: Any, args: Any, options: Any) -> None:

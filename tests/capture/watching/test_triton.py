@@ -1,4 +1,7 @@
-"""Kernels of Triton's: captured as operators of torch.library.triton_op, and nothing else. Runs where triton is installed; needs no GPU."""
+"""Kernels of Triton's: captured as operators of torch.library.triton_op, and nothing else.
+
+Runs where triton is installed; needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ def test_an_operator_with_a_kernel_for_the_cpu_stays_one_call_in_both_graphs() -
     program = capture(job(Model(lambda _, x: with_cpu(x))))
     step = derive(program, "train", torch.device("cpu"))
     for module in (program.graphs["train"].exported.graph_module, step.module):
-        assert sum(str(node.target) == "triton_test.with_cpu.default" for node in module.graph.nodes) == 1
+        assert (
+            sum(str(node.target) == "triton_test.with_cpu.default" for node in module.graph.nodes)
+            == 1
+        )
 
 
 def test_an_operator_is_recorded_with_its_library(tmp_path: Path) -> None:

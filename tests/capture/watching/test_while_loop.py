@@ -1,7 +1,9 @@
-"""A loop with a gradient comes out of its package as it went in: torch limits symbols of it that no size has.
+"""A loop with a gradient comes out of its package as it went in: torch limits symbols of it that no
+size has.
 
-What is compared with is torch's own while_loop in eager mode, whose gradient of what the body closes over is not that of Python's loop
-(torch 2.13: 0.178 in place of 0.210 in norm, for three rounds of a linear layer).
+What is compared with is torch's own while_loop in eager mode, whose gradient of what the body
+closes over is not that of Python's loop (torch 2.13: 0.178 in place of 0.210 in norm, for three
+rounds of a linear layer).
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Rounds(OneLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         loop: Any = torch.while_loop
-        found: Tensor = loop(lambda i, _: i < 3, lambda i, t: (i + 1, self.layer(t).tanh()), (torch.tensor(0), x))[1]
+        found: Tensor = loop(
+            lambda i, _: i < 3, lambda i, t: (i + 1, self.layer(t).tanh()), (torch.tensor(0), x)
+        )[1]
         return found
 
 
@@ -43,7 +47,9 @@ class Until(OneLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         loop: Any = torch.while_loop
-        halved: Tensor = loop(lambda t: t.abs().sum() > 3, lambda t: (t * 0.5,), (self.layer(x),))[0]
+        halved: Tensor = loop(lambda t: t.abs().sum() > 3, lambda t: (t * 0.5,), (self.layer(x),))[
+            0
+        ]
         return halved
 
 
@@ -56,18 +62,35 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # the eager operator's tracer looks at it
+# the eager operator's tracer looks at it
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.matrix(when=lambda kind, compiled: kind is Rounds and not compiled)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", [Rounds, Until])
-def test_it_is_frozen_opened_and_trained_as_in_eager(tmp_path: Path, kind: type[nn.Module], compiled: bool) -> None:
+def test_it_is_frozen_opened_and_trained_as_in_eager(
+    tmp_path: Path, kind: type[nn.Module], compiled: bool
+) -> None:
     x = np.random.default_rng(0).standard_normal((1, 4), dtype=np.float32).repeat(ROWS * STEPS, 0)
     np.savez(tmp_path / "rows.npz", x=x)
     generator = torch.Generator().manual_seed(1)
-    job = trainload.Job(kind(), {"x": torch.randn(ROWS, 4, generator=generator)}, sgd, loss=loss, steps=STEPS, global_batch=ROWS)
+    job = trainload.Job(
+        kind(),
+        {"x": torch.randn(ROWS, 4, generator=generator)},
+        sgd,
+        loss=loss,
+        steps=STEPS,
+        global_batch=ROWS,
+    )
     package = trainload.freeze(job, tmp_path / "job.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local", compile=compiled)
+    trainload.launch(
+        package,
+        plan,
+        tmp_path / "rows.npz",
+        run_dir=tmp_path / "run",
+        backend="local",
+        compile=compiled,
+    )
     model, expected = kind(), []
     optimizer = sgd(model)
     for _ in range(STEPS):

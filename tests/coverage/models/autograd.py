@@ -1,4 +1,6 @@
-"""What changes or reads the backward pass: autograd.Function, hooks, checkpointing, gradients inside the loss."""
+"""What changes or reads the backward pass: autograd.Function, hooks, checkpointing, gradients
+inside the loss.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ class Reversed(torch.autograd.Function):
 
 
 class Unset(torch.autograd.Function):
-    """Two outputs of which one goes unused: its gradient is None with set_materialize_grads(False)."""
+    """Two outputs of which one goes unused: its gradient is None with
+    set_materialize_grads(False).
+    """
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,7 +257,9 @@ def _() -> Any:
 @add("Function inside a checkpoint")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(lambda t: Halved.apply(model.first(t)).tanh(), x, use_reentrant=False)
+        out: Tensor = checkpoint(
+            lambda t: Halved.apply(model.first(t)).tanh(), x, use_reentrant=False
+        )
         return out
 
     return small(middle)
@@ -314,7 +320,10 @@ def _() -> Any:
 
 @add(
     "hook after a gradient is accumulated",
-    refused="it runs after the step's gradients are there, and may change parameters: no graph of the step has a place for it",
+    refused=(
+        "it runs after the step's gradients are there, and may change parameters: no graph of the"
+        " step has a place for it"
+    ),
 )
 def _() -> Any:
     model, batch, loss = small(lambda _, x: x.relu())
@@ -398,7 +407,11 @@ def _() -> Any:
 @add("checkpoint with dropout")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(lambda t: functional.dropout(model.first(t), 0.3, model.training).tanh(), x, use_reentrant=False)
+        out: Tensor = checkpoint(
+            lambda t: functional.dropout(model.first(t), 0.3, model.training).tanh(),
+            x,
+            use_reentrant=False,
+        )
         return functional.dropout(out, 0.2, model.training)
 
     return small(middle)
@@ -407,7 +420,11 @@ def _() -> Any:
 @add("reentrant checkpoint with dropout")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(lambda t: functional.dropout(model.first(t), 0.3, model.training).tanh(), x, use_reentrant=True)
+        out: Tensor = checkpoint(
+            lambda t: functional.dropout(model.first(t), 0.3, model.training).tanh(),
+            x,
+            use_reentrant=True,
+        )
         return out
 
     return small(middle)
@@ -431,7 +448,11 @@ def _() -> Any:
     def block(t: Tensor, *, scale: float, shift: Tensor) -> Tensor:
         return t.tanh() * scale + shift
 
-    return small(lambda model, x: checkpoint(block, x, use_reentrant=False, scale=0.5, shift=model.first.bias))
+    return small(
+        lambda model, x: checkpoint(
+            block, x, use_reentrant=False, scale=0.5, shift=model.first.bias
+        )
+    )
 
 
 @add("checkpoint_sequential")
@@ -440,7 +461,12 @@ def _() -> Any:
         out: Tensor = checkpoint_sequential(model.layers, 2, x, use_reentrant=False)
         return out
 
-    return small(middle, layers=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    return small(
+        middle,
+        layers=nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
+        ),
+    )
 
 
 @add("checkpoint of several tensors")
@@ -465,7 +491,10 @@ def _() -> Any:
         x = batch["x"].clone().requires_grad_()
         score = model(x).tanh().sum(1)
         (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-        return score.square().mean() + 10 * (gradient.square().sum(1).add(1e-6).sqrt() - 1).square().mean()
+        return (
+            score.square().mean()
+            + 10 * (gradient.square().sum(1).add(1e-6).sqrt() - 1).square().mean()
+        )
 
     model, batch, _ = small(lambda _, x: x.tanh())
     return model, batch, loss
@@ -515,7 +544,9 @@ def _() -> Any:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():
             target = model.get_submodule("target")(batch["x"] * 0.9)
-        return -functional.cosine_similarity(model.get_submodule("online")(batch["x"]), target).mean()
+        return -functional.cosine_similarity(
+            model.get_submodule("online")(batch["x"]), target
+        ).mean()
 
     return Pair(), {"x": torch.randn(ROWS, WIDTH)}, loss
 
@@ -540,7 +571,13 @@ def _() -> Any:
     return small(middle)
 
 
-@add("backward inside forward", refused="a step that calls backward itself leaves gradients beside the loss's, which no graph returns")
+@add(
+    "backward inside forward",
+    refused=(
+        "a step that calls backward itself leaves gradients beside the loss's, which no graph"
+        " returns"
+    ),
+)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         model.first(x.detach()).square().sum().backward()
@@ -549,7 +586,10 @@ def _() -> Any:
     return small(middle)
 
 
-@add("register_hook that reads a number", refused="the hook's Python branch depends on a gradient's value")
+@add(
+    "register_hook that reads a number",
+    refused="the hook's Python branch depends on a gradient's value",
+)
 def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
         y = x.tanh()

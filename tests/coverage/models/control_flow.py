@@ -1,4 +1,6 @@
-"""Control flow and regions: cond, loops, map, scan, vmap, grad-mode and autocast regions, Python branches."""
+"""Control flow and regions: cond, loops, map, scan, vmap, grad-mode and autocast regions, Python
+branches.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,11 @@ def _() -> Any:
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
-            _, sums = scan(lambda carry, t: ((carry + t).tanh(), carry * 1.0), torch.zeros_like(x[:, 0]), x.t().contiguous())
+            _, sums = scan(
+                lambda carry, t: ((carry + t).tanh(), carry * 1.0),
+                torch.zeros_like(x[:, 0]),
+                x.t().contiguous(),
+            )
         return x + sums.t()
 
     return small(middle)
@@ -183,13 +189,17 @@ def _() -> Any:
 
 @add("cond", mixes_rows=True)
 def _() -> Any:
-    return small(lambda _, x: torch.cond(x.mean() > 0, lambda t: t.sin(), lambda t: t.cos() * 2, (x,)))
+    return small(
+        lambda _, x: torch.cond(x.mean() > 0, lambda t: t.sin(), lambda t: t.cos() * 2, (x,))
+    )
 
 
 @add("cond over parameters of a closure")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        return torch.cond(x.mean() > 100, lambda t: model.first(t), lambda t: model.other(t).relu(), (x,))
+        return torch.cond(
+            x.mean() > 100, lambda t: model.first(t), lambda t: model.other(t).relu(), (x,)
+        )
 
     return small(middle, other=nn.Linear(WIDTH, WIDTH))
 
@@ -199,7 +209,9 @@ def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = model.first(x)
-        return x * torch.cond(y.float().sum() > 0, lambda t: model.first(t), lambda t: t * 2, (y.float(),))
+        return x * torch.cond(
+            y.float().sum() > 0, lambda t: model.first(t), lambda t: t * 2, (y.float(),)
+        )
 
     return small(middle)
 
@@ -228,7 +240,11 @@ def _() -> Any:
 @add("cond on a size", mixes_rows=True)
 def _() -> Any:
     """The predicate is known for each number of rows."""
-    return small(lambda _, x: torch.cond(torch.tensor(x.shape[0]) > 6, lambda t: t.sin(), lambda t: t.cos(), (x,)))
+    return small(
+        lambda _, x: torch.cond(
+            torch.tensor(x.shape[0]) > 6, lambda t: t.sin(), lambda t: t.cos(), (x,)
+        )
+    )
 
 
 @add("cond with several outputs", mixes_rows=True)
@@ -270,7 +286,9 @@ def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             count, _scaled = while_loop(
-                lambda i, t: t.abs().sum() > 1.0, lambda i, t: (i + 1, t * 0.5), (torch.zeros((), dtype=torch.int64), x.detach())
+                lambda i, t: t.abs().sum() > 1.0,
+                lambda i, t: (i + 1, t * 0.5),
+                (torch.zeros((), dtype=torch.int64), x.detach()),
             )
         return x * count
 
@@ -285,7 +303,11 @@ def _() -> Any:
 @add("map over a pytree")
 def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
-        out = map(lambda pair, w: {"sum": pair[0] + pair[1] * w, "product": pair[0] * pair[1]}, (x, x.cos()), torch.tensor(0.5))
+        out = map(
+            lambda pair, w: {"sum": pair[0] + pair[1] * w, "product": pair[0] * pair[1]},
+            (x, x.cos()),
+            torch.tensor(0.5),
+        )
         return out["sum"] + out["product"]
 
     return small(middle)
@@ -321,7 +343,9 @@ def _() -> Any:
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         x = functional.dropout(x, 0.25, model.training)
-        _, out = scan(lambda c, t: ((c + t).tanh(), c + t), torch.zeros_like(x[:, 0]), x.t().contiguous())
+        _, out = scan(
+            lambda c, t: ((c + t).tanh(), c + t), torch.zeros_like(x[:, 0]), x.t().contiguous()
+        )
         return out.t()
 
     return small(middle)
@@ -329,7 +353,9 @@ def _() -> Any:
 
 @add("associative_scan")
 def _() -> Any:
-    return small(lambda _, x: associative_scan(lambda a, b: a + b, x.sigmoid(), 1, combine_mode="generic"))
+    return small(
+        lambda _, x: associative_scan(lambda a, b: a + b, x.sigmoid(), 1, combine_mode="generic")
+    )
 
 
 @add("vmap")
@@ -340,7 +366,9 @@ def _() -> Any:
 @add("vmap with dims")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        return torch.func.vmap(lambda column, w: column * w, in_dims=(1, 0), out_dims=1)(x, model.first.weight[0])
+        return torch.func.vmap(lambda column, w: column * w, in_dims=(1, 0), out_dims=1)(
+            x, model.first.weight[0]
+        )
 
     return small(middle)
 
@@ -364,7 +392,9 @@ def _() -> Any:
 @add("jvp")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        value, tangent = torch.func.jvp(lambda t: model.first(t).tanh(), (x,), (torch.ones_like(x),))
+        value, tangent = torch.func.jvp(
+            lambda t: model.first(t).tanh(), (x,), (torch.ones_like(x),)
+        )
         return value + tangent
 
     return small(middle)
@@ -382,7 +412,9 @@ def _() -> Any:
 @add("jacrev")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        return torch.func.vmap(torch.func.jacrev(lambda row: (model.first.weight @ row).tanh()))(x).sum(-1)
+        return torch.func.vmap(torch.func.jacrev(lambda row: (model.first.weight @ row).tanh()))(
+            x
+        ).sum(-1)
 
     return small(middle)
 
@@ -429,7 +461,8 @@ def _() -> Any:
 @add("a generator and a comprehension")
 def _() -> Any:
     return small(
-        lambda model, x: sum((head(x) for head in model.heads), torch.zeros(())), heads=nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 2)
+        lambda model, x: sum((head(x) for head in model.heads), torch.zeros(())),
+        heads=nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 2),
     )
 
 
@@ -449,7 +482,10 @@ def _() -> Any:
     return small(lambda _, x: x.sin() if x.sum() > 0 else x.cos())
 
 
-@add("for over a count in the batch", refused="the number of rounds is known only when the batch is there")
+@add(
+    "for over a count in the batch",
+    refused="the number of rounds is known only when the batch is there",
+)
 def _() -> Any:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         out = model(batch)
@@ -492,12 +528,18 @@ def _() -> Any:
     return small(middle)
 
 
-@add("a branch on the number of rows", refused="one graph holds one of the branches, and the number of rows may change")
+@add(
+    "a branch on the number of rows",
+    refused="one graph holds one of the branches, and the number of rows may change",
+)
 def _() -> Any:
     return small(lambda _, x: x.sin() if x.shape[0] > 4 else x.cos())
 
 
-@add("a Python counter in forward", refused="the number lives outside of the state that a package carries")
+@add(
+    "a Python counter in forward",
+    refused="the number lives outside of the state that a package carries",
+)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         model.calls = getattr(model, "calls", 0) + 1
@@ -506,7 +548,10 @@ def _() -> Any:
     return small(middle)
 
 
-@add("stochastic depth by Python's random", refused="Python's generator is not a part of the graph: every step would take the same layers")
+@add(
+    "stochastic depth by Python's random",
+    refused="Python's generator is not a part of the graph: every step would take the same layers",
+)
 def _() -> Any:
     import random
 

@@ -1,4 +1,6 @@
-"""Hooks, grad modes, control flow with closures, and derivatives inside the loss, of less common forms."""
+"""Hooks, grad modes, control flow with closures, and derivatives inside the loss, of less common
+forms.
+"""
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
 # torch's apply, register_hook and decorators have no types.
@@ -101,8 +103,14 @@ def _() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.part = nn.Linear(WIDTH, WIDTH)
-            self.part.register_forward_hook(lambda module, args, kwargs, out: out * kwargs["input"].mean(1, True), with_kwargs=True)
-            self.part.register_forward_pre_hook(lambda module, args, kwargs: (args, {"input": kwargs["input"] * 2}), with_kwargs=True)
+            self.part.register_forward_hook(
+                lambda module, args, kwargs, out: out * kwargs["input"].mean(1, True),
+                with_kwargs=True,
+            )
+            self.part.register_forward_pre_hook(
+                lambda module, args, kwargs: (args, {"input": kwargs["input"] * 2}),
+                with_kwargs=True,
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.part(input=x)
@@ -122,7 +130,9 @@ def _() -> Any:
 
 @add("backward hook of a module with several inputs")
 def _() -> Any:
-    model, batch, loss = small(lambda model, x: model.part(x.sin(), x.cos()), part=nn.Bilinear(WIDTH, WIDTH, WIDTH))
+    model, batch, loss = small(
+        lambda model, x: model.part(x.sin(), x.cos()), part=nn.Bilinear(WIDTH, WIDTH, WIDTH)
+    )
     model.get_submodule("part").register_full_backward_hook(
         lambda module, inner, outer: tuple(cast(Any, inner)[i] * (2 + i) for i in (0, 1))
     )
@@ -193,7 +203,10 @@ def _() -> Any:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
 
-    return small(lambda model, x: x + model.part(x).float() * x, part=Teacher(WIDTH, WIDTH).requires_grad_(False))
+    return small(
+        lambda model, x: x + model.part(x).float() * x,
+        part=Teacher(WIDTH, WIDTH).requires_grad_(False),
+    )
 
 
 @add("grad mode set by hand and put back")
@@ -284,7 +297,12 @@ def _() -> Any:
 @add("dropout inside cond", mixes_rows=True)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Any:
-        return torch.cond(x.sum() > 0, lambda t: nn.functional.dropout(t, 0.3, model.training), lambda t: t.sin(), (x,))
+        return torch.cond(
+            x.sum() > 0,
+            lambda t: nn.functional.dropout(t, 0.3, model.training),
+            lambda t: t.sin(),
+            (x,),
+        )
 
     return small(middle)
 
@@ -304,13 +322,21 @@ def _() -> Any:
 @add("while_loop with a closure over a parameter")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Any:
-        _, y = while_loop(lambda i, _: i < 3, lambda i, t: (i + 1, (t @ model.first.weight).tanh()), (torch.tensor(0), x))
+        _, y = while_loop(
+            lambda i, _: i < 3,
+            lambda i, t: (i + 1, (t @ model.first.weight).tanh()),
+            (torch.tensor(0), x),
+        )
         return y + x
 
     return small(middle)
 
 
-@add("a branch of cond that writes to its operand", refused="a branch may not write to what it is given", mixes_rows=True)
+@add(
+    "a branch of cond that writes to its operand",
+    refused="a branch may not write to what it is given",
+    mixes_rows=True,
+)
 def _() -> Any:
     def middle(_: Any, x: Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda t: t.mul_(2), lambda t: t.sin(), (x.clone(),))
@@ -340,7 +366,9 @@ def _() -> Any:
         with torch.enable_grad():
             a, b = batch["x"].clone().requires_grad_(), torch.zeros(3).requires_grad_()
             out = model(a)
-            by_a, _ = torch.autograd.grad(out, (a, b), torch.ones_like(out) * 0.5, create_graph=True, allow_unused=True)
+            by_a, _ = torch.autograd.grad(
+                out, (a, b), torch.ones_like(out) * 0.5, create_graph=True, allow_unused=True
+            )
         return out.mean() + by_a.square().mean()
 
     model, batch, _ = small(lambda _, x: x.tanh())
@@ -374,7 +402,9 @@ def _() -> Any:
 
     def loss(model: nn.Module, batch: Batch) -> Any:
         second = vmap(hessian(lambda row: model(row).sum()))(batch["x"])
-        return (second.diagonal(dim1=-2, dim2=-1).sum(-1) - model(batch["x"]).sum(1)).square().mean()
+        return (
+            (second.diagonal(dim1=-2, dim2=-1).sum(-1) - model(batch["x"]).sum(1)).square().mean()
+        )
 
     model, batch, _ = small(lambda _, x: x.tanh())
     return model, batch, loss
@@ -382,7 +412,11 @@ def _() -> Any:
 
 @add("jacfwd of jacrev by hand")
 def _() -> Any:
-    return small(lambda _, x: x + vmap(jacfwd(jacrev(lambda row: (row**3).sum())))(x).diagonal(dim1=-2, dim2=-1))
+    return small(
+        lambda _, x: (
+            x + vmap(jacfwd(jacrev(lambda row: (row**3).sum())))(x).diagonal(dim1=-2, dim2=-1)
+        )
+    )
 
 
 @add("per-row gradients by parameters")
@@ -411,14 +445,22 @@ def _() -> Any:
             self.members = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            stacked = {name: torch.stack([dict(m.named_parameters())[name] for m in self.members]) for name in ("weight", "bias")}
-            out: Tensor = vmap(lambda w: functional_call(self.members[0], w, (x,)))(stacked).tanh().mean(0)
+            stacked = {
+                name: torch.stack([dict(m.named_parameters())[name] for m in self.members])
+                for name in ("weight", "bias")
+            }
+            out: Tensor = (
+                vmap(lambda w: functional_call(self.members[0], w, (x,)))(stacked).tanh().mean(0)
+            )
             return out
 
     return Ensemble(), {"x": torch.randn(ROWS, WIDTH)}, mean_square
 
 
-@add("stack_module_state in forward", refused="torch copies the parameters there, so that no gradient reaches the model's")
+@add(
+    "stack_module_state in forward",
+    refused="torch copies the parameters there, so that no gradient reaches the model's",
+)
 def _() -> Any:
     class Ensemble(nn.Module):
         def __init__(self) -> None:
@@ -447,10 +489,15 @@ def _() -> Any:
     return small(middle)
 
 
-@add("saved_tensors_hooks that round", refused="backward would be given other values than forward saved, which no graph says")
+@add(
+    "saved_tensors_hooks that round",
+    refused="backward would be given other values than forward saved, which no graph says",
+)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.dtype, t.bfloat16()), lambda kept: kept[1].to(kept[0])):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.dtype, t.bfloat16()), lambda kept: kept[1].to(kept[0])
+        ):
             out: Tensor = model.first(x).tanh().square()
         return out
 
@@ -460,7 +507,9 @@ def _() -> Any:
 @add("saved_tensors_hooks that keep numpy arrays")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.detach().numpy().copy(), torch.from_numpy
+        ):
             out: Tensor = model.first(x).tanh()
         return out
 

@@ -49,7 +49,9 @@ def _() -> Any:
     """(time, rows, width): masks belong to rows."""
 
     def forward(model: Any, x: Tensor) -> Any:
-        return model.part(functional.dropout(x.transpose(0, 1), 0.3, model.training)).transpose(0, 1)
+        return model.part(functional.dropout(x.transpose(0, 1), 0.3, model.training)).transpose(
+            0, 1
+        )
 
     return sequences(Over(forward, part=nn.Linear(WIDTH, WIDTH)))
 
@@ -66,12 +68,18 @@ def _() -> Any:
 
 @add("gumbel_softmax")
 def _() -> Any:
-    return small(lambda model, x: functional.gumbel_softmax(x, tau=0.7) if model.training else x.softmax(-1))
+    return small(
+        lambda model, x: functional.gumbel_softmax(x, tau=0.7) if model.training else x.softmax(-1)
+    )
 
 
 @add("gumbel_softmax, hard")
 def _() -> Any:
-    return small(lambda model, x: functional.gumbel_softmax(x, hard=True) if model.training else x.softmax(-1))
+    return small(
+        lambda model, x: (
+            functional.gumbel_softmax(x, hard=True) if model.training else x.softmax(-1)
+        )
+    )
 
 
 @add("a variational autoencoder")
@@ -84,7 +92,11 @@ def _() -> Any:
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             mean, log_variance = self.encoder(x).chunk(2, -1)
-            z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp() if self.training else mean
+            z = (
+                mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+                if self.training
+                else mean
+            )
             return self.decoder(z), mean, log_variance
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -118,7 +130,9 @@ def _() -> Any:
 def _() -> Any:
     def loss(model: nn.Module, batch: Batch) -> Any:
         mean, scale = model(batch["x"]).chunk(2, -1)
-        distribution: Any = torch.distributions.Normal(mean, functional.softplus(scale) + 0.1, validate_args=False)
+        distribution: Any = torch.distributions.Normal(
+            mean, functional.softplus(scale) + 0.1, validate_args=False
+        )
         value = distribution.rsample() if model.training else distribution.mean
         return -distribution.log_prob(value.detach()).mean(1).mean() + value.square().mean(1).mean()
 
@@ -132,8 +146,15 @@ def _() -> Any:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["x"])
-        action = torch.multinomial(logits.softmax(-1), 1) if model.training else logits.argmax(-1, keepdim=True)
-        return -(functional.log_softmax(logits, -1).gather(1, action).squeeze(1) * action.squeeze(1).float()).mean()
+        action = (
+            torch.multinomial(logits.softmax(-1), 1)
+            if model.training
+            else logits.argmax(-1, keepdim=True)
+        )
+        return -(
+            functional.log_softmax(logits, -1).gather(1, action).squeeze(1)
+            * action.squeeze(1).float()
+        ).mean()
 
     model, batch, _ = small(lambda _, x: x.relu())
     return model, batch, loss

@@ -1,4 +1,5 @@
-"""What torch.export's own collection of examples shows (ExportDB), restated as models that train: each has parameters and a scalar loss.
+"""What torch.export's own collection of examples shows (ExportDB), restated as models that train:
+each has parameters and a scalar loss.
 
 The names are those of the collection. What is not supported there is here too.
 """
@@ -23,7 +24,11 @@ add = FAMILY.add
 
 @add("assume_constant_result", refused="a number is read out of the batch and used as a size")
 def _() -> Any:
-    return small(lambda _, x: x[:, : int(x.detach().abs().amax().clamp(1, 2).item())].sum(1, keepdim=True) + x)
+    return small(
+        lambda _, x: (
+            x[:, : int(x.detach().abs().amax().clamp(1, 2).item())].sum(1, keepdim=True) + x
+        )
+    )
 
 
 @add("autograd_function")
@@ -96,24 +101,36 @@ def _() -> Any:
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         tensor, number = x + 100, 3.14
-        return torch.cond(x.sum() < 4, lambda t, u: t + u + number, lambda t, u: t - u - number, [x, tensor])
+        return torch.cond(
+            x.sum() < 4, lambda t, u: t + u + number, lambda t, u: t - u - number, [x, tensor]
+        )
 
     return small(middle)
 
 
 @add("cond_closed_over_variable", mixes_rows=True)
 def _() -> Any:
-    return small(lambda model, x: torch.cond(x.sum() > 0, lambda t: t * x.cos(), lambda t: t - x, [x + 1]))
+    return small(
+        lambda model, x: torch.cond(x.sum() > 0, lambda t: t * x.cos(), lambda t: t - x, [x + 1])
+    )
 
 
 @add("cond_operands")
 def _() -> Any:
-    return small(lambda _, x: torch.cond(torch.tensor(x.shape[0] > 2), lambda a, b: a + b, lambda a, b: a - b, (x, x.sin())))
+    return small(
+        lambda _, x: torch.cond(
+            torch.tensor(x.shape[0] > 2), lambda a, b: a + b, lambda a, b: a - b, (x, x.sin())
+        )
+    )
 
 
 @add("cond_predicate")
 def _() -> Any:
-    return small(lambda _, x: torch.cond(torch.tensor(x.dim() == 2 and x.shape[1] > 6), lambda t: t.sin(), lambda t: t.cos(), [x]))
+    return small(
+        lambda _, x: torch.cond(
+            torch.tensor(x.dim() == 2 and x.shape[1] > 6), lambda t: t.sin(), lambda t: t.cos(), [x]
+        )
+    )
 
 
 @add("constrain_as_size_example", mixes_rows=True)
@@ -124,7 +141,10 @@ def _() -> Any:
         size = batch["n"].amax().item()
         torch._check(size >= 0)
         torch._check(size <= 5)
-        return mean_square(model, batch) + torch.ones(size, 5).sum() * model.get_parameter("first.bias").sum()  # type: ignore[arg-type]  # an int
+        return (
+            mean_square(model, batch)
+            + torch.ones(size, 5).sum() * model.get_parameter("first.bias").sum()
+        )  # type: ignore[arg-type]  # an int
 
     model, batch, _ = small(lambda _, x: x.relu())
     return model, batch | {"n": torch.tensor([1, 2, 3, 4])}, loss
@@ -190,20 +210,32 @@ def _() -> Any:
     return small(lambda model, x: map(lambda row, w: row + w, x, model.first.bias))
 
 
-@add("dynamic_shape_round", gap="torch.export takes no rounding of a size that changes", mixes_rows=True)
+@add(
+    "dynamic_shape_round",
+    gap="torch.export takes no rounding of a size that changes",
+    mixes_rows=True,
+)
 def _() -> Any:
     return small(lambda _, x: x[: round(x.shape[0] / 2)].mean(0) + x)
 
 
-@add("dynamic_shape_slicing", gap="torch.export cannot say for which sizes a slice that ends two rows early holds", mixes_rows=True)
+@add(
+    "dynamic_shape_slicing",
+    gap="torch.export cannot say for which sizes a slice that ends two rows early holds",
+    mixes_rows=True,
+)
 def _() -> Any:
-    model, batch, loss = small(lambda _, x: x + x[: x.shape[0] - 2, x.shape[1] - 1 :: 2].sum() / x.shape[0])
+    model, batch, loss = small(
+        lambda _, x: x + x[: x.shape[0] - 2, x.shape[1] - 1 :: 2].sum() / x.shape[0]
+    )
     return make_job(model, batch, loss, dynamic={"x": {0: Dim("batch", min=3)}})
 
 
 @add("dynamic_shape_view")
 def _() -> Any:
-    return small(lambda _, x: x.view(x.shape[0], 2, 2, 2).permute(0, 2, 1, 3).reshape(x.shape[0], WIDTH))
+    return small(
+        lambda _, x: x.view(x.shape[0], 2, 2, 2).permute(0, 2, 1, 3).reshape(x.shape[0], WIDTH)
+    )
 
 
 @add("fn_with_kwargs")
@@ -233,7 +265,10 @@ def _() -> Any:
     return small(middle)
 
 
-@add("model_attr_mutation", refused="an attribute that forward changes lives outside of the state that a package carries")
+@add(
+    "model_attr_mutation",
+    refused="an attribute that forward changes lives outside of the state that a package carries",
+)
 def _() -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -383,7 +418,10 @@ def _() -> Any:
     return small(lambda _, x: x.mul_(2).cos())
 
 
-@add("input mutation of the batch", gap="a step that writes to its own batch is refused: write batch[name] * 2 to a new name")
+@add(
+    "input mutation of the batch",
+    gap="a step that writes to its own batch is refused: write batch[name] * 2 to a new name",
+)
 def _() -> Any:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         batch["x"].mul_(2)
@@ -393,7 +431,10 @@ def _() -> Any:
     return model, batch, loss
 
 
-@add("dynamic_value_example", refused="the shape of a value is computed from the batch by a Python list")
+@add(
+    "dynamic_value_example",
+    refused="the shape of a value is computed from the batch by a Python list",
+)
 def _() -> Any:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         sizes = batch["n"].tolist()

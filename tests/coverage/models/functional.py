@@ -30,7 +30,9 @@ def _() -> Any:
 
 @add("complex values")
 def _() -> Any:
-    return small(lambda _, x: (torch.view_as_complex(x.view(-1, 4, 2).contiguous()) * 1j).abs().repeat(1, 2))
+    return small(
+        lambda _, x: (torch.view_as_complex(x.view(-1, 4, 2).contiguous()) * 1j).abs().repeat(1, 2)
+    )
 
 
 @add("index_put")
@@ -68,7 +70,11 @@ def _() -> Any:
 def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
         values, places = x.topk(3, -1)
-        return x.sort(-1)[0] + values.sum(-1, keepdim=True) + functional.one_hot(x.argmax(-1), WIDTH) * places.sum(-1, keepdim=True)
+        return (
+            x.sort(-1)[0]
+            + values.sum(-1, keepdim=True)
+            + functional.one_hot(x.argmax(-1), WIDTH) * places.sum(-1, keepdim=True)
+        )
 
     return small(middle)
 
@@ -76,7 +82,10 @@ def _() -> Any:
 @add("bucketize and searchsorted")
 def _() -> Any:
     return small(
-        lambda model, x: x + model.table(torch.bucketize(x.detach(), torch.linspace(-1, 1, 6))).squeeze(-1), table=nn.Embedding(7, 1)
+        lambda model, x: (
+            x + model.table(torch.bucketize(x.detach(), torch.linspace(-1, 1, 6))).squeeze(-1)
+        ),
+        table=nn.Embedding(7, 1),
     )
 
 
@@ -102,7 +111,11 @@ def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
         c, d = x.split([3, 5], -1)
-        return torch.cat([b, a], -1).roll(1, -1) + torch.cat([d, c], -1).flip(-1) + torch.stack([x, x.cos()]).sum(0)
+        return (
+            torch.cat([b, a], -1).roll(1, -1)
+            + torch.cat([d, c], -1).flip(-1)
+            + torch.stack([x, x.cos()]).sum(0)
+        )
 
     return small(middle)
 
@@ -117,7 +130,11 @@ def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         w = model.first.weight
         positive = w @ w.t() + torch.eye(WIDTH)
-        return torch.linalg.solve(positive, x.t()).t() + torch.linalg.cholesky(positive).diagonal() + torch.logdet(positive)
+        return (
+            torch.linalg.solve(positive, x.t()).t()
+            + torch.linalg.cholesky(positive).diagonal()
+            + torch.logdet(positive)
+        )
 
     return small(middle)
 
@@ -136,7 +153,10 @@ def _() -> Any:
     return Model(), {"x": torch.randint(0, 20, (ROWS, 5))}, mean_square
 
 
-@add("sparse embedding gradients", refused="the gradient is a sparse tensor, which neither a bucket nor a package can hold")
+@add(
+    "sparse embedding gradients",
+    refused="the gradient is a sparse tensor, which neither a bucket nor a package can hold",
+)
 def _() -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -150,7 +170,10 @@ def _() -> Any:
     return Model(), {"x": torch.randint(0, 20, (ROWS, 5))}, mean_square
 
 
-@add("Embedding with max_norm", refused="forward writes to the table: the step would change a parameter beside the optimizer")
+@add(
+    "Embedding with max_norm",
+    refused="forward writes to the table: the step would change a parameter beside the optimizer",
+)
 def _() -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -167,7 +190,14 @@ def _() -> Any:
 @add("activations")
 def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
-        each = (functional.silu, functional.mish, functional.elu, functional.hardswish, functional.softsign, functional.logsigmoid)
+        each = (
+            functional.silu,
+            functional.mish,
+            functional.elu,
+            functional.hardswish,
+            functional.softsign,
+            functional.logsigmoid,
+        )
         return torch.stack([f(x) for f in each]).sum(0) + functional.glu(torch.cat([x, x], -1))
 
     return small(middle)
@@ -182,7 +212,11 @@ def _() -> Any:
             out = out + expert(x) * (weights * (places == index)).sum(-1, keepdim=True)
         return out
 
-    return small(middle, router=nn.Linear(WIDTH, 4), experts=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    return small(
+        middle,
+        router=nn.Linear(WIDTH, 4),
+        experts=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)),
+    )
 
 
 # Losses.
@@ -197,7 +231,9 @@ def classified(loss: Any, classes: int = 5, **more: Tensor) -> tuple[nn.Module, 
 
 @add("cross entropy with label smoothing")
 def _() -> Any:
-    return classified(lambda logits, b: functional.cross_entropy(logits, b["y"], label_smoothing=0.1))
+    return classified(
+        lambda logits, b: functional.cross_entropy(logits, b["y"], label_smoothing=0.1)
+    )
 
 
 @add("cross entropy with class weights and ignore_index")
@@ -207,7 +243,9 @@ def _() -> Any:
 
     def loss(logits: Tensor, b: Batch) -> Loss:
         weight = torch.where(b["y"] == 2, torch.zeros(()), table[b["y"]]).sum()
-        return Loss(functional.cross_entropy(logits, b["y"], weight=table, ignore_index=2), weight=weight)
+        return Loss(
+            functional.cross_entropy(logits, b["y"], weight=table, ignore_index=2), weight=weight
+        )
 
     return classified(loss)
 
@@ -226,7 +264,11 @@ def _() -> Any:
     def loss(logits: Tensor, b: Batch) -> Loss:
         each = functional.cross_entropy(logits, b["y"], reduction="none")
         value = (each * b["w"]).sum() / b["w"].sum()
-        return Loss(value, weight=b["w"].sum(), metrics={"accuracy": (logits.argmax(-1) == b["y"]).float().mean()})
+        return Loss(
+            value,
+            weight=b["w"].sum(),
+            metrics={"accuracy": (logits.argmax(-1) == b["y"]).float().mean()},
+        )
 
     return classified(loss, w=torch.tensor([0.5, 1.0, 1.5, 2.0]))
 
@@ -235,7 +277,15 @@ def _() -> Any:
 def _() -> Any:
     def loss(out: Tensor, b: Batch) -> Tensor:
         return sum(
-            (f(out, b["t"]) for f in (functional.smooth_l1_loss, functional.huber_loss, functional.l1_loss, functional.mse_loss)),
+            (
+                f(out, b["t"])
+                for f in (
+                    functional.smooth_l1_loss,
+                    functional.huber_loss,
+                    functional.l1_loss,
+                    functional.mse_loss,
+                )
+            ),
             torch.zeros(()),
         )
 
@@ -246,14 +296,20 @@ def _() -> Any:
 def _() -> Any:
     weights = torch.rand(5)
     return classified(
-        lambda out, b: functional.binary_cross_entropy_with_logits(out, b["t"], pos_weight=weights), t=torch.rand(ROWS, 5).round()
+        lambda out, b: functional.binary_cross_entropy_with_logits(out, b["t"], pos_weight=weights),
+        t=torch.rand(ROWS, 5).round(),
     )
 
 
 @add("Kullback-Leibler divergence from a teacher")
 def _() -> Any:
     return classified(
-        lambda out, b: functional.kl_div(functional.log_softmax(out / 2, -1), b["t"].softmax(-1), reduction="batchmean") * 4,
+        lambda out, b: (
+            functional.kl_div(
+                functional.log_softmax(out / 2, -1), b["t"].softmax(-1), reduction="batchmean"
+            )
+            * 4
+        ),
         t=torch.randn(ROWS, 5),
     )
 
@@ -289,7 +345,9 @@ def _() -> Any:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["x"]).transpose(0, 1)
-        each = functional.ctc_loss(logits, batch["y"], batch["frames"], batch["letters"], reduction="none")
+        each = functional.ctc_loss(
+            logits, batch["y"], batch["frames"], batch["letters"], reduction="none"
+        )
         return each.mean()
 
     batch = {

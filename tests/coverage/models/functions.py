@@ -59,7 +59,9 @@ class Generated(torch.autograd.Function):
 
 
 class Cube(torch.autograd.Function):
-    """x ** 3, whose backward can be differentiated: by its own formula, which is not quite autograd's."""
+    """x ** 3, whose backward can be differentiated: by its own formula, which is not quite
+    autograd's.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -94,7 +96,9 @@ class Mixed(torch.autograd.Function):
     """Tensors, numbers, a string, a module and None as arguments; three outputs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, power: int, how: str, part: nn.Linear, nothing: None, w: Tensor) -> tuple[Tensor, Tensor, int]:
+    def forward(
+        ctx: Any, x: Tensor, power: int, how: str, part: nn.Linear, nothing: None, w: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
         ctx.power, ctx.how = power, how
         ctx.save_for_backward(x, w)
         return part(x) ** power, x @ w, power
@@ -124,7 +128,9 @@ class InPlace(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-    """A block that backward computes again and differentiates by itself, as reversible networks do."""
+    """A block that backward computes again and differentiates by itself, as reversible networks
+    do.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -203,7 +209,9 @@ class Single(torch.autograd.Function):
 
 
 class Optional(torch.autograd.Function):
-    """Three outputs whose gradients may each be missing; the second input gets one only from the second output."""
+    """Three outputs whose gradients may each be missing; the second input gets one only from the
+    second output.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,7 +270,9 @@ def _() -> Any:
 
 @add("Function mapped inside torch.func.grad")
 def _() -> Any:
-    return small(lambda _, x: torch.func.vmap(torch.func.grad(lambda row: Generated.apply(row).sum()))(x) + x)
+    return small(
+        lambda _, x: torch.func.vmap(torch.func.grad(lambda row: Generated.apply(row).sum()))(x) + x
+    )
 
 
 @add("Function differentiated twice")
@@ -303,7 +313,11 @@ def _() -> Any:
 
 @add("Function that writes to its input inside a checkpoint")
 def _() -> Any:
-    return small(lambda model, x: checkpoint(lambda t: InPlace.apply(model.first(t)).tanh(), x, use_reentrant=False))
+    return small(
+        lambda model, x: checkpoint(
+            lambda t: InPlace.apply(model.first(t)).tanh(), x, use_reentrant=False
+        )
+    )
 
 
 @add("Function that computes its block again and differentiates it")
@@ -314,7 +328,11 @@ def _() -> Any:
 @add("Function that asks which gradients are needed")
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
-        out: Tensor = Needed.apply(x, model.first.weight[0]) + Needed.apply(x.detach(), model.first.bias) + Needed.apply(x, x.new_ones(8))
+        out: Tensor = (
+            Needed.apply(x, model.first.weight[0])
+            + Needed.apply(x.detach(), model.first.bias)
+            + Needed.apply(x, x.new_ones(8))
+        )
         return out
 
     return small(middle)
@@ -382,7 +400,9 @@ def _() -> Any:
 
 @add("Function in the branches of cond")
 def _() -> Any:
-    return small(lambda _, x: torch.cond(x.sum() > -1000, lambda t: Cube.apply(t), lambda t: t.cos(), (x,)))
+    return small(
+        lambda _, x: torch.cond(x.sum() > -1000, lambda t: Cube.apply(t), lambda t: t.cos(), (x,))
+    )
 
 
 @add("Function in a checkpoint, in autocast, in a hook")

@@ -24,9 +24,15 @@ def _() -> Any:
         return functional.cross_entropy(model(batch["x"]), batch["y"])
 
     stack = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Dropout(0.1), nn.Linear(8, 5),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1, groups=4),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(8, 5),
+    )
     return stack, {"x": torch.randn(ROWS, 3, 8, 8), "y": torch.tensor([0, 1, 2, 3])}, loss
 
 
@@ -49,7 +55,9 @@ def _() -> Any:
 def _() -> Any:
     def forward(model: Any, x: Tensor) -> Tensor:
         grid = model.grid(x.flatten(1)).view(-1, 8, 8, 2).tanh()
-        return functional.interpolate(functional.grid_sample(x, grid, align_corners=False), scale_factor=2.0, mode="bilinear")
+        return functional.interpolate(
+            functional.grid_sample(x, grid, align_corners=False), scale_factor=2.0, mode="bilinear"
+        )
 
     return Over(forward, grid=nn.Linear(192, 128)), {"x": torch.randn(ROWS, 3, 8, 8)}, mean_square
 
@@ -58,7 +66,11 @@ def _() -> Any:
 def _() -> Any:
     def forward(model: Any, x: Tensor) -> Tensor:
         theta = model.theta(x.flatten(1)).view(-1, 2, 3)
-        return functional.grid_sample(x, functional.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)
+        return functional.grid_sample(
+            x,
+            functional.affine_grid(theta, list(x.shape), align_corners=False),
+            align_corners=False,
+        )
 
     return Over(forward, theta=nn.Linear(192, 6)), {"x": torch.randn(ROWS, 3, 8, 8)}, mean_square
 

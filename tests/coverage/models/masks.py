@@ -1,8 +1,10 @@
-"""Lets eager PyTorch draw trainload's stateless random numbers, so that a model with dropout can be compared with its step graph.
+"""Lets eager PyTorch draw trainload's stateless random numbers, so that a model with dropout can be
+compared with its step graph.
 
-A step graph's masks are a function of (seed, step, site, element), not of torch's generator. Here the few kernels by which eager code draws
-are given the numbers of the site that they are; all else, dropout and attention too, stays torch's own code. So the comparison shares the
-hash of `RandomKey` with the step graph, and nothing of the stateless forms in `autograd_trace/randomness/draws.py`.
+A step graph's masks are a function of (seed, step, site, element), not of torch's generator. Here
+the few kernels by which eager code draws are given the numbers of the site that they are; all else,
+dropout and attention too, stays torch's own code. So the comparison shares the hash of `RandomKey`
+with the step graph, and nothing of the stateless forms in `autograd_trace/randomness/draws.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ Shape = Sequence[int]
 
 
 class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """A context in which random kernels draw from a `RandomKey`. Forward and backward belong into one.
+    """A context in which random kernels draw from a `RandomKey`. Forward and backward belong into
+    one.
 
     Args:
         seed, step, row: as in a step graph.
-        rows: of the batch. Best a prime number: the dim that runs over the rows is found as the first whose size is a multiple of it.
-        static: the number of rows is fixed in the graph, whose random values then belong to the call and not to rows.
+        rows: of the batch. Best a prime number: the dim that runs over the rows is found as the
+            first whose size is a multiple of it.
+        static: the number of rows is fixed in the graph, whose random values then belong to the
+            call and not to rows.
         stacks: a dim of several entries a row has all rows so many times, one after another.
     """
 
-    def __init__(self, seed: int, step: int, row: int, rows: int, *, static: bool = False, stacks: int = 1) -> None:
+    def __init__(
+        self, seed: int, step: int, row: int, rows: int, *, static: bool = False, stacks: int = 1
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         key = RandomKey.of(torch.tensor(seed), torch.tensor(step), torch.tensor(row), rows)
         self._key = key.of_call() if static else key
@@ -41,18 +48,26 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._sites: dict[bytes, int] = {}
         self._next = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         rule = _RULES.get(func)
         if rule is not None:
             return rule(self, *args, **dict(kwargs or {}))
-        assert torch.Tag.nondeterministic_seeded not in func.tags or func in _DRAWS_NOTHING_HERE, f"{func} draws by a kernel of its own"
+        assert torch.Tag.nondeterministic_seeded not in func.tags or func in _DRAWS_NOTHING_HERE, (
+            f"{func} draws by a kernel of its own"
+        )
         return func(*args, **dict(kwargs or {}))
 
     def _site(self, count: int = 1) -> int:
         """The site of the present call.
 
-        Checkpointing runs code a second time, after it has put torch's generator back. So a call is known by the generator's state, which
-        every call here moves on.
+        Checkpointing runs code a second time, after it has put torch's generator back. So a call is
+        known by the generator's state, which every call here moves on.
         """
         state = torch.random.get_rng_state().numpy().tobytes()
         if state not in self._sites:
@@ -61,9 +76,21 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         torch.rand(())
         return self._sites[state]
 
-    def cond(self, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
-        """torch.cond as Python's `if`. What a branch draws follows from a key of its own, and the branches have one site together."""
-        outside, state = (self._key, self._stacked, self._sites, self._next), torch.random.get_rng_state()
+    def cond(
+        self,
+        pred: Any,
+        true_fn: Callable[..., Any],
+        false_fn: Callable[..., Any],
+        operands: Any = (),
+    ) -> Any:
+        """torch.cond as Python's `if`.
+
+        What a branch draws follows from a key of its own, and the branches have one site together.
+        """
+        outside, state = (
+            (self._key, self._stacked, self._sites, self._next),
+            torch.random.get_rng_state(),
+        )
         site = self._site()
         counted = self._sites, self._next
         self._key = replace(self._key, key=self._key.bits(site, [], None))
@@ -80,7 +107,11 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return result
 
     def _dim(self, shape: Shape) -> int | None:
-        return None if self._rows is None else next((d for d, size in enumerate(shape) if size and size % self._rows == 0), None)
+        return (
+            None
+            if self._rows is None
+            else next((d for d, size in enumerate(shape) if size and size % self._rows == 0), None)
+        )
 
     def _key_for(self, shape: Shape) -> RandomKey:
         dim = self._dim(shape)
@@ -91,28 +122,40 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return self._key_for(shape).keep(self._site(), shape, self._dim(shape), 1 - probability)
 
     def uniform(self, shape: Shape, dtype: torch.dtype | None) -> Tensor:
-        return self._key_for(shape).uniform(self._site(), shape, self._dim(shape), dtype or torch.get_default_dtype())
+        return self._key_for(shape).uniform(
+            self._site(), shape, self._dim(shape), dtype or torch.get_default_dtype()
+        )
 
     def normal(self, shape: Shape, dtype: torch.dtype | None) -> Tensor:
-        return self._key_for(shape).normal(self._site(2), shape, self._dim(shape), dtype or torch.get_default_dtype())
+        return self._key_for(shape).normal(
+            self._site(2), shape, self._dim(shape), dtype or torch.get_default_dtype()
+        )
 
     def integers(self, low: int, high: int, shape: Shape, dtype: torch.dtype | None) -> Tensor:
-        return (self._key_for(shape).bits(self._site(), shape, self._dim(shape)) % (high - low) + low).to(dtype or torch.int64)
+        return (
+            self._key_for(shape).bits(self._site(), shape, self._dim(shape)) % (high - low) + low
+        ).to(dtype or torch.int64)
 
 
 def _bernoulli(draws: StatelessDraws, x: Tensor, *, generator: None = None) -> Tensor:
     return (draws.uniform(x.shape, torch.float32) < x).to(x.dtype)
 
 
-def _uniform_(draws: StatelessDraws, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None) -> Tensor:
+def _uniform_(
+    draws: StatelessDraws, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None
+) -> Tensor:
     return x.copy_(draws.uniform(x.shape, x.dtype) * (high - low) + low)
 
 
-def _normal_(draws: StatelessDraws, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None) -> Tensor:
+def _normal_(
+    draws: StatelessDraws, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None
+) -> Tensor:
     return x.copy_(draws.normal(x.shape, x.dtype) * std + mean)
 
 
-def _exponential_(draws: StatelessDraws, x: Tensor, rate: float = 1.0, *, generator: None = None) -> Tensor:
+def _exponential_(
+    draws: StatelessDraws, x: Tensor, rate: float = 1.0, *, generator: None = None
+) -> Tensor:
     return x.copy_(-torch.log(1.0 - draws.uniform(x.shape, torch.float32)) / rate)
 
 
@@ -126,11 +169,22 @@ def _rrelu(
     generator: None = None,
 ) -> Tensor:
     assert training
-    noise.copy_(torch.where(x > 0, torch.ones_like(x), draws.uniform(x.shape, x.dtype) * (upper - lower) + lower))
+    noise.copy_(
+        torch.where(
+            x > 0, torch.ones_like(x), draws.uniform(x.shape, x.dtype) * (upper - lower) + lower
+        )
+    )
     return x * noise
 
 
-def _multinomial(draws: StatelessDraws, weights: Tensor, count: int, replacement: bool = False, *, generator: None = None) -> Tensor:
+def _multinomial(
+    draws: StatelessDraws,
+    weights: Tensor,
+    count: int,
+    replacement: bool = False,
+    *,
+    generator: None = None,
+) -> Tensor:
     assert not replacement
     clocks = -torch.log(1.0 - draws.uniform(weights.shape, torch.float32))
     return (weights / clocks).topk(count, -1)[1]
@@ -141,7 +195,11 @@ def _poisson(draws: StatelessDraws, rate: Tensor, generator: None = None) -> Ten
     counts = torch.arange(200, dtype=torch.float64)
     wide = rate.double().unsqueeze(-1).clamp(min=1e-300)
     cumulative = (counts * wide.log() - wide - torch.lgamma(counts + 1)).exp().cumsum(-1)
-    return (draws.uniform(rate.shape, torch.float32).double().unsqueeze(-1) >= cumulative).sum(-1).to(rate.dtype)
+    return (
+        (draws.uniform(rate.shape, torch.float32).double().unsqueeze(-1) >= cumulative)
+        .sum(-1)
+        .to(rate.dtype)
+    )
 
 
 def _gamma(draws: StatelessDraws, concentration: Tensor, generator: None = None) -> Tensor:
@@ -161,7 +219,10 @@ for _operator in (
     torch.ops.higher_order.while_loop,
     torch.ops.higher_order.map_impl,
 ):
-    _operator.py_impl(StatelessDraws)(lambda _, *args, _operator=_operator, **kwargs: _operator(*args, **kwargs))  # draws stand outside
+    # draws stand outside
+    _operator.py_impl(StatelessDraws)(
+        lambda _, *args, _operator=_operator, **kwargs: _operator(*args, **kwargs)
+    )
 
 
 _RULES: dict[Any, Callable[..., Tensor]] = {
@@ -174,18 +235,35 @@ _RULES: dict[Any, Callable[..., Tensor]] = {
     aten.rrelu_with_noise.default: _rrelu,
     aten.multinomial.default: _multinomial,
     aten.poisson.default: _poisson,
-    aten._standard_gamma.default: lambda d, concentration, *_: _gamma(d, concentration).to(concentration.dtype),
+    aten._standard_gamma.default: (
+        lambda d, concentration, *_: _gamma(d, concentration).to(concentration.dtype)
+    ),
     aten._sample_dirichlet.default: _dirichlet,
-    aten.randperm.default: lambda d, n, *, dtype=None, **_: d.integers(0, 1 << 32, [n], None).argsort().to(dtype or torch.int64),
-    aten.normal.Tensor_float: lambda d, mean, std=1.0, **_: mean + std * d.normal(mean.shape, mean.dtype),
+    aten.randperm.default: lambda d, n, *, dtype=None, **_: (
+        d.integers(0, 1 << 32, [n], None).argsort().to(dtype or torch.int64)
+    ),
+    aten.normal.Tensor_float: lambda d, mean, std=1.0, **_: (
+        mean + std * d.normal(mean.shape, mean.dtype)
+    ),
     aten.normal.float_Tensor: lambda d, mean, std, **_: mean + std * d.normal(std.shape, std.dtype),
-    aten.normal.Tensor_Tensor: lambda d, mean, std, **_: mean + std * d.normal((mean + std).shape, mean.dtype),
+    aten.normal.Tensor_Tensor: lambda d, mean, std, **_: (
+        mean + std * d.normal((mean + std).shape, mean.dtype)
+    ),
     aten.rand.default: lambda d, size, *, dtype=None, **_: d.uniform(size, dtype),
     aten.randn.default: lambda d, size, *, dtype=None, **_: d.normal(size, dtype),
     aten.rand_like.default: lambda d, x, *, dtype=None, **_: d.uniform(x.shape, dtype or x.dtype),
     aten.randn_like.default: lambda d, x, *, dtype=None, **_: d.normal(x.shape, dtype or x.dtype),
-    aten.randint.default: lambda d, high, size, *, dtype=None, **_: d.integers(0, high, size, dtype),
-    aten.randint.low: lambda d, low, high, size, *, dtype=None, **_: d.integers(low, high, size, dtype),
+    aten.randint.default: lambda d, high, size, *, dtype=None, **_: d.integers(
+        0, high, size, dtype
+    ),
+    aten.randint.low: lambda d, low, high, size, *, dtype=None, **_: d.integers(
+        low, high, size, dtype
+    ),
 }
-_DRAWS_NOTHING_HERE = frozenset({aten._scaled_dot_product_flash_attention_for_cpu.default, aten.rrelu_with_noise_backward.default})
+_DRAWS_NOTHING_HERE = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten.rrelu_with_noise_backward.default,
+    }
+)
 """Tagged as random; on a CPU the first is used without dropout only."""

@@ -1,4 +1,6 @@
-"""Derivatives of operators that are easy to get wrong: selections, reductions, linear algebra, complex numbers, draws."""
+"""Derivatives of operators that are easy to get wrong: selections, reductions, linear algebra,
+complex numbers, draws.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _block_diag: Any = torch.block_diag
 
 
 def _positive(model: Any) -> Any:
-    """A symmetric positive matrix of the first layer's weights: (WIDTH, WIDTH), with eigenvalues apart."""
+    """A symmetric positive matrix of the first layer's weights: (WIDTH, WIDTH), with eigenvalues
+    apart.
+    """
     w = model.first.weight
     return w @ w.t() + torch.diag(torch.arange(1.0, WIDTH + 1))
 
@@ -35,7 +39,9 @@ def _() -> Any:
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         places = torch.tensor([0, 0, 3, 3, 3])
-        y = torch.zeros_like(x).index_put((torch.arange(x.shape[0]).unsqueeze(1), places), x[:, :5] ** 2, accumulate=True)
+        y = torch.zeros_like(x).index_put(
+            (torch.arange(x.shape[0]).unsqueeze(1), places), x[:, :5] ** 2, accumulate=True
+        )
         y[:, places] = y[:, places] * model.first.bias[:5]
         return y + x
 
@@ -47,7 +53,13 @@ def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
         index = torch.tensor([0, 1, 0, 2, 2, 3, 0, 1]).expand_as(x)
         kinds = ("sum", "mean", "amax", "amin", "prod")
-        return sum((torch.ones_like(x).scatter_reduce(1, index, x, kind, include_self=kind == "prod") for kind in kinds), x)
+        return sum(
+            (
+                torch.ones_like(x).scatter_reduce(1, index, x, kind, include_self=kind == "prod")
+                for kind in kinds
+            ),
+            x,
+        )
 
     return small(middle)
 
@@ -56,7 +68,9 @@ def _() -> Any:
 def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
         lengths = torch.tensor([3, 2, 3])
-        return x + torch.segment_reduce(x.t().contiguous(), "mean", lengths=lengths, axis=0).sum(0).unsqueeze(1)
+        return x + torch.segment_reduce(x.t().contiguous(), "mean", lengths=lengths, axis=0).sum(
+            0
+        ).unsqueeze(1)
 
     return small(middle)
 
@@ -75,7 +89,14 @@ def _() -> Any:
     def middle(_: Any, x: Tensor) -> Any:
         y = x.relu()
         low, high = x.aminmax(dim=-1)
-        each = y.amax(-1) + y.amin(-1) * 3 + low * high + x.std(-1) + (y[:, :3] + 0.0).prod(-1) + x.norm(dim=-1)
+        each = (
+            y.amax(-1)
+            + y.amin(-1) * 3
+            + low * high
+            + x.std(-1)
+            + (y[:, :3] + 0.0).prod(-1)
+            + x.norm(dim=-1)
+        )
         return x + each.unsqueeze(-1)
 
     return small(middle)
@@ -85,7 +106,11 @@ def _() -> Any:
 def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
         order = torch.argsort(x, dim=-1, descending=True, stable=True)
-        return x.gather(-1, order).cumsum(-1) + torch.take_along_dim(x.sin(), order, -1) + x.msort().sum(0, keepdim=True) * 0
+        return (
+            x.gather(-1, order).cumsum(-1)
+            + torch.take_along_dim(x.sin(), order, -1)
+            + x.msort().sum(0, keepdim=True) * 0
+        )
 
     return small(middle)
 
@@ -95,7 +120,9 @@ def _() -> Any:
     """masked_scatter takes what it writes from the beginning of the whole source."""
 
     def middle(_: Any, x: Tensor) -> Tensor:
-        y = x.repeat_interleave(torch.tensor([1, 2, 1, 2, 2, 3, 1, 4]), dim=1, output_size=16)[:, ::2]
+        y = x.repeat_interleave(torch.tensor([1, 2, 1, 2, 2, 3, 1, 4]), dim=1, output_size=16)[
+            :, ::2
+        ]
         return torch.zeros_like(x).masked_scatter(torch.arange(WIDTH) % 2 == 0, x) + y
 
     return small(middle)
@@ -105,12 +132,17 @@ def _() -> Any:
 def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
         windows = x.unfold(1, 4, 2).sum(-1)
-        return functional.pad(windows, (0, 5)) + x.as_strided((x.shape[0], WIDTH), (WIDTH, 1)).square()
+        return (
+            functional.pad(windows, (0, 5)) + x.as_strided((x.shape[0], WIDTH), (WIDTH, 1)).square()
+        )
 
     return small(middle)
 
 
-@add("unique values of the batch", refused="how many there are is known only when the batch is there, and sizes the result's rows")
+@add(
+    "unique values of the batch",
+    refused="how many there are is known only when the batch is there, and sizes the result's rows",
+)
 def _() -> Any:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         values = torch.unique(batch["k"])
@@ -143,9 +175,16 @@ def _() -> Any:
     def middle(model: Any, x: Tensor) -> Any:
         matrix = _positive(model)
         values, vectors = torch.linalg.eigh(matrix)
-        u, s, v = torch.linalg.svd(model.first.weight + torch.diag(torch.arange(1.0, WIDTH + 1)), full_matrices=False)
+        u, s, v = torch.linalg.svd(
+            model.first.weight + torch.diag(torch.arange(1.0, WIDTH + 1)), full_matrices=False
+        )
         q, r = torch.linalg.qr(matrix)
-        return x @ vectors.square() + values + (u @ torch.diag(s.log()) @ v).sum(0) + (q.square() @ r).sum(0)
+        return (
+            x @ vectors.square()
+            + values
+            + (u @ torch.diag(s.log()) @ v).sum(0)
+            + (q.square() @ r).sum(0)
+        )
 
     return small(middle)
 
@@ -157,14 +196,28 @@ def _() -> Any:
         low = torch.linalg.cholesky(matrix)
         sign, size = torch.linalg.slogdet(matrix)
         out = x @ torch.linalg.inv(matrix) + torch.cholesky_solve(x.t(), low).t() + (sign * size)
-        out = out + x @ torch.linalg.pinv(matrix) + x @ torch.linalg.matrix_exp(model.first.weight * 0.1)
-        solved: Tensor = out + torch.linalg.solve_triangular(low, x.t(), upper=False).t() + x @ torch.linalg.matrix_power(matrix * 0.1, 3)
+        out = (
+            out
+            + x @ torch.linalg.pinv(matrix)
+            + x @ torch.linalg.matrix_exp(model.first.weight * 0.1)
+        )
+        solved: Tensor = (
+            out
+            + torch.linalg.solve_triangular(low, x.t(), upper=False).t()
+            + x @ torch.linalg.matrix_power(matrix * 0.1, 3)
+        )
         return solved
 
     return small(middle)
 
 
-@add("least squares", gap="torch has no fake kernel for lstsq; linalg.solve of the normal equations, or pinv, is captured")
+@add(
+    "least squares",
+    gap=(
+        "torch has no fake kernel for lstsq; linalg.solve of the normal equations, or pinv, is"
+        " captured"
+    ),
+)
 def _() -> Any:
     return small(lambda model, x: x + torch.linalg.lstsq(_positive(model), x.t()).solution.t())
 
@@ -199,7 +252,10 @@ def _() -> Any:
         cross = torch.linalg.cross(x[:, :3], x[:, 3:6])
         block = _block_diag(model.first.weight[:3, :3], model.last.weight[:5, :5])
         return (
-            x @ kron + functional.pad(cross, (0, 5)) + torch.tensordot(x, block, dims=([1], [0])) + torch.outer(x.sum(1), model.first.bias)
+            x @ kron
+            + functional.pad(cross, (0, 5))
+            + torch.tensordot(x, block, dims=([1], [0]))
+            + torch.outer(x.sum(1), model.first.bias)
         )
 
     return small(middle)
@@ -225,7 +281,11 @@ def _() -> Any:
 
     def middle(model: Any, x: Tensor) -> Any:
         weight = torch.view_as_complex(model.weight)
-        return torch.fft.irfft(torch.fft.rfft(x) * weight, n=WIDTH) + torch.fft.fft(x).abs() + torch.angle(torch.fft.fft(x + 3)).sin()
+        return (
+            torch.fft.irfft(torch.fft.rfft(x) * weight, n=WIDTH)
+            + torch.fft.fft(x).abs()
+            + torch.angle(torch.fft.fft(x + 3)).sin()
+        )
 
     return small(middle, weight=nn.Parameter(torch.randn(WIDTH // 2 + 1, 2)))
 
@@ -250,7 +310,9 @@ def _() -> Any:
         def forward(self, x: Tensor) -> Tensor:
             spectrum = torch.stft(x, 16, 8, window=self.window, return_complex=True)
             spectrum = spectrum * self.gain.view(1, 9, 1)
-            return torch.istft(spectrum, 16, 8, window=self.window, length=64) + spectrum.abs().mean((1, 2)).unsqueeze(1)
+            return torch.istft(
+                spectrum, 16, 8, window=self.window, length=64
+            ) + spectrum.abs().mean((1, 2)).unsqueeze(1)
 
     return Model(), {"x": torch.randn(ROWS, 64)}, mean_square
 
@@ -287,8 +349,22 @@ def _() -> Any:
 @add("rounding, remainders and other steps")
 def _() -> Any:
     def middle(_: Any, x: Tensor) -> Tensor:
-        y = x + x.round() + x.frac() * 2 + x.remainder(0.7) + x.fmod(0.3) + x.clamp(-0.5, 0.5) + x.copysign(x.flip(1)) + x.nan_to_num(0.0)
-        return y + torch.heaviside(x.detach(), torch.tensor(0.5)) + x.lerp(x.sin(), 0.3) + torch.addcmul(x, x, x.cos(), value=0.5)
+        y = (
+            x
+            + x.round()
+            + x.frac() * 2
+            + x.remainder(0.7)
+            + x.fmod(0.3)
+            + x.clamp(-0.5, 0.5)
+            + x.copysign(x.flip(1))
+            + x.nan_to_num(0.0)
+        )
+        return (
+            y
+            + torch.heaviside(x.detach(), torch.tensor(0.5))
+            + x.lerp(x.sin(), 0.3)
+            + torch.addcmul(x, x, x.cos(), value=0.5)
+        )
 
     return small(middle)
 
@@ -324,9 +400,17 @@ def images(forward: Any, **parts: nn.Module) -> tuple[nn.Module, Batch, Any]:
 def _() -> Any:
     def forward(parts: Any, x: Tensor) -> Tensor:
         y = parts["conv"](x)
-        each = [functional.interpolate(y, scale_factor=1.5, mode=mode) for mode in ("nearest", "nearest-exact", "area")]
-        each += [functional.interpolate(y, size=(12, 12), mode=mode, align_corners=False) for mode in ("bilinear", "bicubic")]
-        each += [functional.interpolate(y, scale_factor=(1.5, 1.5), mode="bilinear", antialias=True)]
+        each = [
+            functional.interpolate(y, scale_factor=1.5, mode=mode)
+            for mode in ("nearest", "nearest-exact", "area")
+        ]
+        each += [
+            functional.interpolate(y, size=(12, 12), mode=mode, align_corners=False)
+            for mode in ("bilinear", "bicubic")
+        ]
+        each += [
+            functional.interpolate(y, scale_factor=(1.5, 1.5), mode="bilinear", antialias=True)
+        ]
         return torch.stack(each).sum(0)
 
     return images(forward, conv=nn.Conv2d(3, 4, 3, padding="same", padding_mode="circular"))
@@ -340,7 +424,12 @@ def _() -> Any:
             self.conv = nn.Conv2d(3, 4, 3, padding=1)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return functional.interpolate(self.conv(x), size=y.shape[-2:], mode="bilinear", align_corners=True) * y
+            return (
+                functional.interpolate(
+                    self.conv(x), size=y.shape[-2:], mode="bilinear", align_corners=True
+                )
+                * y
+            )
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         out: Tensor = model(batch["x"], batch["y"])
@@ -354,8 +443,15 @@ def _() -> Any:
     def forward(parts: Any, x: Tensor) -> Tensor:
         y = parts["conv"](x)
         grid = y[:, :2].permute(0, 2, 3, 1).tanh() * 1.3
-        modes = [("bilinear", "border"), ("bicubic", "zeros"), ("nearest", "reflection"), ("bilinear", "reflection")]
-        return torch.stack([functional.grid_sample(y, grid, m, p, align_corners=m == "bicubic") for m, p in modes]).sum(0)
+        modes = [
+            ("bilinear", "border"),
+            ("bicubic", "zeros"),
+            ("nearest", "reflection"),
+            ("bilinear", "reflection"),
+        ]
+        return torch.stack(
+            [functional.grid_sample(y, grid, m, p, align_corners=m == "bicubic") for m, p in modes]
+        ).sum(0)
 
     return images(forward, conv=nn.Conv2d(3, 4, 3, padding=1))
 
@@ -385,7 +481,9 @@ def _() -> Any:
             self.theta = nn.Linear(27, 12)
 
         def forward(self, x: Tensor) -> Tensor:
-            grid = functional.affine_grid(self.theta(x.flatten(1)).view(-1, 3, 4), list(x.shape), align_corners=True)
+            grid = functional.affine_grid(
+                self.theta(x.flatten(1)).view(-1, 3, 4), list(x.shape), align_corners=True
+            )
             return functional.grid_sample(x, grid, align_corners=True)
 
     return Model(), {"x": torch.randn(ROWS, 1, 3, 3, 3)}, mean_square
@@ -437,7 +535,10 @@ def _() -> Any:
     return small(middle)
 
 
-@add("an adaptive softmax", gap="each cluster's rows are chosen by nonzero, and an empty choice is a Python branch")
+@add(
+    "an adaptive softmax",
+    gap="each cluster's rows are chosen by nonzero, and an empty choice is a Python branch",
+)
 def _() -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -448,7 +549,11 @@ def _() -> Any:
             out: Tensor = self.loss(x, y).loss
             return out
 
-    return Model(), {"x": torch.randn(ROWS, WIDTH), "y": torch.tensor([0, 5, 12, 19])}, lambda m, b: m(b["x"], b["y"])
+    return (
+        Model(),
+        {"x": torch.randn(ROWS, WIDTH), "y": torch.tensor([0, 5, 12, 19])},
+        lambda m, b: m(b["x"], b["y"]),
+    )
 
 
 @add("pad_sequence of slices")

@@ -1,4 +1,6 @@
-"""Losses and models that training scripts are made of: views of one example, codebooks, flows, attention over states."""
+"""Losses and models that training scripts are made of: views of one example, codebooks, flows,
+attention over states.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,16 @@ def _() -> Any:
     """SimCLR: both views are encoded in one call."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        first, second = (functional.normalize(part, dim=-1) for part in model(torch.cat([batch["x"], batch["y"]])).chunk(2, 0))
+        first, second = (
+            functional.normalize(part, dim=-1)
+            for part in model(torch.cat([batch["x"], batch["y"]])).chunk(2, 0)
+        )
         scores = first @ second.t() / 0.5
         targets = torch.arange(scores.shape[0])
-        return (functional.cross_entropy(scores, targets) + functional.cross_entropy(scores.t(), targets)) / 2
+        return (
+            functional.cross_entropy(scores, targets)
+            + functional.cross_entropy(scores.t(), targets)
+        ) / 2
 
     return Small(lambda _, x: x.relu()), rows() | {"y": torch.randn(ROWS, WIDTH)}, loss
 
@@ -40,9 +48,15 @@ def _() -> Any:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         first, second = model(torch.cat([batch["x"], batch["x"]])).log_softmax(-1).chunk(2)
-        return functional.nll_loss(first, batch["y"]) + functional.kl_div(first, second, log_target=True, reduction="batchmean")
+        return functional.nll_loss(first, batch["y"]) + functional.kl_div(
+            first, second, log_target=True, reduction="batchmean"
+        )
 
-    return Small(lambda m, x: m.drop(x.relu()), drop=nn.Dropout(0.3)), rows() | {"y": torch.arange(ROWS)}, loss
+    return (
+        Small(lambda m, x: m.drop(x.relu()), drop=nn.Dropout(0.3)),
+        rows() | {"y": torch.arange(ROWS)},
+        loss,
+    )
 
 
 @add("a codebook by the nearest distance")
@@ -57,10 +71,16 @@ def _() -> Any:
             code = self.codes(torch.cdist(hidden, self.codes.weight).argmin(-1))
             out: Tensor = self.last(hidden + (code - hidden).detach())
             return (
-                (out - x).square().mean() + functional.mse_loss(code, hidden.detach()) + 0.25 * functional.mse_loss(hidden, code.detach())
+                (out - x).square().mean()
+                + functional.mse_loss(code, hidden.detach())
+                + 0.25 * functional.mse_loss(hidden, code.detach())
             )
 
-    return Quantised(lambda _, x: x, codes=nn.Embedding(6, WIDTH)), rows(), lambda model, batch: model(batch["x"])
+    return (
+        Quantised(lambda _, x: x, codes=nn.Embedding(6, WIDTH)),
+        rows(),
+        lambda model, batch: model(batch["x"]),
+    )
 
 
 @add("hardest triplets of the batch", mixes_rows=True)
@@ -82,7 +102,8 @@ def _() -> Any:
         out = model(batch["x"])
         covariance = torch.cov(out.t())
         return (
-            functional.relu(1 - (out.var(0) + 1e-4).sqrt()).mean() + (covariance.square().sum() - covariance.diag().square().sum()) / WIDTH
+            functional.relu(1 - (out.var(0) + 1e-4).sqrt()).mean()
+            + (covariance.square().sum() - covariance.diag().square().sum()) / WIDTH
         )
 
     return Small(lambda _, x: x.relu()), rows(), loss
@@ -99,14 +120,22 @@ def _() -> Any:
         normal: Any = torch.distributions.MultivariateNormal(torch.zeros(WIDTH), torch.eye(WIDTH))
         return -(normal.log_prob(out) + scale.tanh().sum(-1) + torch.slogdet(model.mix)[1]).mean()
 
-    return Small(lambda _, x: x.tanh(), mix=nn.Parameter(torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0])), rows(), loss
+    return (
+        Small(
+            lambda _, x: x.tanh(), mix=nn.Parameter(torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0])
+        ),
+        rows(),
+        loss,
+    )
 
 
 @add("means and variances by gaussian_nll_loss")
 def _() -> Any:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         mean, spread = model(batch["x"]).chunk(2, -1)
-        return functional.gaussian_nll_loss(mean, batch["x"][:, :4], functional.softplus(spread), full=True)
+        return functional.gaussian_nll_loss(
+            mean, batch["x"][:, :4], functional.softplus(spread), full=True
+        )
 
     return Small(lambda _, x: x.relu()), rows(), loss
 
@@ -126,7 +155,11 @@ def _() -> Any:
             return out
 
     parts = {"cell": nn.GRU(WIDTH, WIDTH, batch_first=True), "score": nn.Linear(WIDTH, 1)}
-    return Attending(lambda _, x: x, **parts), {"x": torch.randn(ROWS, 5, WIDTH)}, lambda m, b: m(b["x"]).square().mean()
+    return (
+        Attending(lambda _, x: x, **parts),
+        {"x": torch.randn(ROWS, 5, WIDTH)},
+        lambda m, b: m(b["x"]).square().mean(),
+    )
 
 
 @add("TransformerDecoder with a causal mask")
@@ -143,7 +176,15 @@ def _() -> Any:
             return out
 
     parts = {
-        "encoder": nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True), 1),
-        "decoder": nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 2, 16, batch_first=True), 1),
+        "encoder": nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True), 1
+        ),
+        "decoder": nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(WIDTH, 2, 16, batch_first=True), 1
+        ),
     }
-    return Decoding(lambda _, x: x, **parts), {"x": torch.randn(ROWS, 5, WIDTH)}, lambda m, b: m(b["x"]).square().mean()
+    return (
+        Decoding(lambda _, x: x, **parts),
+        {"x": torch.randn(ROWS, 5, WIDTH)},
+        lambda m, b: m(b["x"]).square().mean(),
+    )

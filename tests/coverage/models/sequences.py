@@ -19,9 +19,15 @@ def attention(dropout: float = 0.0, **options: Any) -> tuple[nn.Module, Batch, A
     """Scaled dot-product attention of one projection with itself."""
 
     def forward(model: Any, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in model.project(x).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in model.project(x).chunk(3, -1)
+        )
         p = dropout if model.training else 0.0
-        return functional.scaled_dot_product_attention(q, k, v, dropout_p=p, **options).transpose(1, 2).flatten(2)
+        return (
+            functional.scaled_dot_product_attention(q, k, v, dropout_p=p, **options)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     return sequences(Over(forward, project=nn.Linear(WIDTH, 3 * WIDTH)))
 
@@ -64,7 +70,11 @@ def _() -> Any:
     def forward(model: Any, x: Tensor) -> Tensor:
         q = model.query(x).unflatten(-1, (4, -1)).transpose(1, 2)
         k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in model.rest(x).chunk(2, -1))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        return (
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     return sequences(Over(forward, query=nn.Linear(WIDTH, 16), rest=nn.Linear(WIDTH, 16)))
 
@@ -77,15 +87,25 @@ def _() -> Any:
             self.project = nn.Linear(WIDTH, 3 * WIDTH)
 
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+            q, k, v = (
+                t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.project(x).chunk(3, -1)
+            )
             mask = (torch.arange(TIME) < lengths.unsqueeze(1))[:, None, None, :]
-            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+            return (
+                functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+                .transpose(1, 2)
+                .flatten(2)
+            )
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         out: Tensor = model(batch["x"], batch["lengths"]).square().flatten(1).mean(1).mean()
         return out
 
-    return Model(), {"x": torch.randn(ROWS, TIME, WIDTH), "lengths": torch.tensor([3, 6, 4, 5])}, loss
+    return (
+        Model(),
+        {"x": torch.randn(ROWS, TIME, WIDTH), "lengths": torch.tensor([3, 6, 4, 5])},
+        loss,
+    )
 
 
 @add("sdpa_kernel context")
@@ -94,7 +114,9 @@ def _() -> Any:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def forward(model: Any, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in model.project(x).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in model.project(x).chunk(3, -1)
+        )
         with sdpa_kernel(SDPBackend.MATH):
             return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -104,7 +126,10 @@ def _() -> Any:
 @add("MultiheadAttention")
 def _() -> Any:
     return sequences(
-        Over(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True))
+        Over(
+            lambda m, x: m.attention(x, x, x)[0],
+            attention=nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True),
+        )
     )
 
 
@@ -161,12 +186,17 @@ def _() -> Any:
 @add("TransformerEncoder with key padding")
 def _() -> Any:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.1, batch_first=True)
-    return padded(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), lambda p, x, padding: p(x, src_key_padding_mask=padding))
+    return padded(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        lambda p, x, padding: p(x, src_key_padding_mask=padding),
+    )
 
 
 @add("TransformerEncoder, norm first, gelu")
 def _() -> Any:
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True, norm_first=True, activation="gelu")
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 16, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
+    )
     return sequences(nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
 
 
@@ -187,20 +217,34 @@ def _() -> Any:
 
 @add("LSTM, two layers, bidirectional")
 def _() -> Any:
-    return sequences(Over(lambda m, x: m.part(x)[0], part=nn.LSTM(WIDTH, 4, 2, bidirectional=True, batch_first=True)))
+    return sequences(
+        Over(
+            lambda m, x: m.part(x)[0],
+            part=nn.LSTM(WIDTH, 4, 2, bidirectional=True, batch_first=True),
+        )
+    )
 
 
 @add("LSTM with dropout between layers")
 def _() -> Any:
-    return sequences(Over(lambda m, x: m.part(x)[0], part=nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2, batch_first=True)))
+    return sequences(
+        Over(
+            lambda m, x: m.part(x)[0], part=nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2, batch_first=True)
+        )
+    )
 
 
 @add("LSTM with projection")
 def _() -> Any:
-    return sequences(Over(lambda m, x: m.part(x)[0], part=nn.LSTM(WIDTH, 12, proj_size=WIDTH, batch_first=True)))
+    return sequences(
+        Over(lambda m, x: m.part(x)[0], part=nn.LSTM(WIDTH, 12, proj_size=WIDTH, batch_first=True))
+    )
 
 
-@add("LSTM over packed sequences", gap="packing sorts rows by lengths that only the batch knows; padded rows with a mask work")
+@add(
+    "LSTM over packed sequences",
+    gap="packing sorts rows by lengths that only the batch knows; padded rows with a mask work",
+)
 def _() -> Any:
     """The number of steps of each row is in the batch."""
 
@@ -210,7 +254,9 @@ def _() -> Any:
             self.part = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=False
+            )
             out: Tensor = self.part(packed)[1][0][-1]
             return out
 
@@ -218,7 +264,11 @@ def _() -> Any:
         out: Tensor = model(batch["x"], batch["lengths"]).square().mean(1).mean()
         return out
 
-    return Model(), {"x": torch.randn(ROWS, TIME, WIDTH), "lengths": torch.tensor([3, 6, 4, 5])}, loss
+    return (
+        Model(),
+        {"x": torch.randn(ROWS, TIME, WIDTH), "lengths": torch.tensor([3, 6, 4, 5])},
+        loss,
+    )
 
 
 @add("GRU")
@@ -228,12 +278,22 @@ def _() -> Any:
 
 @add("GRU, bidirectional, time first")
 def _() -> Any:
-    return sequences(Over(lambda m, x: m.part(x.transpose(0, 1))[0].transpose(0, 1), part=nn.GRU(WIDTH, 4, bidirectional=True)))
+    return sequences(
+        Over(
+            lambda m, x: m.part(x.transpose(0, 1))[0].transpose(0, 1),
+            part=nn.GRU(WIDTH, 4, bidirectional=True),
+        )
+    )
 
 
 @add("RNN with relu")
 def _() -> Any:
-    return sequences(Over(lambda m, x: m.part(x)[0], part=nn.RNN(WIDTH, WIDTH, nonlinearity="relu", batch_first=True)))
+    return sequences(
+        Over(
+            lambda m, x: m.part(x)[0],
+            part=nn.RNN(WIDTH, WIDTH, nonlinearity="relu", batch_first=True),
+        )
+    )
 
 
 @add("LSTMCell in a loop")

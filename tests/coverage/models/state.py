@@ -36,7 +36,9 @@ def _() -> Any:
 
 @add("BatchNorm without running statistics", mixes_rows=True)
 def _() -> Any:
-    return small(lambda model, x: model.norm(x), norm=nn.BatchNorm1d(WIDTH, track_running_stats=False))
+    return small(
+        lambda model, x: model.norm(x), norm=nn.BatchNorm1d(WIDTH, track_running_stats=False)
+    )
 
 
 @add("BatchNorm in evaluation mode inside a model that trains")
@@ -51,7 +53,12 @@ def _() -> Any:
 
 @add("GroupNorm, LayerNorm, InstanceNorm")
 def _() -> Any:
-    return images(nn.Conv2d(3, 6, 3), nn.GroupNorm(3, 6), nn.LayerNorm([6, 6, 6]), nn.InstanceNorm2d(6, affine=True))
+    return images(
+        nn.Conv2d(3, 6, 3),
+        nn.GroupNorm(3, 6),
+        nn.LayerNorm([6, 6, 6]),
+        nn.InstanceNorm2d(6, affine=True),
+    )
 
 
 @add("RMSNorm")
@@ -147,7 +154,10 @@ def _() -> Any:
     return model, batch, lambda m, b: (m(b["x"]).square() * weights).mean(1).mean()
 
 
-@add("trained tensor outside the model", refused="the tensor is no part of Job.model, so no package would carry it or train it")
+@add(
+    "trained tensor outside the model",
+    refused="the tensor is no part of Job.model, so no package would carry it or train it",
+)
 def _() -> Any:
     model, batch, _ = small(lambda _, x: x.relu())
     weights = torch.rand(WIDTH, requires_grad=True)
@@ -205,7 +215,10 @@ def _() -> Any:
     return Partly(), {"tokens": torch.randint(0, 20, (ROWS, 5))}, _next_token
 
 
-@add("parameters as views of one memory", refused="training them apart would untie them, and as one parameter they have no name")
+@add(
+    "parameters as views of one memory",
+    refused="training them apart would untie them, and as one parameter they have no name",
+)
 def _() -> Any:
     model, batch, loss = small(lambda model, x: model.part(x), part=nn.Linear(WIDTH, WIDTH))
     model.get_submodule("part").weight = nn.Parameter(model.get_parameter("first.weight").detach())
@@ -243,13 +256,17 @@ def _() -> Any:
 
 @add("weight_norm by parametrization")
 def _() -> Any:
-    return small(lambda model, x: model.part(x), part=parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)))
+    return small(
+        lambda model, x: model.part(x), part=parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+    )
 
 
 @add("spectral_norm by parametrization")
 def _() -> Any:
     """Power iteration changes buffers in forward."""
-    return small(lambda model, x: model.part(x), part=parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
+    return small(
+        lambda model, x: model.part(x), part=parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    )
 
 
 @add("spectral_norm, the older form")
@@ -259,7 +276,10 @@ def _() -> Any:
 
 @add("orthogonal parametrization")
 def _() -> Any:
-    return small(lambda model, x: model.part(x), part=parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH), orthogonal_map="cayley"))
+    return small(
+        lambda model, x: model.part(x),
+        part=parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH), orthogonal_map="cayley"),
+    )
 
 
 @add("a parametrization of one's own")
@@ -281,10 +301,15 @@ def _() -> Any:
 
 @add("a parameter of float64")
 def _() -> Any:
-    return small(lambda model, x: model.part(x.double()).float(), part=nn.Linear(WIDTH, WIDTH).double())
+    return small(
+        lambda model, x: model.part(x.double()).float(), part=nn.Linear(WIDTH, WIDTH).double()
+    )
 
 
-@add("a complex parameter", gap="a plan's buckets hold floating-point parameters; with one worker's step graph it is right")
+@add(
+    "a complex parameter",
+    gap="a plan's buckets hold floating-point parameters; with one worker's step graph it is right",
+)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         return (x.to(torch.complex64) * model.phase).abs()
@@ -309,7 +334,10 @@ def _() -> Any:
     return small(lambda model, x: model.inner(x), inner=Small(lambda _, x: x.relu()))
 
 
-@add("a write to a parameter in forward", refused="the step would change a parameter beside the optimizer")
+@add(
+    "a write to a parameter in forward",
+    refused="the step would change a parameter beside the optimizer",
+)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -319,7 +347,10 @@ def _() -> Any:
     return small(middle)
 
 
-@add("a value that requires a gradient in a buffer", refused="the graph of one step would reach into the next")
+@add(
+    "a value that requires a gradient in a buffer",
+    refused="the graph of one step would reach into the next",
+)
 def _() -> Any:
     def middle(model: Any, x: Tensor) -> Tensor:
         model.last_hidden = x.mean(0)

@@ -1,4 +1,6 @@
-"""Architectures of timm, with random weights and small images: training mode, dropout and stochastic depth on where they have it."""
+"""Architectures of timm, with random weights and small images: training mode, dropout and
+stochastic depth on where they have it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def add(name: str, size: int = 32, *, mixes_rows: bool = False, **options: Any) 
         import timm
 
         model = timm.create_model(name, num_classes=5, **options)
-        return make_job(model, {"x": torch.randn(ROWS, 3, size, size), "y": torch.tensor([0, 1, 2, 3])}, _loss)
+        return make_job(
+            model, {"x": torch.randn(ROWS, 3, size, size), "y": torch.tensor([0, 1, 2, 3])}, _loss
+        )
 
     FAMILY.add(name, mixes_rows=mixes_rows)(build)
 
@@ -40,8 +44,14 @@ def add(name: str, size: int = 32, *, mixes_rows: bool = False, **options: Any) 
 class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds torchvision and everything in it as modules of empty classes."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torchvision" else None
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.split(".")[0] == "torchvision"
+            else None
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = types.ModuleType(spec.name)
@@ -58,7 +68,15 @@ def _placeholder(name: str) -> type:
     return type(
         name,
         (),
-        {"__getattr__": lambda _, attribute: attribute, "NEAREST": 0, "BILINEAR": 2, "BICUBIC": 3, "BOX": 4, "HAMMING": 5, "LANCZOS": 1},
+        {
+            "__getattr__": lambda _, attribute: attribute,
+            "NEAREST": 0,
+            "BILINEAR": 2,
+            "BICUBIC": 3,
+            "BOX": 4,
+            "HAMMING": 5,
+            "LANCZOS": 1,
+        },
     )
 
 
@@ -80,7 +98,15 @@ add("densenet121", mixes_rows=True, growth_rate=8, block_config=(2, 2))
 add("vgg11", size=32, drop_rate=0.1)
 add("vit_tiny_patch16_224", img_size=32, depth=2, drop_rate=0.1, drop_path_rate=0.1)
 add("deit_tiny_patch16_224", img_size=32, depth=2)
-add("swin_tiny_patch4_window7_224", size=56, img_size=56, embed_dim=24, depths=(2, 2), num_heads=(2, 4), drop_path_rate=0.2)
+add(
+    "swin_tiny_patch4_window7_224",
+    size=56,
+    img_size=56,
+    embed_dim=24,
+    depths=(2, 2),
+    num_heads=(2, 4),
+    drop_path_rate=0.2,
+)
 add("convnext_atto", depths=(1, 1, 2, 1), drop_path_rate=0.1)
 add("mixer_s32_224", size=64, img_size=64)
 add("poolformer_s12")

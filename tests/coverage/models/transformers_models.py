@@ -1,4 +1,6 @@
-"""Architectures of transformers, tiny, with random weights: training mode, labels in the batch, the model's own loss."""
+"""Architectures of transformers, tiny, with random weights: training mode, labels in the batch, the
+model's own loss.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ TEXT: Sizes = {
 }  # fmt: skip
 GROUPED = TEXT | {"num_key_value_heads": 2, "head_dim": 8}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-IMAGE: Sizes = {"image_size": 32, "patch_size": 8, "num_channels": 3, "hidden_size": 32, "intermediate_size": 48} | {
+IMAGE: Sizes = {
+    "image_size": 32,
+    "patch_size": 8,
+    "num_channels": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+} | {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
 }
@@ -49,7 +57,9 @@ def unmasked() -> Batch:
 
 
 def masked() -> Batch:
-    """Masked language modelling with padding: as many labels in each row, so that rows weigh alike."""
+    """Masked language modelling with padding: as many labels in each row, so that rows weigh
+    alike.
+    """
     ids = tokens()
     ids[:, -2:] = 0
     labels = torch.full_like(ids, -100)
@@ -59,12 +69,19 @@ def masked() -> Batch:
 
 def translated() -> Batch:
     """Source tokens and target labels."""
-    return {"input_ids": tokens(), "attention_mask": torch.ones(ROWS, TIME, dtype=torch.long), "labels": tokens()[:, :6]}
+    return {
+        "input_ids": tokens(),
+        "attention_mask": torch.ones(ROWS, TIME, dtype=torch.long),
+        "labels": tokens()[:, :6],
+    }
 
 
 def image(size: int = 32) -> Callable[[], Batch]:
     """Images with a class each."""
-    return lambda: {"pixel_values": torch.randn(ROWS, 3, size, size), "labels": torch.tensor([0, 1, 2, 3])}
+    return lambda: {
+        "pixel_values": torch.randn(ROWS, 3, size, size),
+        "labels": torch.tensor([0, 1, 2, 3]),
+    }
 
 
 def model_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -111,22 +128,42 @@ def add(
     FAMILY.add(name, refused=refused, gap=gap, mixes_rows=mixes_rows)(build)
 
 
-GPT2: Sizes = {"vocab_size": VOCABULARY, "n_positions": 40, "n_embd": 32, "n_layer": 1, "n_head": 4} | SPECIAL
+GPT2: Sizes = {
+    "vocab_size": VOCABULARY,
+    "n_positions": 40,
+    "n_embd": 32,
+    "n_layer": 1,
+    "n_head": 4,
+} | SPECIAL
 
 add("gpt2", "GPT2LMHeadModel", GPT2, causal)
-add("llama", "LlamaForCausalLM", GROUPED | SPECIAL | {"tie_word_embeddings": True, "attention_dropout": 0.1}, causal)
+add(
+    "llama",
+    "LlamaForCausalLM",
+    GROUPED | SPECIAL | {"tie_word_embeddings": True, "attention_dropout": 0.1},
+    causal,
+)
 add("bert", "BertForMaskedLM", TEXT, masked)
 add(
     "t5",
     "T5ForConditionalGeneration",
-    {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0},
+    {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 1,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    },
     translated,
 )
 add("vit", "ViTForImageClassification", IMAGE | LABELS | {"hidden_dropout_prob": 0.1}, image())
 add(
     "resnet",
     "ResNetForImageClassification",
-    {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"} | LABELS,
+    {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    | LABELS,
     image(),
     mixes_rows=True,
 )
@@ -160,25 +197,54 @@ add(
     } | SPECIAL,
     lambda: {"input_features": torch.randn(ROWS, 8, 32), "labels": tokens()},
 )  # fmt: skip
-add("mamba", "MambaForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1} | SPECIAL, unmasked)
+add(
+    "mamba",
+    "MambaForCausalLM",
+    {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}
+    | SPECIAL,
+    unmasked,
+)
 
 # Language models.
 add("mistral", "MistralForCausalLM", GROUPED | SPECIAL | {"sliding_window": 4}, causal)
-add("qwen2", "Qwen2ForCausalLM", {k: v for k, v in GROUPED.items() if k != "head_dim"} | SPECIAL, causal)
+add(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    {k: v for k, v in GROUPED.items() if k != "head_dim"} | SPECIAL,
+    causal,
+)
 add("qwen3", "Qwen3ForCausalLM", GROUPED | SPECIAL, causal)
 add(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    GROUPED | SPECIAL | EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    GROUPED
+    | SPECIAL
+    | EXPERTS
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     causal,
 )
 add("gemma", "GemmaForCausalLM", GROUPED | SPECIAL, causal)
-add("gemma2", "Gemma2ForCausalLM", GROUPED | SPECIAL | {"num_hidden_layers": 2, "sliding_window": 4}, causal)
+add(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    GROUPED | SPECIAL | {"num_hidden_layers": 2, "sliding_window": 4},
+    causal,
+)
 add("gemma3", "Gemma3ForCausalLM", GROUPED | SPECIAL | {"sliding_window": 4}, causal)
 add("phi", "PhiForCausalLM", TEXT | SPECIAL, causal)
 add("phi3", "Phi3ForCausalLM", TEXT | SPECIAL, causal)
-add("falcon", "FalconForCausalLM", {k: v for k, v in TEXT.items() if k != "intermediate_size"} | SPECIAL | {"hidden_dropout": 0.1}, causal)
-add("bloom", "BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4} | SPECIAL, causal)
+add(
+    "falcon",
+    "FalconForCausalLM",
+    {k: v for k, v in TEXT.items() if k != "intermediate_size"} | SPECIAL | {"hidden_dropout": 0.1},
+    causal,
+)
+add(
+    "bloom",
+    "BloomForCausalLM",
+    {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4} | SPECIAL,
+    causal,
+)
 add("opt", "OPTForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
     "max_position_embeddings": 40, "word_embed_proj_dim": 32} | SPECIAL, causal)  # fmt: skip
 add("gpt_neox", "GPTNeoXForCausalLM", TEXT | SPECIAL | {"hidden_dropout": 0.1}, causal)
@@ -190,16 +256,27 @@ add("codegen", "CodeGenForCausalLM", GPT2 | {"rotary_dim": 4}, causal)
 add("olmo", "OlmoForCausalLM", TEXT | SPECIAL, causal)
 add("olmo2", "Olmo2ForCausalLM", TEXT | SPECIAL, causal)
 add("stablelm", "StableLmForCausalLM", TEXT | SPECIAL | {"num_key_value_heads": 4}, causal)
-add("starcoder2", "Starcoder2ForCausalLM", TEXT | SPECIAL | {"num_key_value_heads": 2, "residual_dropout": 0.1}, causal)
+add(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    TEXT | SPECIAL | {"num_key_value_heads": 2, "residual_dropout": 0.1},
+    causal,
+)
 add("granite", "GraniteForCausalLM", TEXT | SPECIAL, causal)
 add("cohere", "CohereForCausalLM", TEXT | SPECIAL, causal)
-add("mpt", "MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 40}, causal)
+add(
+    "mpt",
+    "MptForCausalLM",
+    {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 40},
+    causal,
+)
 add("mamba2", "Mamba2ForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1, "num_heads": 8,
     "head_dim": 8, "n_groups": 2, "chunk_size": 4} | SPECIAL, unmasked)  # fmt: skip
 add(
     "rwkv",
     "RwkvForCausalLM",
-    {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 40} | SPECIAL,
+    {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 40}
+    | SPECIAL,
     unmasked,
     refused="in evaluation it divides its own parameters in place, and multiplies them again for training",
 )
@@ -214,14 +291,29 @@ add("gpt_oss", "GptOssForCausalLM", GROUPED | SPECIAL | EXPERTS
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "num_hidden_layers": 2}, causal)  # fmt: skip
 add("olmoe", "OlmoeForCausalLM", {k: v for k, v in GROUPED.items() if k != "head_dim"} | SPECIAL | EXPERTS
     | {"num_experts": 4, "num_experts_per_tok": 2}, causal)  # fmt: skip
-add("smollm3", "SmolLM3ForCausalLM", {k: v for k, v in GROUPED.items() if k != "head_dim"} | SPECIAL, causal)
+add(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    {k: v for k, v in GROUPED.items() if k != "head_dim"} | SPECIAL,
+    causal,
+)
 add("glm4", "Glm4ForCausalLM", GROUPED | SPECIAL, causal)
-add("llama, eager attention", "LlamaForCausalLM", GROUPED | SPECIAL | {"attn_implementation": "eager", "attention_dropout": 0.1}, causal)
+add(
+    "llama, eager attention",
+    "LlamaForCausalLM",
+    GROUPED | SPECIAL | {"attn_implementation": "eager", "attention_dropout": 0.1},
+    causal,
+)
 add("switch_transformers", "SwitchTransformersForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48,
     "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "decoder_start_token_id": 0, "num_experts": 4, "num_sparse_encoder_layers": 1,
     "num_sparse_decoder_layers": 1, "expert_capacity": 8}, translated, mixes_rows=True,
     refused="it loops over the experts that the batch's tokens chose")  # fmt: skip
-add("xlnet", "XLNetLMHeadModel", {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48} | SPECIAL, unmasked)
+add(
+    "xlnet",
+    "XLNetLMHeadModel",
+    {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48} | SPECIAL,
+    unmasked,
+)
 add("dbrx", "DbrxForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 40,
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}} | SPECIAL, causal,
@@ -232,15 +324,25 @@ add("xglm", "XGLMForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "ffn_di
 # Encoders.
 add("roberta", "RobertaForMaskedLM", TEXT | SPECIAL, masked)
 add(
-    "deberta_v2", "DebertaV2ForMaskedLM", TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}, masked
+    "deberta_v2",
+    "DebertaV2ForMaskedLM",
+    TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+    masked,
 )
 add("distilbert", "DistilBertForMaskedLM", {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 4,
     "max_position_embeddings": 40}, masked)  # fmt: skip
 add("electra", "ElectraForMaskedLM", TEXT | {"embedding_size": 16}, masked)
-add("albert", "AlbertForMaskedLM", TEXT | {"embedding_size": 16, "hidden_dropout_prob": 0.1}, masked)
+add(
+    "albert", "AlbertForMaskedLM", TEXT | {"embedding_size": 16, "hidden_dropout_prob": 0.1}, masked
+)
 add("camembert", "CamembertForMaskedLM", TEXT | SPECIAL, masked)
 add("mpnet", "MPNetForMaskedLM", TEXT | SPECIAL, masked)
-add("modernbert", "ModernBertForMaskedLM", TEXT | SPECIAL | {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4}, masked)
+add(
+    "modernbert",
+    "ModernBertForMaskedLM",
+    TEXT | SPECIAL | {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4},
+    masked,
+)
 add("longformer", "LongformerForMaskedLM", TEXT | SPECIAL | {"attention_window": 4}, masked,
     refused="its attention asks the mask's values whether any token is global, and computes something else if so")  # fmt: skip
 add("fnet", "FNetForMaskedLM", {k: v for k, v in TEXT.items() if k != "num_attention_heads"} | SPECIAL,
@@ -249,12 +351,21 @@ add(
     "bert, classification",
     "BertForSequenceClassification",
     TEXT | LABELS,
-    lambda: {"input_ids": tokens(), "attention_mask": torch.ones(ROWS, TIME, dtype=torch.long), "labels": torch.tensor([0, 1, 2, 3])},
+    lambda: {
+        "input_ids": tokens(),
+        "attention_mask": torch.ones(ROWS, TIME, dtype=torch.long),
+        "labels": torch.tensor([0, 1, 2, 3]),
+    },
 )
 add("roberta, token classification", "RobertaForTokenClassification", TEXT | SPECIAL | LABELS,
     lambda: {"input_ids": tokens(), "labels": torch.randint(0, 5, (ROWS, TIME))})  # fmt: skip
 
-add("deberta", "DebertaForMaskedLM", TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, masked)
+add(
+    "deberta",
+    "DebertaForMaskedLM",
+    TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    masked,
+)
 add("squeezebert", "SqueezeBertForMaskedLM", TEXT | SPECIAL | {"embedding_size": 32, "q_groups": 2, "k_groups": 2, "v_groups": 2,
     "post_attention_groups": 2, "intermediate_groups": 2, "output_groups": 2}, masked)  # fmt: skip
 add("big_bird", "BigBirdForMaskedLM", TEXT | SPECIAL | {"attention_type": "original_full"}, masked)
@@ -272,7 +383,12 @@ add("bart", "BartForConditionalGeneration", SEQ2SEQ, translated)
 add("pegasus", "PegasusForConditionalGeneration", SEQ2SEQ, translated)
 add("mbart", "MBartForConditionalGeneration", SEQ2SEQ, translated)
 add("marian", "MarianMTModel", SEQ2SEQ | {"decoder_start_token_id": 0}, translated)
-add("m2m_100", "M2M100ForConditionalGeneration", SEQ2SEQ | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, translated)
+add(
+    "m2m_100",
+    "M2M100ForConditionalGeneration",
+    SEQ2SEQ | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    translated,
+)
 add("blenderbot", "BlenderbotForConditionalGeneration", SEQ2SEQ, translated)
 
 # Images.
@@ -282,14 +398,30 @@ add("swin", "SwinForImageClassification", {"image_size": 32, "patch_size": 4, "e
 add("swinv2", "Swinv2ForImageClassification", {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2],
     "window_size": 4} | LABELS, image())  # fmt: skip
 add("beit", "BeitForImageClassification", IMAGE | LABELS, image())
-add("dinov2", "Dinov2ForImageClassification", {k: v for k, v in IMAGE.items() if k != "intermediate_size"} | LABELS, image())
+add(
+    "dinov2",
+    "Dinov2ForImageClassification",
+    {k: v for k, v in IMAGE.items() if k != "intermediate_size"} | LABELS,
+    image(),
+)
 add("segformer", "SegformerForImageClassification", {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1],
     "hidden_sizes": [8, 16],
     "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]} | LABELS, image())  # fmt: skip
-add("mobilenet_v2", "MobileNetV2ForImageClassification", {"image_size": 32, "depth_multiplier": 0.35} | LABELS, image(), mixes_rows=True)
+add(
+    "mobilenet_v2",
+    "MobileNetV2ForImageClassification",
+    {"image_size": 32, "depth_multiplier": 0.35} | LABELS,
+    image(),
+    mixes_rows=True,
+)
 add("regnet", "RegNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 8} | LABELS,
     image(), mixes_rows=True)  # fmt: skip
-add("convnextv2", "ConvNextV2ForImageClassification", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2} | LABELS, image())
+add(
+    "convnextv2",
+    "ConvNextV2ForImageClassification",
+    {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2} | LABELS,
+    image(),
+)
 add("vit_mae", "ViTMAEForPreTraining", IMAGE | {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
     "decoder_intermediate_size": 16}, lambda: {"pixel_values": torch.randn(ROWS, 3, 32, 32)})  # fmt: skip
 
@@ -305,7 +437,11 @@ def _both(kind: str) -> Callable[[Any], Mapping[str, Any]]:
 
 
 def _captioned() -> Batch:
-    return {"input_ids": tokens(), "pixel_values": torch.randn(ROWS, 3, 32, 32), "attention_mask": torch.ones(ROWS, TIME, dtype=torch.long)}
+    return {
+        "input_ids": tokens(),
+        "pixel_values": torch.randn(ROWS, 3, 32, 32),
+        "attention_mask": torch.ones(ROWS, TIME, dtype=torch.long),
+    }
 
 
 def _pair_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -313,8 +449,24 @@ def _pair_loss(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-add("clip", "CLIPModel", {"projection_dim": 16}, _captioned, nested=_both("CLIP"), mixes_rows=True, loss=_pair_loss)
-add("siglip", "SiglipModel", {}, _captioned, nested=_both("Siglip"), mixes_rows=True, loss=_pair_loss)
+add(
+    "clip",
+    "CLIPModel",
+    {"projection_dim": 16},
+    _captioned,
+    nested=_both("CLIP"),
+    mixes_rows=True,
+    loss=_pair_loss,
+)
+add(
+    "siglip",
+    "SiglipModel",
+    {},
+    _captioned,
+    nested=_both("Siglip"),
+    mixes_rows=True,
+    loss=_pair_loss,
+)
 
 # Sound.
 SOUND: Sizes = {

@@ -35,7 +35,21 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Package, Any]:
     """An abstract package that the command line has frozen, and what it said."""
     made = tmp_path_factory.mktemp("abstract") / "big.tl"
     with redirect_stdout(io.StringIO()) as said:
-        assert cli.run(["freeze", f"{JOBS}:big", "--abstract", "--reduced", f"{JOBS}:reduced", "-o", str(made), "--json"]) == 0
+        assert (
+            cli.run(
+                [
+                    "freeze",
+                    f"{JOBS}:big",
+                    "--abstract",
+                    "--reduced",
+                    f"{JOBS}:reduced",
+                    "-o",
+                    str(made),
+                    "--json",
+                ]
+            )
+            == 0
+        )
     return trainload.open(made), json.loads(said.getvalue())
 
 
@@ -48,7 +62,9 @@ def abstract(frozen: tuple[Package, Any]) -> Package:
 def concrete(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The same job with weights."""
     torch.manual_seed(0)
-    return trainload.freeze(job_of(Stack(64, DEPTH)), tmp_path_factory.mktemp("concrete") / "big.tl")
+    return trainload.freeze(
+        job_of(Stack(64, DEPTH)), tmp_path_factory.mktemp("concrete") / "big.tl"
+    )
 
 
 @pytest.fixture
@@ -62,14 +78,18 @@ def copied(abstract: Package, tmp_path: Path) -> Path:
 def test_it_says_so(abstract: Package) -> None:
     assert "abstract" in abstract.manifest.features
     assert abstract.manifest.abstract is not None
-    assert abstract.manifest.abstract.reduced_parameters == sum(p.numel() for p in small().model.parameters())
+    assert abstract.manifest.abstract.reduced_parameters == sum(
+        p.numel() for p in small().model.parameters()
+    )
     assert abstract.manifest.abstract.check == "usual"
 
 
 def test_it_records_the_library_that_the_user_named(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text("")  # its operators are registered already
     libraries = {"golden_ops": str(tmp_path / "kernels.py")}
-    package = trainload.freeze(operators(), tmp_path / "a.tl", abstract=True, reduced=operators(), libraries=libraries)
+    package = trainload.freeze(
+        operators(), tmp_path / "a.tl", abstract=True, reduced=operators(), libraries=libraries
+    )
     assert package.manifest.op_libraries["golden_ops"].modules == ("kernels",)
 
 
@@ -91,7 +111,9 @@ def test_it_has_the_graphs_of_the_job_with_weights(abstract: Package, concrete: 
 
 @pytest.mark.slow
 def test_the_same_job_gives_the_same_bytes(abstract: Package, tmp_path: Path) -> None:
-    again = trainload.freeze(large(depth=DEPTH), tmp_path / "again.tl", abstract=True, reduced=small())
+    again = trainload.freeze(
+        large(depth=DEPTH), tmp_path / "again.tl", abstract=True, reduced=small()
+    )
     assert again.digest == abstract.digest
 
 
@@ -108,9 +130,13 @@ def test_its_step_graph_is_kept(abstract: Package) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
-def test_it_is_planned_as_the_job_with_weights(strategy: Any, abstract: Package, concrete: Package) -> None:
+def test_it_is_planned_as_the_job_with_weights(
+    strategy: Any, abstract: Package, concrete: Package
+) -> None:
     cluster = trainload.Cluster(nodes=2, devices_per_node=8)
-    made, expected = (trainload.plan(package, cluster, strategy) for package in (abstract, concrete))
+    made, expected = (
+        trainload.plan(package, cluster, strategy) for package in (abstract, concrete)
+    )
     assert made.buckets == expected.buckets
     assert made.estimate == expected.estimate
 
@@ -127,7 +153,9 @@ def test_a_graph_with_weights_is_refused(abstract: Package) -> None:
 def test_it_is_not_launched(verb: str, abstract: Package, tmp_path: Path) -> None:
     plan = trainload.plan(abstract, trainload.Cluster())
     with pytest.raises(PackageError, match="freeze without --abstract"):
-        getattr(trainload, verb)(abstract, plan, tmp_path / "no.npz", run_dir=tmp_path / "run", backend="local")
+        getattr(trainload, verb)(
+            abstract, plan, tmp_path / "no.npz", run_dir=tmp_path / "run", backend="local"
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -135,13 +163,23 @@ def test_a_run_of_it_is_not_resumed(abstract: Package, tmp_path: Path) -> None:
     from trainload.launching.run.run_spec import RunSpec, write_spec
 
     plan = trainload.plan(abstract, trainload.Cluster())
-    write_spec(RunSpec(package=str(abstract.path), plan=plan, data=str(tmp_path / "no.npz"), run_dir=str(tmp_path / "run"), steps=1))
+    write_spec(
+        RunSpec(
+            package=str(abstract.path),
+            plan=plan,
+            data=str(tmp_path / "no.npz"),
+            run_dir=str(tmp_path / "run"),
+            steps=1,
+        )
+    )
     with pytest.raises(PackageError, match="this package is abstract"):
         trainload.resume(tmp_path / "run", backend="local")
 
 
 def test_no_pass_is_applied_to_it(abstract: Package, tmp_path: Path) -> None:
-    assert cli.run(["ops", str(abstract.path), "--set", "core", "-o", str(tmp_path / "core.tl")]) == 2
+    assert (
+        cli.run(["ops", str(abstract.path), "--set", "core", "-o", str(tmp_path / "core.tl")]) == 2
+    )
     assert not (tmp_path / "core.tl").exists()
 
 
@@ -163,7 +201,9 @@ def test_a_reduced_job_of_other_structure_is_refused_and_nothing_is_written(tmp_
 
 @pytest.mark.slow
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    reduced = job_of(small().model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    reduced = job_of(
+        small().model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     with pytest.raises(CaptureError, match="another optimizer"):
         trainload.freeze(large(depth=DEPTH), tmp_path / "big.tl", abstract=True, reduced=reduced)
 
@@ -183,10 +223,14 @@ def test_a_reduced_job_goes_with_abstract_alone(tmp_path: Path) -> None:
 # Hostile manifests
 
 
-def test_a_package_with_weights_that_says_it_is_abstract_is_refused(abstract: Package, concrete: Package, tmp_path: Path) -> None:
+def test_a_package_with_weights_that_says_it_is_abstract_is_refused(
+    abstract: Package, concrete: Package, tmp_path: Path
+) -> None:
     copied = Path(shutil.copytree(concrete.path, tmp_path / "copied.tl"))
     entry = json.loads((abstract.path / "manifest.json").read_bytes())["abstract"]
-    edit_manifest(copied, lambda m: m.update(abstract=entry, features=sorted([*m["features"], "abstract"])))
+    edit_manifest(
+        copied, lambda m: m.update(abstract=entry, features=sorted([*m["features"], "abstract"]))
+    )
     with pytest.raises(PackageError, match="says it is abstract has weights"):
         trainload.open(copied)
 
@@ -207,7 +251,9 @@ def test_a_package_without_weights_that_does_not_say_so_is_refused(copied: Path)
 
 
 @pytest.mark.parametrize("change", [without_feature, without_field])
-def test_the_feature_and_the_field_go_together(change: Callable[[dict[str, Any]], None], copied: Path) -> None:
+def test_the_feature_and_the_field_go_together(
+    change: Callable[[dict[str, Any]], None], copied: Path
+) -> None:
     edit_manifest(copied, change)
     with pytest.raises(PackageError, match="requires the field abstract"):
         trainload.open(copied)
@@ -229,17 +275,31 @@ def test_the_command_line_freezes_it(frozen: tuple[Package, Any]) -> None:
     assert package.manifest.abstract is not None
 
 
-def test_inspect_says_what_was_proven(abstract: Package, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_says_what_was_proven(
+    abstract: Package, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.run(["inspect", str(abstract.path)]) == 0
     assert "no weights; proven on" in capsys.readouterr().out
 
 
-def test_a_launch_is_refused_in_a_line(abstract: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(["launch", abstract.path, "--data", tmp_path / "no.npz", "--run-dir", tmp_path / "run"], tmp_path, capsys)
+def test_a_launch_is_refused_in_a_line(
+    abstract: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(
+        ["launch", abstract.path, "--data", tmp_path / "no.npz", "--run-dir", tmp_path / "run"],
+        tmp_path,
+        capsys,
+    )
     assert "this package is abstract" in line
 
 
-def test_a_reduced_job_without_abstract_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(["freeze", f"{JOBS}:reduced", "--reduced", f"{JOBS}:other", "-o", tmp_path / "x.tl"], tmp_path, capsys)
+def test_a_reduced_job_without_abstract_is_a_wrong_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(
+        ["freeze", f"{JOBS}:reduced", "--reduced", f"{JOBS}:other", "-o", tmp_path / "x.tl"],
+        tmp_path,
+        capsys,
+    )
     assert "--reduced requires --abstract" in line

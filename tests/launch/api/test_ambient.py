@@ -25,7 +25,9 @@ from trainload.packaging.package import Package
 
 
 class Model(nn.Module):
-    """Has what the settings change: a matrix product, attention, an index-add, a division of integers, a factory call."""
+    """Has what the settings change: a matrix product, attention, an index-add, a division of
+    integers, a factory call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +57,11 @@ def seeded(model: Callable[[], nn.Module]) -> nn.Module:
 
 
 def job() -> Job:
-    return Job(seeded(Model), {"x": torch.arange(24).reshape(4, 6) % 8}, lambda m: optim.AdamW(m.parameters(), lr=0.01))
+    return Job(
+        seeded(Model),
+        {"x": torch.arange(24).reshape(4, 6) % 8},
+        lambda m: optim.AdamW(m.parameters(), lr=0.01),
+    )
 
 
 @contextlib.contextmanager
@@ -110,15 +116,23 @@ def expected(plain: Package, data: Path, tmp_path_factory: pytest.TempPathFactor
 
 def launched(package: Package, data: Path, folder: Path) -> list[float]:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    result = trainload.launch(package, plan, data, run_dir=folder / "run", backend="local", compile=False, steps=3)
+    result = trainload.launch(
+        package, plan, data, run_dir=folder / "run", backend="local", compile=False, steps=3
+    )
     return curve(result.run_dir)
 
 
 @pytest.mark.matrix(EVERYTHING)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_freeze_gives_the_same_package_and_warns_of_autocast(name: str, plain: Package, tmp_path: Path) -> None:
+def test_a_freeze_gives_the_same_package_and_warns_of_autocast(
+    name: str, plain: Package, tmp_path: Path
+) -> None:
     given, warned = job(), name in (EVERYTHING, "autocast")
-    told = pytest.warns(UserWarning, match=r"freeze was called under torch\.autocast\('cpu'\)") if warned else contextlib.nullcontext()
+    told = (
+        pytest.warns(UserWarning, match=r"freeze was called under torch\.autocast\('cpu'\)")
+        if warned
+        else contextlib.nullcontext()
+    )
     with SETTINGS[name](), told:
         package = trainload.freeze(given, tmp_path / "job.tl")
     assert package.digest == plain.digest
@@ -126,7 +140,9 @@ def test_a_freeze_gives_the_same_package_and_warns_of_autocast(name: str, plain:
 
 @pytest.mark.matrix(EVERYTHING)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_has_the_same_losses(name: str, plain: Package, data: Path, expected: list[float], tmp_path: Path) -> None:
+def test_a_run_has_the_same_losses(
+    name: str, plain: Package, data: Path, expected: list[float], tmp_path: Path
+) -> None:
     with SETTINGS[name]():
         assert launched(plain, data, tmp_path) == expected
 
@@ -143,17 +159,43 @@ def test_what_was_set_is_set_again_afterwards(name: str) -> None:
 def settings() -> tuple[object, ...]:
     sdp: Any = torch.backends.cuda
     return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(),
-        torch.get_default_device(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
-        sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), torch.is_anomaly_enabled(),
-    )  # fmt: skip
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        sdp.flash_sdp_enabled(),
+        sdp.mem_efficient_sdp_enabled(),
+        sdp.math_sdp_enabled(),
+        torch.is_anomaly_enabled(),
+    )
 
 
-FRESH = (True, False, False, torch.float32, torch.device("cpu"), "highest", False, True, True, True, False)
+FRESH = (
+    True,
+    False,
+    False,
+    torch.float32,
+    torch.device("cpu"),
+    "highest",
+    False,
+    True,
+    True,
+    True,
+    False,
+)
 
 
 class Doubles(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         return func(*args, **(kwargs or {})) * (2 if func is torch.Tensor.mean else 1)
 
 
@@ -168,25 +210,37 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_around_a_freeze_is_refused_by_name(name: str, tmp_path: Path) -> None:
     given = job()
-    with MODES[name](), pytest.raises(RequestError, match=rf"not part of the job.*got {re.escape(name)}\)"):
+    with (
+        MODES[name](),
+        pytest.raises(RequestError, match=rf"not part of the job.*got {re.escape(name)}\)"),
+    ):
         trainload.freeze(given, tmp_path / "job.tl")
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_a_mode_around_a_launch_is_refused_by_name(name: str, plain: Package, data: Path, tmp_path: Path) -> None:
-    with MODES[name](), pytest.raises(RequestError, match=rf"not part of the job.*got {re.escape(name)}\)"):
+def test_a_mode_around_a_launch_is_refused_by_name(
+    name: str, plain: Package, data: Path, tmp_path: Path
+) -> None:
+    with (
+        MODES[name](),
+        pytest.raises(RequestError, match=rf"not part of the job.*got {re.escape(name)}\)"),
+    ):
         launched(plain, data, tmp_path)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
-def test_a_transform_around_a_freeze_is_refused_by_name(transform: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_transform_around_a_freeze_is_refused_by_name(
+    transform: Callable[..., Any], tmp_path: Path
+) -> None:
     given = job()
 
     def frozen(x: Tensor) -> Tensor:
         trainload.freeze(given, tmp_path / "job.tl")
         return x.sum()
 
-    with pytest.raises(RequestError, match=rf"not part of the job.*got torch\.func\.{transform.__name__}\)"):
+    with pytest.raises(
+        RequestError, match=rf"not part of the job.*got torch\.func\.{transform.__name__}\)"
+    ):
         transform(frozen)(torch.ones(2))
 
 
@@ -204,16 +258,23 @@ def test_a_matmul_precision_of_the_new_kind_is_put_back() -> None:
 
 
 def test_a_loss_that_a_default_dtype_changes_is_refused(tmp_path: Path) -> None:
-    given = Job(seeded(Divides), {"x": torch.ones(4, 4)}, lambda m: optim.SGD(m.parameters(), lr=0.1))
+    given = Job(
+        seeded(Divides), {"x": torch.ones(4, 4)}, lambda m: optim.SGD(m.parameters(), lr=0.1)
+    )
     with (
         SETTINGS["default dtype"](),
-        pytest.raises(CaptureError, match=r"(?s)differs from eager mode in its loss.*set_default_dtype\(torch\.float64\)"),
+        pytest.raises(
+            CaptureError,
+            match=r"(?s)differs from eager mode in its loss.*set_default_dtype\(torch\.float64\)",
+        ),
     ):
         trainload.freeze(given, tmp_path / "job.tl")
 
 
 @pytest.mark.parametrize("name", ["second.in_proj_weight", "mask"])
-def test_a_model_that_was_made_in_inference_mode_is_refused_by_its_tensor(name: str, tmp_path: Path) -> None:
+def test_a_model_that_was_made_in_inference_mode_is_refused_by_its_tensor(
+    name: str, tmp_path: Path
+) -> None:
     given = job()
     module = given.model.get_submodule(name.rpartition(".")[0])
     with torch.inference_mode():
@@ -221,5 +282,7 @@ def test_a_model_that_was_made_in_inference_mode_is_refused_by_its_tensor(name: 
             module.register_buffer(name, torch.ones(8))
         else:
             module.in_proj_weight = nn.Parameter(torch.ones(24, 8))
-    with pytest.raises(trainload.JobError, match=f"{name}: the (parameter|buffer) was created in inference mode"):
+    with pytest.raises(
+        trainload.JobError, match=f"{name}: the (parameter|buffer) was created in inference mode"
+    ):
         trainload.freeze(given, tmp_path / "job.tl")

@@ -23,7 +23,9 @@ NAMES = (
 
 
 class Odd(nn.Module):
-    """Has a layer under each of NAMES, `encoder.proj` beside `encoder_proj`, and a buffer of an odd name."""
+    """Has a layer under each of NAMES, `encoder.proj` beside `encoder_proj`, and a buffer of an odd
+    name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,9 @@ class Odd(nn.Module):
 
 
 def loss(model: nn.Module, batch: dict[Any, Any]) -> Tensor:
-    found = batch["x"]["y"] * batch["x_y"] + batch["user id"][0] - batch["user id"][1] + batch["größe"]
+    found = (
+        batch["x"]["y"] * batch["x_y"] + batch["user id"][0] - batch["user id"][1] + batch["größe"]
+    )
     result: Tensor = model(found).square().mean()
     return result
 
@@ -49,7 +53,12 @@ def loss(model: nn.Module, batch: dict[Any, Any]) -> Tensor:
 def rows(count: int) -> dict[Any, Any]:
     generator = torch.Generator().manual_seed(1)
     drawn = iter(torch.randn(5, count, 4, generator=generator))
-    return {"x": {"y": next(drawn)}, "x_y": next(drawn), "user id": {0: next(drawn), 1: next(drawn)}, "größe": next(drawn)}
+    return {
+        "x": {"y": next(drawn)},
+        "x_y": next(drawn),
+        "user id": {0: next(drawn), 1: next(drawn)},
+        "größe": next(drawn),
+    }
 
 
 def job() -> Job:
@@ -73,7 +82,14 @@ def test_a_name_that_is_too_long_is_refused() -> None:
         capture(Job(model, {"x": torch.randn(4, 4)}, lambda m: optim.SGD(m.parameters(), lr=0.1)))
 
 
-@pytest.mark.parametrize("batch", [{"a.b": torch.ones(4, 4)}, {"": torch.ones(4, 4)}, {"x": {1: torch.ones(4, 4), "1": torch.ones(4, 4)}}])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"a.b": torch.ones(4, 4)},
+        {"": torch.ones(4, 4)},
+        {"x": {1: torch.ones(4, 4), "1": torch.ones(4, 4)}},
+    ],
+)
 def test_an_input_whose_name_says_two_things_is_refused(batch: dict[str, Any]) -> None:
     with pytest.raises(JobError, match=r"Job\.batch"):
         capture(Job(nn.Linear(4, 4), batch, lambda m: optim.SGD(m.parameters(), lr=0.1)))
@@ -82,7 +98,9 @@ def test_an_input_whose_name_says_two_things_is_refused(batch: dict[str, Any]) -
 @given(st.lists(st.text(min_size=1), min_size=1))
 def test_a_dotted_name_is_one_of_usable_parts(parts: list[str]) -> None:
     name = ".".join(parts)
-    assert is_dotted_name(name) == (len(name) <= 512 and all(is_part(part) for part in name.split(".")))
+    assert is_dotted_name(name) == (
+        len(name) <= 512 and all(is_part(part) for part in name.split("."))
+    )
 
 
 @given(st.text(min_size=1))

@@ -1,4 +1,6 @@
-"""A package whose inputs were nested: frozen, read where their types are unknown, and trained from files with dotted columns."""
+"""A package whose inputs were nested: frozen, read where their types are unknown, and trained from
+files with dotted columns.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ def job():
     torch.manual_seed(0)
     return trainload.Job(
         model=torch.nn.Linear(3, 2),
-        batch={"pair": (torch.randn(2, 3), torch.randn(2, 2)), "mask": Mask(torch.ones(2)), "scale": 0.5},
+        batch={
+            "pair": (torch.randn(2, 3), torch.randn(2, 2)),
+            "mask": Mask(torch.ones(2)),
+            "scale": 0.5,
+        },
         loss=loss,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         steps=4,
@@ -61,7 +67,14 @@ def train_without_the_types(path: Path, *files: Path) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single")
     for data in files:
         print(
-            trainload.launch(package, plan, data, run_dir=data.with_suffix(f"{data.suffix}.run"), backend="local", compile=False).first_loss
+            trainload.launch(
+                package,
+                plan,
+                data,
+                run_dir=data.with_suffix(f"{data.suffix}.run"),
+                backend="local",
+                compile=False,
+            ).first_loss
         )
 
 
@@ -77,12 +90,18 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 def rows(count: int) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
     random = np.random.default_rng(0)
     shapes = {"mask.left": (count,), "pair.0": (count, 3), "pair.1": (count, 2)}
-    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
 
 
 def test_the_packages_inputs_are_the_dotted_names(package: Package) -> None:
     inputs, _ = graph_specs(package.manifest.graphs["train"])
-    assert [(i.name, i.shape) for i in inputs] == [("mask.left", ("batch",)), ("pair.0", ("batch", 3)), ("pair.1", ("batch", 2))]
+    assert [(i.name, i.shape) for i in inputs] == [
+        ("mask.left", ("batch",)),
+        ("pair.0", ("batch", 3)),
+        ("pair.1", ("batch", 2)),
+    ]
 
 
 def test_the_constants_are_recorded(package: Package) -> None:
@@ -91,13 +110,26 @@ def test_the_constants_are_recorded(package: Package) -> None:
     assert record["fixes"] == []
 
 
-def test_a_process_without_the_types_trains_it_from_dotted_columns(package: Package, tmp_path: Path) -> None:
+def test_a_process_without_the_types_trains_it_from_dotted_columns(
+    package: Package, tmp_path: Path
+) -> None:
     columns = rows(4)  # one step's
     np.savez(tmp_path / "rows.npz", **columns)  # type: ignore[arg-type]  # its stub takes every keyword for a flag
-    pq.write_table(pa.table({name: list(values) for name, values in columns.items()}), tmp_path / "rows.parquet")
-    status, told = ran(train_without_the_types, package.path, tmp_path / "rows.npz", tmp_path / "rows.parquet", cwd=tmp_path)
+    pq.write_table(
+        pa.table({name: list(values) for name, values in columns.items()}),
+        tmp_path / "rows.parquet",
+    )
+    status, told = ran(
+        train_without_the_types,
+        package.path,
+        tmp_path / "rows.npz",
+        tmp_path / "rows.parquet",
+        cwd=tmp_path,
+    )
     assert status == 0, told
     mask, inputs, targets = (torch.from_numpy(columns[name]) for name in NAMES)
-    eager = nn.functional.linear(inputs, package.weights.tensor("weight"), package.weights.tensor("bias"))
+    eager = nn.functional.linear(
+        inputs, package.weights.tensor("weight"), package.weights.tensor("bias")
+    )
     expected = ((eager - targets) * mask[:, None] * 0.5).square().mean().item()
     assert [float(line) for line in told.split()] == pytest.approx([expected, expected], rel=1e-5)

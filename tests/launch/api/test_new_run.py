@@ -22,10 +22,19 @@ def run(tmp_path: Path) -> Path:
 
 
 def spec_of(run: Path, steps: int) -> RunSpec:
-    return RunSpec(package="/packages/gpt.tl", data="/data/train.npz", digest="cd" * 32, plan=plan(), run_dir=str(run), steps=steps)
+    return RunSpec(
+        package="/packages/gpt.tl",
+        data="/data/train.npz",
+        digest="cd" * 32,
+        plan=plan(),
+        run_dir=str(run),
+        steps=steps,
+    )
 
 
-def test_of_two_that_make_a_run_in_one_folder_at_the_same_moment_one_does(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_make_a_run_in_one_folder_at_the_same_moment_one_does(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def overtaken(_folder: Path) -> None:
         monkeypatch.undo()
         write_spec(spec_of(run, 1))
@@ -37,7 +46,9 @@ def test_of_two_that_make_a_run_in_one_folder_at_the_same_moment_one_does(run: P
     assert [path.name for path in run.iterdir()] == [RUN_FILE]
 
 
-def test_a_link_whose_answer_was_lost_is_known_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_answer_was_lost_is_known_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def twice(source: Path, target: Path) -> None:
         LINK(source, target)
         LINK(source, target)
@@ -57,11 +68,15 @@ def test_a_run_is_made_where_there_are_no_links(run: Path, monkeypatch: pytest.M
     assert [path.name for path in run.iterdir()] == [RUN_FILE]
 
 
-def test_nothing_is_left_of_a_folder_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_a_folder_that_cannot_be_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_source: Path, _target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "link", full)
-    with pytest.raises(StorageError, match="the run's folder cannot be written: No space left on device"):
+    with pytest.raises(
+        StorageError, match="the run's folder cannot be written: No space left on device"
+    ):
         write_spec(spec_of(run, 1))
     assert not run.parent.exists()

@@ -1,4 +1,6 @@
-"""Runs under optimizers that take whole parameters are those of a plain loop, on any number of workers and through checkpoints."""
+"""Runs under optimizers that take whole parameters are those of a plain loop, on any number of
+workers and through checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 from lion_pytorch import Lion
-from tests.launch.optimizer_jobs import STEPS, Damped, OwnBackward, eager, factored, make_job, muon, preconditioned, write_data
+from tests.launch.optimizer_jobs import (
+    STEPS,
+    Damped,
+    OwnBackward,
+    eager,
+    factored,
+    make_job,
+    muon,
+    preconditioned,
+    write_data,
+)
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 
 import trainload
@@ -55,42 +67,72 @@ def reference() -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def pair(package: Package, muon_package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(
+    package: Package, muon_package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder of runs on two workers, of half the steps."""
     folder = tmp_path_factory.mktemp("pair")
-    plans = {"zero1": trainload.plan(package, TWO, "zero1", bucket_bytes=400), "zero3": trainload.plan(package, TWO, "zero3")}
-    runs = [Run(folder / name, package, plan, rows, {"steps": HALF}) for name, plan in plans.items()]
-    runs += [Run(folder / "muon", muon_package, trainload.plan(muon_package, TWO, "zero3"), rows, {"steps": HALF})]
+    plans = {
+        "zero1": trainload.plan(package, TWO, "zero1", bucket_bytes=400),
+        "zero3": trainload.plan(package, TWO, "zero3"),
+    }
+    runs = [
+        Run(folder / name, package, plan, rows, {"steps": HALF}) for name, plan in plans.items()
+    ]
+    runs += [
+        Run(
+            folder / "muon",
+            muon_package,
+            trainload.plan(muon_package, TWO, "zero3"),
+            rows,
+            {"steps": HALF},
+        )
+    ]
     nested = trainload.freeze(make_job(preconditioned), folder / "nested.tl")
-    runs += [Run(folder / "nested", nested, trainload.plan(nested, TWO, "zero3"), rows, {"steps": HALF})]
+    runs += [
+        Run(folder / "nested", nested, trainload.plan(nested, TWO, "zero3"), rows, {"steps": HALF})
+    ]
     train(2, runs, folder)
     return folder
 
 
-def test_a_run_has_the_losses_and_weights_of_a_plain_loop(package: Package, rows: Path, tmp_path: Path) -> None:
+def test_a_run_has_the_losses_and_weights_of_a_plain_loop(
+    package: Package, rows: Path, tmp_path: Path
+) -> None:
     plain = eager(make_job(factored))
-    assert difference(plain.losses, alone(package, rows, tmp_path, output=tmp_path / "trained.tl")) <= TOLERANCE
+    assert (
+        difference(plain.losses, alone(package, rows, tmp_path, output=tmp_path / "trained.tl"))
+        <= TOLERANCE
+    )
     weights = trainload.open(tmp_path / "trained.tl").weights
     for name, parameter in plain.model.named_parameters():
         torch.testing.assert_close(weights.tensor(name), parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_two_workers_have_the_losses_of_a_plain_loop(pair: Path, reference: list[float], strategy: str) -> None:
+def test_two_workers_have_the_losses_of_a_plain_loop(
+    pair: Path, reference: list[float], strategy: str
+) -> None:
     assert difference(reference[:HALF], curve(pair / strategy)[:HALF]) <= TOLERANCE
 
 
 def test_muon_on_two_workers_has_the_losses_of_a_plain_loop(pair: Path) -> None:
     losses = eager(make_job(muon)).losses
-    assert difference(losses[:HALF], curve(pair / "muon")) <= 1e-3  # it multiplies matrices in bfloat16
+    # it multiplies matrices in bfloat16
+    assert difference(losses[:HALF], curve(pair / "muon")) <= 1e-3
 
 
 def test_state_in_lists_on_two_workers_has_the_losses_of_a_plain_loop(pair: Path) -> None:
-    assert difference(eager(make_job(preconditioned)).losses[:HALF], curve(pair / "nested")) <= TOLERANCE
+    assert (
+        difference(eager(make_job(preconditioned)).losses[:HALF], curve(pair / "nested"))
+        <= TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_checkpoint_of_two_workers_continues_on_one(pair: Path, reference: list[float], strategy: str) -> None:
+def test_a_checkpoint_of_two_workers_continues_on_one(
+    pair: Path, reference: list[float], strategy: str
+) -> None:
     run = pair / strategy
     spec = read_spec(run).model_copy(update={"steps": STEPS})
     replace_file(run / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
@@ -101,7 +143,9 @@ def test_a_checkpoint_of_two_workers_continues_on_one(pair: Path, reference: lis
 def test_the_plan_says_what_is_updated_whole(package: Package, muon_package: Package) -> None:
     assert all(b.whole for b in trainload.plan(package, TWO, "zero3").buckets)
     plan = trainload.plan(muon_package, TWO, "zero3")
-    assert [[s.parameter for s in b.slots] for b in plan.buckets if b.whole] == [["second.weight", "third.weight"]]
+    assert [[s.parameter for s in b.slots] for b in plan.buckets if b.whole] == [
+        ["second.weight", "third.weight"]
+    ]
     hidden = next(b.length for b in plan.buckets if b.whole) * 4
     assert plan.estimate.gathered_bytes >= 3 * hidden  # parameters, gradients, momentum
 
@@ -113,20 +157,28 @@ import trainload
 package = trainload.open(sys.argv[1])
 plan = trainload.plan(package, trainload.Cluster(), "single")
 trainload.launch(package, plan, sys.argv[2], run_dir="run", backend="local", compile=False)
-known = [name for name in sys.modules if name.startswith(("lion_pytorch", "tests")) and sys.modules[name] is not None]
+foreign = ("lion_pytorch", "tests")
+known = [name for name, module in sys.modules.items() if name.startswith(foreign) and module]
 print(json.dumps({"known": known, "optimizer": package.recipe.optimizer}))
 """
 
 
-def test_optimizers_and_an_autograd_function_train_where_they_cannot_be_imported(rows: Path, tmp_path: Path) -> None:
+def test_optimizers_and_an_autograd_function_train_where_they_cannot_be_imported(
+    rows: Path, tmp_path: Path
+) -> None:
 
     def both(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         parameters = list(model.parameters())
-        return [Lion([p for p in parameters if p.ndim > 1], lr=1e-3, weight_decay=0.1), Damped([p for p in parameters if p.ndim == 1])]
+        return [
+            Lion([p for p in parameters if p.ndim > 1], lr=1e-3, weight_decay=0.1),
+            Damped([p for p in parameters if p.ndim == 1]),
+        ]
 
     package = trainload.freeze(make_job(both, OwnBackward), tmp_path / "job.tl")
     command = [sys.executable, "-c", CHILD, str(package.path), str(rows)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"known": [], "optimizer": "Lion + Damped"}
-    assert difference(eager(make_job(both, OwnBackward)).losses, curve(tmp_path / "run")) <= TOLERANCE
+    assert (
+        difference(eager(make_job(both, OwnBackward)).losses, curve(tmp_path / "run")) <= TOLERANCE
+    )

@@ -1,4 +1,6 @@
-"""A package that a policy does not let be run does not start: not on the driver, not on a worker, not again."""
+"""A package that a policy does not let be run does not start: not on the driver, not on a worker,
+not again.
+"""
 
 from __future__ import annotations
 
@@ -54,26 +56,59 @@ def sign(package: Package, signers: Signers) -> None:
 
 def launched(package: Package, data: Path, run_dir: Path, policy: Path | None) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(package, plan, data, run_dir=run_dir, steps=2, backend="local", compile=False, policy=policy)
+    trainload.launch(
+        package, plan, data, run_dir=run_dir, steps=2, backend="local", compile=False, policy=policy
+    )
 
 
 def prepared(package: Package, data: Path, run_dir: Path, policy: Path | None) -> None:
     """Write what a launch leaves to its workers, which have not begun."""
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    prepare(package, plan, data, run_dir=run_dir, steps=2, backend="local", compile=False, policy=policy)
+    prepare(
+        package, plan, data, run_dir=run_dir, steps=2, backend="local", compile=False, policy=policy
+    )
 
 
 @pytest.mark.parametrize("extra", [(), ("--dry-run",)], ids=["launch", "dry run"])
 def test_an_unsigned_package_is_not_launched(
-    package: Package, policy: Path, tiny_data: Path, tmp_path: Path, extra: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    package: Package,
+    policy: Path,
+    tiny_data: Path,
+    tmp_path: Path,
+    extra: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command: list[str | Path] = ["--policy", policy, "launch", package.path, "--data", tiny_data, "--run-dir", tmp_path / "run", *ALONE]
-    assert "forbids running it: it is not signed as required" in refused([*command, *extra], tmp_path, capsys)
+    command: list[str | Path] = [
+        "--policy",
+        policy,
+        "launch",
+        package.path,
+        "--data",
+        tiny_data,
+        "--run-dir",
+        tmp_path / "run",
+        *ALONE,
+    ]
+    assert "forbids running it: it is not signed as required" in refused(
+        [*command, *extra], tmp_path, capsys
+    )
 
 
-def test_the_environment_s_policy_holds_without_being_named(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
-    command: list[str | Path] = ["launch", package.path, "--data", tiny_data, "--run-dir", "run", *ALONE]
-    assert "policy.toml forbids running it" in refused_apart(command, tmp_path, first=None, **{POLICY: str(policy)})
+def test_the_environment_s_policy_holds_without_being_named(
+    package: Package, policy: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    command: list[str | Path] = [
+        "launch",
+        package.path,
+        "--data",
+        tiny_data,
+        "--run-dir",
+        "run",
+        *ALONE,
+    ]
+    assert "policy.toml forbids running it" in refused_apart(
+        command, tmp_path, first=None, **{POLICY: str(policy)}
+    )
 
 
 def test_a_signed_package_trains_and_its_run_keeps_the_policy(
@@ -86,7 +121,9 @@ def test_a_signed_package_trains_and_its_run_keeps_the_policy(
     assert (spec.digest, [held.source for held in spec.policies]) == (package.digest, [str(policy)])
 
 
-def test_a_worker_holds_the_package_to_its_own_machine_s_policy(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_worker_holds_the_package_to_its_own_machine_s_policy(
+    package: Package, policy: Path, tiny_data: Path, tmp_path: Path
+) -> None:
     prepared(package, tiny_data, tmp_path / "run", None)
     (tmp_path / "system.toml").write_bytes(policy.read_bytes())
     with pytest.raises(PolicyError, match=r"system\.toml"):
@@ -104,7 +141,9 @@ def test_a_worker_holds_the_package_to_its_driver_s_policy(
         prepare_node(read_spec(tmp_path / "run"), [0], FileContact(tmp_path / "run", 0, Summary()))
 
 
-def test_a_package_that_was_replaced_since_the_launch_is_not_run(package: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_package_that_was_replaced_since_the_launch_is_not_run(
+    package: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     """Even by its own child, for which the plan would do."""
     prepared(package, tiny_data, tmp_path / "run", None)
     edit_manifest(package.path, lambda manifest: manifest.update(parent=package.digest))
@@ -123,20 +162,31 @@ def test_a_package_that_was_replaced_since_it_was_opened_is_not_launched(
         launched(package, tiny_data, tmp_path / "run", policy)
 
 
-def test_a_run_is_not_resumed_where_a_policy_forbids_it(package: Package, policy: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_where_a_policy_forbids_it(
+    package: Package, policy: Path, tiny_data: Path, tmp_path: Path
+) -> None:
     prepared(package, tiny_data, tmp_path / "run", None)
     with pytest.raises(PolicyError, match="not signed"):
         trainload.resume(tmp_path / "run", backend="local", policy=policy)
 
 
-def test_nothing_of_a_library_is_imported_before_the_policies_were_asked(package: Package, policy: Path, tmp_path: Path) -> None:
+def test_nothing_of_a_library_is_imported_before_the_policies_were_asked(
+    package: Package, policy: Path, tmp_path: Path
+) -> None:
     (tmp_path / "library.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     with pytest.raises(PolicyError):
-        open_for_run(package.path, {"library": str(tmp_path / "library.py")}, [policies.read_policy(policy)], None)
+        open_for_run(
+            package.path,
+            {"library": str(tmp_path / "library.py")},
+            [policies.read_policy(policy)],
+            None,
+        )
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_run_from_before_digests_were_kept_can_be_read(package: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_run_from_before_digests_were_kept_can_be_read(
+    package: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     prepared(package, tiny_data, tmp_path / "run", None)
     run = json.loads((tmp_path / "run/run.json").read_bytes())
     del run["digest"], run["policies"]

@@ -1,4 +1,6 @@
-"""Clipping by value, the running mean and the scaled loss are those of torch's own parts in a plain loop."""
+"""Clipping by value, the running mean and the scaled loss are those of torch's own parts in a plain
+loop.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch.optimizer_jobs import ROWS, STEPS, AutocastHalf, Eager, Half, Model, adam, data, eager, make_job, write_data
+from tests.launch.optimizer_jobs import (
+    ROWS,
+    STEPS,
+    AutocastHalf,
+    Eager,
+    Half,
+    Model,
+    adam,
+    data,
+    eager,
+    make_job,
+    write_data,
+)
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.selection import selected
 
@@ -27,7 +41,9 @@ HALF = STEPS // 2
 TWO = trainload.Cluster(devices_per_node=2)
 MEAN = trainload.Ema(decay=0.8)
 SCALING = trainload.LossScaling(init_scale=2.0**22, growth_interval=4)
-"""So large that the first gradients are not finite, and growing while a resumed run would have lost count."""
+"""So large that the first gradients are not finite, and growing while a resumed run would have lost
+count.
+"""
 
 
 def averaged() -> trainload.Job:
@@ -38,7 +54,11 @@ def scaled(kind: type[Model] = Half) -> trainload.Job:
     return make_job(adam, kind, loss_scaling=SCALING, clip_norm=0.5, ema=MEAN)
 
 
-PAIRS: list[tuple[str, Strategy]] = [("averaged", "zero1"), ("averaged", "zero3"), ("scaled", "zero1")]
+PAIRS: list[tuple[str, Strategy]] = [
+    ("averaged", "zero1"),
+    ("averaged", "zero3"),
+    ("scaled", "zero1"),
+]
 JOBS: dict[str, Callable[[], trainload.Job]] = {
     "averaged": averaged,
     "scaled": scaled,
@@ -52,10 +72,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Package]:
+def packages(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Package]:
     folder = tmp_path_factory.mktemp("recipes")
     names = selected(request, "name") | {"averaged", "scaled"}
-    return {name: trainload.freeze(make(), folder / f"{name}.tl") for name, make in JOBS.items() if name in names}
+    return {
+        name: trainload.freeze(make(), folder / f"{name}.tl")
+        for name, make in JOBS.items()
+        if name in names
+    }
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +90,36 @@ def plain() -> dict[str, Eager]:
 
 
 @pytest.fixture(scope="module")
-def pair(packages: dict[str, Package], rows: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def pair(
+    packages: dict[str, Package],
+    rows: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Path:
     """A folder of runs on two workers, of half the steps."""
     folder = tmp_path_factory.mktemp("pair")
     wanted = sorted(selected(request, "case"))
     options = {"steps": HALF, "eval_data": str(rows)}
-    train(2, [Run(folder / f"{n}-{s}", packages[n], trainload.plan(packages[n], TWO, s), rows, options) for n, s in wanted], folder)
+    train(
+        2,
+        [
+            Run(
+                folder / f"{n}-{s}", packages[n], trainload.plan(packages[n], TWO, s), rows, options
+            )
+            for n, s in wanted
+        ],
+        folder,
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
-def alone(packages: dict[str, Package], rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunResult]:
-    """The run of one worker of a job, by its name, with an output and evaluations; made when it is first asked for."""
+def alone(
+    packages: dict[str, Package], rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], RunResult]:
+    """The run of one worker of a job, by its name, with an output and evaluations; made when it is
+    first asked for.
+    """
 
     @functools.cache
     def run(name: str) -> RunResult:
@@ -87,7 +131,13 @@ def alone(packages: dict[str, Package], rows: Path, tmp_path_factory: pytest.Tem
 
 def launched(package: Package, rows: Path, folder: Path, **options: Any) -> RunResult:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    given: dict[str, Any] = {"compile": False, "backend": "local", "output": folder / "trained.tl", "eval_data": rows, **options}
+    given: dict[str, Any] = {
+        "compile": False,
+        "backend": "local",
+        "output": folder / "trained.tl",
+        "eval_data": rows,
+        **options,
+    }
     return trainload.launch(package, plan, rows, run_dir=folder / "run", **given)
 
 
@@ -98,18 +148,25 @@ def loss_of(model: torch.nn.Module) -> float:
 
 
 def scales(run_dir: Path) -> list[float]:
-    return [float(event.data["loss_scale"]) for event in read_events(run_dir) if event.kind == "step"]
+    return [
+        float(event.data["loss_scale"]) for event in read_events(run_dir) if event.kind == "step"
+    ]
 
 
 @pytest.mark.matrix("averaged-*", "scaled-*")
-@pytest.mark.parametrize(("name", "tolerance"), [("averaged", TOLERANCE), ("scaled", 2e-3), ("scaled under autocast", 2e-3)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("averaged", TOLERANCE), ("scaled", 2e-3), ("scaled under autocast", 2e-3)],
+)
 def test_a_run_has_the_losses_of_a_plain_loop(
     alone: Callable[[str], RunResult], plain: dict[str, Eager], name: str, tolerance: float
 ) -> None:
     assert difference(plain[name].losses, curve(alone(name).run_dir)) <= tolerance
 
 
-def test_the_mean_is_evaluated_and_written(alone: Callable[[str], RunResult], plain: dict[str, Eager]) -> None:
+def test_the_mean_is_evaluated_and_written(
+    alone: Callable[[str], RunResult], plain: dict[str, Eager]
+) -> None:
     result, mean = alone("averaged"), plain["averaged"].mean
     assert result.output is not None and mean is not None
     weights = trainload.open(result.output).weights
@@ -125,10 +182,14 @@ def test_the_last_weights_are_evaluated_and_written_where_they_are_asked_for(
     weights = trainload.open(tmp_path / "trained.tl").weights
     for name, parameter in plain["averaged"].model.named_parameters():
         torch.testing.assert_close(weights.tensor(name), parameter.detach(), rtol=1e-4, atol=1e-5)
-    assert result.evaluations[-1]["loss"] == pytest.approx(loss_of(plain["averaged"].model), rel=1e-5)
+    assert result.evaluations[-1]["loss"] == pytest.approx(
+        loss_of(plain["averaged"].model), rel=1e-5
+    )
 
 
-def test_the_scale_of_the_loss_moves_as_gradscalers_does(alone: Callable[[str], RunResult], plain: dict[str, Eager]) -> None:
+def test_the_scale_of_the_loss_moves_as_gradscalers_does(
+    alone: Callable[[str], RunResult], plain: dict[str, Eager]
+) -> None:
     found = scales(alone("scaled").run_dir)
     assert found == plain["scaled"].scales
     assert any(a > b for a, b in pairwise(found)), "no gradient overflowed"
@@ -138,7 +199,11 @@ def test_the_scale_of_the_loss_moves_as_gradscalers_does(alone: Callable[[str], 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PAIRS, ids="-".join)
 def test_two_workers_and_then_one_do_as_a_plain_loop(
-    pair: Path, plain: dict[str, Eager], packages: dict[str, Package], rows: Path, case: tuple[str, Strategy]
+    pair: Path,
+    plain: dict[str, Eager],
+    packages: dict[str, Package],
+    rows: Path,
+    case: tuple[str, Strategy],
 ) -> None:
     name, strategy = case
     run = pair / f"{name}-{strategy}"
@@ -156,7 +221,9 @@ def test_two_workers_and_then_one_do_as_a_plain_loop(
         assert scales(run) == plain[name].scales
 
 
-def test_a_package_without_them_has_no_word_of_them(packages: dict[str, Package], tiny: Package) -> None:
+def test_a_package_without_them_has_no_word_of_them(
+    packages: dict[str, Package], tiny: Package
+) -> None:
     assert set(packages["scaled"].manifest.features) >= {"ema", "loss-scale"}
     fields = tiny.manifest.model_dump(mode="json")
     assert not {"clip_value", "ema_decay", "loss_scale"} & set(fields["recipe"])

@@ -1,4 +1,6 @@
-"""Options of launch, resume and evaluate that do not go together, and what a driver that is kept is told."""
+"""Options of launch, resume and evaluate that do not go together, and what a driver that is kept is
+told.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,29 @@ EVALUATE = ["evaluate", "none.tl", "--data", "d.parquet"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*LAUNCH, "--backend", "local", "--address", "http://h:1", "--detach"], "--detach requires Ray"),
+        (
+            [*LAUNCH, "--backend", "local", "--address", "http://h:1", "--detach"],
+            "--detach requires Ray",
+        ),
         ([*LAUNCH, "--backend", "local", "--address", "h:1"], "--address requires Ray"),
-        ([*LAUNCH, "--backend", "torchrun", "--run-dir", "r", "--address", "h:1"], "--address requires Ray"),
+        (
+            [*LAUNCH, "--backend", "torchrun", "--run-dir", "r", "--address", "h:1"],
+            "--address requires Ray",
+        ),
         ([*EVALUATE, "--backend", "local", "--address", "h:1"], "--address requires Ray"),
         (["resume", ".", "--backend", "local", "--address", "h:1"], "--address requires Ray"),
         ([*LAUNCH, "--plan", "p.json", "--nodes", "2"], "--plan sets the number of nodes"),
         ([*EVALUATE, "--plan", "p.json", "--nodes", "2"], "--plan sets the number of nodes"),
         ([*EVALUATE, "--set", "keep=2"], "--set keep: an evaluation has no such setting"),
         ([*EVALUATE, "--set", "lr=0.1"], "--set lr: an evaluation has no such setting"),
-        ([*EVALUATE, "--set", "adapters.rank=2", "--set", "adapters.layers=a"], "--set adapters: an evaluation has no such setting"),
-        ([*EVALUATE, "--batches", "2", "--set", "eval_batches=3"], "--batches and --set eval_batches have different values"),
+        (
+            [*EVALUATE, "--set", "adapters.rank=2", "--set", "adapters.layers=a"],
+            "--set adapters: an evaluation has no such setting",
+        ),
+        (
+            [*EVALUATE, "--batches", "2", "--set", "eval_batches=3"],
+            "--batches and --set eval_batches have different values",
+        ),
     ],
 )
 def test_what_would_be_ignored_is_refused(arguments: list[str], said: str, capsys: Capture) -> None:
@@ -43,14 +57,25 @@ def test_what_would_be_ignored_is_refused(arguments: list[str], said: str, capsy
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in EvaluationSettings.model_fields if name in KEYS and not KEYS[name].info.option])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in EvaluationSettings.model_fields
+        if name in KEYS and not KEYS[name].info.option
+    ],
+)
 def test_a_setting_of_an_evaluation_reaches_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: dict[str, Any] = {}
     monkeypatch.setattr("trainload.cli.commands.shared.open_to_run", lambda package: NONE)
-    monkeypatch.setattr("trainload.launching.settings.overrides.Overrides.apply", lambda *given: NONE)
+    monkeypatch.setattr(
+        "trainload.launching.settings.overrides.Overrides.apply", lambda *given: NONE
+    )
     monkeypatch.setattr(runs, "make_plan", lambda *given, **options: NONE)
     monkeypatch.setattr(runs, "show_record", lambda *given: None)
-    monkeypatch.setattr("trainload.launching.api.evaluate.evaluate", lambda *given, **options: heard.update(options))
+    monkeypatch.setattr(
+        "trainload.launching.api.evaluate.evaluate", lambda *given, **options: heard.update(options)
+    )
     assert cli.run([*EVALUATE, "--set", f"{name}=7"]) == 0
     assert heard[name] == 7
 
@@ -62,7 +87,9 @@ NONE: Any = None
 @pytest.mark.parametrize("backend", ["local", "torchrun"])
 def test_so_it_is_from_python(backend: Any, tmp_path: Path) -> None:
     for ask in (trainload.launch, trainload.dry_run):
-        with pytest.raises(RequestError, match=f"an address requires the Ray backend.*backend {backend}"):
+        with pytest.raises(
+            RequestError, match=f"an address requires the Ray backend.*backend {backend}"
+        ):
             ask(NONE, NONE, NONE, run_dir=tmp_path / "run", backend=backend, address="h:1")
     with pytest.raises(RequestError, match="an address requires the Ray backend"):
         trainload.resume(tmp_path / "run", backend=backend, address="h:1")
@@ -100,16 +127,30 @@ def test_a_run_that_is_resumed_otherwise_on_a_cluster_is_kept(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "keep", keep)
-    monkeypatch.setattr("trainload.launching.run.run_spec.read_spec", lambda folder: RunSpec.model_construct())
+    monkeypatch.setattr(
+        "trainload.launching.run.run_spec.read_spec", lambda folder: RunSpec.model_construct()
+    )
     assert cli.run(["resume", ".", "--address", "h:1", *options]) == 0
-    assert drivers == [["resume", str(tmp_path), "--address", "h:1", *(word.replace("HERE", str(tmp_path)) for word in told)]]
+    assert drivers == [
+        [
+            "resume",
+            str(tmp_path),
+            "--address",
+            "h:1",
+            *(word.replace("HERE", str(tmp_path)) for word in told),
+        ]
+    ]
 
 
 @pytest.mark.parametrize(
     ("verb", "options", "said"),
     [
         (trainload.launch, {"step": 1}, "step: there is no such option.*Did you mean steps"),
-        (trainload.launch, {"set": {"lr": 1e-9}}, "set: there is no such option.*changes of the training settings in `overrides`"),
+        (
+            trainload.launch,
+            {"set": {"lr": 1e-9}},
+            "set: there is no such option.*changes of the training settings in `overrides`",
+        ),
         (trainload.launch, {"checkpoint_every": 0}, "checkpoint_every: is out of range.*got 0"),
         (trainload.launch, {"compile": None}, "compile: has the wrong type"),
         (trainload.launch, {"steps": 2.5}, "steps: is out of range.*got 2.5"),
@@ -128,4 +169,6 @@ def test_an_option_of_python_s_that_would_be_passed_over_is_refused(
 
 def test_a_run_without_a_folder_is_refused(tiny: Package, tiny_data: Path) -> None:
     with pytest.raises(RequestError, match="run_dir: is missing"):
-        trainload.launch(tiny, trainload.plan(tiny, trainload.Cluster(), "single"), tiny_data, backend="local")  # type: ignore[call-arg]
+        trainload.launch(
+            tiny, trainload.plan(tiny, trainload.Cluster(), "single"), tiny_data, backend="local"
+        )  # type: ignore[call-arg]

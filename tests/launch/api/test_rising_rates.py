@@ -27,9 +27,13 @@ def test_a_schedule_may_rise_until_the_last_step(tiny: Package, shape: str) -> N
 
 @pytest.mark.parametrize("warmup", [STEPS, 100 * STEPS])
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
-def test_a_schedule_that_rises_throughout_the_run_is_refused(tiny: Package, shape: str, warmup: int) -> None:
+def test_a_schedule_that_rises_throughout_the_run_is_refused(
+    tiny: Package, shape: str, warmup: int
+) -> None:
     expected = f"expected {shape}:N with N less than the run's {STEPS} steps, got {shape}:{warmup}"
-    with pytest.raises(JobError, match=f"^schedule: the warm-up does not end within the run.*{expected}"):
+    with pytest.raises(
+        JobError, match=f"^schedule: the warm-up does not end within the run.*{expected}"
+    ):
         rates(tiny, f"{shape}:{warmup}", STEPS)
 
 
@@ -37,24 +41,55 @@ def test_a_plan_is_made_where_the_runs_steps_are_not_known_yet(tiny: Package) ->
     assert len(rates(tiny, f"cosine:{10 * tiny.recipe.steps}", None)) == tiny.recipe.steps
 
 
-def test_a_launch_says_which_setting_it_refuses(tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
-    options = ["--run-dir", str(tmp_path / "run"), "--steps", str(STEPS), "--backend", "local", "--set", "schedule=cosine:1000"]
+def test_a_launch_says_which_setting_it_refuses(
+    tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    options = [
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--steps",
+        str(STEPS),
+        "--backend",
+        "local",
+        "--set",
+        "schedule=cosine:1000",
+    ]
     line = refused(["launch", str(tiny.path), "--data", str(tiny_data), *options], tmp_path, capsys)
     assert "schedule: the warm-up does not end within the run" in line
     assert "got cosine:1000" in line
 
 
-def test_a_launch_of_the_jobs_own_steps_is_refused_too(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_launch_of_the_jobs_own_steps_is_refused_too(
+    tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     overrides = trainload.Overrides(schedule=f"linear:{tiny.recipe.steps}")
     with pytest.raises(JobError, match=f"less than the run's {tiny.recipe.steps} steps"):
-        trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "run", backend="local", overrides=overrides)
+        trainload.launch(
+            tiny, plan, tiny_data, run_dir=tmp_path / "run", backend="local", overrides=overrides
+        )
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_not_shortened_into_its_rise(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_shortened_into_its_rise(
+    tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     overrides = trainload.Overrides(schedule="linear:3")
-    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "run", steps=4, backend="local", compile=False, overrides=overrides)
+    trainload.launch(
+        tiny,
+        plan,
+        tiny_data,
+        run_dir=tmp_path / "run",
+        steps=4,
+        backend="local",
+        compile=False,
+        overrides=overrides,
+    )
     with pytest.raises(JobError, match="got linear:6"):
-        trainload.resume(tmp_path / "run", backend="local", steps=5, overrides=trainload.Overrides(schedule="linear:6"))
+        trainload.resume(
+            tmp_path / "run",
+            backend="local",
+            steps=5,
+            overrides=trainload.Overrides(schedule="linear:6"),
+        )

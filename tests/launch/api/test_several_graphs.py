@@ -1,4 +1,6 @@
-"""Jobs of several graphs train as a plain loop does, whatever runs when, whoever trains what, on any number of workers."""
+"""Jobs of several graphs train as a plain loop does, whatever runs when, whoever trains what, on
+any number of workers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Packag
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("digits")
-    return {name: write_digits(folder / f"{name}.npz", set(job().batch)) for name, job in JOBS.items()}
+    return {
+        name: write_digits(folder / f"{name}.npz", set(job().batch)) for name, job in JOBS.items()
+    }
 
 
 class Plain(dict[str, Eager]):
@@ -56,7 +60,11 @@ def plain() -> dict[str, Eager]:
 
 def losses(run_dir: Path) -> list[dict[str, Any]]:
     """Of every step: the main graph's loss, and the other graphs' as "graph.loss"."""
-    found = {e.data["step"]: {"loss": e.data["loss"], **e.data["metrics"]} for e in read_events(run_dir) if e.kind == "step"}
+    found = {
+        e.data["step"]: {"loss": e.data["loss"], **e.data["metrics"]}
+        for e in read_events(run_dir)
+        if e.kind == "step"
+    }
     return [found[step] for step in sorted(found)]
 
 
@@ -74,7 +82,11 @@ def assert_equal(run_dir: Path, job: trainload.Job, expected: Eager, steps: int 
 @pytest.mark.matrix("actor_critic")
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_a_run_has_the_losses_and_weights_of_a_plain_loop(
-    name: str, packages: Callable[[str], Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path
+    name: str,
+    packages: Callable[[str], Package],
+    data: dict[str, Path],
+    plain: dict[str, Eager],
+    tmp_path: Path,
 ) -> None:
     package = packages(name)
     plan = trainload.plan(package, trainload.Cluster(), "single")
@@ -88,9 +100,14 @@ def test_a_run_has_the_losses_and_weights_of_a_plain_loop(
 
 @pytest.fixture(scope="module")
 def pairs(
-    packages: Callable[[str], Package], data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    packages: Callable[[str], Package],
+    data: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> Path:
-    """A folder of runs of two workers that have done half their steps: every job under every strategy, accumulating once."""
+    """A folder of runs of two workers that have done half their steps: every job under every
+    strategy, accumulating once.
+    """
     folder = tmp_path_factory.mktemp("pairs")
     runs = []
     asked = selected(request, "pair")
@@ -98,31 +115,52 @@ def pairs(
         for strategy, accumulate in (("zero0", 2), ("zero1", 1), ("zero3", 2)):
             if (pair := f"{name}-{strategy}") in asked:
                 package = packages(name)
-                plan = trainload.plan(package, TWO, strategy, accumulate=accumulate, bucket_bytes=2000)  # type: ignore[arg-type]  # a strategy
+                plan = trainload.plan(
+                    package,
+                    TWO,
+                    strategy,  # type: ignore[arg-type]  # a strategy
+                    accumulate=accumulate,
+                    bucket_bytes=2000,
+                )
                 runs.append(Run(folder / pair, package, plan, data[name], {"steps": HALF}))
     train(2, runs, folder)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [f"{name}-{strategy}" for name in sorted(JOBS) for strategy in ("zero0", "zero1", "zero3")])
-def test_two_workers_have_the_losses_of_a_plain_loop(pair: str, pairs: Path, plain: dict[str, Eager]) -> None:
+@pytest.mark.parametrize(
+    "pair",
+    [f"{name}-{strategy}" for name in sorted(JOBS) for strategy in ("zero0", "zero1", "zero3")],
+)
+def test_two_workers_have_the_losses_of_a_plain_loop(
+    pair: str, pairs: Path, plain: dict[str, Eager]
+) -> None:
     name, _, _ = pair.partition("-")
     assert_equal(pairs / pair, JOBS[name](), plain[name], HALF)
 
 
 @pytest.mark.slow
 def test_a_gan_trains_compiled_on_two_ray_workers(
-    packages: Callable[[str], Package], data: dict[str, Path], plain: dict[str, Eager], tmp_path: Path, ray_cluster: None
+    packages: Callable[[str], Package],
+    data: dict[str, Path],
+    plain: dict[str, Eager],
+    tmp_path: Path,
+    ray_cluster: None,
 ) -> None:
     package = packages("gan")
-    trainload.launch(package, trainload.plan(package, TWO, "zero3"), data["gan"], run_dir=tmp_path / "run")
+    trainload.launch(
+        package, trainload.plan(package, TWO, "zero3"), data["gan"], run_dir=tmp_path / "run"
+    )
     assert_equal(tmp_path / "run", JOBS["gan"](), plain["gan"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [pytest.param(pair, id=pair.partition("-")[0]) for pair in CONTINUED])
-def test_a_run_of_two_workers_continues_on_one(pair: str, pairs: Path, plain: dict[str, Eager], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pair", [pytest.param(pair, id=pair.partition("-")[0]) for pair in CONTINUED]
+)
+def test_a_run_of_two_workers_continues_on_one(
+    pair: str, pairs: Path, plain: dict[str, Eager], tmp_path: Path
+) -> None:
     name, _, _ = pair.partition("-")
     run_dir = tmp_path / "run"
     shutil.copytree(pairs / pair, run_dir)
@@ -131,7 +169,10 @@ def test_a_run_of_two_workers_continues_on_one(pair: str, pairs: Path, plain: di
 
 
 def test_evaluation_gives_every_graphs_loss(
-    packages: Callable[[str], Package], data: dict[str, Path], tmp_path: Path, plain: dict[str, Eager]
+    packages: Callable[[str], Package],
+    data: dict[str, Path],
+    tmp_path: Path,
+    plain: dict[str, Eager],
 ) -> None:
     package, rows = packages("actor_critic"), data["actor_critic"]
     plan = trainload.plan(package, trainload.Cluster(), "single")
@@ -151,11 +192,15 @@ def test_evaluation_gives_every_graphs_loss(
 
 @pytest.fixture(scope="module")
 def own(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """A run of the GAN with a scale of the loss for each graph, and a mean of the generator's parameters."""
+    """A run of the GAN with a scale of the loss for each graph, and a mean of the generator's
+    parameters.
+    """
     folder = tmp_path_factory.mktemp("own")
     job = gan(loss_scaling=trainload.LossScaling(init_scale=2.0**10, growth_interval=4))
     generator = replace(job.graphs["generator"], ema=trainload.Ema(0.5))
-    package = trainload.freeze(replace(job, graphs={**job.graphs, "generator": generator}), folder / "gan.tl")
+    package = trainload.freeze(
+        replace(job, graphs={**job.graphs, "generator": generator}), folder / "gan.tl"
+    )
     plan = trainload.plan(package, trainload.Cluster(), "single")
     options: Any = {"backend": "local", "compile": False, "output": folder / "mean.tl"}
     return trainload.launch(package, plan, data["gan"], run_dir=folder / "run", **options)
@@ -167,7 +212,11 @@ def test_a_graphs_own_mean_is_of_its_own_parameters(own: RunResult) -> None:
     for steps in range(1, STEPS + 1):
         for name, parameter in eager(replace(gan(), steps=steps)).model.named_parameters():
             new = parameter.detach()
-            expected[name] = torch.lerp(expected[name], new, 0.5) if name in expected and name.startswith("generator") else new
+            expected[name] = (
+                torch.lerp(expected[name], new, 0.5)
+                if name in expected and name.startswith("generator")
+                else new
+            )
     assert own.output is not None
     weights = trainload.open(own.output).weights
     for name, value in expected.items():
@@ -178,7 +227,11 @@ def test_a_graphs_own_mean_is_of_its_own_parameters(own: RunResult) -> None:
 def test_every_graph_has_a_scale_of_its_own(own: RunResult, plain: dict[str, Eager]) -> None:
     assert_equal(own.run_dir, gan(), plain["gan"])
     kept = Checkpoint.open(own.checkpoint).index.user["loss scaling"]
-    assert {graph: entry["scale"] for graph, entry in kept.items()} == {"generator": 2.0**12, "discriminator": 2.0**14}  # 8 and 16 updates
+    # 8 and 16 updates
+    assert {graph: entry["scale"] for graph, entry in kept.items()} == {
+        "generator": 2.0**12,
+        "discriminator": 2.0**14,
+    }
 
 
 @pytest.mark.slow
@@ -202,5 +255,10 @@ def test_graphs_draw_random_numbers_of_their_own(tmp_path: Path) -> None:
     options: Any = {"backend": "local", "compile": False}
     plan = trainload.plan(package, trainload.Cluster(), "single")
     trainload.launch(package, plan, tmp_path / "x.npz", run_dir=tmp_path / "run", **options)
-    found = [value for step in losses(tmp_path / "run") for name, value in step.items() if "noise" in name]
+    found = [
+        value
+        for step in losses(tmp_path / "run")
+        for name, value in step.items()
+        if "noise" in name
+    ]
     assert len(set(found)) == len(found) == 4

@@ -1,6 +1,7 @@
 """Every Python example of README.md and docs/ runs as it stands, but for the number of steps.
 
-docs/capture.md, docs/graphs.md and docs/variants.md, whose examples say what becomes of them, have tests of their own.
+docs/capture.md, docs/graphs.md and docs/variants.md, whose examples say what becomes of them, have
+tests of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Attention(nn.Module):
 class Gpt(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.blocks, self.head = nn.Embedding(12, 8), nn.ModuleList([Attention(), Attention()]), nn.Linear(8, 12)
+        self.table, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.blocks = nn.ModuleList([Attention(), Attention()])
     def forward(self, tokens):
         x = self.table(tokens)
         for block in self.blocks:
@@ -64,21 +66,28 @@ for name in ("mine.parquet", "train.parquet"):
 """
 PACKAGE = 'package = trainload.freeze(gpt, "gpt.tl")\n'
 PAGES = {
-    "README.md": """
+    "README.md": (
+        """
 pq.write_table(pa.table({
-    "bytes": pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(64 * 32, np.uint8)), 32), "next": pa.array(np.zeros(64, np.uint8)),
+    "bytes": pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(64 * 32, np.uint8)), 32),
+    "next": pa.array(np.zeros(64, np.uint8)),
 }), "train.parquet")
-""",
-    "docs/abstract.md": """
+"""
+    ),
+    "docs/abstract.md": (
+        """
 from transformers import LlamaConfig, LlamaForCausalLM
 def config(width, layers):
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
-    return LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, use_cache=False, **sizes)
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(vocab_size=64, use_cache=False, **sizes)
 config_70b, config_small = config(64, 6), config(32, 3)
 def job_of(model):
     ids = torch.zeros(2, 16, dtype=torch.long)
-    return Job(model, {"ids": ids}, optimizer, loss=lambda m, b: m(input_ids=b["ids"], labels=b["ids"]).loss)
-""",
+    loss = lambda m, b: m(input_ids=b["ids"], labels=b["ids"]).loss
+    return Job(model, {"ids": ids}, optimizer, loss=loss)
+"""
+    ),
     "docs/adapters.md": ROWS + PACKAGE,
     "docs/assets.md": PACKAGE
     + """
@@ -114,13 +123,15 @@ trainload.export(trainload.open("gpt-trained.tl"), "gpt.aoti.pt2", to="aoti")
 def fuse(graph, program, *, width=1):
     return graph
 """,
-    "docs/shapes.md": """
+    "docs/shapes.md": (
+        """
 class Mask:
     def __init__(self, left, right):
         self.left, self.right = left, right
 x, state, weight = torch.zeros(4, 3, 8), torch.zeros(2, 4, 8), torch.ones(5)
 left = inputs = targets = torch.zeros(4, 8)
-""",
+"""
+    ),
     "docs/transformers.md": "",
 }
 ON_RAY = ("README.md", "docs/adapters.md", "docs/data.md")
@@ -144,14 +155,19 @@ def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ON_RAY])
-@pytest.mark.filterwarnings("ignore")  # examples are of small models, and say nothing of a package's other torch
-def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# examples are of small models, and say nothing of a package's other torch
+@pytest.mark.filterwarnings("ignore")
+def test_the_examples_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(page, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("page", ON_RAY)
 @pytest.mark.filterwarnings("ignore")  # as above
-def test_the_examples_of_a_page_train_on_ray(page: str, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_a_page_train_on_ray(
+    page: str, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(page, tmp_path, monkeypatch)
     assert (tmp_path / "run" / "run.json").is_file()
 

@@ -1,4 +1,6 @@
-"""What one graph computes for another may lie in any order in memory: the other one was derived for rows one after the other."""
+"""What one graph computes for another may lie in any order in memory: the other one was derived for
+rows one after the other.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ ROWS, STEPS = 6, 2
 
 def teach(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """(rows, 4, 3), a view of (rows, 3, 4)."""
-    return {"wanted": model.get_submodule("teacher")(batch["x"]).unflatten(1, (3, 4)).transpose(1, 2)}
+    return {
+        "wanted": model.get_submodule("teacher")(batch["x"]).unflatten(1, (3, 4)).transpose(1, 2)
+    }
 
 
 def learn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A view of what is fed, which its strides do not allow."""
     wanted = batch["wanted"].reshape(len(batch["x"]), -1)
-    found: Tensor = (model.get_submodule("student")(batch["x"]) - wanted * wanted.view(-1, 12).sigmoid()).square().mean()
+    found: Tensor = (
+        (model.get_submodule("student")(batch["x"]) - wanted * wanted.view(-1, 12).sigmoid())
+        .square()
+        .mean()
+    )
     return found
 
 
@@ -42,17 +50,39 @@ def network() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    graphs = {"teach": Graph(compute=teach), "learn": Graph(loss=learn, feeds={"wanted": "teach.wanted"}, optimizer=sgd)}
-    job = trainload.Job(network(), {"x": torch.randn(4, 5)}, None, loss=None, graphs=graphs, steps=STEPS, global_batch=ROWS)
+    graphs = {
+        "teach": Graph(compute=teach),
+        "learn": Graph(loss=learn, feeds={"wanted": "teach.wanted"}, optimizer=sgd),
+    }
+    job = trainload.Job(
+        network(),
+        {"x": torch.randn(4, 5)},
+        None,
+        loss=None,
+        graphs=graphs,
+        steps=STEPS,
+        global_batch=ROWS,
+    )
     return trainload.freeze(job, tmp_path_factory.mktemp("fed") / "job.tl")
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["interpreted", "compiled"])
-def test_a_run_has_the_losses_of_a_plain_loop(package: Package, tmp_path: Path, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["interpreted", "compiled"]
+)
+def test_a_run_has_the_losses_of_a_plain_loop(
+    package: Package, tmp_path: Path, compiled: bool
+) -> None:
     x = np.random.default_rng(0).standard_normal((1, 5), dtype=np.float32).repeat(ROWS * STEPS, 0)
     np.savez(tmp_path / "rows.npz", x=x)
     plan = trainload.plan(package, trainload.Cluster(), "single", accumulate=2)
-    trainload.launch(package, plan, tmp_path / "rows.npz", run_dir=tmp_path / "run", backend="local", compile=compiled)
+    trainload.launch(
+        package,
+        plan,
+        tmp_path / "rows.npz",
+        run_dir=tmp_path / "run",
+        backend="local",
+        compile=compiled,
+    )
     model = network()
     optimizer, expected = sgd(model), []
     for _ in range(STEPS):

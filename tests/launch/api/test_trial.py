@@ -15,9 +15,18 @@ from trainload.launching.worker.trial import try_out
 from trainload.packaging.package import Package
 
 
-def spec(package: Package, data: Path, folder: Path, devices: int, strategy: Any, **options: Any) -> RunSpec:
+def spec(
+    package: Package, data: Path, folder: Path, devices: int, strategy: Any, **options: Any
+) -> RunSpec:
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=devices), strategy, **options)
-    return RunSpec(package=str(package.path), plan=plan, data=str(data), run_dir=str(folder / "run"), steps=9, compile=False)
+    return RunSpec(
+        package=str(package.path),
+        plan=plan,
+        data=str(data),
+        run_dir=str(folder / "run"),
+        steps=9,
+        compile=False,
+    )
 
 
 @pytest.mark.matrix("1-single-*", "4-hybrid-*", "4-zero3-*")
@@ -32,23 +41,49 @@ def spec(package: Package, data: Path, folder: Path, devices: int, strategy: Any
     ],
 )
 def test_a_rank_is_tried_out_without_the_others(
-    tiny: Package, tiny_data: Path, tmp_path: Path, devices: int, strategy: Any, options: dict[str, Any]
+    tiny: Package,
+    tiny_data: Path,
+    tmp_path: Path,
+    devices: int,
+    strategy: Any,
+    options: dict[str, Any],
 ) -> None:
     trial = try_out(spec(tiny, tiny_data, tmp_path, devices, strategy, **options), devices)
-    assert min(trial.step, trial.first_step, trial.weights, trial.compile, trial.data, trial.package) > 0
+    assert (
+        min(trial.step, trial.first_step, trial.weights, trial.compile, trial.data, trial.package)
+        > 0
+    )
     assert not trial.compiled
     assert not dist.is_initialized()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_of_a_pipeline_is_not_tried_out(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_rank_of_a_pipeline_is_not_tried_out(
+    tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     with pytest.raises(PlanError, match="a single rank of a pipeline cannot run a trial step"):
         try_out(spec(tiny, tiny_data, tmp_path, 2, None, pipeline_ranks=2), 2)
 
 
-def test_a_dry_run_says_how_long_each_part_takes(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_dry_run_says_how_long_each_part_takes(
+    tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
-    report = trainload.dry_run(tiny, plan, tiny_data, run_dir=tmp_path / "run", steps=11, compile=False, backend="local")
-    assert list(report.seconds) == ["checks", "simulate", "package", "data", "compile", "weights", "first_step", "step", "compare"]
-    assert report.run_seconds == pytest.approx(report.seconds["first_step"] + 10 * report.seconds["step"], abs=0.02)
+    report = trainload.dry_run(
+        tiny, plan, tiny_data, run_dir=tmp_path / "run", steps=11, compile=False, backend="local"
+    )
+    assert list(report.seconds) == [
+        "checks",
+        "simulate",
+        "package",
+        "data",
+        "compile",
+        "weights",
+        "first_step",
+        "step",
+        "compare",
+    ]
+    assert report.run_seconds == pytest.approx(
+        report.seconds["first_step"] + 10 * report.seconds["step"], abs=0.02
+    )
     assert list(tmp_path.iterdir()) == []

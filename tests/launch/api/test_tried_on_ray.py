@@ -12,13 +12,17 @@ from trainload.core.errors import ClusterError, TrainingError
 from trainload.launching.cluster.tasks import tried_out
 from trainload.launching.run.run_spec import RunSpec
 
-SPEC = RunSpec.model_construct(start_timeout=3600.0, plan=SimpleNamespace(cluster=SimpleNamespace(device="cpu")))
+SPEC = RunSpec.model_construct(
+    start_timeout=3600.0, plan=SimpleNamespace(cluster=SimpleNamespace(device="cpu"))
+)
 
 
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[RayError], list[str]]:
     """Has a task that is waited for end with an error. Returns: the tasks that are taken back."""
-    task = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments: "the task"))
+    task = SimpleNamespace(
+        options=lambda **options: SimpleNamespace(remote=lambda *arguments: "the task")
+    )
 
     def failing(error: RayError) -> list[str]:
         def get(reference: object, timeout: float) -> None:
@@ -33,10 +37,16 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[RayError], list[str]]:
     return failing
 
 
-def test_one_that_gives_no_answer_is_taken_back_and_told_of(fail: Callable[[RayError], list[str]]) -> None:
+def test_one_that_gives_no_answer_is_taken_back_and_told_of(
+    fail: Callable[[RayError], list[str]],
+) -> None:
     cancelled = fail(GetTimeoutError("Get timed out"))
     with pytest.raises(
-        ClusterError, match=r"node here: .* did not finish in time \(expected a result within 3600 s, got none\).*start_timeout"
+        ClusterError,
+        match=(
+            r"node here: .* did not finish in time \(expected a result within 3600 s, got"
+            r" none\).*start_timeout"
+        ),
     ):
         tried_out(SPEC, "here", 1)
     assert cancelled == ["the task"]

@@ -1,4 +1,6 @@
-"""A job of several variants, frozen as written and as recorded, trains on a mixture as a plain loop does."""
+"""A job of several variants, frozen as written and as recorded, trains on a mixture as a plain loop
+does.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def trained(written: Package, mixture: Path, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("trained")
     plan = trainload.plan(written, trainload.Cluster(), "single")
     options: Any = {"output": folder / "trained.tl", "eval_data": mixture, **IN_PROCESS}
-    return Trained(folder / "run", trainload.launch(written, plan, mixture, run_dir=folder / "run", **options))
+    return Trained(
+        folder / "run", trainload.launch(written, plan, mixture, run_dir=folder / "run", **options)
+    )
 
 
 def test_a_run_has_the_losses_and_weights_of_a_plain_loop(trained: Trained, plain: Eager) -> None:
@@ -117,12 +121,21 @@ def test_a_run_has_the_losses_and_weights_of_a_plain_loop(trained: Trained, plai
 
 
 def test_every_step_says_its_variant(trained: Trained, plain: Eager) -> None:
-    assert [step["variants"] for step in steps(trained.run_dir)] == [[VARIANTS[part]] for part in plain.parts]
+    assert [step["variants"] for step in steps(trained.run_dir)] == [
+        [VARIANTS[part]] for part in plain.parts
+    ]
 
 
 @pytest.fixture(scope="module")
-def pairs(written: Package, mixture: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder of runs of two workers, uncompiled: every strategy, with and without accumulation."""
+def pairs(
+    written: Package,
+    mixture: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Path:
+    """A folder of runs of two workers, uncompiled: every strategy, with and without
+    accumulation.
+    """
     folder = tmp_path_factory.mktemp("pairs")
     runs = []
     asked = selected(request, "strategy")
@@ -137,17 +150,31 @@ def pairs(written: Package, mixture: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.slow  # a run of two workers of a smaller job is continued below
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
-def test_two_workers_have_the_losses_of_a_plain_loop(strategy: str, pairs: Path, plain: Eager) -> None:
+def test_two_workers_have_the_losses_of_a_plain_loop(
+    strategy: str, pairs: Path, plain: Eager
+) -> None:
     assert_equal(pairs / strategy, plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), [("written", "zero3"), ("recorded", "zero0")])
 def test_it_trains_on_two_ray_workers(
-    kind: str, strategy: Any, request: pytest.FixtureRequest, mixture: Path, plain: Eager, tmp_path: Path, ray_cluster: None
+    kind: str,
+    strategy: Any,
+    request: pytest.FixtureRequest,
+    mixture: Path,
+    plain: Eager,
+    tmp_path: Path,
+    ray_cluster: None,
 ) -> None:
     package: Package = request.getfixturevalue(kind)
-    trainload.launch(package, trainload.plan(package, TWO, strategy), mixture, run_dir=tmp_path / "run", compile=False)
+    trainload.launch(
+        package,
+        trainload.plan(package, TWO, strategy),
+        mixture,
+        run_dir=tmp_path / "run",
+        compile=False,
+    )
     assert_equal(tmp_path / "run", plain)
 
 
@@ -168,12 +195,17 @@ def either_losses(either: Golden, tmp_path_factory: pytest.TempPathFactory) -> l
 def trained_either(either: Golden, run_dir: Path, count: int, *, compiled: bool) -> None:
     package = trainload.open(either.package)
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(package, plan, either.data, run_dir=run_dir, steps=count, backend="local", compile=compiled)
+    trainload.launch(
+        package, plan, either.data, run_dir=run_dir, steps=count, backend="local", compile=compiled
+    )
 
 
 @pytest.mark.slow
 def test_it_trains_compiled(either: Golden, either_losses: list[float], tmp_path: Path) -> None:
-    """On one worker, with few operators: compiling takes long. Every variant's graphs are compiled alike."""
+    """On one worker, with few operators: compiling takes long.
+
+    Every variant's graphs are compiled alike.
+    """
     trained_either(either, tmp_path / "run", 4, compiled=True)
     assert {step["variants"][0] for step in steps(tmp_path / "run")} == {"", "hinted"}
     assert curve(tmp_path / "run") == pytest.approx(either_losses[:4], rel=TOLERANCE)
@@ -185,9 +217,13 @@ def test_a_recording_finds_the_variants(recording: trainload.Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_workers_continues_on_one(either: Golden, either_losses: list[float], tmp_path: Path) -> None:
+def test_a_run_of_two_workers_continues_on_one(
+    either: Golden, either_losses: list[float], tmp_path: Path
+) -> None:
     package = trainload.open(either.package)
-    run = Run(tmp_path / "run", package, trainload.plan(package, TWO, "zero3"), either.data, {"steps": 4})
+    run = Run(
+        tmp_path / "run", package, trainload.plan(package, TWO, "zero3"), either.data, {"steps": 4}
+    )
     train(2, [run], tmp_path)
     trainload.resume(run.run_dir, steps=STEPS, workers=1, backend="local")
     assert {step["variants"][0] for step in steps(run.run_dir)[4:]} == {"", "hinted"}
@@ -197,17 +233,31 @@ def test_a_run_of_two_workers_continues_on_one(either: Golden, either_losses: li
 def test_evaluation_takes_every_row_of_every_part(trained: Trained) -> None:
     net = model().eval()
     with torch.no_grad():
-        sums = [net(**rows, **given).item() * len(rows["label"]) for rows, given in zip(parts(), CONSTANTS, strict=True)]
-    assert trained.result.evaluations[0]["loss"] == pytest.approx(sum(sums) / sum(len(rows["label"]) for rows in parts()), rel=1e-5)
+        sums = [
+            net(**rows, **given).item() * len(rows["label"])
+            for rows, given in zip(parts(), CONSTANTS, strict=True)
+        ]
+    assert trained.result.evaluations[0]["loss"] == pytest.approx(
+        sum(sums) / sum(len(rows["label"]) for rows in parts()), rel=1e-5
+    )
 
 
 @pytest.mark.slow
-def test_a_data_set_without_the_optional_column_trains_the_variant_without_it(either: Golden, tmp_path: Path) -> None:
+def test_a_data_set_without_the_optional_column_trains_the_variant_without_it(
+    either: Golden, tmp_path: Path
+) -> None:
     package = trainload.open(either.package)
     plan = trainload.plan(package, trainload.Cluster(), "single")
     for part, variant in ((0, ""), (1, "hinted")):
         run_dir = tmp_path / f"run-{part}"
-        trainload.launch(package, plan, either.folder / f"part-{part}.npz", run_dir=run_dir, steps=2, **IN_PROCESS)
+        trainload.launch(
+            package,
+            plan,
+            either.folder / f"part-{part}.npz",
+            run_dir=run_dir,
+            steps=2,
+            **IN_PROCESS,
+        )
         assert [step["variants"] for step in steps(run_dir)] == [[variant], [variant]]
 
 
@@ -232,15 +282,25 @@ def learn(net: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_graphs_that_feed_one_another_have_variants_too(tmp_path: Path) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
-        return nn.ModuleDict({"teacher": nn.Linear(4, 3).requires_grad_(False), "student": nn.Linear(4, 3)})
+        return nn.ModuleDict(
+            {"teacher": nn.Linear(4, 3).requires_grad_(False), "student": nn.Linear(4, 3)}
+        )
 
-    graphs = {"teach": trainload.Graph(compute=teach, inputs=["x"]), "learn": trainload.Graph(loss=learn, feeds={"wanted": "teach.logits"})}
+    graphs = {
+        "teach": trainload.Graph(compute=teach, inputs=["x"]),
+        "learn": trainload.Graph(loss=learn, feeds={"wanted": "teach.logits"}),
+    }
     torch.manual_seed(1)
-    plain_rows, masked_rows = {"x": torch.randn(20, 4)}, {"x": torch.randn(20, 4), "mask": torch.rand(20, 3)}
+    plain_rows, masked_rows = (
+        {"x": torch.randn(20, 4)},
+        {"x": torch.randn(20, 4), "mask": torch.rand(20, 3)},
+    )
     job = trainload.Job(
         net(),
         {"x": plain_rows["x"][:4]},
-        lambda model: torch.optim.SGD(model.get_submodule("student").parameters(), 0.1, momentum=0.9),
+        lambda model: torch.optim.SGD(
+            model.get_submodule("student").parameters(), 0.1, momentum=0.9
+        ),
         graphs=graphs,
         variants={"masked": {name: tensor[:4] for name, tensor in masked_rows.items()}},
         steps=6,
@@ -249,7 +309,9 @@ def test_graphs_that_feed_one_another_have_variants_too(tmp_path: Path) -> None:
     package = trainload.freeze(job, tmp_path / "job.tl")
     for name, columns in (("plain", plain_rows), ("masked", masked_rows)):
         np.savez(tmp_path / f"{name}.npz", **{n: t.numpy() for n, t in columns.items()})  # type: ignore[arg-type]  # arrays, no flags
-    (tmp_path / "m.json").write_text(json.dumps({"parts": [{"data": "plain.npz"}, {"data": "masked.npz"}]}))
+    (tmp_path / "m.json").write_text(
+        json.dumps({"parts": [{"data": "plain.npz"}, {"data": "masked.npz"}]})
+    )
     plan = trainload.plan(package, trainload.Cluster(), "single")
     trainload.launch(package, plan, tmp_path / "m.json", run_dir=tmp_path / "run", **IN_PROCESS)
 
@@ -264,5 +326,7 @@ def test_graphs_that_feed_one_another_have_variants_too(tmp_path: Path) -> None:
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
         losses.append(loss.item())
-    assert [step["loss"] for step in steps(tmp_path / "run")] == pytest.approx(losses, rel=TOLERANCE)
+    assert [step["loss"] for step in steps(tmp_path / "run")] == pytest.approx(
+        losses, rel=TOLERANCE
+    )
     assert {step["variants"][0] for step in steps(tmp_path / "run")} == {"", "masked"}

@@ -1,4 +1,6 @@
-"""Rows that the loss does not count: a microbatch without weight adds nothing, and an update without weight is skipped and reported."""
+"""Rows that the loss does not count: a microbatch without weight adds nothing, and an update
+without weight is skipped and reported.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,32 @@ PLANS: dict[str, dict[str, Any]] = {
     "microbatches": {"strategy": "single", "accumulate": 4},
     "zero0": {"strategy": "zero0"},
     "zero3 and microbatches": {"strategy": "zero3", "accumulate": 2},
-    "a tensor axis": {"tensor_ranks": 2, "tensor_rules": {"0.weight": Shard(dim=0), "2.weight": Shard(dim=1)}},
+    "a tensor axis": {
+        "tensor_ranks": 2,
+        "tensor_rules": {"0.weight": Shard(dim=0), "2.weight": Shard(dim=1)},
+    },
     "a pipeline": {"pipeline_ranks": 2, "accumulate": 2},
-    "a pipeline that divides backward": {"pipeline_ranks": 2, "schedule": "zero-bubble", "accumulate": 4},
+    "a pipeline that divides backward": {
+        "pipeline_ranks": 2,
+        "schedule": "zero-bubble",
+        "accumulate": 4,
+    },
 }
 
 
 def by_division(model: nn.Module, batch: dict[str, Tensor]) -> trainload.Loss:
-    """A mean over what is labelled, as people write it: of no labels it is 0 / 0, as its gradient is."""
+    """A mean over what is labelled, as people write it: of no labels it is 0 / 0, as its gradient
+    is.
+    """
     labels = batch["label"].long()
     counted = (labels >= 0).float()
     each = functional.cross_entropy(model(batch["x"]), labels.clamp(min=0), reduction="none")
     mean = (each * counted).sum() / counted.sum()
-    return trainload.Loss(mean, weight=counted.sum(), metrics={"error": (each.detach() * counted).sum() / counted.sum()})
+    return trainload.Loss(
+        mean,
+        weight=counted.sum(),
+        metrics={"error": (each.detach() * counted).sum() / counted.sum()},
+    )
 
 
 def by_index(model: nn.Module, batch: dict[str, Tensor]) -> trainload.Loss:
@@ -61,7 +76,15 @@ def network() -> nn.Module:
 
 def frozen(loss: Callable[..., trainload.Loss], folder: Path) -> Package:
     batch = {"x": torch.rand(4, 8), "label": torch.tensor([1, 2, -1, 3])}
-    job = trainload.Job(model=network(), batch=batch, loss=loss, optimizer=adamw, steps=STEPS, global_batch=ROWS, seed=SEED)
+    job = trainload.Job(
+        model=network(),
+        batch=batch,
+        loss=loss,
+        optimizer=adamw,
+        steps=STEPS,
+        global_batch=ROWS,
+        seed=SEED,
+    )
     return trainload.freeze(job, folder / "job.tl")
 
 
@@ -77,7 +100,9 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def table() -> dict[str, Any]:
-    """Of step 0 the first half has no label, of step 1 the second half but for one row, and of step 2 nothing has."""
+    """Of step 0 the first half has no label, of step 1 the second half but for one row, and of step
+    2 nothing has.
+    """
     generator = np.random.default_rng(0)
     label = generator.integers(0, CLASSES, ROWS * STEPS)
     order = rows(SEED, ROWS * STEPS, 0, ROWS * STEPS)
@@ -96,7 +121,9 @@ def data(table: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def eager(table: dict[str, Any]) -> dict[int, tuple[float, float]]:
-    """(loss, gradient norm) by step, of a loop that leaves out what has no label and does not step without any."""
+    """(loss, gradient norm) by step, of a loop that leaves out what has no label and does not step
+    without any.
+    """
     model = network()
     optimizer = adamw(model)
     order = rows(SEED, ROWS * STEPS, 0, ROWS * STEPS)
@@ -106,9 +133,13 @@ def eager(table: dict[str, Any]) -> dict[int, tuple[float, float]]:
         own = own[table["label"][own] >= 0]
         if len(own):
             optimizer.zero_grad()
-            loss = functional.cross_entropy(model(torch.from_numpy(table["x"][own])), torch.from_numpy(table["label"][own]))
+            loss = functional.cross_entropy(
+                model(torch.from_numpy(table["x"][own])), torch.from_numpy(table["label"][own])
+            )
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-            norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+            norm = torch.cat(
+                [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            ).norm()
             optimizer.step()
             steps[step] = (loss.item(), norm.item())
     return steps
@@ -119,8 +150,14 @@ def trained(world: int, run: Run, folder: Path) -> dict[int, dict[str, Any]]:
     with ranks(world, [run], folder) as started:
         for process in started:
             process.join(300)
-        assert [process.exitcode for process in started] == [0] * world, (folder / "rank-0.log").read_text()
-    return {event.data["step"]: dict(event.data) for event in read_events(run.run_dir) if event.kind == "step"}
+        assert [process.exitcode for process in started] == [0] * world, (
+            folder / "rank-0.log"
+        ).read_text()
+    return {
+        event.data["step"]: dict(event.data)
+        for event in read_events(run.run_dir)
+        if event.kind == "step"
+    }
 
 
 def test_the_reference_skips_one_step(eager: dict[int, tuple[float, float]]) -> None:
@@ -131,7 +168,12 @@ def test_the_reference_skips_one_step(eager: dict[int, tuple[float, float]]) -> 
 @pytest.mark.parametrize("loss", ["divided", "indexed"])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_computes_the_mean_over_what_has_weight(
-    request: pytest.FixtureRequest, data: Path, eager: dict[int, tuple[float, float]], tmp_path: Path, name: str, loss: str
+    request: pytest.FixtureRequest,
+    data: Path,
+    eager: dict[int, tuple[float, float]],
+    tmp_path: Path,
+    name: str,
+    loss: str,
 ) -> None:
     package: Package = request.getfixturevalue(loss)
     world = 1 if PLANS[name].get("strategy") == "single" else 2
@@ -146,13 +188,26 @@ def test_every_plan_computes_the_mean_over_what_has_weight(
 
 def launched(package: Package, data: Path, folder: Path, **options: Any) -> trainload.RunResult:
     plan = trainload.plan(package, trainload.Cluster(), "single", accumulate=2)
-    return trainload.launch(package, plan, data, run_dir=folder / "run", backend="local", **{"compile": False, **options})
+    return trainload.launch(
+        package,
+        plan,
+        data,
+        run_dir=folder / "run",
+        backend="local",
+        **{"compile": False, **options},
+    )
 
 
 @pytest.mark.slow
-def test_compiled_graphs_leave_out_the_same(divided: Package, data: Path, eager: dict[int, tuple[float, float]], tmp_path: Path) -> None:
+def test_compiled_graphs_leave_out_the_same(
+    divided: Package, data: Path, eager: dict[int, tuple[float, float]], tmp_path: Path
+) -> None:
     launched(divided, data, tmp_path, compile=True)
-    steps = {event.data["step"]: event.data for event in read_events(tmp_path / "run") if event.kind == "step"}
+    steps = {
+        event.data["step"]: event.data
+        for event in read_events(tmp_path / "run")
+        if event.kind == "step"
+    }
     assert {step: data["loss"] for step, data in steps.items()} == pytest.approx(
         {step: loss for step, (loss, _) in eager.items()}, rel=1e-5
     )
@@ -160,18 +215,31 @@ def test_compiled_graphs_leave_out_the_same(divided: Package, data: Path, eager:
 
 def test_a_skipped_update_is_reported(divided: Package, data: Path, tmp_path: Path) -> None:
     launched(divided, data, tmp_path)
-    (warning,) = [event.data["message"] for event in read_events(tmp_path / "run") if event.kind == "warning"]
-    assert f"step {SKIPPED + 1}: the update was skipped, because the weight of its batch is 0" in warning
+    (warning,) = [
+        event.data["message"] for event in read_events(tmp_path / "run") if event.kind == "warning"
+    ]
+    assert (
+        f"step {SKIPPED + 1}: the update was skipped, because the weight of its batch is 0"
+        in warning
+    )
 
 
 def write(folder: Path, labels: list[int]) -> Path:
-    np.savez(folder / "rows.npz", x=np.random.default_rng(1).random((len(labels), 8), dtype=np.float32), label=np.array(labels))
+    np.savez(
+        folder / "rows.npz",
+        x=np.random.default_rng(1).random((len(labels), 8), dtype=np.float32),
+        label=np.array(labels),
+    )
     return folder / "rows.npz"
 
 
 def evaluated(package: Package, data: Path) -> trainload.EvaluationResult:
     return trainload.evaluate(
-        package, trainload.plan(package, trainload.Cluster(), "single", accumulate=2), data, backend="local", compile=False
+        package,
+        trainload.plan(package, trainload.Cluster(), "single", accumulate=2),
+        data,
+        backend="local",
+        compile=False,
     )
 
 

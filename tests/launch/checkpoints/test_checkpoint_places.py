@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from tests.launch import killed_uploader
-from tests.launch.checkpoint_cases import BY_GROUP, DATA, ONE_EACH, TURNED, make_plan, make_state, save_in, writers
+from tests.launch.checkpoint_cases import (
+    BY_GROUP,
+    DATA,
+    ONE_EACH,
+    TURNED,
+    make_plan,
+    make_state,
+    save_in,
+    writers,
+)
 from tests.launch.checkpoint_places import Kept, wire_to
 from tests.launch.checkpoints.test_checkpoint_reading import assert_same, large
 from tests.packaging.places import BUCKET
@@ -36,7 +45,11 @@ from trainload.packaging.tensors import chunks
 
 ONE = make_plan("single", 1)
 TWO = make_plan("zero3", 2)
-OTHERS = [make_plan("zero1", 3, BY_GROUP), make_plan("hybrid", 4, TURNED), make_plan("zero3", 5, ONE_EACH, gap=1)]
+OTHERS = [
+    make_plan("zero1", 3, BY_GROUP),
+    make_plan("hybrid", 4, TURNED),
+    make_plan("zero3", 5, ONE_EACH, gap=1),
+]
 
 
 def steps(kept: Kept) -> list[int]:
@@ -49,7 +62,10 @@ def needed(kept: Kept) -> set[str]:
     for where in kept.place.published().values():
         checkpoint = Checkpoint.open(where)
         folder = str(checkpoint.path).rstrip("/").rpartition("/")[2]
-        found |= {f"{folder}/{name}" for name in ("index.json", *(file.name for file in checkpoint.index.files))}
+        found |= {
+            f"{folder}/{name}"
+            for name in ("index.json", *(file.name for file in checkpoint.index.files))
+        }
     return found
 
 
@@ -73,7 +89,9 @@ def test_a_checkpoint_is_its_index_and_its_shards_and_nothing_is_left_beside(kep
 def test_the_shards_are_the_same_bytes_everywhere(kept: Kept, tmp_path: Path) -> None:
     elsewhere = Checkpoint.open(save_in(kept.place, TWO, 3)).index
     here = Checkpoint.open(save_in(place_of(tmp_path / "local"), TWO, 3)).index
-    assert [(file.size, file.chunks) for file in elsewhere.files] == [(file.size, file.chunks) for file in here.files]
+    assert [(file.size, file.chunks) for file in elsewhere.files] == [
+        (file.size, file.chunks) for file in here.files
+    ]
 
 
 @pytest.mark.matrix("folder")
@@ -121,13 +139,17 @@ def test_nothing_is_published_before_all_ranks_have_written(kept: Kept) -> None:
 def test_a_rank_that_never_writes_is_named_and_what_the_others_wrote_is_removed(kept: Kept) -> None:
     first, _ = writers(kept.place, TWO, timeout=0.2)
     first.save(1, make_state(TWO, 0), DATA, {})
-    with pytest.raises(CheckpointError, match=r"did not write.*expected the part of rank 1 within 0.2 s"):
+    with pytest.raises(
+        CheckpointError, match=r"did not write.*expected the part of rank 1 within 0.2 s"
+    ):
         first.wait()
     assert [path for path in kept.files() if path.endswith(".safetensors")] == []
 
 
 @pytest.mark.matrix("folder")
-def test_a_rank_that_comes_after_rank_0_gave_up_is_told_at_once_and_the_next_save_works(kept: Kept) -> None:
+def test_a_rank_that_comes_after_rank_0_gave_up_is_told_at_once_and_the_next_save_works(
+    kept: Kept,
+) -> None:
     first = CheckpointWriter(kept.place, TWO, 0, "t1", timeout=0.2)
     first.save(1, make_state(TWO, 0), DATA, {})
     with pytest.raises(CheckpointError, match="rank 1 within"):
@@ -149,7 +171,18 @@ def test_a_rank_that_fails_tells_the_others(kept: Kept) -> None:
     state = make_state(TWO, 1)
     first.save(1, make_state(TWO, 0), DATA, {})
     second.save(
-        1, ShardedState({**state.flats, "bucket0": {**state.flats["bucket0"], "odd": torch.zeros(34, dtype=torch.complex128)}}), DATA, {}
+        1,
+        ShardedState(
+            {
+                **state.flats,
+                "bucket0": {
+                    **state.flats["bucket0"],
+                    "odd": torch.zeros(34, dtype=torch.complex128),
+                },
+            }
+        ),
+        DATA,
+        {},
     )
     with pytest.raises(CheckpointError, match="complex128"):
         second.wait()
@@ -163,7 +196,9 @@ def test_the_next_attempt_removes_what_the_one_before_has_left_and_nothing_else(
     kept.write("notes.txt", b"somebody else's")
     first, _ = writers(kept.place, TWO, attempt="t2", timeout=60)
     first.save(9, make_state(TWO, 0), DATA, {})  # killed, as far as the next one can tell
-    while not any("step-00000009" in path and path.endswith(".safetensors") for path in kept.files()):
+    while not any(
+        "step-00000009" in path and path.endswith(".safetensors") for path in kept.files()
+    ):
         time.sleep(0.05)
     own, _ = writers(kept.place, TWO, attempt="t3", timeout=0.1)
     assert set(kept.files()) == needed(kept) | {"notes.txt"}
@@ -172,7 +207,9 @@ def test_the_next_attempt_removes_what_the_one_before_has_left_and_nothing_else(
         own.wait()
 
 
-def test_an_attempt_that_was_taken_for_dead_publishes_nothing_once_another_has_begun(kept: Kept) -> None:
+def test_an_attempt_that_was_taken_for_dead_publishes_nothing_once_another_has_begun(
+    kept: Kept,
+) -> None:
     first, second = writers(kept.place, TWO, attempt="t1")
     first.save(9, make_state(TWO, 0), DATA, {})
     while not any(path.endswith(".safetensors") for path in kept.files()):
@@ -187,13 +224,19 @@ def test_an_attempt_that_was_taken_for_dead_publishes_nothing_once_another_has_b
     Checkpoint.open(kept.place.published()[9]).verify()
 
 
-@pytest.mark.matrix("folder-index.json-gone", "folder-rank-*-longer", "s3-index.json-gone", "s3-rank-*-cut")
+@pytest.mark.matrix(
+    "folder-index.json-gone", "folder-rank-*-longer", "s3-index.json-gone", "s3-rank-*-cut"
+)
 @pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "gone"])
 @pytest.mark.parametrize("file", ["index.json", "rank-00001-of-00002.safetensors"])
-def test_a_damaged_newest_gives_way_to_the_one_before_with_the_reason(kept: Kept, damage: str, file: str) -> None:
+def test_a_damaged_newest_gives_way_to_the_one_before_with_the_reason(
+    kept: Kept, damage: str, file: str
+) -> None:
     older = save_in(kept.place, TWO, 10)
     save_in(kept.place, TWO, 20)
-    path = next(path for path in kept.files() if path.startswith("step-00000020/") and path.endswith(file))
+    path = next(
+        path for path in kept.files() if path.startswith("step-00000020/") and path.endswith(file)
+    )
     whole = kept.read(path)
     if damage == "gone":
         kept.delete(path)
@@ -210,13 +253,20 @@ def test_a_damaged_newest_gives_way_to_the_one_before_with_the_reason(kept: Kept
         assert file in usable.rejected[0]
 
 
-def test_a_rank_reads_what_it_holds_and_no_more_than_the_chunks_at_its_ends(bucket: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_what_it_holds_and_no_more_than_the_chunks_at_its_ends(
+    bucket: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 2**16)
     length = large("zero3", 2).buckets[0].length
     ranks = writers(bucket.place, large("zero3", 2))
     for rank, writer in enumerate(ranks):
         start, stop = held(large("zero3", 2), large("zero3", 2).buckets[0], "param", rank)
-        writer.save(3, ShardedState({"b": {"param": torch.arange(start, stop, dtype=torch.float32)}}), DATA, {})
+        writer.save(
+            3,
+            ShardedState({"b": {"param": torch.arange(start, stop, dtype=torch.float32)}}),
+            DATA,
+            {},
+        )
     for writer in ranks:
         writer.wait()
     counted: list[int] = []
@@ -233,17 +283,25 @@ def test_a_rank_reads_what_it_holds_and_no_more_than_the_chunks_at_its_ends(buck
         monkeypatch.setattr(RemoteFiles, "part", counting)
         found = load_sharded(checkpoint, large("zero3", 5), rank).flats["b"]["param"]
         monkeypatch.setattr(RemoteFiles, "part", part)
-        assert torch.equal(found, torch.arange(rank * length // 5, (rank + 1) * length // 5, dtype=torch.float32))
+        assert torch.equal(
+            found, torch.arange(rank * length // 5, (rank + 1) * length // 5, dtype=torch.float32)
+        )
         assert found.nbytes <= sum(counted) <= found.nbytes + 5 * 2**16 < length * 4
 
 
 @pytest.mark.slow
-def test_a_large_shard_is_sent_in_parts_and_not_copied_whole(bucket: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_shard_is_sent_in_parts_and_not_copied_whole(
+    bucket: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote_files, "_STREAM_PART", 5 * 2**20)
     count = 12 * 2**20
     plan = large("single", 1)
     slot = plan.buckets[0].slots[0].model_copy(update={"length": count, "shape": (count,)})
-    plan = plan.model_copy(update={"buckets": (plan.buckets[0].model_copy(update={"length": count, "slots": (slot,)}),)})
+    plan = plan.model_copy(
+        update={
+            "buckets": (plan.buckets[0].model_copy(update={"length": count, "slots": (slot,)}),)
+        }
+    )
     values = torch.arange(count, dtype=torch.float32)
     writer = CheckpointWriter(bucket.place, plan, 0, "t1")
     writer.save(1, ShardedState({"b": {"param": values}}), DATA, {})
@@ -267,7 +325,13 @@ def test_a_network_that_fails_for_a_while_costs_a_checkpoint_and_no_more(
     monkeypatch.setattr("trainload.launching.worker.saving._FIRST_PAUSE", 0.1)
     with wire_to(s3) as wire:
         place = bucket.place
-        saver = Saver(CheckpointWriter(place, ONE, 0, "t1"), FileContact(tmp_path, 0, Summary()), None, leading=True, patience=60.0)
+        saver = Saver(
+            CheckpointWriter(place, ONE, 0, "t1"),
+            FileContact(tmp_path, 0, Summary()),
+            None,
+            leading=True,
+            patience=60.0,
+        )
         saver.save(1, make_state(ONE, 0), DATA, {})
         saver._writer.idle(60)
         wire.refuse = True
@@ -281,7 +345,12 @@ def test_a_network_that_fails_for_a_while_costs_a_checkpoint_and_no_more(
         assert list(place.published()) == [1, 3]
         kinds = [event.kind for event in read_events(tmp_path)]
         assert kinds == ["stage", "checkpoint", "stage", "warning", "stage", "checkpoint"]
-        assert "s3://" in next(event for event in read_events(tmp_path) if event.kind == "warning").data["message"]
+        assert (
+            "s3://"
+            in next(event for event in read_events(tmp_path) if event.kind == "warning").data[
+                "message"
+            ]
+        )
         assert set(bucket.files()) == needed(bucket)
 
 
@@ -316,7 +385,13 @@ def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
     monkeypatch.setattr("trainload.launching.worker.saving._HOLD_SECONDS", 0.1)
     monkeypatch.setattr("trainload.launching.worker.saving._FIRST_PAUSE", 0.1)
     with wire_to(s3) as wire:
-        saver = Saver(CheckpointWriter(bucket.place, ONE, 0, "t1"), FileContact(tmp_path, 0, Summary()), None, leading=True, patience=60.0)
+        saver = Saver(
+            CheckpointWriter(bucket.place, ONE, 0, "t1"),
+            FileContact(tmp_path, 0, Summary()),
+            None,
+            leading=True,
+            patience=60.0,
+        )
         wire.silent = True
         for step in range(1, 4):
             saver.save(step, make_state(ONE, 0), DATA, {})
@@ -357,11 +432,18 @@ def test_a_checkpoint_that_was_put_off_is_wanted_when_the_one_before_is_done(
 
 def test_a_place_is_told_what_was_tried_of_it(s3: str, tmp_path: Path) -> None:
     with pytest.raises(
-        StorageError, match=rf"s3://no-such-{BUCKET}/run: checkpoints cannot be stored here \(expected to write probe-.*got .*bucket"
+        StorageError,
+        match=(
+            rf"s3://no-such-{BUCKET}/run: checkpoints cannot be stored here \(expected to write"
+            r" probe-.*got .*bucket"
+        ),
     ):
         place_of(tmp_path, f"s3://no-such-{BUCKET}/run").check_new()
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"file/kept: the folder of the checkpoints cannot be written.*got a file"):
+    with pytest.raises(
+        StorageError,
+        match=r"file/kept: the folder of the checkpoints cannot be written.*got a file",
+    ):
         place_of(tmp_path, str(tmp_path / "file" / "kept")).check_new()
     with pytest.raises(StorageError, match="nosuch://"):
         place_of(tmp_path, "nosuch://x/y").check_new()
@@ -390,7 +472,9 @@ def test_the_latest_is_the_highest_step(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 25])
-def test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from(bucket: Kept, tmp_path: Path, stride: int) -> None:
+def test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_from(
+    bucket: Kept, tmp_path: Path, stride: int
+) -> None:
     status, told = ran(killed_uploader.main, bucket.url, stride, stride, cwd=tmp_path, seconds=500)
     assert status == 0, told
     lines = [line.split() for line in told.splitlines()]

@@ -1,4 +1,6 @@
-"""What was written is read again, by any number of ranks; and nothing that has changed is believed."""
+"""What was written is read again, by any number of ranks; and nothing that has changed is
+believed.
+"""
 
 from __future__ import annotations
 
@@ -55,21 +57,30 @@ PLANS = {
     "hybrid of 4": make_plan("hybrid", 4, TURNED),
     "hybrid of 6": make_plan("hybrid", 6, BY_GROUP, gap=2),
     "rows of 2": make_plan("single", 2, BY_GROUP, gap=1, tensor=2, shard=Shard(dim=0)),
-    "blocks of 2, zero3 of 2": make_plan("zero3", 4, TURNED, tensor=2, shard=Shard(dim=0, blocks=3)),
+    "blocks of 2, zero3 of 2": make_plan(
+        "zero3", 4, TURNED, tensor=2, shard=Shard(dim=0, blocks=3)
+    ),
     "columns of 4, zero1 of 2": make_plan("zero1", 8, BY_GROUP, tensor=4, shard=Shard(dim=1)),
     "two stages": make_plan("single", 2, BY_GROUP, stages=((0, 1), (0,), (1,), (1,))),
-    "four stages in a V, zero1 of 2": make_plan("zero1", 4, TURNED, gap=1, stages=((1, 2), (0,), (0, 3), (2,)), stage_ranks=(0, 1, 1, 0)),
+    "four stages in a V, zero1 of 2": make_plan(
+        "zero1", 4, TURNED, gap=1, stages=((1, 2), (0,), (0, 3), (2,)), stage_ranks=(0, 1, 1, 0)
+    ),
     "two stages, columns of 2, zero3 of 2": make_plan(
         "zero3", 8, BY_GROUP, tensor=2, shard=Shard(dim=1), stages=((0, 1), (1,), (0,), (1,))
     ),
-    "columns of 2, zero0 of 3": make_plan("zero0", 6, ONE_EACH, gap=2, tensor=2, shard=Shard(dim=1)),
+    "columns of 2, zero0 of 3": make_plan(
+        "zero0", 6, ONE_EACH, gap=2, tensor=2, shard=Shard(dim=1)
+    ),
 }
 
 
 def assert_same(found: ShardedState, wanted: ShardedState) -> None:
     for kind in ("flats", "scalars"):
         for bucket in wanted.flats:
-            left, right = getattr(found, kind).get(bucket, {}), getattr(wanted, kind).get(bucket, {})
+            left, right = (
+                getattr(found, kind).get(bucket, {}),
+                getattr(wanted, kind).get(bucket, {}),
+            )
             assert set(left) == set(right)
             for entry in right:
                 torch.testing.assert_close(left[entry], right[entry], rtol=0, atol=0)
@@ -83,7 +94,9 @@ NUMBERS = {name: number for number, name in enumerate(PLANS)}
 
 @pytest.mark.matrix(when=lambda written, read: (NUMBERS[written] + 3 * NUMBERS[read]) % 8 == 0)
 @pytest.mark.parametrize(("written", "read"), list(itertools.product(PLANS, PLANS)))
-def test_a_checkpoint_of_any_plan_is_read_under_any_other(tmp_path: Path, written: str, read: str) -> None:
+def test_a_checkpoint_of_any_plan_is_read_under_any_other(
+    tmp_path: Path, written: str, read: str
+) -> None:
     checkpoint = Checkpoint.open(save_all(tmp_path, PLANS[written], 3))
     for rank in range(PLANS[read].world_size):
         assert_same(load_sharded(checkpoint, PLANS[read], rank), make_state(PLANS[read], rank))
@@ -94,14 +107,18 @@ def test_parameters_are_read_whole(tmp_path: Path, name: str) -> None:
     found = dict(full_parameters(Checkpoint.open(save_all(tmp_path, PLANS[name], 3))))
     assert set(found) == set(PARAMETERS)
     for parameter, tensor in found.items():
-        torch.testing.assert_close(tensor, value(parameter, "param").reshape(PARAMETERS[parameter][0]), rtol=0, atol=0)
+        torch.testing.assert_close(
+            tensor, value(parameter, "param").reshape(PARAMETERS[parameter][0]), rtol=0, atol=0
+        )
 
 
 def test_every_interval_of_a_parameter_is_its_slice(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(save_all(tmp_path, PLANS["zero3 of 5"], 3))
     wanted = value("b.weight", "exp_avg")
     for start, stop in itertools.combinations_with_replacement(range(len(wanted) + 1), 2):
-        assert torch.equal(checkpoint.parameter_interval("b.weight", "exp_avg", start, stop), wanted[start:stop])
+        assert torch.equal(
+            checkpoint.parameter_interval("b.weight", "exp_avg", start, stop), wanted[start:stop]
+        )
 
 
 def test_only_the_files_that_an_interval_lies_in_are_read(tmp_path: Path) -> None:
@@ -109,21 +126,31 @@ def test_only_the_files_that_an_interval_lies_in_are_read(tmp_path: Path) -> Non
     for number in (0, 2, 3, 4):
         shard_of(path, number, 5).unlink()
     checkpoint = Checkpoint.open(path)
-    assert torch.equal(checkpoint.parameter_interval("a.weight", "param", 8, 14), value("a.weight", "param")[8:14])
+    assert torch.equal(
+        checkpoint.parameter_interval("a.weight", "param", 8, 14), value("a.weight", "param")[8:14]
+    )
     with pytest.raises(CheckpointError, match="rank-00002-of-00005"):
         checkpoint.parameter_interval("a.weight", "param", 8, 20)
 
 
 def test_the_index_says_where_the_run_is(tmp_path: Path) -> None:
     index = Checkpoint.open(save_all(tmp_path, PLANS["zero3 of 2"], 120)).index
-    assert (index.step, index.data, index.user, index.world_size, index.strategy) == (120, DATA, {"best": 1.5}, 2, "zero3")
+    assert (index.step, index.data, index.user, index.world_size, index.strategy) == (
+        120,
+        DATA,
+        {"best": 1.5},
+        2,
+        "zero3",
+    )
 
 
 def test_shards_are_plain_safetensors_and_hold_each_element_once(tmp_path: Path) -> None:
     path = save_all(tmp_path, PLANS["zero0 of 2"], 3)
     assert sorted(file.name for file in path.rglob("*") if file.is_file()) == [
-        "index.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors",
-    ]  # fmt: skip
+        "index.json",
+        "rank-00000-of-00002.safetensors",
+        "rank-00001-of-00002.safetensors",
+    ]
     shards = [safetensors.torch.load_file(shard_of(path, rank, 2)) for rank in range(2)]
     both = torch.cat([shard["flat/param/bucket0"] for shard in shards])
     assert torch.equal(both, make_state(PLANS["zero0 of 2"], 0).flats["bucket0"]["param"])
@@ -165,7 +192,9 @@ def test_a_damaged_shard_is_refused_when_it_is_read(tmp_path: Path, damage: str)
     elif damage == "gone":
         second.unlink()
     else:
-        second.write_bytes(second.read_bytes() + b"x" if damage == "longer" else second.read_bytes()[:-1])
+        second.write_bytes(
+            second.read_bytes() + b"x" if damage == "longer" else second.read_bytes()[:-1]
+        )
     with pytest.raises(CheckpointError, match=r"rank-00001-of-00002\.safetensors"):
         load_sharded(Checkpoint.open(path), PLANS["single"], 0)
 
@@ -180,7 +209,9 @@ def test_a_number_in_the_index_cannot_be_changed_by_hand(tmp_path: Path) -> None
 def test_an_index_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     index = save_all(tmp_path, PLANS["single"], 3) / "index.json"
     content = json.loads(index.read_bytes())["content"] | {"version": 4, "news": []}
-    index.write_bytes(canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))}))
+    index.write_bytes(
+        canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))})
+    )
     with pytest.raises(CheckpointError, match="expected version 2 or 3, got version 4"):
         Checkpoint.open(index.parent)
 
@@ -188,7 +219,9 @@ def test_an_index_of_a_newer_format_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_of_before_chunks_is_refused_by_its_version(tmp_path: Path) -> None:
     index = save_all(tmp_path, PLANS["single"], 3) / "index.json"
     content = json.loads(index.read_bytes())["content"] | {"version": 1}
-    index.write_bytes(canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))}))
+    index.write_bytes(
+        canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))})
+    )
     with pytest.raises(CheckpointError, match="expected version 2 or 3, got version 1"):
         Checkpoint.open(index.parent)
 
@@ -199,8 +232,13 @@ def test_a_checkpoint_whose_shards_do_not_say_their_chunk_is_read(tmp_path: Path
     content = json.loads(index.read_bytes())["content"] | {"version": 2}
     for file in content["files"]:
         del file["chunk"]
-    index.write_bytes(canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))}))
-    assert torch.equal(Checkpoint.open(index.parent).parameter_interval("c.weight", "param", 0, 48), value("c.weight", "param"))
+    index.write_bytes(
+        canonical_json({"content": content, "sha256": sha256_bytes(canonical_json(content))})
+    )
+    assert torch.equal(
+        Checkpoint.open(index.parent).parameter_interval("c.weight", "param", 0, 48),
+        value("c.weight", "param"),
+    )
 
 
 LENGTH = 2**16 * 15
@@ -216,10 +254,18 @@ def large(strategy: Strategy, world: int) -> Plan:
 
 @pytest.mark.parametrize(
     ("written", "read"),
-    [(("zero3", 2), ("zero3", 5)), (("zero3", 5), ("hybrid", 4)), (("hybrid", 4), ("zero1", 3)), (("zero0", 2), ("zero3", 4))],
+    [
+        (("zero3", 2), ("zero3", 5)),
+        (("zero3", 5), ("hybrid", 4)),
+        (("hybrid", 4), ("zero1", 3)),
+        (("zero0", 2), ("zero3", 4)),
+    ],
 )
 def test_a_rank_reads_what_it_holds_and_no_more_than_the_chunks_at_its_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: tuple[Strategy, int], read: tuple[Strategy, int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: tuple[Strategy, int],
+    read: tuple[Strategy, int],
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK", CHUNK)
     plan = large(*written)
@@ -240,9 +286,12 @@ def test_a_rank_reads_what_it_holds_and_no_more_than_the_chunks_at_its_ends(
     monkeypatch.setattr(os, "preadv", counting)
     for rank in range(read[1]):
         counted.clear()
-        found = load_sharded(Checkpoint.open(tmp_path / "checkpoints" / "step-00000003"), large(*read), rank).flats["b"]
+        found = load_sharded(
+            Checkpoint.open(tmp_path / "checkpoints" / "step-00000003"), large(*read), rank
+        ).flats["b"]
         own = sum(value.nbytes for value in found.values())
-        ends = (written[1] + 1) * len(found) * 2 * CHUNK  # of each part of each entry, and the headers
+        # of each part of each entry, and the headers
+        ends = (written[1] + 1) * len(found) * 2 * CHUNK
         assert own <= sum(counted) <= own + ends < own + LENGTH
 
 
@@ -262,7 +311,9 @@ def test_the_latest_is_the_highest_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["index.json", "shard"])
-def test_a_corrupt_newest_gives_way_to_the_one_before_with_the_reason(tmp_path: Path, file: str) -> None:
+def test_a_corrupt_newest_gives_way_to_the_one_before_with_the_reason(
+    tmp_path: Path, file: str
+) -> None:
     older = save_all(tmp_path, PLANS["zero3 of 2"], 10)
     newer = save_all(tmp_path, PLANS["zero3 of 2"], 20)
     damaged = newer / file if file == "index.json" else shard_of(newer, 1, 2)
@@ -277,7 +328,9 @@ def look_together(rank: int, world: int, folder: Path) -> None:
     read: list[str] = []
     opened = ShardReader.__init__
 
-    def counted(shard: ShardReader, files: CheckpointFiles, record: FileRecord, *others: Any) -> None:
+    def counted(
+        shard: ShardReader, files: CheckpointFiles, record: FileRecord, *others: Any
+    ) -> None:
         read.append(f"{files.where}/{record.name}")
         opened(shard, files, record, *others)
 
@@ -292,13 +345,20 @@ def test_ranks_read_some_shards_each_and_find_the_same_checkpoint(tmp_path: Path
     damaged = shard_of(newer, 3, 5)
     damaged.write_bytes(b"\0" * 300)
     on_ranks(2, look_together, tmp_path)
-    (path, rejected, first), (other, others, second) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    (path, rejected, first), (other, others, second) = (
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)
+    )
     assert (path, rejected) == (other, others)
     assert path == str(older)
     assert len(rejected) == 1
     assert str(damaged) in rejected[0]
-    of_the_older = [{Path(name).name for name in names if str(older) in name} for names in (first, second)]
-    assert of_the_older == [{f"rank-0000{number}-of-00005.safetensors" for number in numbers} for numbers in ((0, 2, 4), (1, 3))]
+    of_the_older = [
+        {Path(name).name for name in names if str(older) in name} for names in (first, second)
+    ]
+    assert of_the_older == [
+        {f"rank-0000{number}-of-00005.safetensors" for number in numbers}
+        for numbers in ((0, 2, 4), (1, 3))
+    ]
     assert sum(str(newer) in name for name in (*first, *second)) == 5
 
 
@@ -312,7 +372,9 @@ def test_no_usable_checkpoint_is_none(tmp_path: Path) -> None:
 
 
 def changed_plan(plan: Plan, **bucket: object) -> Plan:
-    return plan.model_copy(update={"buckets": (plan.buckets[0].model_copy(update=bucket), *plan.buckets[1:])})
+    return plan.model_copy(
+        update={"buckets": (plan.buckets[0].model_copy(update=bucket), *plan.buckets[1:])}
+    )
 
 
 def test_a_checkpoint_of_another_package_is_refused(tmp_path: Path) -> None:
@@ -326,7 +388,9 @@ def test_parameters_that_are_not_the_plans_are_refused(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(save_all(tmp_path, plan, 3))
     with pytest.raises(CheckpointError, match=r"'a.weight'.*expected bfloat16"):
         load_sharded(checkpoint, changed_plan(plan, dtype="bfloat16"), 0)
-    with pytest.raises(CheckpointError, match=r"'b.weight'.*expected no such parameter, got float32 \(3, 11\)"):
+    with pytest.raises(
+        CheckpointError, match=r"'b.weight'.*expected no such parameter, got float32 \(3, 11\)"
+    ):
         load_sharded(checkpoint, changed_plan(plan, slots=plan.buckets[0].slots[:1]), 0)
 
 
@@ -335,7 +399,10 @@ def test_states_with_other_entries_are_not_put_into_one_bucket(tmp_path: Path) -
     plan = make_plan("single", 1)
     fewer = checkpoint.index.entries | {"bucket1": ("param",)}
     changed = Checkpoint(checkpoint.path, checkpoint.index.model_copy(update={"entries": fewer}))
-    with pytest.raises(CheckpointError, match=r"one bucket have different optimizer states.*got exp_avg, exp_avg_sq, param; param"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"one bucket have different optimizer states.*got exp_avg, exp_avg_sq, param; param",
+    ):
         load_sharded(changed, plan, 0)
 
 
@@ -347,11 +414,18 @@ def test_zero_dim_states_that_differ_are_not_put_into_one_bucket(tmp_path: Path)
     writer.save(3, ShardedState(state.flats, later, state.buffers), DATA, {})
     writer.wait()
     with pytest.raises(CheckpointError, match=r"0-dim optimizer states.*'step': 7.0.*'step': 8.0"):
-        load_sharded(Checkpoint.open(tmp_path / "checkpoints" / "step-00000003"), make_plan("single", 1), 0)
+        load_sharded(
+            Checkpoint.open(tmp_path / "checkpoints" / "step-00000003"), make_plan("single", 1), 0
+        )
 
 
-@pytest.mark.parametrize(("entry", "start", "stop"), [("nothing", 0, 1), ("param", 0, 36), ("param", -1, 3), ("param", 4, 3)])
-def test_an_interval_that_is_not_there_is_refused(tmp_path: Path, entry: str, start: int, stop: int) -> None:
+@pytest.mark.parametrize(
+    ("entry", "start", "stop"),
+    [("nothing", 0, 1), ("param", 0, 36), ("param", -1, 3), ("param", 4, 3)],
+)
+def test_an_interval_that_is_not_there_is_refused(
+    tmp_path: Path, entry: str, start: int, stop: int
+) -> None:
     checkpoint = Checkpoint.open(save_all(tmp_path, PLANS["single"], 3))
     with pytest.raises(CheckpointError, match="no such interval"):
         checkpoint.parameter_interval("a.weight", entry, start, stop)

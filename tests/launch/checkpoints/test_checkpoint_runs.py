@@ -1,4 +1,6 @@
-"""Runs whose checkpoints lie elsewhere than in their folder: they train, end, stop and go on as any other."""
+"""Runs whose checkpoints lie elsewhere than in their folder: they train, end, stop and go on as any
+other.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_a_run_comes_to_the_same_wherever_its_checkpoints_lie(
     assert str(result.checkpoint) == str(kept.place.published()[6])
 
 
-def test_a_run_that_was_stopped_goes_on_from_there(gpt: Package, gpt_data: Path, usual: RunResult, kept: Kept, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_from_there(
+    gpt: Package, gpt_data: Path, usual: RunResult, kept: Kept, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
 
     def stop(event: Event) -> None:
@@ -64,7 +68,15 @@ def test_a_run_that_was_stopped_goes_on_from_there(gpt: Package, gpt_data: Path,
             (run_dir / Request.STOP.file).touch()
 
     with pytest.raises(RunInterrupted):
-        launch(gpt, gpt_data, run_dir, checkpoints=kept.url, steps=200, checkpoint_every=1, on_event=stop)
+        launch(
+            gpt,
+            gpt_data,
+            run_dir,
+            checkpoints=kept.url,
+            steps=200,
+            checkpoint_every=1,
+            on_event=stop,
+        )
     (stopped,) = list(kept.place.published())[-1:]
     spec = read_spec(run_dir)
     (run_dir / RUN_FILE).unlink()
@@ -80,18 +92,28 @@ def test_a_newest_checkpoint_that_is_damaged_gives_way_and_the_run_says_so(
     gpt: Package, gpt_data: Path, usual: RunResult, kept: Kept, tmp_path: Path
 ) -> None:
     result = launch(gpt, gpt_data, tmp_path / "run", checkpoints=kept.url, output=None)
-    shard = next(path for path in kept.files() if path.startswith("step-00000006/") and path.endswith(".safetensors"))
+    shard = next(
+        path
+        for path in kept.files()
+        if path.startswith("step-00000006/") and path.endswith(".safetensors")
+    )
     kept.write(shard, kept.read(shard)[:-1] + b"\xff")
     again = trainload.resume(tmp_path / "run", backend="local")
-    said = [event.data["message"] for event in read_events(result.run_dir) if event.kind == "warning"]
+    said = [
+        event.data["message"] for event in read_events(result.run_dir) if event.kind == "warning"
+    ]
     assert len(said) == 1
     assert "a checkpoint cannot be used" in said[0]
     assert "step-00000006" in said[0]
-    assert [event.data["step"] for event in read_events(result.run_dir) if event.kind == "start"] == [0, 4]
+    assert [
+        event.data["step"] for event in read_events(result.run_dir) if event.kind == "start"
+    ] == [0, 4]
     assert again.last_loss == usual.last_loss
 
 
-def test_a_place_with_checkpoints_is_not_taken_for_a_new_run(gpt: Package, gpt_data: Path, kept: Kept, tmp_path: Path) -> None:
+def test_a_place_with_checkpoints_is_not_taken_for_a_new_run(
+    gpt: Package, gpt_data: Path, kept: Kept, tmp_path: Path
+) -> None:
     launch(gpt, gpt_data, tmp_path / "run", checkpoints=kept.url)
     with pytest.raises(StorageError, match="checkpoints already exist here"):
         launch(gpt, gpt_data, tmp_path / "other", checkpoints=kept.url)
@@ -99,30 +121,53 @@ def test_a_place_with_checkpoints_is_not_taken_for_a_new_run(gpt: Package, gpt_d
 
 
 @pytest.mark.parametrize("dry", [False, True])
-@pytest.mark.parametrize("where", [f"s3://no-such-{BUCKET}/run", "nosuch://bucket/run", "oci://host/name:tag"])
+@pytest.mark.parametrize(
+    "where", [f"s3://no-such-{BUCKET}/run", "nosuch://bucket/run", "oci://host/name:tag"]
+)
 def test_a_url_that_cannot_be_written_is_told_before_anything_starts(
     s3: str, gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Capture, where: str, dry: bool
 ) -> None:
-    arguments = ["launch", str(gpt.path), "--data", str(gpt_data), "--run-dir", str(tmp_path / "run"), "--backend", "local"]
-    assert cli.run([*arguments, "--set", f"checkpoints={where}", *(["--dry-run"] if dry else [])]) == 2
+    arguments = [
+        "launch",
+        str(gpt.path),
+        "--data",
+        str(gpt_data),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--backend",
+        "local",
+    ]
+    assert (
+        cli.run([*arguments, "--set", f"checkpoints={where}", *(["--dry-run"] if dry else [])]) == 2
+    )
     assert where in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_a_server_that_is_away_is_told_before_anything_starts(s3: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_away_is_told_before_anything_starts(
+    s3: str, gpt: Package, gpt_data: Path, tmp_path: Path
+) -> None:
     with wire_to(s3) as wire:
         wire.refuse = True
-        with pytest.raises(StorageError, match=r"stored here \(expected to list the files, got .*cannot be reached"):
+        with pytest.raises(
+            StorageError, match=r"stored here \(expected to list the files, got .*cannot be reached"
+        ):
             launch(gpt, gpt_data, tmp_path / "run", checkpoints=f"s3://{BUCKET}/away")
 
 
-def test_a_file_where_the_folder_of_checkpoints_should_be_is_told(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_file_where_the_folder_of_checkpoints_should_be_is_told(
+    gpt: Package, gpt_data: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"file/kept: the folder of the checkpoints cannot be written"):
+    with pytest.raises(
+        StorageError, match=r"file/kept: the folder of the checkpoints cannot be written"
+    ):
         launch(gpt, gpt_data, tmp_path / "run", checkpoints=tmp_path / "file" / "kept")
 
 
-def test_a_relative_folder_is_meant_from_here(gpt: Package, gpt_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_folder_is_meant_from_here(
+    gpt: Package, gpt_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     launch(gpt, gpt_data, tmp_path / "run", checkpoints="kept")
     assert read_spec(tmp_path / "run").checkpoints == str(tmp_path / "kept")
@@ -140,15 +185,37 @@ def test_a_relative_folder_is_meant_from_here(gpt: Package, gpt_data: Path, tmp_
             ["--set", "checkpoints=/proc/kept"],
             "/proc/kept: the folder of the checkpoints cannot be written (expected to make",
         ),
-        (["--output", "/proc/out.tl"], "/proc: the trained package cannot be written there (expected to create a file in /proc"),
+        (
+            ["--output", "/proc/out.tl"],
+            (
+                "/proc: the trained package cannot be written there (expected to create a file in"
+                " /proc"
+            ),
+        ),
         (["--output", "/nowhere/out.tl"], "/nowhere: there is no such folder"),
     ],
 )
 def test_what_cannot_be_written_is_told_before_anything_starts_whoever_asks(
-    gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Capture, options: list[str], line: str, dry: bool
+    gpt: Package,
+    gpt_data: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    options: list[str],
+    line: str,
+    dry: bool,
 ) -> None:
     """Permissions do not tell: root may write to every folder, and /proc has none to write to."""
-    arguments = ["launch", str(gpt.path), "--data", str(gpt_data), "--run-dir", str(tmp_path / "run"), "--backend", "local", *options]
+    arguments = [
+        "launch",
+        str(gpt.path),
+        "--data",
+        str(gpt_data),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--backend",
+        "local",
+        *options,
+    ]
     assert cli.run([*arguments, *(["--dry-run"] if dry else [])]) == 2
     assert line in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
@@ -161,12 +228,17 @@ class Refusing(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer(
-            200, '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><IsTruncated>false</IsTruncated></ListBucketResult>'
+            200,
+            "<ListBucketResult"
+            ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><IsTruncated>false</IsTruncated></ListBucketResult>',
         )
 
     def do_PUT(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(403, "<Error><Code>AccessDenied</Code><Message>User may not s3:PutObject</Message></Error>")
+        self._answer(
+            403,
+            "<Error><Code>AccessDenied</Code><Message>User may not s3:PutObject</Message></Error>",
+        )
 
     def _answer(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -179,7 +251,9 @@ class Refusing(BaseHTTPRequestHandler):
         """Nothing is printed."""
 
 
-def test_a_store_that_may_not_be_written_is_told_with_its_own_words(s3: str, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_store_that_may_not_be_written_is_told_with_its_own_words(
+    s3: str, gpt: Package, gpt_data: Path, tmp_path: Path
+) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -191,6 +265,8 @@ def test_a_store_that_may_not_be_written_is_told_with_its_own_words(s3: str, gpt
             use(s3)
             server.shutdown()
             thread.join()
-    assert "s3://readable/kept: checkpoints cannot be stored here (expected to write probe-" in str(caught.value)
+    assert "s3://readable/kept: checkpoints cannot be stored here (expected to write probe-" in str(
+        caught.value
+    )
     assert "the store denied access: User may not s3:PutObject" in str(caught.value)
     assert not (tmp_path / "run").exists()

@@ -51,7 +51,9 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
     state.buffers["seen"].zero_()
     writer.wait()
     found = load_sharded(Checkpoint.open(tmp_path / "checkpoints" / "step-00000001"), ONE, 0)
-    assert torch.equal(found.flats["bucket0"]["param"], make_state(ONE, 0).flats["bucket0"]["param"])
+    assert torch.equal(
+        found.flats["bucket0"]["param"], make_state(ONE, 0).flats["bucket0"]["param"]
+    )
     assert found.buffers["seen"].item() == 2**40 + 1
 
 
@@ -83,7 +85,9 @@ def test_the_oldest_are_deleted(tmp_path: Path) -> None:
     assert visible(tmp_path) == ["step-00000020", "step-00000030", "step-00000040"]
 
 
-def test_a_step_reached_again_replaces_its_checkpoint_and_deletes_nothing_newer(tmp_path: Path) -> None:
+def test_a_step_reached_again_replaces_its_checkpoint_and_deletes_nothing_newer(
+    tmp_path: Path,
+) -> None:
     for step in (10, 20, 30):
         save_all(tmp_path, TWO, step, keep_last=3)
     again = save_all(tmp_path, TWO, 20, salt=1, attempt="t2", keep_last=1)
@@ -95,25 +99,33 @@ def test_drafts_of_earlier_attempts_are_removed_at_the_start(tmp_path: Path) -> 
     save_all(tmp_path, ONE, 5)
     folder = tmp_path / "checkpoints"
     drafts = ("step-00000006/t1-00000002", "step-00000007/t2-00000001", "step-00000005/t1-00000009")
-    for name in (*drafts, ".tmp-step-00000008-t1", ".tmp-deleted-step-00000001-t0"):  # the last two: of older versions
+    # the last two: of older versions
+    for name in (*drafts, ".tmp-step-00000008-t1", ".tmp-deleted-step-00000001-t0"):
         (folder / name).mkdir(parents=True)
         (folder / name / "rank-00000-of-00001.safetensors").touch()
     (folder / "step-00000005" / ".index.json.12ab.part").touch()
     writers(tmp_path, ONE, attempt="t2")
     assert visible(tmp_path) == ["step-00000005", "step-00000007"]
-    assert sorted(path.name for path in (folder / "step-00000005").iterdir()) == ["index.json", "t1-00000001"]
+    assert sorted(path.name for path in (folder / "step-00000005").iterdir()) == [
+        "index.json",
+        "t1-00000001",
+    ]
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000007"]
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
     first, _ = writers(tmp_path, TWO, timeout=0.2)
     first.save(1, make_state(TWO, 0), DATA, {})
-    with pytest.raises(CheckpointError, match=r"did not write.*expected the part of rank 1 within 0.2 s"):
+    with pytest.raises(
+        CheckpointError, match=r"did not write.*expected the part of rank 1 within 0.2 s"
+    ):
         first.wait()
     assert visible(tmp_path) == []
 
 
-def test_a_follower_learns_that_nothing_was_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_learns_that_nothing_was_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = writers(tmp_path, TWO)
 
     def refuse(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -126,7 +138,9 @@ def test_a_follower_learns_that_nothing_was_published(tmp_path: Path, monkeypatc
     second.save(1, make_state(TWO, 1), DATA, {})
     with pytest.raises(CheckpointError, match="Input/output error"):
         first.wait()
-    with pytest.raises(CheckpointError, match=r"rank 0.* could not be written|rank 0 could not publish"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 0.* could not be written|rank 0 could not publish"
+    ):
         second.wait()
     assert published(tmp_path) == {}
     writers(tmp_path, TWO, attempt="t2")
@@ -158,7 +172,9 @@ def test_a_full_disk_on_any_rank_removes_the_draft_and_leaves_earlier_checkpoint
     ranks = writers(tmp_path, TWO)
     for number, writer in enumerate(ranks):
         writer.save(20, make_state(TWO, number), DATA, {})
-    with pytest.raises(StorageError, match="disk is full" if rank == 0 else "rank 1: the disk is full"):
+    with pytest.raises(
+        StorageError, match="disk is full" if rank == 0 else "rank 1: the disk is full"
+    ):
         ranks[0].wait()
     with pytest.raises((StorageError, CheckpointError), match=r"disk is full|could not publish"):
         ranks[1].wait()
@@ -166,7 +182,9 @@ def test_a_full_disk_on_any_rank_removes_the_draft_and_leaves_earlier_checkpoint
     assert usable_checkpoint(place_of(tmp_path)).path == earlier
 
 
-def test_a_rank_that_comes_after_rank_0_gave_up_is_told_at_once_and_the_next_save_works(tmp_path: Path) -> None:
+def test_a_rank_that_comes_after_rank_0_gave_up_is_told_at_once_and_the_next_save_works(
+    tmp_path: Path,
+) -> None:
     first = CheckpointWriter(place_of(tmp_path), TWO, 0, "t1", timeout=0.2)
     first.save(1, make_state(TWO, 0), DATA, {})
     with pytest.raises(CheckpointError, match="rank 1 within"):
@@ -215,14 +233,18 @@ def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None
 
 def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
     writer = CheckpointWriter(place_of(tmp_path), TWO, 0, "t1")
-    with pytest.raises(CheckpointError, match=r"'bucket0', entry '\w+', zero3.*expected \(34,\), got \(68,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"'bucket0', entry '\w+', zero3.*expected \(34,\), got \(68,\)"
+    ):
         writer.save(1, make_state(ONE, 0), DATA, {})
     with pytest.raises(CheckpointError, match="plan's buckets"):
         writer.save(1, ShardedState({}), DATA, {})
 
 
 @pytest.mark.parametrize("user", [{"x": float("nan")}, {"x": {1, 2}}, {"x": torch.zeros(1)}])
-def test_user_state_that_is_not_json_is_refused_at_once(tmp_path: Path, user: dict[str, object]) -> None:
+def test_user_state_that_is_not_json_is_refused_at_once(
+    tmp_path: Path, user: dict[str, object]
+) -> None:
     with pytest.raises(CheckpointError, match="not JSON"):
         CheckpointWriter(place_of(tmp_path), ONE, 0, "t1").save(1, make_state(ONE, 0), DATA, user)
 
@@ -230,7 +252,12 @@ def test_user_state_that_is_not_json_is_refused_at_once(tmp_path: Path, user: di
 def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
     state = make_state(ONE, 0)
     writer = CheckpointWriter(place_of(tmp_path), ONE, 0, "t1")
-    writer.save(1, ShardedState(state.flats, state.scalars, {"b": torch.zeros(2, dtype=torch.complex128)}), DATA, {})
+    writer.save(
+        1,
+        ShardedState(state.flats, state.scalars, {"b": torch.zeros(2, dtype=torch.complex128)}),
+        DATA,
+        {},
+    )
     with pytest.raises(CheckpointError, match=r"buffer/b.*got complex128"):
         writer.wait()
     assert visible(tmp_path) == []
@@ -244,11 +271,17 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
 
 def environment() -> dict[str, str]:
     root = str(Path(__file__).parents[3])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def demand_whole_after_kills(tmp_path: Path, stride: int) -> None:
-    """Kill a process at one file operation in `stride`, beginning with the first, and demand that only whole checkpoints are left."""
+    """Kill a process at one file operation in `stride`, beginning with the first, and demand that
+    only whole checkpoints are left.
+    """
     status, told = ran(killed_saver.main, tmp_path / "runs", 1, stride, cwd=tmp_path)
     assert status == 0, told
     lines = [line.split() for line in told.splitlines()]
@@ -276,13 +309,20 @@ WEIGHTS = 1 << 21
 
 
 def save_for_ever(folder: Path, rank: int, attempt: str) -> None:
-    """One of two ranks that save and save, until it is killed. Prints each step whose save has begun."""
+    """One of two ranks that save and save, until it is killed.
+
+    Prints each step whose save has begun.
+    """
     slot = Slot(parameter="w", offset=0, length=WEIGHTS, shape=(WEIGHTS,))
     bucket = Bucket(name="b", dtype="float32", groups=("g",), length=WEIGHTS, slots=(slot,))
-    writer = CheckpointWriter(place_of(folder), TWO.model_copy(update={"buckets": (bucket,)}), rank, attempt)
+    writer = CheckpointWriter(
+        place_of(folder), TWO.model_copy(update={"buckets": (bucket,)}), rank, attempt
+    )
     latest = latest_checkpoint(place_of(folder))
     for step in itertools.count(Checkpoint.open(latest).index.step + 1 if latest else 1):
-        writer.save(step, ShardedState({"b": {"param": torch.full((WEIGHTS // 2,), float(step))}}), DATA, {})
+        writer.save(
+            step, ShardedState({"b": {"param": torch.full((WEIGHTS // 2,), float(step))}}), DATA, {}
+        )
         print(step, flush=True)
 
 
@@ -295,7 +335,15 @@ def test_ranks_killed_at_random_moments_leave_whole_checkpoints_only(tmp_path: P
     for attempt in ("t0", "t1", "t2"):
         logs = [tmp_path / f"{attempt}-{rank}.log" for rank in range(2)]
         ranks = [
-            start(save_for_ever, tmp_path / "run", rank, attempt, cwd=tmp_path, log=log, variables=os.environ)
+            start(
+                save_for_ever,
+                tmp_path / "run",
+                rank,
+                attempt,
+                cwd=tmp_path,
+                log=log,
+                variables=os.environ,
+            )
             for rank, log in enumerate(logs)
         ]
         while any(log_lines(log) < 2 for log in logs):  # the second save waits for the first
@@ -305,7 +353,10 @@ def test_ranks_killed_at_random_moments_leave_whole_checkpoints_only(tmp_path: P
         end(ranks)
         for step, path in published(tmp_path / "run").items():
             checkpoint = Checkpoint.open(path)
-            assert torch.equal(checkpoint.parameter_interval("w", "param", 0, WEIGHTS), torch.full((WEIGHTS,), float(step)))
+            assert torch.equal(
+                checkpoint.parameter_interval("w", "param", 0, WEIGHTS),
+                torch.full((WEIGHTS,), float(step)),
+            )
             reached = max(reached, step)
         assert len(published(tmp_path / "run")) <= 3
     assert reached >= 1

@@ -1,4 +1,6 @@
-"""Storage that fails when a path is looked at: nobody is asked for anything, and errors are told in words."""
+"""Storage that fails when a path is looked at: nobody is asked for anything, and errors are told in
+words.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_a_request_of_before_that_cannot_be_removed_is_told_of(fail: Fail, tmp_p
 
 def test_a_new_run_is_refused_in_words(fail: Fail, tmp_path: Path) -> None:
     fail(tmp_path)
-    with pytest.raises(StorageError, match=r"run/run\.json: it cannot be read.*name another folder"):
+    with pytest.raises(
+        StorageError, match=r"run/run\.json: it cannot be read.*name another folder"
+    ):
         check_new_run(tmp_path / "run")
 
 
@@ -80,7 +84,9 @@ def test_a_run_is_not_resumed_and_says_why(fail: Fail, tmp_path: Path) -> None:
 def test_data_is_not_read_and_says_why(fail: Fail, tmp_path: Path, name: str) -> None:
     (tmp_path / "rows.parquet").touch()
     fail(tmp_path)
-    with pytest.raises(StorageError, match=r"parquet: the data cannot be read.*its storage responds"):
+    with pytest.raises(
+        StorageError, match=r"parquet: the data cannot be read.*its storage responds"
+    ):
         find_files(tmp_path / name, [".parquet"])
 
 
@@ -92,13 +98,17 @@ def test_a_mixture_is_not_read_and_says_why(fail: Fail, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_events, lambda folder: list(stream_events(folder))])
-def test_a_journal_is_not_read_and_says_why(fail: Fail, tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_a_journal_is_not_read_and_says_why(
+    fail: Fail, tmp_path: Path, read: Callable[[Path], object]
+) -> None:
     (tmp_path / JOURNAL).touch()
     fail(tmp_path)
     with pytest.raises(StorageError, match=r"events\.jsonl: the journal cannot be read"):
         read(tmp_path)
 
 
-def test_who_follows_a_journal_that_cannot_be_read_does_not_end_the_run(fail: Fail, tmp_path: Path) -> None:
+def test_who_follows_a_journal_that_cannot_be_read_does_not_end_the_run(
+    fail: Fail, tmp_path: Path
+) -> None:
     with followed(tmp_path, lambda event: None):
         fail(tmp_path)

@@ -1,4 +1,6 @@
-"""Two of the kills of `benchmarks/kills.py`, without compiling: while a checkpoint is written and while it is published."""
+"""Two of the kills of `benchmarks/kills.py`, without compiling: while a checkpoint is written and
+while it is published.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,22 @@ def test_a_run_killed_while_it_saves_has_the_losses_of_one_that_was_left_alone(
     seed = time.time_ns() % 10**6
     print(f"seeds {seed} and following")
     run_dir = tmp_path / "killed"
-    killer = Killer([Kill(number, moment, seed + number) for number, moment in enumerate(MOMENTS)], run_dir, cache_dir)
+    killer = Killer(
+        [Kill(number, moment, seed + number) for number, moment in enumerate(MOMENTS)],
+        run_dir,
+        cache_dir,
+    )
     killer.start()
     try:
-        result = trainload.launch(gpt, plan, gpt_data, run_dir=run_dir, steps=STEPS, checkpoint_every=CHECKPOINT_EVERY, compile=False)
+        result = trainload.launch(
+            gpt,
+            plan,
+            gpt_data,
+            run_dir=run_dir,
+            steps=STEPS,
+            checkpoint_every=CHECKPOINT_EVERY,
+            compile=False,
+        )
     finally:
         killer.stop()
     assert killer.error is None
@@ -50,4 +64,6 @@ def test_a_run_killed_while_it_saves_has_the_losses_of_one_that_was_left_alone(
     assert result.restarts == len(MOMENTS)
     assert set(done_steps(run_dir)) == set(done_steps(undisturbed.run_dir))
     assert shards(result) == shards(undisturbed)
-    assert sorted(path.name for path in (run_dir / CHECKPOINTS).iterdir()) == [path.name for path in published(run_dir).values()]
+    assert sorted(path.name for path in (run_dir / CHECKPOINTS).iterdir()) == [
+        path.name for path in published(run_dir).values()
+    ]

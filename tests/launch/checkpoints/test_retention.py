@@ -41,7 +41,10 @@ def test_a_loss_that_is_no_number_is_never_the_best() -> None:
     assert Retention(1, best=1).doomed({1: float("nan"), 2: 5.0, 3: None}) == [1]
 
 
-@pytest.mark.parametrize("keep", [Retention(2), Retention(1, best=2), Retention(1, every=30), Retention(2, best=1, every=20)])
+@pytest.mark.parametrize(
+    "keep",
+    [Retention(2), Retention(1, best=2), Retention(1, every=30), Retention(2, best=1, every=20)],
+)
 def test_there_are_never_more_than_were_reckoned_with(keep: Retention) -> None:
     kept: dict[int, float | None] = {}
     for step in range(10, 210, 10):
@@ -61,7 +64,8 @@ def test_a_writer_keeps_the_best_by_what_checkpoints_say_of_themselves(tmp_path:
 
 def test_a_run_keeps_what_it_was_asked_to(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
-    np.savez(tmp_path / "held-out.npz", tokens=token_rows(21)[:, ::-1])  # what is learned makes it worse, so that the last are not the best
+    # what is learned makes it worse, so that the last are not the best
+    np.savez(tmp_path / "held-out.npz", tokens=token_rows(21)[:, ::-1])
     result = trainload.launch(
         tiny,
         plan,

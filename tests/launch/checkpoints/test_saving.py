@@ -24,7 +24,13 @@ ONE = make_plan("single", 1)
 
 
 def saver(folder: Path, patience: float = 30.0) -> Saver:
-    return Saver(CheckpointWriter(place_of(folder), ONE, 0, "t1"), FileContact(folder, 0, Summary()), None, leading=True, patience=patience)
+    return Saver(
+        CheckpointWriter(place_of(folder), ONE, 0, "t1"),
+        FileContact(folder, 0, Summary()),
+        None,
+        leading=True,
+        patience=patience,
+    )
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
@@ -66,10 +72,14 @@ def test_a_checkpoint_is_told_of_when_it_is_published(tmp_path: Path) -> None:
     event = read_events(tmp_path)[-1]
     assert event.kind == "checkpoint"
     assert event.data["step"] == 4
-    assert event.data["bytes"] == sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.safetensors"))
+    assert event.data["bytes"] == sum(
+        path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.safetensors")
+    )
 
 
-def test_a_checkpoint_that_fails_is_wanted_again_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_fails_is_wanted_again_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing(monkeypatch, 1)
     one = saver(tmp_path)
     one.save(4, make_state(ONE, 0), DATA, {})
@@ -81,7 +91,9 @@ def test_a_checkpoint_that_fails_is_wanted_again_and_the_run_goes_on(tmp_path: P
     assert said(tmp_path) == ["stage", "warning", "stage", "checkpoint"]
 
 
-def test_the_last_checkpoint_is_tried_until_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_checkpoint_is_tried_until_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried = failing(monkeypatch, 3)
     one = saver(tmp_path)
     one.finish(lambda: one.save(9, make_state(ONE, 0), DATA, {}))
@@ -89,7 +101,9 @@ def test_the_last_checkpoint_is_tried_until_it_is_published(tmp_path: Path, monk
     assert list(published(tmp_path)) == [9]
 
 
-def test_storage_that_fails_for_too_long_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_fails_for_too_long_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing(monkeypatch, 10**6)
     one = saver(tmp_path, patience=0.2)
     with pytest.raises((CheckpointError, StorageError), match="Input/output error"):

@@ -1,4 +1,6 @@
-"""What a run does not train lies in files of its own in its output: the same bytes each time, which a store has once."""
+"""What a run does not train lies in files of its own in its output: the same bytes each time, which
+a store has once.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,14 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 @pytest.fixture(scope="module")
 def partly(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """Of its parameters the last layer's are trained."""
-    job = make_job(lambda model: torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    job = make_job(
+        lambda model: torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    )
     for name, parameter in job.model.named_parameters():
         parameter.requires_grad_(name.startswith("last."))
-    return trainload.freeze(dataclasses.replace(job, schedule=None), tmp_path_factory.mktemp("partly") / "job.tl")
+    return trainload.freeze(
+        dataclasses.replace(job, schedule=None), tmp_path_factory.mktemp("partly") / "job.tl"
+    )
 
 
 def trained(package: Package, rows: Path, folder: Path, seed: int = 0, **overrides: Any) -> Package:
@@ -66,15 +72,25 @@ def test_a_freeze_puts_what_is_not_trained_into_files_of_its_own(partly: Package
     assert len(last) == 1 and last.isdisjoint(homes.values())
 
 
-def test_a_run_leaves_the_files_of_what_it_does_not_train(partly: Package, rows: Path, tmp_path: Path) -> None:
+def test_a_run_leaves_the_files_of_what_it_does_not_train(
+    partly: Package, rows: Path, tmp_path: Path
+) -> None:
     new = trained(partly, rows, tmp_path)
-    assert {name for name, digest in files(new, WEIGHTS).items() if digest != files(partly, WEIGHTS)[name]} == {"last.weight"}
+    assert {
+        name
+        for name, digest in files(new, WEIGHTS).items()
+        if digest != files(partly, WEIGHTS)[name]
+    } == {"last.weight"}
 
 
 def test_a_store_is_sent_what_was_trained(partly: Package, rows: Path, tmp_path: Path) -> None:
     push(partly.path, tmp_path / "store", line="line")
     report = push(trained(partly, rows, tmp_path).path, tmp_path / "store", line="line")
-    weights = {path: entry.size for path, entry in partly.manifest.files.items() if path.endswith(".safetensors")}
+    weights = {
+        path: entry.size
+        for path, entry in partly.manifest.files.items()
+        if path.endswith(".safetensors")
+    }
     kept = weights[partly.weights.file("first.weight")]
     assert report.sent_bytes < sum(entry.size for entry in partly.manifest.files.values()) - kept
 
@@ -83,8 +99,14 @@ def test_a_store_is_sent_what_was_trained(partly: Package, rows: Path, tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "changed"),
     [
-        pytest.param({"frozen": ("first.*", "second.*", "third.*", "norm.*")}, {"last.weight"}, id="frozen"),
-        pytest.param({"adapters": trainload.Adapters(rank=2, layers=("second.weight",))}, {"second.weight"}, id="adapters"),
+        pytest.param(
+            {"frozen": ("first.*", "second.*", "third.*", "norm.*")}, {"last.weight"}, id="frozen"
+        ),
+        pytest.param(
+            {"adapters": trainload.Adapters(rank=2, layers=("second.weight",))},
+            {"second.weight"},
+            id="adapters",
+        ),
         pytest.param(
             {"adapters": trainload.Adapters(rank=2, layers=("second.weight",), also=("norm.*",))},
             {"second.weight", "norm.weight"},
@@ -95,7 +117,9 @@ def test_a_store_is_sent_what_was_trained(partly: Package, rows: Path, tmp_path:
 def test_what_a_launch_does_not_train_is_one_file_whatever_the_run(
     package: Package, rows: Path, tmp_path: Path, overrides: dict[str, Any], changed: set[str]
 ) -> None:
-    one, other = (files(trained(package, rows, tmp_path, seed, **overrides), WEIGHTS) for seed in (1, 2))
+    one, other = (
+        files(trained(package, rows, tmp_path, seed, **overrides), WEIGHTS) for seed in (1, 2)
+    )
     assert {name for name in WEIGHTS if one[name] != other[name]} == changed
 
 

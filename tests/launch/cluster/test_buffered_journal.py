@@ -31,7 +31,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "append", full)
 
 
-def test_what_is_taken_is_written_and_told(book: BufferedJournal, told: list[Event], tmp_path: Path) -> None:
+def test_what_is_taken_is_written_and_told(
+    book: BufferedJournal, told: list[Event], tmp_path: Path
+) -> None:
     book.take([STEP, CHECKPOINT])
     assert read_events(tmp_path) == told == [STEP, CHECKPOINT]
     assert (book.written, book.stepped, book.has_checkpoint, book.ended) == (2, True, True, False)
@@ -52,7 +54,9 @@ def test_what_storage_does_not_take_is_written_later_in_order(
     assert [event.kind for event in told] == ["step", "warning", "checkpoint", "step"]
 
 
-def test_the_drivers_own_words_are_none_of_the_workers(book: BufferedJournal, tmp_path: Path) -> None:
+def test_the_drivers_own_words_are_none_of_the_workers(
+    book: BufferedJournal, tmp_path: Path
+) -> None:
     book.write("waiting", message="for a node")
     book.take([STEP])
     assert book.written == 1

@@ -1,4 +1,6 @@
-"""Connecting a driver to a Ray cluster: the environment variables that are set, and the error when no cluster answers."""
+"""Connecting a driver to a Ray cluster: the environment variables that are set, and the error when
+no cluster answers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def test_an_address_where_nobody_listens_is_named() -> None:
         connect(address)
 
 
-def test_who_is_connected_already_gets_what_ray_train_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_connected_already_gets_what_ray_train_is_told_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert not connect(None)
-    assert {name: os.environ[name] for name in SET[:3]} == dict(zip(SET, ("0.2", "0", "0"), strict=False))
+    assert {name: os.environ[name] for name in SET[:3]} == dict(
+        zip(SET, ("0.2", "0", "0"), strict=False)
+    )

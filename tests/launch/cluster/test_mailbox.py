@@ -34,11 +34,17 @@ def test_what_is_acknowledged_is_not_handed_out_again(box: Mailbox) -> None:
     box.meet(1, Request.CHECKPOINT)
     first = box.collect(NONE, 0, 0)
     second = box.collect(NONE, 2, first.number)
-    assert (first.events, first.printed, first.met) == (steps(0, 1), {0: "one\n"}, [Request.CHECKPOINT])
+    assert (first.events, first.printed, first.met) == (
+        steps(0, 1),
+        {0: "one\n"},
+        [Request.CHECKPOINT],
+    )
     assert (second.events, second.printed, second.met) == ([], {}, [])
 
 
-def test_what_the_driver_has_not_heard_of_is_handed_out_again_with_what_came_since(box: Mailbox) -> None:
+def test_what_the_driver_has_not_heard_of_is_handed_out_again_with_what_came_since(
+    box: Mailbox,
+) -> None:
     box.tell(1, "rank 0", 0, steps(0, 1), None)
     box.hear(1, 0, "one\n")
     box.meet(1, Request.CHECKPOINT)
@@ -47,7 +53,11 @@ def test_what_the_driver_has_not_heard_of_is_handed_out_again_with_what_came_sin
     box.hear(1, 0, "two\n")
     found = box.collect(NONE, 0, 0)
     assert found.number > lost.number
-    assert (found.events, found.printed, found.met) == (steps(0, 1, 2), {0: "one\ntwo\n"}, [Request.CHECKPOINT])
+    assert (found.events, found.printed, found.met) == (
+        steps(0, 1, 2),
+        {0: "one\ntwo\n"},
+        [Request.CHECKPOINT],
+    )
 
 
 def test_an_answer_that_was_lost_is_not_acknowledged_by_an_earlier_one(box: Mailbox) -> None:
@@ -113,7 +123,9 @@ def contact(box: Mailbox) -> RayContact:
     return RayContact(Actor(box), 1, 0, "rank 0", 1, "node")  # type: ignore[arg-type]  # no actor of Ray's
 
 
-def test_a_flush_waits_for_the_journal_though_answers_get_lost(box: Mailbox, lost: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_waits_for_the_journal_though_answers_get_lost(
+    box: Mailbox, lost: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = contact(box)
     worker.write("step", step=0)
     lost += [True, True]

@@ -25,7 +25,9 @@ class Task:
 
 
 class Cluster:
-    """Nodes that answer when they are let; `asked`: which were, in order; `taken_back`: whose questions were."""
+    """Nodes that answer when they are let; `asked`: which were, in order; `taken_back`: whose
+    questions were.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []

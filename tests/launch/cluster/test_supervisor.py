@@ -1,4 +1,7 @@
-"""What the driver of a run decides after an attempt, and what it says while it waits. Without Ray: no attempt is made."""
+"""What the driver of a run decides after an attempt, and what it says while it waits.
+
+Without Ray: no attempt is made.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,9 @@ def supervisor(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) ->
         return lambda actor: SimpleNamespace(remote=actor)
 
     monkeypatch.setattr(module, "on_node", here)
-    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(
+        "ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")
+    )
     monkeypatch.setattr("ray.kill", lambda actor: None)
     spec = RunSpec.model_construct(run_dir=str(tmp_path), storage_patience=PATIENCE, max_failures=3)
     return Supervisor(spec, lambda event: None, lambda: None)
@@ -81,7 +86,9 @@ def lost(run_dir: Path, *, over: bool = False, error: str = "") -> None:
     os.utime(run_dir / STATE_FILE, (before, before))
 
 
-def test_storage_that_fails_leaves_the_other_failures_to_the_run(supervisor: Supervisor, clock: Clock) -> None:
+def test_storage_that_fails_leaves_the_other_failures_to_the_run(
+    supervisor: Supervisor, clock: Clock
+) -> None:
     for _ in range(6):
         supervisor._go_on_after(STORAGE)
     for _ in range(3):
@@ -105,7 +112,9 @@ def test_storage_that_fails_for_too_long_ends_the_run(supervisor: Supervisor, cl
         supervisor._go_on_after(STORAGE)
 
 
-def test_an_attempt_that_has_stepped_since_has_all_the_patience(supervisor: Supervisor, clock: Clock) -> None:
+def test_an_attempt_that_has_stepped_since_has_all_the_patience(
+    supervisor: Supervisor, clock: Clock
+) -> None:
     supervisor._go_on_after(STORAGE)
     for _ in range(5):
         clock.now += PATIENCE + 1
@@ -114,7 +123,9 @@ def test_an_attempt_that_has_stepped_since_has_all_the_patience(supervisor: Supe
     assert clock.paused == 0
 
 
-def test_a_run_whose_last_checkpoint_cannot_be_written_is_not_trained_again_and_again(supervisor: Supervisor, clock: Clock) -> None:
+def test_a_run_whose_last_checkpoint_cannot_be_written_is_not_trained_again_and_again(
+    supervisor: Supervisor, clock: Clock
+) -> None:
     supervisor._beats = [Beat(0, "node", 1, Doing(Phase.ENDING, step=9))]
     supervisor._journal.take([STEP])
     supervisor._go_on_after(STORAGE)
@@ -124,7 +135,9 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_is_not_trained_again_and_
         supervisor._go_on_after(STORAGE)
 
 
-def test_a_driver_that_waits_says_so_every_second(supervisor: Supervisor, clock: Clock, tmp_path: Path) -> None:
+def test_a_driver_that_waits_says_so_every_second(
+    supervisor: Supervisor, clock: Clock, tmp_path: Path
+) -> None:
     told: list[float] = []
 
     def look() -> None:
@@ -149,7 +162,9 @@ def test_a_driver_that_waits_for_storage_goes_on_where_it_asks_for_nothing(
 
 
 @pytest.mark.parametrize(("over", "error"), [(False, ""), (True, "LostClusterError")])
-def test_a_stop_that_was_asked_for_while_there_was_no_driver_is_met(supervisor: Supervisor, tmp_path: Path, over: bool, error: str) -> None:
+def test_a_stop_that_was_asked_for_while_there_was_no_driver_is_met(
+    supervisor: Supervisor, tmp_path: Path, over: bool, error: str
+) -> None:
     lost(tmp_path, over=over, error=error)
     (tmp_path / Request.STOP.file).touch()
     with pytest.raises(RunInterrupted, match="the run was asked to stop"):
@@ -161,8 +176,12 @@ def test_a_stop_that_was_asked_for_while_there_was_no_driver_is_met(supervisor: 
     assert not (tmp_path / Request.STOP.file).exists()
 
 
-@pytest.mark.parametrize("case", ["older than the last word", "of a run that was over", "of a run that had none"])
-def test_a_stop_of_before_is_forgotten(supervisor: Supervisor, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case", ["older than the last word", "of a run that was over", "of a run that had none"]
+)
+def test_a_stop_of_before_is_forgotten(
+    supervisor: Supervisor, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if case != "of a run that had none":
         lost(tmp_path, over="over" in case, error="TrainingError" if "over" in case else "")
     (tmp_path / Request.STOP.file).touch()
@@ -183,11 +202,21 @@ class Calls:
 
     def _collect(self, request: Request, written: int, number: int) -> Any:
         self.numbers.append(number)
-        found = SimpleNamespace(number=len(self.numbers), events=[], printed={}, beats=[], order=(), met=[], failure=None)
+        found = SimpleNamespace(
+            number=len(self.numbers),
+            events=[],
+            printed={},
+            beats=[],
+            order=(),
+            met=[],
+            failure=None,
+        )
         return found if len(self.numbers) > self.lost else None
 
 
-def test_the_driver_acknowledges_what_it_has_heard_alone(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_acknowledges_what_it_has_heard_alone(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def get(answer: Any, timeout: float) -> Any:
         if answer is None:
             raise GetTimeoutError("no answer")
@@ -201,7 +230,9 @@ def test_the_driver_acknowledges_what_it_has_heard_alone(supervisor: Supervisor,
     assert calls.numbers == [0, 0, 0, 3]
 
 
-def test_the_last_words_of_an_attempt_are_not_missed(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_words_of_an_attempt_are_not_missed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def get(answer: Any, timeout: float) -> Any:
         if answer is None:
             raise GetTimeoutError("no answer")
@@ -210,7 +241,9 @@ def test_the_last_words_of_an_attempt_are_not_missed(supervisor: Supervisor, mon
     calls = Calls(lost=2)
     monkeypatch.setattr(supervisor, "_mailbox", calls)
     monkeypatch.setattr("ray.get", get)
-    attempt = SimpleNamespace(ended=SimpleNamespace(is_set=lambda: True), error=None, seats=("node",))
+    attempt = SimpleNamespace(
+        ended=SimpleNamespace(is_set=lambda: True), error=None, seats=("node",)
+    )
     assert supervisor._follow(attempt, Monitor(1, 1.0, 1.0, 1.0), None) is None  # type: ignore[arg-type]  # it is over
     assert len(calls.numbers) == 3
 
@@ -227,7 +260,9 @@ class Leaving:
 
 
 def preemptions(run_dir: Path) -> list[str]:
-    return [str(event.data["message"]) for event in read_events(run_dir) if event.kind == "preemption"]
+    return [
+        str(event.data["message"]) for event in read_events(run_dir) if event.kind == "preemption"
+    ]
 
 
 WARNED = "node node will be gone in 60 s: a checkpoint is written; no other node is available yet"
@@ -246,7 +281,9 @@ def test_a_run_whose_node_will_be_gone_saves_at_once_and_says_so_once(
     assert not supervisor._moving
 
 
-def test_it_goes_to_another_node_as_soon_as_there_is_one(supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_to_another_node_as_soon_as_there_is_one(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave: Any = Leaving(supervisor, monkeypatch)
     supervisor._journal.take([STEP])
     supervisor._heed(leave)
@@ -257,14 +294,18 @@ def test_it_goes_to_another_node_as_soon_as_there_is_one(supervisor: Supervisor,
     assert supervisor._moving
 
 
-def test_a_run_that_has_not_stepped_yet_does_not_go(supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_not_stepped_yet_does_not_go(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave: Any = Leaving(supervisor, monkeypatch)
     leave.another = True
     supervisor._heed(leave)
     assert not supervisor._moving
 
 
-def test_a_driver_that_was_replaced_leaves_journal_and_state_to_the_other(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_driver_that_was_replaced_leaves_journal_and_state_to_the_other(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
     def check_driver() -> None:
         raise LeaseLostError("the lease is lost")
 

@@ -1,4 +1,6 @@
-"""Columns whose lists hold no numbers, such as messages of a chat, are refused by name, as others are whose dtype no input has."""
+"""Columns whose lists hold no numbers, such as messages of a chat, are refused by name, as others
+are whose dtype no input has.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,15 @@ from trainload.launching.data.run_data import open_run_data
 from trainload.packaging.package import Package
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
-CHAT = [[{"role": "user", "content": "hello"}], [{"role": "user", "content": "why?"}, {"role": "model", "content": "so"}]]
+CHAT = [
+    [{"role": "user", "content": "hello"}],
+    [{"role": "user", "content": "why?"}, {"role": "model", "content": "so"}],
+]
 COLUMNS = {
     "a list of structs": pa.array(CHAT, pa.list_(MESSAGE)),
-    "a list of lists of structs": pa.array([[each] for each in CHAT], pa.list_(pa.large_list(MESSAGE))),
+    "a list of lists of structs": pa.array(
+        [[each] for each in CHAT], pa.list_(pa.large_list(MESSAGE))
+    ),
     "a fixed list of structs": pa.array([each[:1] for each in CHAT], pa.list_(MESSAGE, 1)),
     "a struct": pa.array([each[0] for each in CHAT], MESSAGE),
     "a map": pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64())),
@@ -49,15 +56,24 @@ def checked(path: Path) -> object:
 @pytest.mark.parametrize("read", [checked, converted])
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_column_of_no_numbers_is_refused_by_name(name: str, ending: str, read: Callable[[Path], object], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"input 'messages' has the wrong dtype \(expected int64, got (struct|map)<"):
+def test_a_column_of_no_numbers_is_refused_by_name(
+    name: str, ending: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        DataError, match=r"input 'messages' has the wrong dtype \(expected int64, got (struct|map)<"
+    ):
         read(write(tmp_path / f"rows.{ending}", COLUMNS[name]))
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_run_refuses_such_a_column_by_name(name: str, ending: str, gpt: Package, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"column 'messages' has a dtype that inputs do not support .*, got (struct|map)<"):
+def test_a_run_refuses_such_a_column_by_name(
+    name: str, ending: str, gpt: Package, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"column 'messages' has a dtype that inputs do not support .*, got (struct|map)<",
+    ):
         open_run_data(write(tmp_path / f"rows.{ending}", COLUMNS[name]), gpt, 4, tmp_path / "cache")
 
 

@@ -1,4 +1,6 @@
-"""Data files -> batches: what is read is what was written, and what does not fit is refused with its place."""
+"""Data files -> batches: what is read is what was written, and what does not fit is refused with
+its place.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def tokens(rows: int, start: int = 0) -> np.ndarray:
 
 
 def made_in(cache: Path) -> list[Path]:
-    """Columns in the cache, whole or not. What it remembers of sources' digests is not among them."""
+    """Columns in the cache, whole or not.
+
+    What it remembers of sources' digests is not among them.
+    """
     return [path for path in cache.rglob("*") if path.suffix in (".npy", ".json", ".part")]
 
 
@@ -58,22 +63,41 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"],
+    [
+        "bool",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+    ],
 )
 @pytest.mark.parametrize("kind", ["parquet", "npz"])
-def test_each_dtype_comes_back_bit_for_bit(tmp_path: Path, cache: Path, name: str, kind: str) -> None:
+def test_each_dtype_comes_back_bit_for_bit(
+    tmp_path: Path, cache: Path, name: str, kind: str
+) -> None:
     values = np.arange(-6, 18).reshape(12, 2).astype(name)  # of unsigned ones the greatest too
     path = tmp_path / f"data.{kind}"
     if kind == "parquet":
         write(path, x=fixed(values))
     else:
         np.savez(path, x=values)
-    batch = open_dataset(path, [InputSpec("x", name, ("batch", 2))], cache).batch(np.array([3, 0, 11]))
+    batch = open_dataset(path, [InputSpec("x", name, ("batch", 2))], cache).batch(
+        np.array([3, 0, 11])
+    )
     assert batch["x"].dtype == getattr(torch, name)
     assert np.array_equal(batch["x"].numpy(), values[[3, 0, 11]])
 
 
-@pytest.mark.parametrize("kind", ["scalar", "list", "large_list", "fixed", "nested list", "nested fixed", "mixed"])
+@pytest.mark.parametrize(
+    "kind", ["scalar", "list", "large_list", "fixed", "nested list", "nested fixed", "mixed"]
+)
 def test_each_parquet_form_gives_its_shape(tmp_path: Path, cache: Path, kind: str) -> None:
     values = np.arange(5 * 2 * 3, dtype=np.int32).reshape(5, 2, 3)
     forms = {
@@ -86,8 +110,12 @@ def test_each_parquet_form_gives_its_shape(tmp_path: Path, cache: Path, kind: st
         "mixed": (pa.array(values.tolist(), pa.large_list(pa.list_(pa.int32(), 3))), values),
     }
     column, wanted = forms[kind]
-    spec = InputSpec("x", "int32", ("batch", "rows", 3)[: wanted.ndim] if wanted.ndim != 2 else ("batch", 3))
-    found = open_dataset(write(tmp_path / "a.parquet", x=column), [spec], cache).batch(np.arange(5))["x"]
+    spec = InputSpec(
+        "x", "int32", ("batch", "rows", 3)[: wanted.ndim] if wanted.ndim != 2 else ("batch", 3)
+    )
+    found = open_dataset(write(tmp_path / "a.parquet", x=column), [spec], cache).batch(
+        np.arange(5)
+    )["x"]
     assert np.array_equal(found.numpy(), wanted)
 
 
@@ -99,7 +127,9 @@ def test_many_row_groups_come_back_in_order(tmp_path: Path, cache: Path) -> None
 
 @pytest.mark.parametrize("spelling", ["folder", "glob", "sequence"])
 @pytest.mark.parametrize("kind", ["parquet", "npz"])
-def test_several_files_are_one_data_set_in_sorted_order(tmp_path: Path, cache: Path, spelling: str, kind: str) -> None:
+def test_several_files_are_one_data_set_in_sorted_order(
+    tmp_path: Path, cache: Path, spelling: str, kind: str
+) -> None:
     for name, start in (("b", 100), ("a", 0), ("c", 200)):
         if kind == "npz":
             np.savez(tmp_path / f"{name}.npz", tokens=tokens(7, start))
@@ -118,7 +148,10 @@ def test_several_files_are_one_data_set_in_sorted_order(tmp_path: Path, cache: P
 
 def test_an_npz_in_fortran_order_comes_back_right(tmp_path: Path, cache: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", tokens=np.asfortranarray(tokens(9)))
-    assert np.array_equal(open_dataset(tmp_path / "a.npz", [TOKENS], cache).batch(np.arange(9))["tokens"].numpy(), tokens(9))
+    assert np.array_equal(
+        open_dataset(tmp_path / "a.npz", [TOKENS], cache).batch(np.arange(9))["tokens"].numpy(),
+        tokens(9),
+    )
 
 
 def test_the_fingerprint_is_of_the_rows_and_not_of_the_files(tmp_path: Path, cache: Path) -> None:
@@ -127,7 +160,10 @@ def test_the_fingerprint_is_of_the_rows_and_not_of_the_files(tmp_path: Path, cac
     changed = tokens(8)
     changed[5, 1] ^= 1
     other = write(tmp_path / "other.parquet", tokens=fixed(changed))
-    prints = [open_dataset(path, [TOKENS], cache).fingerprint for path in (whole, tmp_path / "whole.npz", other)]
+    prints = [
+        open_dataset(path, [TOKENS], cache).fingerprint
+        for path in (whole, tmp_path / "whole.npz", other)
+    ]
     assert prints[0] == prints[1]
     assert prints[0] != prints[2]
 
@@ -136,10 +172,14 @@ def test_a_file_that_changes_is_converted_again(tmp_path: Path, cache: Path) -> 
     path = write(tmp_path / "a.parquet", tokens=fixed(tokens(8)))
     open_dataset(path, [TOKENS], cache)
     write(path, tokens=fixed(tokens(8, 50)))
-    assert np.array_equal(open_dataset(path, [TOKENS], cache).batch(np.arange(8))["tokens"].numpy(), tokens(8, 50))
+    assert np.array_equal(
+        open_dataset(path, [TOKENS], cache).batch(np.arange(8))["tokens"].numpy(), tokens(8, 50)
+    )
 
 
-def test_a_sources_digest_is_remembered_until_it_changes(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sources_digest_is_remembered_until_it_changes(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[Path] = []
 
     def counted(path: Path) -> str:
@@ -174,16 +214,52 @@ ragged = pa.array([[1, 2, 3, 4]] * 1500 + [[1, 2, 3]] + [[1, 2, 3, 4]] * 9, pa.l
 deep = pa.array([[[1, 2], [3, 4]]] * 3 + [[[1, 2], [3]]], pa.list_(pa.list_(pa.uint8())))
 BAD_COLUMNS = {
     "missing": ({"text": fixed(tokens(3))}, TOKENS, ["'tokens'", "got text"]),
-    "extra": ({"tokens": fixed(tokens(3)), "id": pa.array([1, 2, 3])}, TOKENS, ["'id'", "only these columns: tokens"]),
-    "dtype": ({"tokens": fixed(tokens(3).astype(np.int64))}, TOKENS, ["'tokens'", "expected uint8, got int64"]),
+    "extra": (
+        {"tokens": fixed(tokens(3)), "id": pa.array([1, 2, 3])},
+        TOKENS,
+        ["'id'", "only these columns: tokens"],
+    ),
+    "dtype": (
+        {"tokens": fixed(tokens(3).astype(np.int64))},
+        TOKENS,
+        ["'tokens'", "expected uint8, got int64"],
+    ),
     "text": ({"tokens": pa.array(["a"])}, TOKENS, ["expected uint8, got string"]),
-    "dims": ({"tokens": pa.array(np.zeros(3, np.uint8))}, TOKENS, ["rows of 1 dims", "got rows of 0 dims"]),
-    "length": ({"tokens": fixed(tokens(3)[:, :3])}, TOKENS, ["expected length 4 in dim 1, got length 3"]),
-    "ragged": ({"tokens": ragged}, TOKENS, ["row 1500", "expected length 4 in dim 1, got length 3"]),
-    "ragged symbol": ({"tokens": ragged}, InputSpec("tokens", "uint8", ("batch", "s1")), ["row 1500", "length 4 in dim 1 (s1"]),
-    "ragged inside": ({"tokens": deep}, InputSpec("tokens", "uint8", ("batch", 2, "s1")), ["row 3", "length 2 in dim 2"]),
-    "null list": ({"tokens": pa.array([[1, 2, 3, 4], None], pa.list_(pa.uint8()))}, TOKENS, ["nulls", "row 1"]),
-    "null value": ({"tokens": pa.array([[1, 2, 3, 4], [1, 2, None, 4]], pa.list_(pa.uint8(), 4))}, TOKENS, ["nulls", "row 1"]),
+    "dims": (
+        {"tokens": pa.array(np.zeros(3, np.uint8))},
+        TOKENS,
+        ["rows of 1 dims", "got rows of 0 dims"],
+    ),
+    "length": (
+        {"tokens": fixed(tokens(3)[:, :3])},
+        TOKENS,
+        ["expected length 4 in dim 1, got length 3"],
+    ),
+    "ragged": (
+        {"tokens": ragged},
+        TOKENS,
+        ["row 1500", "expected length 4 in dim 1, got length 3"],
+    ),
+    "ragged symbol": (
+        {"tokens": ragged},
+        InputSpec("tokens", "uint8", ("batch", "s1")),
+        ["row 1500", "length 4 in dim 1 (s1"],
+    ),
+    "ragged inside": (
+        {"tokens": deep},
+        InputSpec("tokens", "uint8", ("batch", 2, "s1")),
+        ["row 3", "length 2 in dim 2"],
+    ),
+    "null list": (
+        {"tokens": pa.array([[1, 2, 3, 4], None], pa.list_(pa.uint8()))},
+        TOKENS,
+        ["nulls", "row 1"],
+    ),
+    "null value": (
+        {"tokens": pa.array([[1, 2, 3, 4], [1, 2, None, 4]], pa.list_(pa.uint8(), 4))},
+        TOKENS,
+        ["nulls", "row 1"],
+    ),
     "empty": ({"tokens": fixed(tokens(0))}, TOKENS, ["empty", "at least one row"]),
 }
 
@@ -243,7 +319,9 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, cache: Path, name: str, d
     else:
         write(path, tokens=fixed(tokens(2000)))
     whole = path.read_bytes()
-    path.write_bytes({"text": b"no such thing", "cut": whole[: len(whole) // 2], "empty": b""}[damage])
+    path.write_bytes(
+        {"text": b"no such thing", "cut": whole[: len(whole) // 2], "empty": b""}[damage]
+    )
     with pytest.raises(DataError, match="cannot be read"):
         open_dataset(path, [TOKENS], cache)
 
@@ -294,7 +372,9 @@ def test_bfloat16_is_refused(tmp_path: Path) -> None:
 def test_a_conversion_that_fails_leaves_no_draft(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.parquet", tokens=fixed(tokens(8)))
     with pytest.raises(DataError, match="changed while it was being read"):
-        columns_cache.make_cached(cache, [LocalFile(path)], [TOKENS], lambda: (8, [{"tokens": tokens(7)}]))
+        columns_cache.make_cached(
+            cache, [LocalFile(path)], [TOKENS], lambda: (8, [{"tokens": tokens(7)}])
+        )
     assert made_in(cache) == []
 
 
@@ -322,7 +402,10 @@ def open_on_a_full_disk(path: Path, cache: Path) -> None:
 def test_several_processes_convert_once(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.parquet", tokens=fixed(tokens(50_000)))
     told = [tmp_path / f"{number}.out" for number in range(3)]
-    running = [ranks.start(open_counted, path, cache, cwd=tmp_path, log=log, variables=os.environ) for log in told]
+    running = [
+        ranks.start(open_counted, path, cache, cwd=tmp_path, log=log, variables=os.environ)
+        for log in told
+    ]
     for process in running:
         process.join(100)
     ranks.end(running)
@@ -333,7 +416,9 @@ def test_several_processes_convert_once(tmp_path: Path, cache: Path) -> None:
 
 
 def open_counted(path: Path, cache: Path) -> None:
-    """Open a data set and print its fingerprint; and "converted", if it was this process that did it."""
+    """Open a data set and print its fingerprint; and "converted", if it was this process that did
+    it.
+    """
     made = columns_cache._convert
 
     def counted(*arguments: Any, **named: Any) -> None:
@@ -348,7 +433,9 @@ def test_no_python_value_is_made_of_a_token(tmp_path: Path, cache: Path) -> None
     values = np.random.default_rng(0).integers(0, 256, (100_000, 129), dtype=np.uint8)
     pq.write_table(pa.table({"tokens": fixed(values)}), tmp_path / "a.parquet")
     tracemalloc.start()
-    data = open_dataset(tmp_path / "a.parquet", [InputSpec("tokens", "uint8", ("batch", 129))], cache)
+    data = open_dataset(
+        tmp_path / "a.parquet", [InputSpec("tokens", "uint8", ("batch", 129))], cache
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     rows = np.random.default_rng(1).integers(0, 100_000, 32)

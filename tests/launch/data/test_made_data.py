@@ -1,4 +1,6 @@
-"""Data that is in no file: functions that give rows, called once, by who launches; what they give lies in the run's folder."""
+"""Data that is in no file: functions that give rows, called once, by who launches; what they give
+lies in the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -61,17 +63,29 @@ def source(tmp_path: Path, tiny_data: Path) -> Path:
 
 def run(package: Package, data: Any, run_dir: Path, **options: Any) -> list[float]:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(package, plan, data, run_dir=run_dir, **{"steps": STEPS, "compile": False, "backend": "local", **options})
+    trainload.launch(
+        package,
+        plan,
+        data,
+        run_dir=run_dir,
+        **{"steps": STEPS, "compile": False, "backend": "local", **options},
+    )
     return losses(read_events(run_dir))
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def expected(
+    tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[float]:
     return run(tiny, tiny_data, tmp_path_factory.mktemp("expected") / "run")
 
 
 def test_a_function_that_is_named_gives_the_rows_of_a_run(
-    tiny: Package, source: Path, expected: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Package,
+    source: Path,
+    expected: list[float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(tiny, f"python:{source}:rows", tmp_path / "run") == expected
     assert capsys.readouterr().out.count("called") == 1
@@ -87,7 +101,9 @@ def test_a_function_gets_its_arguments_as_texts(
     assert run(tiny, f"python:{source}:whole?path={tiny_data}", tmp_path / "run") == expected
 
 
-def test_a_function_that_is_passed_gives_the_rows_of_a_run(tiny: Package, tiny_data: Path, expected: list[float], tmp_path: Path) -> None:
+def test_a_function_that_is_passed_gives_the_rows_of_a_run(
+    tiny: Package, tiny_data: Path, expected: list[float], tmp_path: Path
+) -> None:
     def rows() -> Iterator[pa.Table]:
         tokens = np.load(tiny_data)["tokens"]
         for part in np.array_split(tokens, 3):
@@ -98,41 +114,83 @@ def test_a_function_that_is_passed_gives_the_rows_of_a_run(tiny: Package, tiny_d
     assert read_spec(tmp_path / "run").made["data"].endswith("rows")
 
 
-def test_held_out_data_is_made_too(tiny: Package, source: Path, tiny_data: Path, tmp_path: Path) -> None:
-    run(tiny, tiny_data, tmp_path / "run", eval_data=f"python:{source}:half?part=first", eval_batches=2)
+def test_held_out_data_is_made_too(
+    tiny: Package, source: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    run(
+        tiny,
+        tiny_data,
+        tmp_path / "run",
+        eval_data=f"python:{source}:half?part=first",
+        eval_batches=2,
+    )
     spec = read_spec(tmp_path / "run")
     assert spec.made.keys() == {"eval_data"}
     assert Path(str(spec.eval_data)).name == "eval.arrow"
     assert any(event.kind == "eval" for event in read_events(tmp_path / "run"))
 
 
-def test_an_argument_may_refer_to_a_secret(tiny: Package, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_may_refer_to_a_secret(
+    tiny: Package, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret-of-mine")
     run(tiny, f"python:{source}:half?part=second&token=${{env:MY_TOKEN}}", tmp_path / "run")
-    assert "secret-of-mine" not in "".join(path.read_text() for path in (tmp_path / "run").glob("*.json*"))
+    assert "secret-of-mine" not in "".join(
+        path.read_text() for path in (tmp_path / "run").glob("*.json*")
+    )
 
 
-def test_a_run_that_was_moved_goes_on_with_its_own_rows(tiny: Package, source: Path, expected: list[float], tmp_path: Path) -> None:
+def test_a_run_that_was_moved_goes_on_with_its_own_rows(
+    tiny: Package, source: Path, expected: list[float], tmp_path: Path
+) -> None:
     run(tiny, f"python:{source}:rows", tmp_path / "run", checkpoint_every=2)
     shutil.move(tmp_path / "run", tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoints" / f"step-{STEPS:08}")
     source.unlink()
     trainload.resume(tmp_path / "moved", backend="local")
-    starts = [event.data["step"] for event in read_events(tmp_path / "moved") if event.kind == "start"]
+    starts = [
+        event.data["step"] for event in read_events(tmp_path / "moved") if event.kind == "start"
+    ]
     assert starts == [0, 2]
     assert losses(read_events(tmp_path / "moved")) == expected
 
 
-def test_the_command_takes_a_function(source: Path, tiny: Package, expected: list[float], tmp_path: Path) -> None:
-    options = ["--run-dir", tmp_path / "run", "--steps", STEPS, "--no-compile", "--backend", "local"]
-    assert cli.run([str(part) for part in ("launch", tiny.path, "--data", f"python:{source}:rows", *options)]) == 0
+def test_the_command_takes_a_function(
+    source: Path, tiny: Package, expected: list[float], tmp_path: Path
+) -> None:
+    options = [
+        "--run-dir",
+        tmp_path / "run",
+        "--steps",
+        STEPS,
+        "--no-compile",
+        "--backend",
+        "local",
+    ]
+    assert (
+        cli.run(
+            [
+                str(part)
+                for part in ("launch", tiny.path, "--data", f"python:{source}:rows", *options)
+            ]
+        )
+        == 0
+    )
     assert losses(read_events(tmp_path / "run")) == expected
 
 
-def test_a_dry_run_makes_the_data_and_leaves_nothing(tiny: Package, source: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_dry_run_makes_the_data_and_leaves_nothing(
+    tiny: Package, source: Path, tiny_data: Path, tmp_path: Path
+) -> None:
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     report = trainload.dry_run(
-        tiny, plan, f"python:{source}:rows", run_dir=tmp_path / "runs" / "a", steps=STEPS, compile=False, backend="local"
+        tiny,
+        plan,
+        f"python:{source}:rows",
+        run_dir=tmp_path / "runs" / "a",
+        steps=STEPS,
+        compile=False,
+        backend="local",
     )
     assert report.rows == len(np.load(tiny_data)["tokens"])
     assert not (tmp_path / "runs").exists()
@@ -154,7 +212,9 @@ def test_a_dry_run_makes_the_data_and_leaves_nothing(tiny: Package, source: Path
         ("{source}:number", r"does not return rows.*got int"),
     ],
 )
-def test_what_gives_no_rows_says_why_and_leaves_nothing(tiny: Package, source: Path, tmp_path: Path, reference: str, told: str) -> None:
+def test_what_gives_no_rows_says_why_and_leaves_nothing(
+    tiny: Package, source: Path, tmp_path: Path, reference: str, told: str
+) -> None:
     with pytest.raises(DataError, match=told):
         run(tiny, "python:" + reference.format(source=source), tmp_path / "runs" / "a")
     assert not (tmp_path / "runs").exists()
@@ -186,7 +246,9 @@ def test_a_name_that_is_taken_is_said_before_the_function_is_called(
     assert "called" not in capsys.readouterr().out
 
 
-def test_files_in_the_runs_folder_that_others_put_there_stay(tiny: Package, source: Path, tmp_path: Path) -> None:
+def test_files_in_the_runs_folder_that_others_put_there_stay(
+    tiny: Package, source: Path, tmp_path: Path
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
     with pytest.raises(DataError):
@@ -205,10 +267,16 @@ def test_one_of_torchruns_processes_cannot_make_the_data(source: Path, tmp_path:
 
 
 def test_a_plan_of_another_package_is_said_before_the_function_is_called(
-    tiny: Package, packaged: Package, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Package,
+    packaged: Package,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = trainload.plan(packaged, trainload.Cluster(), "single")
     with pytest.raises(PlanError):
-        trainload.launch(tiny, plan, f"python:{source}:rows", run_dir=tmp_path / "runs" / "a", backend="local")
+        trainload.launch(
+            tiny, plan, f"python:{source}:rows", run_dir=tmp_path / "runs" / "a", backend="local"
+        )
     assert "called" not in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()

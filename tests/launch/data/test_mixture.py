@@ -36,11 +36,18 @@ def test_one_part_is_read_as_without_a_mixture() -> None:
 
 def test_every_cycle_has_each_parts_batches() -> None:
     for cycle in range(4):
-        assert Counter(ORDER.part(number)[0] for number in range(6 * cycle, 6 * cycle + 6)) == {0: 3, 1: 1, 2: 2}
+        assert Counter(ORDER.part(number)[0] for number in range(6 * cycle, 6 * cycle + 6)) == {
+            0: 3,
+            1: 1,
+            2: 2,
+        }
 
 
 def test_cycles_are_in_different_orders() -> None:
-    orders = {tuple(ORDER.part(number)[0] for number in range(6 * cycle, 6 * cycle + 6)) for cycle in range(10)}
+    orders = {
+        tuple(ORDER.part(number)[0] for number in range(6 * cycle, 6 * cycle + 6))
+        for cycle in range(10)
+    }
     assert len(orders) > 3
 
 
@@ -53,14 +60,20 @@ def test_a_batch_knows_how_many_of_its_part_came_before() -> None:
 
 
 def test_every_row_of_a_part_comes_once_in_each_of_its_epochs() -> None:
-    found = [ORDER.rows(part, before, 3, 0, 3) for part, before in map(ORDER.part, range(36)) if part == 1]
+    found = [
+        ORDER.rows(part, before, 3, 0, 3)
+        for part, before in map(ORDER.part, range(36))
+        if part == 1
+    ]
     stream = np.concatenate(found)
     assert [sorted(stream[start : start + 9]) for start in (0, 9)] == [list(range(9))] * 2
 
 
 def test_another_seed_gives_another_order() -> None:
     other = BatchOrder(8, ORDER.sizes, ORDER.counts)
-    assert [other.part(number) for number in range(24)] != [ORDER.part(number) for number in range(24)]
+    assert [other.part(number) for number in range(24)] != [
+        ORDER.part(number) for number in range(24)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +87,9 @@ def test_another_seed_gives_another_order() -> None:
         ((1, 1_000_000), (1, 1023)),
     ],
 )
-def test_weights_become_numbers_of_batches(weights: tuple[float, ...], counts: tuple[int, ...]) -> None:
+def test_weights_become_numbers_of_batches(
+    weights: tuple[float, ...], counts: tuple[int, ...]
+) -> None:
     assert cycle_counts(weights) == counts
 
 
@@ -84,7 +99,9 @@ def test_the_numbers_are_near_the_weights(weights: list[float]) -> None:
     assert min(counts) >= 1
     assert sum(counts) <= LONGEST_CYCLE
     for weight, count in zip(weights, counts, strict=True):
-        assert abs(count / sum(counts) - weight / sum(weights)) < len(weights) / LONGEST_CYCLE + 1e-9
+        assert (
+            abs(count / sum(counts) - weight / sum(weights)) < len(weights) / LONGEST_CYCLE + 1e-9
+        )
 
 
 def write(path: Path, content: object) -> Path:
@@ -93,8 +110,16 @@ def write(path: Path, content: object) -> Path:
 
 
 def test_paths_start_at_the_mixtures_folder(tmp_path: Path) -> None:
-    found = parts_of(write(tmp_path / "m.json", {"parts": [{"data": ["a.npz", "b.npz"]}, {"data": "/c.npz", "weight": 2.0}]}))
-    assert [part.source for part in found] == [[str(tmp_path / "a.npz"), str(tmp_path / "b.npz")], "/c.npz"]
+    found = parts_of(
+        write(
+            tmp_path / "m.json",
+            {"parts": [{"data": ["a.npz", "b.npz"]}, {"data": "/c.npz", "weight": 2.0}]},
+        )
+    )
+    assert [part.source for part in found] == [
+        [str(tmp_path / "a.npz"), str(tmp_path / "b.npz")],
+        "/c.npz",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -156,19 +181,32 @@ def rows_file(path: Path, count: int = 5, length: int = 6, **more: Any) -> Path:
 
 def lists_file(path: Path, length: int) -> Path:
     kind = pa.list_(pa.list_(pa.float32()))
-    pq.write_table(pa.table({"x": pa.array(np.ones((5, length, 4), np.float32).tolist(), type=kind)}), path)
+    pq.write_table(
+        pa.table({"x": pa.array(np.ones((5, length, 4), np.float32).tolist(), type=kind)}), path
+    )
     return path
 
 
-def test_each_part_is_opened_for_the_variant_that_takes_it(package: Package, tmp_path: Path) -> None:
+def test_each_part_is_opened_for_the_variant_that_takes_it(
+    package: Package, tmp_path: Path
+) -> None:
     rows_file(tmp_path / "plain.npz")
     rows_file(tmp_path / "masked.npz", 3, 4, mask=np.ones((3, 4), np.float32))
     lists_file(tmp_path / "lists.parquet", 3)
-    entries = [{"data": "plain.npz"}, {"data": "masked.npz"}, {"data": "lists.parquet", "constants": {"task": "b", "mask": None}}]
-    data = open_run_data(write(tmp_path / "m.json", {"parts": entries}), package, 2, tmp_path / "cache")
+    entries = [
+        {"data": "plain.npz"},
+        {"data": "masked.npz"},
+        {"data": "lists.parquet", "constants": {"task": "b", "mask": None}},
+    ]
+    data = open_run_data(
+        write(tmp_path / "m.json", {"parts": entries}), package, 2, tmp_path / "cache"
+    )
     assert [part.variant for part in data.parts] == ["", "masked", "b"]
     assert data.rows == check_run_data(tmp_path / "m.json", package, 2) == 13
-    assert {name: tuple(t.shape) for name, t in data.batch(1, np.array([2, 0])).items()} == {"mask": (2, 4), "x": (2, 4, 4)}
+    assert {name: tuple(t.shape) for name, t in data.batch(1, np.array([2, 0])).items()} == {
+        "mask": (2, 4),
+        "x": (2, 4, 4),
+    }
 
 
 def test_without_weights_the_rows_weigh(package: Package, tmp_path: Path) -> None:
@@ -183,7 +221,9 @@ def test_the_fingerprint_is_of_rows_constants_and_weights(package: Package, tmp_
     rows_file(tmp_path / "b.npz", 12)
 
     def fingerprint(*entries: dict[str, Any]) -> str:
-        return open_run_data(write(tmp_path / "m.json", {"parts": entries}), package, 2, tmp_path / "cache").fingerprint
+        return open_run_data(
+            write(tmp_path / "m.json", {"parts": entries}), package, 2, tmp_path / "cache"
+        ).fingerprint
 
     one, two = {"data": "a.npz"}, {"data": "b.npz"}
     several = [
@@ -199,7 +239,15 @@ def test_the_fingerprint_is_of_rows_constants_and_weights(package: Package, tmp_
 def test_a_part_alone_has_the_data_sets_fingerprint(package: Package, tmp_path: Path) -> None:
     path = rows_file(tmp_path / "a.npz")
     mixture = write(tmp_path / "m.json", {"parts": [{"data": "a.npz"}]})
-    assert len({open_run_data(source, package, 2, tmp_path / "cache").fingerprint for source in (path, mixture)}) == 1
+    assert (
+        len(
+            {
+                open_run_data(source, package, 2, tmp_path / "cache").fingerprint
+                for source in (path, mixture)
+            }
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,18 +255,29 @@ def test_a_part_alone_has_the_data_sets_fingerprint(package: Package, tmp_path: 
     [
         ({"data": "long.npz"}, r"part 2 .*long\.npz.*x\[1\]: expected 2 to 8, got 9"),
         ({"data": "long.parquet"}, r"part 2 .*x\[1\]: expected 2 to 8, got 9"),
-        ({"data": "wrong.npz"}, r"b: x: expected float32\[batch, x_1, 4\], got float64\[5, 6, 4\]|x: expected float32"),
+        (
+            {"data": "wrong.npz"},
+            r"b: x: expected float32\[batch, x_1, 4\], got float64\[5, 6, 4\]|x: expected float32",
+        ),
         ({"data": "fine.npz", "constants": {"task": "c"}}, "task: expected 'a', got 'c'"),
-        ({"data": "fine.npz", "constants": {"color": 1}}, "columns or constants that no graph takes: 'color'"),
+        (
+            {"data": "fine.npz", "constants": {"color": 1}},
+            "columns or constants that no graph takes: 'color'",
+        ),
         ({"data": "more.npz"}, "columns or constants that no graph takes: 'y'"),
-        ({"data": "uneven.npz"}, r"mask\[1\]: expected 6, got 5|x\[1\]: expected 5, as mask\[1\], got 6"),
+        (
+            {"data": "uneven.npz"},
+            r"mask\[1\]: expected 6, got 5|x\[1\]: expected 5, as mask\[1\], got 6",
+        ),
         ({"data": "words.parquet"}, "dtype that inputs do not support"),
         ({"data": "null.parquet"}, "nulls"),
         ({"data": "empty.npz"}, "empty"),
         ({"data": "gone.npz"}, "no data was found"),
     ],
 )
-def test_data_that_fits_no_variant_is_refused_with_its_part(package: Package, entry: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_data_that_fits_no_variant_is_refused_with_its_part(
+    package: Package, entry: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     rows_file(tmp_path / "fine.npz")
     rows_file(tmp_path / "long.npz", length=9)
     rows_file(tmp_path / "wrong.npz", x=np.ones((5, 6, 4)))
@@ -227,13 +286,18 @@ def test_data_that_fits_no_variant_is_refused_with_its_part(package: Package, en
     rows_file(tmp_path / "empty.npz", 0)
     lists_file(tmp_path / "long.parquet", 9)
     pq.write_table(pa.table({"x": ["a"]}), tmp_path / "words.parquet")
-    pq.write_table(pa.table({"x": pa.array([None], type=pa.list_(pa.list_(pa.float32())))}), tmp_path / "null.parquet")
+    pq.write_table(
+        pa.table({"x": pa.array([None], type=pa.list_(pa.list_(pa.float32())))}),
+        tmp_path / "null.parquet",
+    )
     mixture = write(tmp_path / "m.json", {"parts": [{"data": "fine.npz"}, entry]})
     with pytest.raises(DataError, match=said):
         check_run_data(mixture, package, 2)
 
 
-def test_a_length_outside_of_the_graphs_range_is_refused_without_variants_too(tmp_path: Path) -> None:
+def test_a_length_outside_of_the_graphs_range_is_refused_without_variants_too(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     job = trainload.Job(
         model=Model(),
@@ -244,7 +308,13 @@ def test_a_length_outside_of_the_graphs_range_is_refused_without_variants_too(tm
     package = trainload.freeze(job, tmp_path / "job.tl")
     plan = trainload.plan(package, trainload.Cluster(), "single")
     with pytest.raises(DataError, match=r"x\[1\]: expected 0 to 8, got 9"):
-        trainload.launch(package, plan, rows_file(tmp_path / "x.npz", length=9), run_dir=tmp_path / "run", backend="local")
+        trainload.launch(
+            package,
+            plan,
+            rows_file(tmp_path / "x.npz", length=9),
+            run_dir=tmp_path / "run",
+            backend="local",
+        )
     assert not (tmp_path / "run").exists()
 
 

@@ -19,7 +19,13 @@ from trainload.launching.data.run_data import OpenPart, RunData
 from trainload.launching.data.sampler import rows
 from trainload.sharding.plans.plan import Cluster, Estimate, Plan
 
-NOTHING = Estimate(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, gathered_bytes=0, communication_bytes_per_step=0)
+NOTHING = Estimate(
+    parameter_bytes=0,
+    gradient_bytes=0,
+    optimizer_bytes=0,
+    gathered_bytes=0,
+    communication_bytes_per_step=0,
+)
 
 
 def plan(world: int, accumulate: int, global_batch: int = 24) -> Plan:
@@ -41,28 +47,43 @@ def recipe(seed: int, *turns: TurnRecipe) -> Recipe:
 @pytest.fixture
 def dataset(tmp_path: Path) -> RunData:
     np.savez(tmp_path / "a.npz", x=np.arange(50, dtype=np.int64))
-    found = open_dataset(tmp_path / "a.npz", [InputSpec("x", "int64", ("batch",))], tmp_path / "cache")
+    found = open_dataset(
+        tmp_path / "a.npz", [InputSpec("x", "int64", ("batch",))], tmp_path / "cache"
+    )
     return RunData((OpenPart(found, {}, ""),), (1.0,))
 
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (1, 4), (3, 2), (4, 3), (24, 1)])
 def test_the_global_batch_does_not_depend_on_who_reads_it(world: int, accumulate: int) -> None:
     cut = plan(world, accumulate)
-    calls = [call for rank in range(world) for call in RankRows(recipe(5), BatchOrder(5, (50,)), cut, rank)(7)]
+    calls = [
+        call
+        for rank in range(world)
+        for call in RankRows(recipe(5), BatchOrder(5, (50,)), cut, rank)(7)
+    ]
     found = np.concatenate([call.rows for call in sorted(calls, key=lambda call: call.first_row)])
     assert np.array_equal(found, rows(5, 50, 7 * 24, 24))
 
 
 def test_microbatch_m_of_rank_r_is_chunk_m_times_world_plus_r() -> None:
     calls = RankRows(recipe(5), BatchOrder(5, (50,)), plan(3, 2), 1)(0)
-    assert [(call.microstep, call.first_row, len(call.rows)) for call in calls] == [(0, 4, 4), (1, 16, 4)]
+    assert [(call.microstep, call.first_row, len(call.rows)) for call in calls] == [
+        (0, 4, 4),
+        (1, 16, 4),
+    ]
 
 
 def test_batches_come_in_order_with_their_rows(dataset: RunData) -> None:
     which = RankRows(recipe(1), BatchOrder(1, (50,)), plan(2, 2), 0)
     with BatchStream(dataset, which, 3, 8) as stream:
-        found = [(call.step, call.microstep, call.first_row, call.batch["x"].tolist()) for call in stream]
-    wanted = [(c.step, c.microstep, c.first_row, c.rows.tolist()) for step in range(3, 8) for c in which(step)]
+        found = [
+            (call.step, call.microstep, call.first_row, call.batch["x"].tolist()) for call in stream
+        ]
+    wanted = [
+        (c.step, c.microstep, c.first_row, c.rows.tolist())
+        for step in range(3, 8)
+        for c in which(step)
+    ]
     assert found == wanted
 
 
@@ -101,7 +122,9 @@ def test_an_error_in_the_thread_is_raised_in_its_turn(dataset: RunData) -> None:
 
 def test_closing_joins_the_thread(dataset: RunData) -> None:
     before = set(threading.enumerate())
-    stream = BatchStream(dataset, RankRows(recipe(1), BatchOrder(1, (50,)), plan(1, 1), 0), 0, 10**6)
+    stream = BatchStream(
+        dataset, RankRows(recipe(1), BatchOrder(1, (50,)), plan(1, 1), 0), 0, 10**6
+    )
     next(stream)
     stream.close()
     stream.close()

@@ -1,4 +1,6 @@
-"""Evaluation graphs are derived and compiled only for runs with held-out data; builds share compiled graphs."""
+"""Evaluation graphs are derived and compiled only for runs with held-out data; builds share
+compiled graphs.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +63,29 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_with_held_out_data_takes_over_what_one_without_has_compiled(
-    tiny: Package, plan: Plan, tiny_data: Path, held_out: Path, tmp_path: Path, cache: Path, compiled: list[str]
+    tiny: Package,
+    plan: Plan,
+    tiny_data: Path,
+    held_out: Path,
+    tmp_path: Path,
+    cache: Path,
+    compiled: list[str],
 ) -> None:
     trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "without", steps=1, backend="local")
     assert compiled == ["train.only", "train.update"]
-    assert (is_compiled(tiny, plan, cache, evaluates=False), is_compiled(tiny, plan, cache, evaluates=True)) == (True, False)
-    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "with", eval_data=held_out, steps=1, backend="local")
+    assert (
+        is_compiled(tiny, plan, cache, evaluates=False),
+        is_compiled(tiny, plan, cache, evaluates=True),
+    ) == (True, False)
+    trainload.launch(
+        tiny,
+        plan,
+        tiny_data,
+        run_dir=tmp_path / "with",
+        eval_data=held_out,
+        steps=1,
+        backend="local",
+    )
     assert compiled == ["train.only", "train.update", "eval"]
     assert is_compiled(tiny, plan, cache, evaluates=True)
 
@@ -86,9 +105,23 @@ def test_a_build_does_not_make_room_of_the_one_that_it_takes_over(
 
 @pytest.mark.slow
 def test_a_run_without_held_out_data_takes_the_build_of_one_with_some(
-    tiny: Package, plan: Plan, tiny_data: Path, held_out: Path, tmp_path: Path, cache: Path, compiled: list[str]
+    tiny: Package,
+    plan: Plan,
+    tiny_data: Path,
+    held_out: Path,
+    tmp_path: Path,
+    cache: Path,
+    compiled: list[str],
 ) -> None:
-    trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "with", eval_data=held_out, steps=1, backend="local")
+    trainload.launch(
+        tiny,
+        plan,
+        tiny_data,
+        run_dir=tmp_path / "with",
+        eval_data=held_out,
+        steps=1,
+        backend="local",
+    )
     compiled.clear()
     assert is_compiled(tiny, plan, cache, evaluates=False)
     trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "without", steps=1, backend="local")
@@ -97,7 +130,13 @@ def test_a_run_without_held_out_data_takes_the_build_of_one_with_some(
 
 @pytest.mark.slow
 def test_what_nobody_uses_makes_room_and_is_compiled_again(
-    tiny: Package, plan: Plan, tiny_data: Path, tmp_path: Path, cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+    tiny: Package,
+    plan: Plan,
+    tiny_data: Path,
+    tmp_path: Path,
+    cache: Path,
+    compiled: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = in_use()
     trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "first", steps=1, backend="local")
@@ -106,6 +145,11 @@ def test_what_nobody_uses_makes_room_and_is_compiled_again(
     assert is_compiled(tiny, plan, cache, evaluates=False), "this process uses it"
     leave(but=before)
     make_room(cache)
-    assert [path for kind in ("compiled", "kernels") for path in (cache / kind).iterdir() if path.is_dir()] == []
+    assert [
+        path
+        for kind in ("compiled", "kernels")
+        for path in (cache / kind).iterdir()
+        if path.is_dir()
+    ] == []
     trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "second", steps=1, backend="local")
     assert compiled == 2 * ["train.only", "train.update"]

@@ -37,7 +37,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     leave(but=before)
 
 
-def entry(cache: Path, name: str, *, age: float, used: bool = False, kind: str = "packages") -> Path:
+def entry(
+    cache: Path, name: str, *, age: float, used: bool = False, kind: str = "packages"
+) -> Path:
     """An entry that was last used so many seconds ago."""
     before = in_use()
     folder = cache / kind / name
@@ -90,9 +92,12 @@ def test_what_another_process_uses_stays_until_it_ends(cache: Path) -> None:
     for age in (30, 20, 10):
         entry(cache, str(age), age=age)
     code = (
-        f"import pathlib, sys; from trainload.launching.node.cache import use; use(pathlib.Path({str(old)!r})); print(); sys.stdin.read()"
+        "import pathlib, sys; from trainload.launching.node.cache import use;"
+        f" use(pathlib.Path({str(old)!r})); print(); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
         os.utime(old.with_name("40.used"), (0, 0))
@@ -104,7 +109,9 @@ def test_what_another_process_uses_stays_until_it_ends(cache: Path) -> None:
     assert names(cache) == {"10", "5"}
 
 
-def test_a_folder_that_cannot_be_written_is_used_all_the_same(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_used_all_the_same(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: object) -> int:
         raise OSError(errno.EROFS, "read-only")
 
@@ -130,25 +137,38 @@ def test_what_a_killed_process_had_begun_to_remove_goes(cache: Path) -> None:
     assert names(cache) == set()
 
 
-def test_without_a_size_a_tenth_of_the_disk_is_left_free(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_size_a_tenth_of_the_disk_is_left_free(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for age in (30, 20, 10):
         entry(cache, str(age), age=age)
     monkeypatch.delenv(SIZE_VARIABLE)
-    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_bavail=11 - len(names(cache)), f_blocks=100))
+    monkeypatch.setattr(
+        os, "statvfs", lambda _path: SimpleNamespace(f_bavail=11 - len(names(cache)), f_blocks=100)
+    )
     make_room(cache)
     assert names(cache) == {"10"}
 
 
 def test_a_size_that_is_none_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SIZE_VARIABLE, "much")
-    with pytest.raises(RequestError, match=r"TRAINLOAD_CACHE_GIB: this is not a size \(expected a number of GiB, got much\)"):
+    with pytest.raises(
+        RequestError,
+        match=r"TRAINLOAD_CACHE_GIB: this is not a size \(expected a number of GiB, got much\)",
+    ):
         make_room(cache)
 
 
-def test_releases_that_are_fetched_take_the_place_of_others(packaged: Package, tmp_path: Path, cache: Path) -> None:
+def test_releases_that_are_fetched_take_the_place_of_others(
+    packaged: Package, tmp_path: Path, cache: Path
+) -> None:
     push(packaged.path, tmp_path / "store", line="line")
     for number in (2, 3):
-        push(retrained(packaged, tmp_path / f"{number}.tl", "lin.weight", by=float(number)).path, tmp_path / "store", line="line")
+        push(
+            retrained(packaged, tmp_path / f"{number}.tl", "lin.weight", by=float(number)).path,
+            tmp_path / "store",
+            line="line",
+        )
     before = in_use()
     for number in (1, 2, 3):
         leave(but=before)
@@ -166,4 +186,5 @@ def test_data_that_is_converted_takes_the_place_of_others(tmp_path: Path, cache:
         trainload.write_rows([{"x": rows}], tmp_path / f"{number}.arrow")
         data = open_dataset(str(tmp_path / f"{number}.arrow"), [spec], cache / "data")
         assert np.array_equal(data.batch(np.arange(250))["x"].numpy(), rows)
-    assert len(list((cache / "data").glob("*/columns.json"))) == 2  # of 2.1 KiB each: the last one was not yet counted
+    # of 2.1 KiB each: the last one was not yet counted
+    assert len(list((cache / "data").glob("*/columns.json"))) == 2

@@ -1,4 +1,6 @@
-"""Packages that bring the operators they call: made so, refused without the user's word, trained where the library is not installed."""
+"""Packages that bring the operators they call: made so, refused without the user's word, trained
+where the library is not installed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def elsewhere(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elsewhere")
     shutil.copytree(source / "package.tl", folder / "package.tl")
     shutil.rmtree(folder / "package.tl" / "debug")
-    np.savez(folder / "data.npz", x=np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32))
+    np.savez(
+        folder / "data.npz", x=np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32)
+    )
     return folder
 
 
@@ -62,7 +66,9 @@ def freeze(folder: Path, output: str, *options: str) -> None:
 
 
 def library(package: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((package / "manifest.json").read_bytes())["op_libraries"][NAMESPACE]
+    found: dict[str, Any] = json.loads((package / "manifest.json").read_bytes())["op_libraries"][
+        NAMESPACE
+    ]
     return found
 
 
@@ -100,7 +106,10 @@ def test_the_package_says_what_registers_its_operators(source: Path) -> None:
     assert found["modules"] == [MODULE]
     assert found["wheels"] == [f"extensions/{MODULE}-0-py3-none-any.whl"]
     assert found["digest"] is not None
-    assert json.loads((source / "package.tl" / "manifest.json").read_bytes())["features"] == ["custom-ops", "extensions"]
+    assert json.loads((source / "package.tl" / "manifest.json").read_bytes())["features"] == [
+        "custom-ops",
+        "extensions",
+    ]
 
 
 def test_every_byte_of_it_is_verified(copied: Path) -> None:
@@ -110,34 +119,48 @@ def test_every_byte_of_it_is_verified(copied: Path) -> None:
 
 
 def test_a_wheel_that_lacks_the_module_is_found_by_verify(copied: Path) -> None:
-    edit_manifest(copied, lambda manifest: manifest["op_libraries"][NAMESPACE].update(modules=["other"]))
+    edit_manifest(
+        copied, lambda manifest: manifest["op_libraries"][NAMESPACE].update(modules=["other"])
+    )
     (problem,) = verify_package(copied).problems
     assert "has no module other" in problem.problem
 
 
 @pytest.mark.slow
-def test_a_module_that_needs_what_the_wheel_lacks_is_not_bundled(source: Path, tmp_path: Path) -> None:
+def test_a_module_that_needs_what_the_wheel_lacks_is_not_bundled(
+    source: Path, tmp_path: Path
+) -> None:
     (tmp_path / "beside.py").write_text("")
-    (tmp_path / f"{MODULE}.py").write_text(f"import beside\n{(source / f'{MODULE}.py').read_text()}")
+    (tmp_path / f"{MODULE}.py").write_text(
+        f"import beside\n{(source / f'{MODULE}.py').read_text()}"
+    )
     (tmp_path / "job.py").write_text(JOB.replace("operators", MODULE))
-    line = refused_apart(["freeze", "job.py:job", "-o", "package.tl", "--bundle-ops"], tmp_path, write_no_bytecode)
+    line = refused_apart(
+        ["freeze", "job.py:job", "-o", "package.tl", "--bundle-ops"], tmp_path, write_no_bytecode
+    )
     assert "cannot be imported from their wheels alone" in line
     assert "No module named 'beside'" in line
 
 
 @pytest.mark.slow
-def test_the_same_job_with_the_library_s_wheel_given_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
+def test_the_same_job_with_the_library_s_wheel_given_gives_the_same_bytes(
+    source: Path, tmp_path: Path
+) -> None:
     for name in ("job.py", f"{MODULE}.py"):
         shutil.copy(source / name, tmp_path / name)
     (wheel,) = (source / "package.tl" / "extensions").iterdir()
     freeze(tmp_path, "again.tl", "--wheel", str(wheel))
-    assert (tmp_path / "again.tl" / "manifest.json").read_bytes() == (source / "package.tl" / "manifest.json").read_bytes()
+    assert (tmp_path / "again.tl" / "manifest.json").read_bytes() == (
+        source / "package.tl" / "manifest.json"
+    ).read_bytes()
 
 
 # Not without the user's word
 
 
-def test_without_the_word_the_refusal_says_what_is_missing_and_how_to_get_it(elsewhere: Path) -> None:
+def test_without_the_word_the_refusal_says_what_is_missing_and_how_to_get_it(
+    elsewhere: Path,
+) -> None:
     line = refused_apart(["ops", "package.tl"], elsewhere)
     assert NAMESPACE in line
     assert f"sha256 {library(elsewhere / 'package.tl')['digest']}" in line
@@ -177,7 +200,9 @@ def test_one_place_decides(copied: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_that_takes_signed_libraries_stands_for_the_word(copied: Path, elsewhere: Path, signers: Signers, tmp_path: Path) -> None:
+def test_a_policy_that_takes_signed_libraries_stands_for_the_word(
+    copied: Path, elsewhere: Path, signers: Signers, tmp_path: Path
+) -> None:
     policy = tmp_path / "policy.toml"
     policy.write_text(f'extensions = "signed"\nidentities = ["{signers.alice.public}"]\n')
     launch: list[str | Path] = [
@@ -191,7 +216,9 @@ def test_a_policy_that_takes_signed_libraries_stands_for_the_word(copied: Path, 
         "local",
         "--no-compile",
     ]
-    assert "it is not signed as required" in refused_apart(["--policy", str(policy), *launch], tmp_path)
+    assert "it is not signed as required" in refused_apart(
+        ["--policy", str(policy), *launch], tmp_path
+    )
     sign(copied, signers.alice.key, name="alice")
     told = json_said("--policy", policy, *launch, cwd=tmp_path)
     assert told["first_loss"] == pytest.approx(expected_loss(), rel=1e-6)
@@ -203,14 +230,20 @@ def test_a_policy_that_takes_signed_libraries_stands_for_the_word(copied: Path, 
 
 def test_a_wheel_for_another_machine_is_refused_by_its_tags(copied: Path) -> None:
     renamed(copied, f"{MODULE}-0-cp38-cp38-win_amd64.whl")
-    with pytest.raises(PackageError, match=r"supports this Python and machine.*got cp38-cp38-win_amd64.*install"):
+    with pytest.raises(
+        PackageError, match=r"supports this Python and machine.*got cp38-cp38-win_amd64.*install"
+    ):
         trainload.open(copied, trust_extensions=True)
 
 
 def test_a_wheel_whose_requirements_are_not_met_is_refused_by_their_names(copied: Path) -> None:
-    metadata = f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 0\nRequires-Dist: none-of-this-name>=2\n"
+    metadata = (
+        f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 0\nRequires-Dist: none-of-this-name>=2\n"
+    )
     replaced(copied, {f"{MODULE}-0.dist-info/METADATA": metadata})
-    with pytest.raises(PackageError, match=r"requires distributions that are not installed.*none-of-this-name>=2"):
+    with pytest.raises(
+        PackageError, match=r"requires distributions that are not installed.*none-of-this-name>=2"
+    ):
         trainload.open(copied, trust_extensions=True)
 
 
@@ -230,8 +263,25 @@ def test_a_wheel_that_was_changed_is_refused_before_it_is_unpacked(copied: Path)
 @pytest.fixture(scope="module")
 def run(elsewhere: Path) -> Any:
     """What a run in this folder came to."""
-    options = ["--data", "data.npz", "--run-dir", "run", "--backend", "local", "--no-compile", "--output", "trained.tl"]
-    return json_said("--trust-extensions", "launch", "package.tl", *options, cwd=elsewhere, first=demand_that_it_is_not_here)
+    options = [
+        "--data",
+        "data.npz",
+        "--run-dir",
+        "run",
+        "--backend",
+        "local",
+        "--no-compile",
+        "--output",
+        "trained.tl",
+    ]
+    return json_said(
+        "--trust-extensions",
+        "launch",
+        "package.tl",
+        *options,
+        cwd=elsewhere,
+        first=demand_that_it_is_not_here,
+    )
 
 
 def demand_that_it_is_not_here() -> None:
@@ -264,10 +314,14 @@ def test_a_pass_keeps_the_wheel(elsewhere: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_workers_on_ray_that_lack_the_library_compile_and_train(elsewhere: Path, tmp_path: Path) -> None:
+def test_workers_on_ray_that_lack_the_library_compile_and_train(
+    elsewhere: Path, tmp_path: Path
+) -> None:
     package = trainload.open(elsewhere / "package.tl", trust_extensions=True)
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2))
-    result = trainload.launch(package, plan, elsewhere / "data.npz", run_dir=tmp_path / "run", trust_extensions=True)
+    result = trainload.launch(
+        package, plan, elsewhere / "data.npz", run_dir=tmp_path / "run", trust_extensions=True
+    )
     assert result.steps == 3
     assert result.first_loss == pytest.approx(expected_loss(), rel=1e-5)
 
@@ -277,5 +331,9 @@ def test_the_wheel_lies_unpacked_where_only_its_user_may_write(elsewhere: Path) 
     folder = default_cache_dir() / "extensions"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (name,) = library(elsewhere / "package.tl")["wheels"]
-    digest = json.loads((elsewhere / "package.tl" / "manifest.json").read_bytes())["files"][name]["sha256"]
-    assert (folder / digest / f"{MODULE}.py").read_text() == LIBRARY.replace("launch_library", NAMESPACE)
+    digest = json.loads((elsewhere / "package.tl" / "manifest.json").read_bytes())["files"][name][
+        "sha256"
+    ]
+    assert (folder / digest / f"{MODULE}.py").read_text() == LIBRARY.replace(
+        "launch_library", NAMESPACE
+    )

@@ -1,4 +1,6 @@
-"""Packages that lie in stores: fetched once on each node, held to what the run was launched with, and run as any other."""
+"""Packages that lie in stores: fetched once on each node, held to what the run was launched with,
+and run as any other.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,16 @@ def launch(package: Package, data: Path, run_dir: Path, **options: Any) -> train
 
 
 @pytest.mark.slow
-def test_a_release_trains_as_the_package_that_was_pushed(tiny: Package, tiny_data: Path, store: Path, tmp_path: Path) -> None:
+def test_a_release_trains_as_the_package_that_was_pushed(
+    tiny: Package, tiny_data: Path, store: Path, tmp_path: Path
+) -> None:
     here = launch(tiny, tiny_data, tmp_path / "here", output=tmp_path / "here.tl")
-    there = launch(trainload.open(f"{store}#gpt/1"), tiny_data, tmp_path / "there", output=tmp_path / "there.tl")
+    there = launch(
+        trainload.open(f"{store}#gpt/1"),
+        tiny_data,
+        tmp_path / "there",
+        output=tmp_path / "there.tl",
+    )
     assert there.output_digest == here.output_digest
     assert losses(read_events(there.run_dir)) == losses(read_events(here.run_dir))
     assert read_spec(there.run_dir).package == f"{store}#gpt/1"
@@ -78,7 +87,16 @@ def test_the_command_line_launches_a_release_and_says_which(
 ) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}"
     trainload.push(tiny.path, url, line="gpt")
-    arguments = ["launch", f"{url}{name}", "--data", str(tiny_data), "--run-dir", str(tmp_path / "run"), "--steps", "2"]
+    arguments = [
+        "launch",
+        f"{url}{name}",
+        "--data",
+        str(tiny_data),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--steps",
+        "2",
+    ]
     assert cli.run([*arguments, "--backend", "local", "--no-compile"]) == 0, capsys.readouterr().err
     assert read_spec(tmp_path / "run").package == f"{url}#gpt/1"
     assert read_spec(tmp_path / "run").digest == tiny.digest
@@ -114,18 +132,34 @@ def test_step_graphs_are_derived_once_for_all_releases_of_a_program(
 
     monkeypatch.setattr(step_graphs, "derive", counted)
     two = trainload.Cluster(devices_per_node=2)
-    plans = [trainload.plan(trainload.open(f"{store}#gpt/{number}"), two, tensor_ranks=2) for number in (1, 2)]
+    plans = [
+        trainload.plan(trainload.open(f"{store}#gpt/{number}"), two, tensor_ranks=2)
+        for number in (1, 2)
+    ]
     assert plans[0].buckets == plans[1].buckets
     assert derived == ["train"]
 
 
 @pytest.mark.slow
-def test_the_processes_of_a_node_fetch_it_once(tiny: Package, s3: str, cache: Path, tmp_path: Path) -> None:
+def test_the_processes_of_a_node_fetch_it_once(
+    tiny: Package, s3: str, cache: Path, tmp_path: Path
+) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}"
     trainload.push(tiny.path, url, line="gpt")
     told = [tmp_path / f"{number}.out" for number in range(3)]
     with wire_to(s3) as wire:
-        ranks = [start(say_fetched, f"{url}#gpt/1", cache, tiny.digest, cwd=tmp_path, log=log, variables=os.environ) for log in told]
+        ranks = [
+            start(
+                say_fetched,
+                f"{url}#gpt/1",
+                cache,
+                tiny.digest,
+                cwd=tmp_path,
+                log=log,
+                variables=os.environ,
+            )
+            for log in told
+        ]
         for rank in ranks:
             rank.join(100)
         end(ranks)
@@ -146,37 +180,58 @@ def gets(wire: Wire) -> list[str]:
     return [line.split()[1] for line in wire.seen if line.startswith("GET") and "/blobs/" in line]
 
 
-def test_what_is_damaged_in_the_store_is_not_launched(tiny: Package, store: Path, cache: Path) -> None:
-    blob = store / blob_path(next(entry.sha256 for path, entry in tiny.manifest.files.items() if path.endswith(".safetensors")))
+def test_what_is_damaged_in_the_store_is_not_launched(
+    tiny: Package, store: Path, cache: Path
+) -> None:
+    blob = store / blob_path(
+        next(
+            entry.sha256
+            for path, entry in tiny.manifest.files.items()
+            if path.endswith(".safetensors")
+        )
+    )
     blob.write_bytes(blob.read_bytes()[:-1] + b"\xff")
     with pytest.raises(IntegrityError, match="differs from the published one"):
         trainload.open(f"{store}#gpt/1")
     assert [path for path in (cache / "packages").iterdir() if path.is_dir()] == []
 
 
-def test_a_package_that_was_changed_in_the_cache_is_noticed(tiny: Package, tiny_data: Path, store: Path, tmp_path: Path) -> None:
+def test_a_package_that_was_changed_in_the_cache_is_noticed(
+    tiny: Package, tiny_data: Path, store: Path, tmp_path: Path
+) -> None:
     package = trainload.open(f"{store}#gpt/1")
     weights = next(package.path.rglob("model-*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     with pytest.raises(IntegrityError):
         launch(trainload.open(f"{store}#gpt/1"), tiny_data, tmp_path / "run")
-    (package.path / "manifest.json").write_bytes((package.path / "manifest.json").read_bytes() + b" ")
+    (package.path / "manifest.json").write_bytes(
+        (package.path / "manifest.json").read_bytes() + b" "
+    )
     with pytest.raises(IntegrityError, match="in the cache has changed"):
         trainload.open(f"{store}#gpt/1")
 
 
-def test_a_release_that_is_another_package_than_the_run_s_is_not_fetched(store: Path, newer: Package, cache: Path) -> None:
+def test_a_release_that_is_another_package_than_the_run_s_is_not_fetched(
+    store: Path, newer: Package, cache: Path
+) -> None:
     with pytest.raises(IntegrityError, match="not the package that the run was launched with"):
         fetched(f"{store}#gpt/1", cache, newer.digest)
 
 
 def test_every_node_holds_a_fetched_package_to_its_own_policy(
-    tiny_data: Path, store: Path, cache: Path, signers: Signers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path,
+    store: Path,
+    cache: Path,
+    signers: Signers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(policies, "SYSTEM_POLICY", tmp_path / "system.toml")
     launch(trainload.open(f"{store}#gpt/1"), tiny_data, tmp_path / "run")
     shutil.rmtree(cache)  # another node
-    (tmp_path / "policy.toml").write_text(f'require_signature = true\nidentities = ["{signers.alice.public}"]\n')
+    (tmp_path / "policy.toml").write_text(
+        f'require_signature = true\nidentities = ["{signers.alice.public}"]\n'
+    )
     monkeypatch.setenv(POLICY, str(tmp_path / "policy.toml"))
     with pytest.raises(PolicyError):
         frozen_package(read_spec(tmp_path / "run"))
@@ -206,7 +261,12 @@ def test_a_folder_is_no_reference_whatever_its_name(tiny: Package, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("package", "name"),
-    [("a/gpt.tl", "gpt"), ("s3://b/store#gpt/2", "gpt"), ("s3://b/store", "store"), ("oci://h:5000/models/gpt:v2", "gpt")],
+    [
+        ("a/gpt.tl", "gpt"),
+        ("s3://b/store#gpt/2", "gpt"),
+        ("s3://b/store", "store"),
+        ("oci://h:5000/models/gpt:v2", "gpt"),
+    ],
 )
 def test_a_run_is_called_after_what_it_trains(package: str, name: str) -> None:
     assert run_name(package) == name

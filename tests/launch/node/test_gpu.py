@@ -1,4 +1,7 @@
-"""Launches on a GPU: training is as in eager PyTorch, faults of data and memory are told. `make gpu` runs them where there is a GPU."""
+"""Launches on a GPU: training is as in eager PyTorch, faults of data and memory are told.
+
+`make gpu` runs them where there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ from trainload.launching.run.journal import Event, read_events
 from trainload.launching.worker.row_limit import free_bytes
 from trainload.packaging.package import Package
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
 
 WORDS, LENGTH, WIDTH, ROWS, STEPS, SEED = 97, 16, 32, 8, 6, 3
 BAD = int(rows(SEED, ROWS * STEPS, ROWS, ROWS)[5])
@@ -66,7 +73,9 @@ def adamw(model: nn.Module) -> optim.Optimizer:
 def job(loss: Any = of_words) -> trainload.Job:
     torch.manual_seed(0)
     batch = {"tokens": torch.randint(WORDS, (4, LENGTH + 1))}
-    return trainload.Job(Words(), batch, adamw, loss=loss, steps=STEPS, global_batch=ROWS, seed=SEED)
+    return trainload.Job(
+        Words(), batch, adamw, loss=loss, steps=STEPS, global_batch=ROWS, seed=SEED
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +101,14 @@ def ray_cluster() -> Iterator[None]:
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's own
-            ray.init(address="local", num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address="local",
+                num_cpus=4,
+                num_gpus=1,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         yield
         ray.shutdown()
 
@@ -114,7 +130,9 @@ def tokens(folder: Path, bad: int | None = None) -> Path:
     return folder / "rows.npz"
 
 
-def launched(package: Package, data: Path, folder: Path, backend: Backend, **options: Any) -> list[Event]:
+def launched(
+    package: Package, data: Path, folder: Path, backend: Backend, **options: Any
+) -> list[Event]:
     plan = trainload.plan(package, trainload.Cluster(device="cuda"), "single")
     trainload.launch(package, plan, data, run_dir=folder / "run", backend=backend, **options)
     return list(read_events(folder / "run"))
@@ -142,15 +160,23 @@ def warned(events: list[Event]) -> list[str]:
     return [event.data["message"] for event in events if event.kind == "warning"]
 
 
-def test_a_run_trains_as_eager_and_no_graph_runs_interpreted(package: Package, tmp_path: Path, backend: Backend) -> None:
+def test_a_run_trains_as_eager_and_no_graph_runs_interpreted(
+    package: Package, tmp_path: Path, backend: Backend
+) -> None:
     events = launched(package, tokens(tmp_path), tmp_path, backend)
-    torch.testing.assert_close(losses(events), eager(job(), tmp_path / "rows.npz"), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        losses(events), eager(job(), tmp_path / "rows.npz"), rtol=1e-4, atol=0
+    )
     assert warned(events) == []
 
 
 def test_in_bfloat16_too(tmp_path: Path) -> None:
-    events = launched(trainload.freeze(job(in_bfloat16), tmp_path / "job.tl"), tokens(tmp_path), tmp_path, "local")
-    torch.testing.assert_close(losses(events), eager(job(), tmp_path / "rows.npz"), rtol=2e-2, atol=0)
+    events = launched(
+        trainload.freeze(job(in_bfloat16), tmp_path / "job.tl"), tokens(tmp_path), tmp_path, "local"
+    )
+    torch.testing.assert_close(
+        losses(events), eager(job(), tmp_path / "rows.npz"), rtol=2e-2, atol=0
+    )
     assert warned(events) == []
 
 
@@ -163,7 +189,9 @@ def test_a_resumed_run_is_the_same(package: Package, tmp_path: Path, backend: Ba
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
-def test_a_token_out_of_range_is_told_with_its_row(package: Package, tmp_path: Path, ray_cluster: None, compiled: bool) -> None:
+def test_a_token_out_of_range_is_told_with_its_row(
+    package: Package, tmp_path: Path, ray_cluster: None, compiled: bool
+) -> None:
     # On Ray: a kernel's assertion leaves the process without its GPU.
     with pytest.raises(DataError) as caught:
         launched(package, tokens(tmp_path, WORDS), tmp_path, "ray", compile=compiled)
@@ -178,18 +206,27 @@ def but(room: int) -> Tensor:
     return torch.empty(free_bytes(torch.device("cuda", 0)) - room, dtype=torch.uint8, device="cuda")
 
 
-def test_the_error_says_what_was_held_and_which_plan_needs_less(wide: Package, tmp_path: Path) -> None:
+def test_the_error_says_what_was_held_and_which_plan_needs_less(
+    wide: Package, tmp_path: Path
+) -> None:
     np.savez(tmp_path / "rows.npz", x=np.zeros((WIDE_ROWS, WIDE_WIDTH), np.float32))
     held = but(GIB // 2)
     with pytest.raises(OutOfMemoryError) as caught:
         launched(wide, tmp_path / "rows.npz", tmp_path, "local", compile=False)
     del held
     assert "rank 0 ran out of memory" in str(caught.value)
-    assert re.search(r"A plan with --strategy single .*--accumulate \d+ was estimated to need", str(caught.value))
+    assert re.search(
+        r"A plan with --strategy single .*--accumulate \d+ was estimated to need", str(caught.value)
+    )
 
 
-def test_graphs_are_compared_on_fewer_rows_where_memory_is_short(wide: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.savez(tmp_path / "rows.npz", x=np.random.default_rng(0).standard_normal((WIDE_ROWS, WIDE_WIDTH), np.float32))
+def test_graphs_are_compared_on_fewer_rows_where_memory_is_short(
+    wide: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(
+        tmp_path / "rows.npz",
+        x=np.random.default_rng(0).standard_normal((WIDE_ROWS, WIDE_WIDTH), np.float32),
+    )
     for number in range(2):  # the second one compares nothing
         torch.cuda.reset_peak_memory_stats()
         launched(wide, tmp_path / "rows.npz", tmp_path / f"free-{number}", "local")
@@ -198,7 +235,11 @@ def test_graphs_are_compared_on_fewer_rows_where_memory_is_short(wide: Package, 
     held = but(room)
     events = launched(wide, tmp_path / "rows.npz", tmp_path, "local")
     assert warned(events) == [] and len(losses(events)) == 2
-    assert any(event.kind == "stage" and event.data["name"] == "compare compiled graphs" for event in events)
-    with pytest.raises(OutOfMemoryError):  # interpreted, all rows need more than that; the error keeps what was computed
+    assert any(
+        event.kind == "stage" and event.data["name"] == "compare compiled graphs"
+        for event in events
+    )
+    # interpreted, all rows need more than that; the error keeps what was computed
+    with pytest.raises(OutOfMemoryError):
         launched(wide, tmp_path / "rows.npz", tmp_path / "interpreted", "local", compile=False)
     del held

@@ -20,7 +20,9 @@ def others() -> set[str]:
 
 @pytest.fixture
 def alone(others: set[str], tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield
     if dist.is_initialized():
         leave_groups()
@@ -29,7 +31,8 @@ def alone(others: set[str], tmp_path: Path) -> Iterator[None]:
 def gloos_threads() -> set[str]:
     found = set()
     for each in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # another thread, which has ended since
+        # another thread, which has ended since
+        with suppress(FileNotFoundError, ProcessLookupError):
             if "gloo" in (each / "comm").read_text():
                 found.add(each.name)
     return found

@@ -1,4 +1,6 @@
-"""A package that calls operators of another library trains where its owner names the library, and nowhere else."""
+"""A package that calls operators of another library trains where its owner names the library, and
+nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libraries")
     (folder / "operators.py").write_text(LIBRARY)
     (folder / "job.py").write_text(JOB)
-    np.savez(folder / "data.npz", x=np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32))
+    np.savez(
+        folder / "data.npz", x=np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32)
+    )
     status, _, err = done("freeze", "job.py:job", "-o", "package.tl", cwd=folder)
     assert status == 0, err
     return folder
@@ -98,9 +102,17 @@ def test_the_manifest_says_what_registers_the_operators(folder: Path) -> None:
     }
 
 
-def test_a_library_that_is_another_than_at_the_freeze_is_told_of(folder: Path, tmp_path: Path) -> None:
+def test_a_library_that_is_another_than_at_the_freeze_is_told_of(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "operators.py").write_text(f"{LIBRARY}\n# changed\n")
-    status, _, err = done("--library", f"launch_library={tmp_path / 'operators.py'}", "inspect", "package.tl", cwd=folder)
+    status, _, err = done(
+        "--library",
+        f"launch_library={tmp_path / 'operators.py'}",
+        "inspect",
+        "package.tl",
+        cwd=folder,
+    )
     assert status == 0, err
     assert "warning: the package was made with the operators launch_library" in err
     assert "whose files differ here" in err
@@ -124,8 +136,19 @@ def test_a_library_that_is_not_there_is_named(folder: Path) -> None:
 @pytest.mark.matrix("False")
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_package_trains_with_the_library(folder: Path, compiled: bool) -> None:
-    words = ["--library", "launch_library=operators.py", "launch", "package.tl", "--data", "data.npz", "--run-dir", f"run-{compiled}"]
-    found = json_said(*words, "--backend", "local", *([] if compiled else ["--no-compile"]), cwd=folder)
+    words = [
+        "--library",
+        "launch_library=operators.py",
+        "launch",
+        "package.tl",
+        "--data",
+        "data.npz",
+        "--run-dir",
+        f"run-{compiled}",
+    ]
+    found = json_said(
+        *words, "--backend", "local", *([] if compiled else ["--no-compile"]), cwd=folder
+    )
     assert found["steps"] == 3
     assert found["first_loss"] == pytest.approx(expected_loss(), rel=1e-6)
 

@@ -25,7 +25,10 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(FEATURES, HIDDEN), torch.nn.Linear(HIDDEN, CLASSES)
+        self.first, self.second = (
+            torch.nn.Linear(FEATURES, HIDDEN),
+            torch.nn.Linear(HIDDEN, CLASSES),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits."""
@@ -54,7 +57,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def products(rows: int) -> float:
-    """Forward of both layers; backward of both for their weights, and of the second for what it was given."""
+    """Forward of both layers; backward of both for their weights, and of the second for what it was
+    given.
+    """
     first, second = 2.0 * rows * FEATURES * HIDDEN, 2.0 * rows * HIDDEN * CLASSES
     return 2 * first + 3 * second
 
@@ -75,7 +80,9 @@ def test_convolutions_whose_input_needs_no_gradient_are_counted(tmp_path: Path) 
         batch={"x": torch.randn(2, 3, 8, 8)},
         steps=3,
     )
-    fixed, each_row = work_of(step_graphs(trainload.freeze(job, tmp_path / "conv.tl"), CPU), ROWS)["train"]["float32"]
+    fixed, each_row = work_of(step_graphs(trainload.freeze(job, tmp_path / "conv.tl"), CPU), ROWS)[
+        "train"
+    ]["float32"]
     forward = 2.0 * (4 * 6 * 6) * (3 * 3 * 3)
     assert (fixed, each_row) == pytest.approx((0.0, 2 * forward))
 
@@ -88,8 +95,18 @@ def test_utilisation_is_the_share_of_all_devices(package: Package) -> None:
 
 
 def test_work_does_not_depend_on_how_it_is_divided(package: Package) -> None:
-    plans = (trainload.plan(package, trainload.Cluster(devices_per_node=ranks), "single" if ranks == 1 else "zero3") for ranks in (1, 2))
-    found = [Utilisation(uncompiled_build(package, plan, CPU).work, package.recipe, plan, {"float32": 1e6}) for plan in plans]
+    plans = (
+        trainload.plan(
+            package, trainload.Cluster(devices_per_node=ranks), "single" if ranks == 1 else "zero3"
+        )
+        for ranks in (1, 2)
+    )
+    found = [
+        Utilisation(
+            uncompiled_build(package, plan, CPU).work, package.recipe, plan, {"float32": 1e6}
+        )
+        for plan in plans
+    ]
     assert found[0].of(0, [""], 1.0) == pytest.approx(2 * found[1].of(0, [""], 1.0))
 
 
@@ -141,7 +158,9 @@ def test_memory_is_what_the_process_holds() -> None:
     assert used_bytes(CPU) - before > len(held) // 2
 
 
-def test_the_steps_of_a_run_have_their_utilisation_and_memory(package: Package, tmp_path: Path) -> None:
+def test_the_steps_of_a_run_have_their_utilisation_and_memory(
+    package: Package, tmp_path: Path
+) -> None:
     rows = tmp_path / "rows.npz"
 
     np.savez(rows, x=np.zeros((64, FEATURES), np.float32))

@@ -48,7 +48,9 @@ def test_groups_are_counted_apart() -> None:
     activity, groups = active()
     activity.calling("train")
     groups.begun["data"] += 1
-    assert activity.now().collective == "all_gather_into_tensor of 8 float32 in data (1 of 4 of train)"
+    assert (
+        activity.now().collective == "all_gather_into_tensor of 8 float32 in data (1 of 4 of train)"
+    )
 
 
 def test_before_a_call_has_begun_any_the_last_one_of_the_call_before_is_named() -> None:

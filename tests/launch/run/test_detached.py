@@ -35,13 +35,17 @@ class Known:
 
 
 class Jobs:
-    """A cluster's jobs. submit: what becomes of a submission; look: of a question for the job's status; known: those before it.
+    """A cluster's jobs. submit: what becomes of a submission; look: of a question for the job's
+    status; known: those before it.
 
     submitted: (id, entrypoint) of each submission.
     """
 
     def __init__(
-        self, submit: Callable[[], object] = lambda: None, look: Callable[[], Status] = lambda: Status(False), known: Sequence[Known] = ()
+        self,
+        submit: Callable[[], object] = lambda: None,
+        look: Callable[[], Status] = lambda: Status(False),
+        known: Sequence[Known] = (),
     ) -> None:
         self._submit, self._look, self._known = submit, look, known
         self.submitted: list[tuple[str, str]] = []
@@ -68,14 +72,25 @@ def raising(error: BaseException) -> Callable[[], Status]:
 
 
 @pytest.fixture
-def detached(tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Jobs], int]:
+def detached(
+    tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Jobs], int]:
     """Launches a run in runs/one that those jobs are to drive. Returns: the exit status."""
     monkeypatch.setattr(jobs, "_BEGIN_SECONDS", 0.3)
     monkeypatch.setattr(jobs, "_LOOK_SECONDS", 0.05)
 
     def launch(cluster: Jobs) -> int:
         monkeypatch.setattr(jobs, "_client", lambda address: cluster)
-        arguments = ["launch", tiny.path, "--data", tiny_data, "--steps", "2", "--run-dir", tmp_path / "runs" / "one"]
+        arguments = [
+            "launch",
+            tiny.path,
+            "--data",
+            tiny_data,
+            "--steps",
+            "2",
+            "--run-dir",
+            tmp_path / "runs" / "one",
+        ]
         return cli.run([*map(str, arguments), "--address", ADDRESS, "--detach"])
 
     return launch
@@ -88,12 +103,20 @@ def test_a_run_is_resumed_as_a_job_with_a_name_of_its_own(
     cluster = Jobs(known=[Known("trainload-one", Status(True)), Known(None, Status(False))])
     monkeypatch.setattr(jobs, "_client", lambda address: cluster)
     run_dir = tmp_path / "runs" / "one"
-    assert cli.run(["resume", str(run_dir), "--address", ADDRESS, "--detach", "--workers", "1"]) == 0
-    assert cluster.submitted == [("trainload-one-2", f"python -m trainload resume {run_dir} --address auto --workers 1")]
+    assert (
+        cli.run(["resume", str(run_dir), "--address", ADDRESS, "--detach", "--workers", "1"]) == 0
+    )
+    assert cluster.submitted == [
+        ("trainload-one-2", f"python -m trainload resume {run_dir} --address auto --workers 1")
+    ]
 
 
-@pytest.mark.parametrize("options", [["--detach"], ["--address", ADDRESS], ["--detach", "--address", "head:6379"]])
-def test_a_dashboards_address_and_detach_go_together(tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "options", [["--detach"], ["--address", ADDRESS], ["--detach", "--address", "head:6379"]]
+)
+def test_a_dashboards_address_and_detach_go_together(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").mkdir()
     assert cli.run(["resume", str(tmp_path / "run"), *options]) == 2
     assert "--detach and the --address of a cluster's dashboard" in capsys.readouterr().err
@@ -103,17 +126,23 @@ def is_there(tmp_path: Path) -> bool:
     return (tmp_path / "runs" / "one" / "run.json").is_file()
 
 
-def test_a_job_that_waits_for_its_turn_finds_its_folder(detached: Callable[[Jobs], int], tmp_path: Path) -> None:
+def test_a_job_that_waits_for_its_turn_finds_its_folder(
+    detached: Callable[[Jobs], int], tmp_path: Path
+) -> None:
     assert detached(Jobs()) == 0
     assert is_there(tmp_path)
 
 
-def test_a_job_whose_cluster_says_nothing_for_a_while_finds_its_folder(detached: Callable[[Jobs], int], tmp_path: Path) -> None:
+def test_a_job_whose_cluster_says_nothing_for_a_while_finds_its_folder(
+    detached: Callable[[Jobs], int], tmp_path: Path
+) -> None:
     assert detached(Jobs(look=raising(ConnectionError("no answer")))) == 0
     assert is_there(tmp_path)
 
 
-def test_a_job_that_nobody_waits_for_any_more_finds_its_folder(detached: Callable[[Jobs], int], tmp_path: Path) -> None:
+def test_a_job_that_nobody_waits_for_any_more_finds_its_folder(
+    detached: Callable[[Jobs], int], tmp_path: Path
+) -> None:
     assert detached(Jobs(look=raising(KeyboardInterrupt()))) == 1
     assert is_there(tmp_path)
 
@@ -123,10 +152,15 @@ def test_a_job_that_may_have_been_taken_finds_its_folder(
 ) -> None:
     assert detached(Jobs(submit=raising(ConnectionError("no answer")))) == 1
     assert is_there(tmp_path)
-    assert "the cluster did not confirm whether it accepted the job (got no answer)" in capsys.readouterr().err
+    assert (
+        "the cluster did not confirm whether it accepted the job (got no answer)"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_job_that_is_refused_leaves_no_folder(detached: Callable[[Jobs], int], tmp_path: Path) -> None:
+def test_a_job_that_is_refused_leaves_no_folder(
+    detached: Callable[[Jobs], int], tmp_path: Path
+) -> None:
     assert detached(Jobs(submit=raising(RuntimeError("it already exists")))) == 2
     assert not (tmp_path / "runs").exists()
 
@@ -139,18 +173,27 @@ def test_a_job_that_ends_before_it_has_begun_leaves_no_folder(
     assert "the driver ended before it started the run (got so it is)" in capsys.readouterr().err
 
 
-def test_a_cluster_that_asks_for_a_token_takes_no_job_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_asks_for_a_token_takes_no_job_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(jobs, "check_listener", lambda address: None)
-    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: raising(AuthenticationError("no token was found"))())
+    monkeypatch.setattr(
+        "ray.job_submission.JobSubmissionClient",
+        lambda address: raising(AuthenticationError("no token was found"))(),
+    )
     with pytest.raises(ClusterError, match=r"no token was found.*RAY_AUTH_TOKEN"):
         jobs.submit(ADDRESS, Path("run"), [])
 
 
-def test_a_cluster_that_asks_for_a_token_is_not_joined_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_asks_for_a_token_is_not_joined_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connection, "check_listener", lambda address: None)
     monkeypatch.setattr(connection, "asks_for_token", lambda address: False)
     monkeypatch.setattr("os.environ", dict(os.environ))
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("ray.init", lambda **options: raising(AuthenticationError("no token was found"))())
+    monkeypatch.setattr(
+        "ray.init", lambda **options: raising(AuthenticationError("no token was found"))()
+    )
     with pytest.raises(ClusterError, match=r"no token was found.*RAY_AUTH_TOKEN"):
         connection.connect("127.0.0.1:6379")

@@ -34,7 +34,9 @@ def drive(run_dir: Path) -> None:
 def test_a_run_that_somebody_drives_is_not_resumed(tmp_path: Path) -> None:
     check_no_driver(tmp_path)
     (tmp_path / STATE_FILE).write_text(state_of().model_dump_json())
-    with pytest.raises(StorageError, match=r"the run is already being driven.*process 77 on another-host"):
+    with pytest.raises(
+        StorageError, match=r"the run is already being driven.*process 77 on another-host"
+    ):
         check_no_driver(tmp_path)
 
 
@@ -51,13 +53,17 @@ def test_of_several_that_begin_at_once_one_drives(tmp_path: Path) -> None:
         for each in several:
             each.end_input()
             assert each.hear_all() == []
-    assert [line.partition("(")[0] for line in said] == [f"{tmp_path}: the run is already being driven "] * 3 + ["drives"]
+    assert [line.partition("(")[0] for line in said] == [
+        f"{tmp_path}: the run is already being driven "
+    ] * 3 + ["drives"]
 
 
 def test_a_run_whose_driver_holds_its_lease_is_not_resumed(tmp_path: Path) -> None:
     with talking(drive, tmp_path) as child:
         assert [child.hear(), child.hear()] == ["here", "drives"]
-        with pytest.raises(StorageError, match=r"the run is already being driven.*its driver is .*, process [0-9]+"):
+        with pytest.raises(
+            StorageError, match=r"the run is already being driven.*its driver is .*, process [0-9]+"
+        ):
             check_no_driver(tmp_path)
         child.end_input()
         assert child.hear_all() == []
@@ -76,11 +82,16 @@ def test_a_driver_that_was_replaced_notices(tmp_path: Path) -> None:
         check_driver()
         newer = tmp_path / "driver/leases/00000002.json"
         newer.write_bytes((tmp_path / "driver/leases/00000001.json").read_bytes())
-        with pytest.raises(LeaseLostError, match=r"another process has taken lease 2.*Another process is driving the run"):
+        with pytest.raises(
+            LeaseLostError,
+            match=r"another process has taken lease 2.*Another process is driving the run",
+        ):
             check_for_a_minute(check_driver)
 
 
-def test_a_driver_whose_storage_failed_for_long_still_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_whose_storage_failed_for_long_still_drives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with driving(tmp_path) as check_driver:
         monkeypatch.setattr(lease, "_SURE", -1.0)  # as if it had been silent for too long
         check_driver()
@@ -112,7 +123,9 @@ def test_what_a_run_came_to_stays(tmp_path: Path) -> None:
     assert (state.phase, state.over) == ("ended", True)
 
 
-def test_storage_that_takes_nothing_is_left_to_who_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_takes_nothing_is_left_to_who_drives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

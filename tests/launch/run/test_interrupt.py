@@ -35,15 +35,33 @@ def checkpoint_bytes(run_dir: Path) -> list[bytes]:
 
 
 def how_to_go_on(ended: Interrupted) -> str:
-    """The command that it ends with. Processes that end after it (Ray's, Python's resource tracker) may write to stderr once more."""
-    commands = [line.partition("Continue with: ")[2] for line in ended.err.splitlines() if "Continue with: " in line]
+    """The command that it ends with.
+
+    Processes that end after it (Ray's, Python's resource tracker) may write to stderr once more.
+    """
+    commands = [
+        line.partition("Continue with: ")[2]
+        for line in ended.err.splitlines()
+        if "Continue with: " in line
+    ]
     assert len(commands) == 1, ended.err
     return commands[0]
 
 
 @pytest.fixture
 def options(gpt: Package, gpt_data: Path) -> list[str | Path]:
-    return ["launch", gpt.path, "--data", gpt_data, "--steps", str(STEPS), "--workers", "2", "--strategy", "zero3"]
+    return [
+        "launch",
+        gpt.path,
+        "--data",
+        gpt_data,
+        "--steps",
+        str(STEPS),
+        "--workers",
+        "2",
+        "--strategy",
+        "zero3",
+    ]
 
 
 @pytest.mark.slow
@@ -51,7 +69,12 @@ def options(gpt: Package, gpt_data: Path) -> list[str | Path]:
 def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
     options: list[str | Path], undisturbed: RunResult, tmp_path: Path
 ) -> None:
-    ended = interrupt([*options, "--run-dir", "a run", "--no-compile"], tmp_path, stepped(tmp_path / "a run", 5), {})
+    ended = interrupt(
+        [*options, "--run-dir", "a run", "--no-compile"],
+        tmp_path,
+        stepped(tmp_path / "a run", 5),
+        {},
+    )
     assert ended.status == 1, ended.err
     assert how_to_go_on(ended) == f"trainload resume '{tmp_path / 'a run'}'"
     assert ended.left == []
@@ -64,10 +87,22 @@ def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]), "local"])
-def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]), "local"]
+)
+def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(
+    backend: str, tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
+    options: list[str | Path] = [
+        "--steps",
+        "100000",
+        "--run-dir",
+        run_dir,
+        "--no-compile",
+        "--backend",
+        backend,
+    ]
     words: list[str | Path] = ["launch", tiny.path, "--data", tiny_data, *options]
     if backend == "local":
         ended = interrupted(words, tmp_path, stepped(run_dir, 5), signal.SIGTERM)
@@ -82,12 +117,26 @@ def test_a_driver_that_gets_sigterm_leaves_a_checkpoint(backend: str, tiny: Pack
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]), "local"])
-def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow]), "local"]
+)
+def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(
+    backend: str, tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", backend]
+    options: list[str | Path] = [
+        "--steps",
+        "100000",
+        "--run-dir",
+        run_dir,
+        "--no-compile",
+        "--backend",
+        backend,
+    ]
     closed = terminal_closed if backend == "local" else close_terminal
-    ended = closed(["launch", tiny.path, "--data", tiny_data, *options], tmp_path, stepped(run_dir, 5))
+    ended = closed(
+        ["launch", tiny.path, "--data", tiny_data, *options], tmp_path, stepped(run_dir, 5)
+    )
     assert ended.left == []
     (at,) = published(run_dir)
     assert at >= 5
@@ -99,10 +148,26 @@ def test_a_driver_whose_terminal_is_closed_leaves_a_checkpoint(backend: str, tin
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(400)
-def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(
+    tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
-    options: list[str | Path] = ["launch", tiny.path, "--data", tiny_data, "--workers", "2", "--strategy", "zero3"]
-    ended = interrupt([*options, "--run-dir", "run"], tmp_path, compiling(cache), {"TRAINLOAD_CACHE_DIR": str(cache)})
+    options: list[str | Path] = [
+        "launch",
+        tiny.path,
+        "--data",
+        tiny_data,
+        "--workers",
+        "2",
+        "--strategy",
+        "zero3",
+    ]
+    ended = interrupt(
+        [*options, "--run-dir", "run"],
+        tmp_path,
+        compiling(cache),
+        {"TRAINLOAD_CACHE_DIR": str(cache)},
+    )
     assert ended.status == 1, ended.err
     assert how_to_go_on(ended) == "trainload resume run"
     assert ended.left == []
@@ -110,20 +175,44 @@ def test_a_run_that_is_interrupted_while_it_compiles_leaves_nothing_running(tiny
 
 
 @pytest.mark.timeout(400)
-def test_a_run_under_torchrun_can_be_interrupted_and_continued_on_ray(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_run_under_torchrun_can_be_interrupted_and_continued_on_ray(
+    tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", "torchrun"]
+    options: list[str | Path] = [
+        "--steps",
+        "100000",
+        "--run-dir",
+        run_dir,
+        "--no-compile",
+        "--backend",
+        "torchrun",
+    ]
     arguments = ["launch", tiny.path, "--data", tiny_data, "--strategy", "zero3", *options]
-    demand_continued(interrupted(arguments, tmp_path, stepped(run_dir, 5), signal.SIGINT, torchrun=True), run_dir)
+    demand_continued(
+        interrupted(arguments, tmp_path, stepped(run_dir, 5), signal.SIGINT, torchrun=True), run_dir
+    )
 
 
 @pytest.mark.slow  # the same with three interpreters
 @pytest.mark.timeout(400)
-def test_a_run_that_torchrun_s_interpreters_do_can_be_interrupted(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_run_that_torchrun_s_interpreters_do_can_be_interrupted(
+    tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    options: list[str | Path] = ["--steps", "100000", "--run-dir", run_dir, "--no-compile", "--backend", "torchrun"]
+    options: list[str | Path] = [
+        "--steps",
+        "100000",
+        "--run-dir",
+        run_dir,
+        "--no-compile",
+        "--backend",
+        "torchrun",
+    ]
     arguments = ["launch", tiny.path, "--data", tiny_data, "--strategy", "zero3", *options]
-    demand_continued(interrupt(arguments, tmp_path, stepped(run_dir, 5), {}, program=TORCHRUN), run_dir)
+    demand_continued(
+        interrupt(arguments, tmp_path, stepped(run_dir, 5), {}, program=TORCHRUN), run_dir
+    )
 
 
 def demand_continued(ended: Interrupted, run_dir: Path) -> None:

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from trainload.core.errors import StorageError
-from trainload.launching.run.journal import JOURNAL, Event, Follower, Journal, read_events, stream_events
+from trainload.launching.run.journal import (
+    JOURNAL,
+    Event,
+    Follower,
+    Journal,
+    read_events,
+    stream_events,
+)
 
 
 def steps(first: int, count: int) -> list[Event]:
@@ -26,7 +33,9 @@ def numbers(events: list[Event]) -> list[int]:
 
 @contextmanager
 def room(size: int) -> Iterator[None]:
-    """Within it no file of this process can become larger: what begins before that is written up to there."""
+    """Within it no file of this process can become larger: what begins before that is written up to
+    there.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -35,7 +44,9 @@ def room(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_events_that_a_full_disk_has_taken_in_part_are_written_once_when_there_is_room(tmp_path: Path) -> None:
+def test_events_that_a_full_disk_has_taken_in_part_are_written_once_when_there_is_room(
+    tmp_path: Path,
+) -> None:
     journal, pending = Journal(tmp_path), steps(0, 10)
     with room(250), pytest.raises(StorageError, match="cannot be written"):
         journal.append(pending)
@@ -43,7 +54,9 @@ def test_events_that_a_full_disk_has_taken_in_part_are_written_once_when_there_i
     pending += steps(10, 2)
     journal.append(pending)
     assert not pending
-    assert numbers(read_events(tmp_path)) == numbers(list(stream_events(tmp_path))) == list(range(12))
+    assert (
+        numbers(read_events(tmp_path)) == numbers(list(stream_events(tmp_path))) == list(range(12))
+    )
 
 
 def test_a_follower_sees_each_event_of_a_disk_that_was_full_once(tmp_path: Path) -> None:
@@ -68,7 +81,11 @@ def test_a_long_journal_is_not_held_in_memory(tmp_path: Path) -> None:
     Journal(tmp_path).append(steps(0, 20_000))
     tracemalloc.start()
     try:
-        assert sum(1 for _ in Follower(tmp_path).new()) == sum(1 for _ in stream_events(tmp_path)) == 20_000
+        assert (
+            sum(1 for _ in Follower(tmp_path).new())
+            == sum(1 for _ in stream_events(tmp_path))
+            == 20_000
+        )
         assert tracemalloc.get_traced_memory()[1] < (tmp_path / JOURNAL).stat().st_size / 4
     finally:
         tracemalloc.stop()

@@ -40,9 +40,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(
-    monkeypatch: pytest.MonkeyPatch, run_dir: Path, drive: Drive, answers: Callable[[], bool] = lambda: True, signals: Sequence[int] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path,
+    drive: Drive,
+    answers: Callable[[], bool] = lambda: True,
+    signals: Sequence[int] = (),
 ) -> tuple[int, int]:
-    """The exit status, and how many drivers there were. drive: what a driver of this number does. signals: are passed on to it."""
+    """The exit status, and how many drivers there were. drive: what a driver of this number does.
+    signals: are passed on to it.
+    """
     drivers: list[int] = []
 
     def driven(arguments: object, asked: set[int]) -> int:
@@ -63,7 +69,9 @@ def test_a_run_that_ends_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.parametrize("status", [1, 2])
-def test_a_run_that_fails_and_says_so_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int) -> None:
+def test_a_run_that_fails_and_says_so_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int
+) -> None:
     def drive(number: int) -> int:
         write_state(tmp_path, 1, summary(5, "TrainingError"), {}, over=True)
         return status
@@ -71,7 +79,9 @@ def test_a_run_that_fails_and_says_so_is_over(monkeypatch: pytest.MonkeyPatch, t
     assert kept(monkeypatch, tmp_path, drive) == (status, 1)
 
 
-def test_a_request_that_is_wrong_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_request_that_is_wrong_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert kept(monkeypatch, tmp_path, lambda number: 2) == (2, 1)
 
 
@@ -83,10 +93,15 @@ def test_a_driver_that_is_killed_gets_a_successor(
         return 0 if number == 6 else -9
 
     assert kept(monkeypatch, tmp_path, drive) == (0, 7)
-    assert capsys.readouterr().err.splitlines()[0] == "the run's driver was lost (by signal 9): starting a new one"
+    assert (
+        capsys.readouterr().err.splitlines()[0]
+        == "the run's driver was lost (by signal 9): starting a new one"
+    )
 
 
-def test_a_driver_whose_cluster_is_gone_gets_a_successor_when_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_driver_whose_cluster_is_gone_gets_a_successor_when_it_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[bool] = []
 
     def answers() -> bool:
@@ -101,7 +116,9 @@ def test_a_driver_whose_cluster_is_gone_gets_a_successor_when_it_answers(monkeyp
     assert asked == [False, False, True]
 
 
-def test_a_cluster_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cluster_that_never_answers_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def drive(number: int) -> int:
         write_state(tmp_path, 1, summary(1), {})
         return -9
@@ -138,7 +155,9 @@ def test_a_driver_that_is_killed_while_it_writes_the_result_gets_a_successor(
     assert kept(monkeypatch, tmp_path, drive) == (0, 2)
 
 
-def test_a_run_that_has_failed_is_over_however_its_driver_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_has_failed_is_over_however_its_driver_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def drive(number: int) -> int:
         write_state(tmp_path, 1, summary(5, "TrainingError"), {}, over=True)
         return -6
@@ -160,7 +179,9 @@ def test_a_request_that_is_wrong_is_not_tried_again_though_the_driver_before_was
     assert kept(monkeypatch, tmp_path, lambda number: 2) == (2, 1)
 
 
-def test_a_successor_that_cannot_begin_yet_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_successor_that_cannot_begin_yet_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def drive(number: int) -> int:
         if number == 0:
             write_state(tmp_path, 1, summary(5), {})
@@ -170,7 +191,9 @@ def test_a_successor_that_cannot_begin_yet_is_tried_again(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("status", "told"), [(-9, 1), (247, 247)])
-def test_a_driver_that_was_asked_to_end_has_no_successor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, told: int) -> None:
+def test_a_driver_that_was_asked_to_end_has_no_successor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, told: int
+) -> None:
     def drive(number: int) -> int:
         write_state(tmp_path, 1, summary(5), {})
         return status
@@ -180,7 +203,8 @@ def test_a_driver_that_was_asked_to_end_has_no_successor(monkeypatch: pytest.Mon
 
 DRIVER = """#!/bin/sh
 # begins when its keeper heeds SIGTERM
-while [ $((0x$(sed -n 's/^SigCgt:[^0-9a-f]*//p' /proc/$PPID/status) & 0x4000)) = 0 ]; do sleep 0.05; done
+caught() { sed -n 's/^SigCgt:[^0-9a-f]*//p' /proc/$PPID/status; }
+while [ $((0x$(caught) & 0x4000)) = 0 ]; do sleep 0.05; done
 echo begun
 exec sleep 60
 """
@@ -195,10 +219,15 @@ print(keeping._drive([], asked), sorted(asked))
 
 @pytest.mark.parametrize(
     ("started", "sent"),
-    [("--default-signal=HUP", [signal.SIGHUP]), ("--ignore-signal=HUP", [signal.SIGHUP, signal.SIGTERM])],
+    [
+        ("--default-signal=HUP", [signal.SIGHUP]),
+        ("--ignore-signal=HUP", [signal.SIGHUP, signal.SIGTERM]),
+    ],
     ids=["plain", "nohup"],
 )
-def test_a_terminal_that_is_closed_ends_the_driver_but_not_under_nohup(tmp_path: Path, started: str, sent: list[int]) -> None:
+def test_a_terminal_that_is_closed_ends_the_driver_but_not_under_nohup(
+    tmp_path: Path, started: str, sent: list[int]
+) -> None:
     driver = tmp_path / "driver"
     driver.write_text(DRIVER)
     driver.chmod(0o700)

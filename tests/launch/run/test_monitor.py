@@ -32,7 +32,9 @@ def monitor(clock: Clock) -> Monitor:
 
 
 def after(monitor: Monitor, clock: Clock, seconds: float, *said: tuple[int, Doing]) -> Hang | None:
-    """Whether it hangs after so many seconds in which some ranks have said the same every second."""
+    """Whether it hangs after so many seconds in which some ranks have said the same every
+    second.
+    """
     until = clock.now + seconds
     while clock.now < until:
         clock.now += 1.0
@@ -47,7 +49,9 @@ def test_ranks_that_go_on_do_not_hang(monitor: Monitor, clock: Clock) -> None:
         assert after(monitor, clock, 5.0, (0, doing), (1, doing)) is None
 
 
-def test_a_rank_that_says_nothing_more_hangs_after_the_timeout(monitor: Monitor, clock: Clock) -> None:
+def test_a_rank_that_says_nothing_more_hangs_after_the_timeout(
+    monitor: Monitor, clock: Clock
+) -> None:
     assert after(monitor, clock, 1.0, (0, STEP), (1, STEP)) is None
     assert after(monitor, clock, 9.0, (0, STEP)) is None
     hang = after(monitor, clock, 2.0, (0, STEP))
@@ -56,7 +60,9 @@ def test_a_rank_that_says_nothing_more_hangs_after_the_timeout(monitor: Monitor,
     assert "no heartbeat from rank 1" in hang.why
 
 
-def test_the_rank_that_came_least_far_keeps_the_others_waiting(monitor: Monitor, clock: Clock) -> None:
+def test_the_rank_that_came_least_far_keeps_the_others_waiting(
+    monitor: Monitor, clock: Clock
+) -> None:
     behind = dataclasses.replace(STEP, issued=1)
     hang = after(monitor, clock, 12.0, (0, STEP), (1, behind))
     assert hang is not None
@@ -65,7 +71,9 @@ def test_the_rank_that_came_least_far_keeps_the_others_waiting(monitor: Monitor,
     assert hang.doing == {0: STEP, 1: behind}
 
 
-def test_an_earlier_step_is_less_far_whatever_was_done_in_it(monitor: Monitor, clock: Clock) -> None:
+def test_an_earlier_step_is_less_far_whatever_was_done_in_it(
+    monitor: Monitor, clock: Clock
+) -> None:
     hang = after(monitor, clock, 12.0, (0, STEP), (1, dataclasses.replace(STEP, step=6, issued=9)))
     assert hang is not None
     assert hang.ranks == (1,)
@@ -73,7 +81,16 @@ def test_an_earlier_step_is_less_far_whatever_was_done_in_it(monitor: Monitor, c
 
 def test_while_one_rank_moves_the_others_wait_rightly(monitor: Monitor, clock: Clock) -> None:
     for issued in range(20):
-        assert after(monitor, clock, 3.0, (0, STEP), (1, dataclasses.replace(STEP, marks=1, issued=issued))) is None
+        assert (
+            after(
+                monitor,
+                clock,
+                3.0,
+                (0, STEP),
+                (1, dataclasses.replace(STEP, marks=1, issued=issued)),
+            )
+            is None
+        )
 
 
 def test_ranks_that_stand_in_the_same_place_are_all_named(monitor: Monitor, clock: Clock) -> None:
@@ -89,7 +106,9 @@ def test_before_the_first_step_there_is_more_time(monitor: Monitor, clock: Clock
     assert after(monitor, clock, 4.0, (0, starting), (1, starting)) is not None
 
 
-def test_a_rank_that_waits_for_storage_has_more_time_and_so_have_those_that_wait_for_it(monitor: Monitor, clock: Clock) -> None:
+def test_a_rank_that_waits_for_storage_has_more_time_and_so_have_those_that_wait_for_it(
+    monitor: Monitor, clock: Clock
+) -> None:
     saving = dataclasses.replace(STEP, phase=Phase.SAVING)
     assert after(monitor, clock, 28.0, (0, saving), (1, STEP)) is None
     assert after(monitor, clock, 4.0, (0, saving), (1, STEP)) is not None

@@ -1,4 +1,6 @@
-"""Paths of outputs: none may be inside a package; relative ones start at the folder in which the command was called."""
+"""Paths of outputs: none may be inside a package; relative ones start at the folder in which the
+command was called.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def launched(package: Package, data: Path, target: Path) -> None:
 def with_result(package: Package, data: Path, target: Path) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single")
     run_dir = package.path.with_name("run")
-    trainload.launch(package, plan, data, run_dir=run_dir, output=target, steps=1, backend="local", compile=False)
+    trainload.launch(
+        package, plan, data, run_dir=run_dir, output=target, steps=1, backend="local", compile=False
+    )
 
 
 def planned(package: Package, data: Path, target: Path) -> None:
@@ -70,7 +74,9 @@ def test_nothing_is_written_into_a_package(
     assert trainload.open(package.path).digest == package.digest
 
 
-def test_a_job_file_that_goes_to_another_folder_moves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_file_that_goes_to_another_folder_moves_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere" / "deeper").mkdir(parents=True)
     (tmp_path / "going.py").write_text(JOB)
     (tmp_path / "words.txt").write_text("a b c")
@@ -81,7 +87,8 @@ def test_a_job_file_that_goes_to_another_folder_moves_no_output(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_threads_freeze_at_the_same_time(tmp_path: Path) -> None:
-    jobs = [tiny_job() for _ in range(3)]  # made here: threads would draw their weights from one generator
+    # made here: threads would draw their weights from one generator
+    jobs = [tiny_job() for _ in range(3)]
     found: list[Package | BaseException] = []
 
     def freeze(number: int) -> None:

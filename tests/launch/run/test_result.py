@@ -18,11 +18,20 @@ def done(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("done")
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     return trainload.launch(
-        tiny, plan, tiny_data, run_dir=folder / "run", output=folder / "out.tl", steps=2, backend="local", compile=False
+        tiny,
+        plan,
+        tiny_data,
+        run_dir=folder / "run",
+        output=folder / "out.tl",
+        steps=2,
+        backend="local",
+        compile=False,
     )
 
 
-def test_a_run_that_was_killed_after_it_wrote_its_result_is_resumed_to_the_same(done: RunResult) -> None:
+def test_a_run_that_was_killed_after_it_wrote_its_result_is_resumed_to_the_same(
+    done: RunResult,
+) -> None:
     assert done.output is not None
     before = {path: path.stat().st_mtime_ns for path in done.output.rglob("*")}
     again = trainload.resume(done.run_dir, backend="local")
@@ -42,7 +51,10 @@ def test_another_package_in_the_place_of_the_result_is_refused_before_anything_s
     assert done.output is not None
     kept = done.output.rename(done.output.with_name("kept.tl"))
     done.output.symlink_to(tiny.path)
-    monkeypatch.setattr("trainload.launching.worker.local_run.run_in_process", lambda *_, **__: pytest.fail("it started"))
+    monkeypatch.setattr(
+        "trainload.launching.worker.local_run.run_in_process",
+        lambda *_, **__: pytest.fail("it started"),
+    )
     try:
         with pytest.raises(StorageError, match="exists already"):
             trainload.resume(done.run_dir, backend="local")
@@ -51,12 +63,23 @@ def test_another_package_in_the_place_of_the_result_is_refused_before_anything_s
         kept.rename(done.output)
 
 
-def test_the_result_of_another_run_is_not_taken_for_this_ones(tiny: Package, tiny_data: Path, done: RunResult) -> None:
+def test_the_result_of_another_run_is_not_taken_for_this_ones(
+    tiny: Package, tiny_data: Path, done: RunResult
+) -> None:
     assert done.output is not None
     kept = done.output.rename(done.output.with_name("kept.tl"))
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     other = done.output.with_name("other")
-    trainload.launch(tiny, plan, tiny_data, run_dir=other, output=done.output, steps=1, backend="local", compile=False)
+    trainload.launch(
+        tiny,
+        plan,
+        tiny_data,
+        run_dir=other,
+        output=done.output,
+        steps=1,
+        backend="local",
+        compile=False,
+    )
     with pytest.raises(StorageError, match="another file or folder is in its place"):
         trainload.resume(done.run_dir, backend="local")
     done.output.rename(done.output.with_name("others.tl"))

@@ -15,7 +15,18 @@ from trainload.launching.run.journal import Event
 from trainload.launching.run.run_state import RunState, Summary, read_state, write_state
 
 START = Event("start", {"step": 4, "steps": 10, "world": 2, "strategy": "zero3"}, 1.0)
-STEP = Event("step", {"step": 4, "loss": 1.5, "gradient_norm": 0.5, "seconds": 0.2, "data_wait": 0.1, "seconds_left": 1.0}, 2.0)
+STEP = Event(
+    "step",
+    {
+        "step": 4,
+        "loss": 1.5,
+        "gradient_norm": 0.5,
+        "seconds": 0.2,
+        "data_wait": 0.1,
+        "seconds_left": 1.0,
+    },
+    2.0,
+)
 
 
 def summed(*events: Event) -> Summary:
@@ -27,7 +38,13 @@ def summed(*events: Event) -> Summary:
 
 def test_a_step_counts_as_done() -> None:
     found = summed(START, STEP)
-    assert (found.step, found.steps, found.loss, found.phase, found.data_wait) == (5, 10, 1.5, "running", 0.5)
+    assert (found.step, found.steps, found.loss, found.phase, found.data_wait) == (
+        5,
+        10,
+        1.5,
+        "running",
+        0.5,
+    )
 
 
 def test_a_run_that_starts_again_is_where_it_starts() -> None:
@@ -35,9 +52,17 @@ def test_a_run_that_starts_again_is_where_it_starts() -> None:
 
 
 def test_failures_are_counted_and_the_last_one_is_kept() -> None:
-    failures = [Event("failure", {"message": message, "action": "it starts again"}, 3.0) for message in ("first", "second")]
+    failures = [
+        Event("failure", {"message": message, "action": "it starts again"}, 3.0)
+        for message in ("first", "second")
+    ]
     found = summed(START, *failures)
-    assert (found.failures, found.last_failure, found.phase, found.message) == (2, "second", "waiting", "it starts again")
+    assert (found.failures, found.last_failure, found.phase, found.message) == (
+        2,
+        "second",
+        "waiting",
+        "it starts again",
+    )
 
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
@@ -47,7 +72,9 @@ def test_the_last_word_says_why(kind: str) -> None:
 
 
 def test_a_run_that_goes_on_has_no_last_word() -> None:
-    found = summed(START, Event("stopped", {"message": "because", "error": "TrainingError"}, 3.0), START)
+    found = summed(
+        START, Event("stopped", {"message": "because", "error": "TrainingError"}, 3.0), START
+    )
     assert (found.phase, found.message) == ("running", "")
 
 
@@ -74,13 +101,22 @@ def test_half_a_file_says_nothing(tmp_path: Path) -> None:
 def state_of(process: str = "", age: float = 0.0, *, over: bool = False) -> RunState:
     """Of a driver on another machine, but for what `process` says."""
     return RunState(
-        time=time.time() - age, host="another-host", pid=77, process=process, attempt=1, over=over, summary=summed(START), ranks={}
+        time=time.time() - age,
+        host="another-host",
+        pid=77,
+        process=process,
+        attempt=1,
+        over=over,
+        summary=summed(START),
+        ranks={},
     )
 
 
 def ended_process() -> str:
     code = "from trainload.core.processes import this_process; print(this_process())"
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_a_driver_that_is_gone_has_lost_its_run() -> None:
@@ -97,4 +133,5 @@ def test_a_driver_elsewhere_is_gone_when_it_says_nothing_for_a_while() -> None:
 
 
 def test_a_run_that_is_over_is_not_lost() -> None:
-    assert state_of(ended_process(), age=60.0, over=True).phase == "running"  # what its last event says
+    # what its last event says
+    assert state_of(ended_process(), age=60.0, over=True).phase == "running"

@@ -27,7 +27,16 @@ def ended(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFacto
     """A run that has ended, in a folder of runs."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
-    trainload.launch(tiny, plan, tiny_data, run_dir=run_dir, steps=4, checkpoint_every=2, compile=False, backend="local")
+    trainload.launch(
+        tiny,
+        plan,
+        tiny_data,
+        run_dir=run_dir,
+        steps=4,
+        checkpoint_every=2,
+        compile=False,
+        backend="local",
+    )
     return run_dir
 
 
@@ -43,7 +52,13 @@ def told(capsys: Capture, *arguments: str | Path) -> Any:
 def test_status_of_a_run_that_has_ended(ended: Path, capsys: Capture) -> None:
     found = told(capsys, "status", ended)
     summary = found["summary"]
-    assert (found["phase"], summary["step"], summary["steps"], summary["checkpoint"], summary["failures"]) == ("ended", 4, 4, 4, 0)
+    assert (
+        found["phase"],
+        summary["step"],
+        summary["steps"],
+        summary["checkpoint"],
+        summary["failures"],
+    ) == ("ended", 4, 4, 4, 0)
     assert summary["loss"] == read_events(ended)[-4].data.get("loss", summary["loss"])
     shown = said(capsys, "status", ended)
     assert "4 of 4" in shown
@@ -59,7 +74,9 @@ def full_disk(run_dir: Path) -> StorageError:
         return error
 
 
-def test_what_ends_a_run_that_has_made_steps_is_no_wrong_request(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_a_run_that_has_made_steps_is_no_wrong_request(
+    ended: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = full_disk(ended)
 
     def fail(_: Path) -> None:
@@ -69,7 +86,9 @@ def test_what_ends_a_run_that_has_made_steps_is_no_wrong_request(ended: Path, mo
     assert cli.run(["status", str(ended)]) == 1
 
 
-def test_status_of_a_run_that_stopped_says_why(tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_status_of_a_run_that_stopped_says_why(
+    tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture
+) -> None:
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
 
     def ask(event: trainload.Event) -> None:
@@ -77,7 +96,16 @@ def test_status_of_a_run_that_stopped_says_why(tiny: Package, tiny_data: Path, t
             (tmp_path / "run" / "stop").touch()
 
     with pytest.raises(trainload.RunInterrupted):
-        trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "run", steps=500, compile=False, backend="local", on_event=ask)
+        trainload.launch(
+            tiny,
+            plan,
+            tiny_data,
+            run_dir=tmp_path / "run",
+            steps=500,
+            compile=False,
+            backend="local",
+            on_event=ask,
+        )
     found = told(capsys, "status", tmp_path / "run")
     assert found["phase"] == "stopped"
     assert "Continue with: trainload resume" in found["summary"]["message"]
@@ -102,7 +130,9 @@ def test_logs_say_what_happened(ended: Path, capsys: Capture) -> None:
 
 
 def test_logs_as_json_are_the_journal(ended: Path, capsys: Capture) -> None:
-    kinds = [json.loads(line)["kind"] for line in said(capsys, "logs", ended, "--json").splitlines()]
+    kinds = [
+        json.loads(line)["kind"] for line in said(capsys, "logs", ended, "--json").splitlines()
+    ]
     assert kinds == [event.kind for event in read_events(ended)]
 
 
@@ -110,7 +140,9 @@ def test_what_a_rank_has_printed(ended: Path, capsys: Capture) -> None:
     (ended / LOGS).mkdir()
     (ended / LOGS / log_name(1)).write_text("a line\nhalf a")
     assert said(capsys, "logs", ended, "--rank", "1") == "a line\nhalf a\n"
-    assert "rank 5 has printed nothing (expected one of 1)" in refused(["logs", ended, "--rank", "5"], ended, capsys)
+    assert "rank 5 has printed nothing (expected one of 1)" in refused(
+        ["logs", ended, "--rank", "5"], ended, capsys
+    )
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "stop"])
@@ -122,18 +154,37 @@ def test_a_run_that_is_over_cannot_be_stopped(ended: Path, capsys: Capture) -> N
     assert "the run is not running (got phase ended)" in refused(["stop", ended], ended, capsys)
 
 
-def test_a_run_is_watched_and_stopped_from_another_process(tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_is_watched_and_stopped_from_another_process(
+    tiny: Package, tiny_data: Path, tmp_path: Path, capsys: Capture
+) -> None:
     run_dir = tmp_path / "run"
-    options = ("--data", tiny_data, "--steps", "100000", "--run-dir", run_dir, "--backend", "local", "--no-compile")
+    options = (
+        "--data",
+        tiny_data,
+        "--steps",
+        "100000",
+        "--run-dir",
+        run_dir,
+        "--backend",
+        "local",
+        "--no-compile",
+    )
     with command("launch", tiny.path, *options, cwd=tmp_path) as started:
         process = started.process
         deadline = time.monotonic() + 120
-        while not (run_dir / "state.json").exists() or told(capsys, "status", run_dir)["summary"]["step"] < 3:
+        while (
+            not (run_dir / "state.json").exists()
+            or told(capsys, "status", run_dir)["summary"]["step"] < 3
+        ):
             assert process.is_alive(), started.err
             assert time.monotonic() < deadline
             time.sleep(0.1)
         found = told(capsys, "status", run_dir)
-        assert (found["phase"], found["pid"], found["ranks"]["0"]["pid"]) == ("running", process.pid, process.pid)
+        assert (found["phase"], found["pid"], found["ranks"]["0"]["pid"]) == (
+            "running",
+            process.pid,
+            process.pid,
+        )
         stopped = told(capsys, "stop", run_dir)
         assert stopped["phase"] == "stopped"
         assert stopped["checkpoint"] == stopped["step"] >= 3

@@ -1,4 +1,6 @@
-"""Low-rank adapters of a frozen package train as those that are put into the model by hand, and leave everything else as it was."""
+"""Low-rank adapters of a frozen package train as those that are put into the model by hand, and
+leave everything else as it was.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class ByHand(nn.Module):
         self.down, self.up, self.scale = nn.Parameter(down), nn.Parameter(up), scale
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) + self.scale * functional.linear(functional.linear(x, self.down), self.up)
+        out: Tensor = self.layer(x) + self.scale * functional.linear(
+            functional.linear(x, self.down), self.up
+        )
         return out
 
     def merged(self) -> Tensor:
@@ -68,7 +72,9 @@ class Regions(Model):
         return out
 
 
-def by_hand(job: trainload.Job, package: Package, adapters: Adapters, seed: int | None = None) -> trainload.Job:
+def by_hand(
+    job: trainload.Job, package: Package, adapters: Adapters, seed: int | None = None
+) -> trainload.Job:
     """The job with adapters in its model; all else is frozen but for what the adapters name."""
     chosen = adapters.chosen(package.manifest)
     values = first_values(chosen, package.manifest, package.recipe.seed if seed is None else seed)
@@ -86,16 +92,34 @@ def adam_of_trained(model: nn.Module) -> torch.optim.Optimizer:
     return adam(nn.ParameterList(p for p in model.parameters() if p.requires_grad))
 
 
-def launched(package: Package, rows: Path, run_dir: Path, adapters: Adapters, strategy: Any = "single", **options: Any) -> list[float]:
+def launched(
+    package: Package,
+    rows: Path,
+    run_dir: Path,
+    adapters: Adapters,
+    strategy: Any = "single",
+    **options: Any,
+) -> list[float]:
     overrides = trainload.Overrides(adapters=adapters)
     plan = trainload.plan(overrides.apply(package), trainload.Cluster(), strategy)
-    given: dict[str, Any] = {"compile": False, "backend": "local", "overrides": overrides, **options}
-    trainload.launch(package, plan, rows, run_dir=run_dir, output=run_dir.with_suffix(".tl"), **given)
+    given: dict[str, Any] = {
+        "compile": False,
+        "backend": "local",
+        "overrides": overrides,
+        **options,
+    }
+    trainload.launch(
+        package, plan, rows, run_dir=run_dir, output=run_dir.with_suffix(".tl"), **given
+    )
     return curve(run_dir)
 
 
 def weights(package: Package) -> dict[str, Tensor]:
-    return {spec.name: package.weights.tensor(spec.name) for spec in package.parameters if spec.alias_of is None}
+    return {
+        spec.name: package.weights.tensor(spec.name)
+        for spec in package.parameters
+        if spec.alias_of is None
+    }
 
 
 @pytest.fixture(scope="module")
@@ -116,22 +140,33 @@ def alone(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory
     return folder / "run"
 
 
-def test_a_run_has_the_losses_and_adapters_of_ones_made_by_hand(package: Package, alone: Path) -> None:
+def test_a_run_has_the_losses_and_adapters_of_ones_made_by_hand(
+    package: Package, alone: Path
+) -> None:
     plain = eager(by_hand(make_job(adam_of_trained), package, ADAPTERS))
     assert difference(plain.losses, curve(alone)) <= TOLERANCE
     found = load_file(alone / "adapters.safetensors")
     assert len(found) == 2 * len(LAYERS)
     for name in ("second", "third", "last"):
         layer: Any = plain.model.get_submodule(name)
-        torch.testing.assert_close(found[f"base_model.model.{name}.lora_A.weight"], layer.down.detach(), rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(found[f"base_model.model.{name}.lora_B.weight"], layer.up.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            found[f"base_model.model.{name}.lora_A.weight"],
+            layer.down.detach(),
+            rtol=1e-4,
+            atol=1e-6,
+        )
+        torch.testing.assert_close(
+            found[f"base_model.model.{name}.lora_B.weight"], layer.up.detach(), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_without_adapters_the_losses_are_others(package: Package, alone: Path, rows: Path) -> None:
     assert difference(eager(make_job(adam)).losses, curve(alone)) > 1e-3
 
 
-def test_the_trained_package_is_the_frozen_job_s_with_the_adapters_merged(package: Package, alone: Path) -> None:
+def test_the_trained_package_is_the_frozen_job_s_with_the_adapters_merged(
+    package: Package, alone: Path
+) -> None:
     plain = eager(by_hand(make_job(adam_of_trained), package, ADAPTERS))
     after = trainload.open(alone.with_suffix(".tl"))
     assert after.manifest.program_digest == package.manifest.program_digest
@@ -144,30 +179,61 @@ def test_the_trained_package_is_the_frozen_job_s_with_the_adapters_merged(packag
 
 
 @pytest.mark.slow
-def test_what_is_trained_beside_the_adapters_is_trained_as_it_was(package: Package, rows: Path, tmp_path: Path) -> None:
+def test_what_is_trained_beside_the_adapters_is_trained_as_it_was(
+    package: Package, rows: Path, tmp_path: Path
+) -> None:
     plain = eager(by_hand(make_job(adam_of_trained), package, WITH_NORM))
-    assert difference(plain.losses, launched(package, rows, tmp_path / "run", WITH_NORM)) <= TOLERANCE
+    assert (
+        difference(plain.losses, launched(package, rows, tmp_path / "run", WITH_NORM)) <= TOLERANCE
+    )
     before, now = weights(package), weights(trainload.open(tmp_path / "run.tl"))
-    assert {name for name in before if not torch.equal(before[name], now[name])} == {*LAYERS, "norm.weight", "norm.bias"}
+    assert {name for name in before if not torch.equal(before[name], now[name])} == {
+        *LAYERS,
+        "norm.weight",
+        "norm.bias",
+    }
 
 
 @pytest.mark.slow
-def test_compiled_it_is_the_same_run(package: Package, alone: Path, rows: Path, tmp_path: Path) -> None:
-    assert difference(curve(alone), launched(package, rows, tmp_path / "run", ADAPTERS, compile=True)) <= TOLERANCE
+def test_compiled_it_is_the_same_run(
+    package: Package, alone: Path, rows: Path, tmp_path: Path
+) -> None:
+    assert (
+        difference(curve(alone), launched(package, rows, tmp_path / "run", ADAPTERS, compile=True))
+        <= TOLERANCE
+    )
 
 
 @pytest.fixture(scope="module")
-def pair(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def pair(
+    package: Package,
+    rows: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Path:
     """A folder of runs on two workers."""
     folder = tmp_path_factory.mktemp("pair")
     changed = trainload.Overrides(adapters=ADAPTERS).apply(package)
     axes: dict[str, Any] = {"tensor": {"tensor_ranks": 2}, "pipeline": {"pipeline_ranks": 2}}
-    asked = [name for name in ("zero1", "zero2", "zero3", *axes) if name in selected(request, "name")]
-    plans = {name: trainload.plan(changed, TWO, **axes.get(name, {"strategy": name})) for name in asked}
+    asked = [
+        name for name in ("zero1", "zero2", "zero3", *axes) if name in selected(request, "name")
+    ]
+    plans = {
+        name: trainload.plan(changed, TWO, **axes.get(name, {"strategy": name})) for name in asked
+    }
     overrides = {"overrides": {"adapters": ADAPTERS.model_dump(mode="json")}}
     train(
         2,
-        [Run(folder / name, package, plan, rows, {**overrides, "output": str(folder / f"{name}.tl")}) for name, plan in plans.items()],
+        [
+            Run(
+                folder / name,
+                package,
+                plan,
+                rows,
+                {**overrides, "output": str(folder / f"{name}.tl")},
+            )
+            for name, plan in plans.items()
+        ],
         folder,
     )
     return folder
@@ -177,13 +243,18 @@ def pair(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory,
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "tensor", "pipeline"])
 def test_two_workers_train_the_same_adapters(pair: Path, alone: Path, name: str) -> None:
     assert difference(curve(alone), curve(pair / name)) <= TOLERANCE
-    found, expected = weights(trainload.open(pair / f"{name}.tl")), weights(trainload.open(alone.with_suffix(".tl")))
+    found, expected = (
+        weights(trainload.open(pair / f"{name}.tl")),
+        weights(trainload.open(alone.with_suffix(".tl"))),
+    )
     for parameter in LAYERS:
         torch.testing.assert_close(found[parameter], expected[parameter], rtol=1e-4, atol=1e-6)
 
 
 def test_the_tensor_axis_divides_adapters_with_their_layers(package: Package) -> None:
-    plan = trainload.plan(trainload.Overrides(adapters=ADAPTERS).apply(package), TWO, tensor_ranks=2)
+    plan = trainload.plan(
+        trainload.Overrides(adapters=ADAPTERS).apply(package), TWO, tensor_ranks=2
+    )
     shards = {name: shard.dim for name, shard in plan.tensor_shards.items()}
     assert {"second.weight", "third.weight"} <= shards.keys()
     assert shards["second.weight"] == shards["second.lora_B.weight"] == 0  # out is divided
@@ -209,8 +280,17 @@ def test_a_checkpoint_holds_state_for_what_is_trained_alone(alone: Path) -> None
     path = usable_checkpoint(place_of(alone)).path
     assert path is not None
     index = Checkpoint.open(path).index
-    moments = {slot.parameter for bucket in index.buckets if len(index.entries[bucket.name]) > 1 for slot in bucket.slots}
-    assert moments == {each for name in LAYERS for each in (name.replace(".w", ".lora_A.w"), name.replace(".w", ".lora_B.w"))}
+    moments = {
+        slot.parameter
+        for bucket in index.buckets
+        if len(index.entries[bucket.name]) > 1
+        for slot in bucket.slots
+    }
+    assert moments == {
+        each
+        for name in LAYERS
+        for each in (name.replace(".w", ".lora_A.w"), name.replace(".w", ".lora_B.w"))
+    }
 
 
 def test_a_gradient_of_a_frozen_matrix_is_nowhere_in_the_graph(package: Package) -> None:
@@ -218,13 +298,23 @@ def test_a_gradient_of_a_frozen_matrix_is_nowhere_in_the_graph(package: Package)
 
     changed = trainload.Overrides(adapters=ADAPTERS).apply(package)
     step = step_graphs(changed, torch.device("cpu"))["train"]
-    shapes = [tuple(node.meta["val"].shape) for node in step.module.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
-    computed = [n for n in step.module.graph.nodes if n.op == "call_function" and "mm" in str(n.target)]
-    assert shapes and all(tuple(node.meta["val"].shape) not in [(12, 12), (8, 12)] for node in computed)
+    shapes = [
+        tuple(node.meta["val"].shape)
+        for node in step.module.graph.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+    ]
+    computed = [
+        n for n in step.module.graph.nodes if n.op == "call_function" and "mm" in str(n.target)
+    ]
+    assert shapes and all(
+        tuple(node.meta["val"].shape) not in [(12, 12), (8, 12)] for node in computed
+    )
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_the_same_bits(package: Package, alone: Path, rows: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_with_the_same_bits(
+    package: Package, alone: Path, rows: Path, tmp_path: Path
+) -> None:
     launched(package, rows, tmp_path / "run", ADAPTERS, steps=STEPS, checkpoint_every=5)
     for later in (tmp_path / "run" / "checkpoints").glob("step-*12"):
         for file in later.iterdir():
@@ -233,7 +323,9 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(package: Package, alone: 
     (tmp_path / "run.tl").rename(tmp_path / "before.tl")
     trainload.resume(tmp_path / "run", backend="local")
     assert curve(tmp_path / "run") == curve(alone)
-    assert trainload.open(tmp_path / "run.tl").digest == trainload.open(tmp_path / "before.tl").digest
+    assert (
+        trainload.open(tmp_path / "run.tl").digest == trainload.open(tmp_path / "before.tl").digest
+    )
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +333,10 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The job with regions, whose third layer is frozen."""
     job = make_job(adam_of_trained, Regions)
     job.model.get_submodule("third").requires_grad_(False)
-    return trainload.freeze(dataclasses.replace(job, optimizer=adam_of_trained), tmp_path_factory.mktemp("held") / "job.tl")
+    return trainload.freeze(
+        dataclasses.replace(job, optimizer=adam_of_trained),
+        tmp_path_factory.mktemp("held") / "job.tl",
+    )
 
 
 @pytest.mark.slow
@@ -271,7 +366,9 @@ def test_the_changed_package_is_made_once(package: Package) -> None:
 
 
 @pytest.mark.slow
-def test_its_bytes_follow_from_the_package_and_the_seed(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_bytes_follow_from_the_package_and_the_seed(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = trainload.Overrides(adapters=ADAPTERS).apply(package)
     other = trainload.Overrides(adapters=ADAPTERS, seed=11).apply(package)
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path))
@@ -279,7 +376,8 @@ def test_its_bytes_follow_from_the_package_and_the_seed(package: Package, tmp_pa
     assert there.path != here.path and there.digest == here.digest
     plan = trainload.plan(here, trainload.Cluster(), "single")
     assert other.digest != here.digest
-    assert build_key(other, plan, torch.device("cpu")) == build_key(here, plan, torch.device("cpu"))  # nothing is compiled again
+    # nothing is compiled again
+    assert build_key(other, plan, torch.device("cpu")) == build_key(here, plan, torch.device("cpu"))
 
 
 @pytest.mark.slow
@@ -322,83 +420,143 @@ class Strange(Model):
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> Package:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return adam(nn.ParameterList(p for name, p in model.named_parameters() if not name.startswith(("unused", "still"))))
+        return adam(
+            nn.ParameterList(
+                p
+                for name, p in model.named_parameters()
+                if not name.startswith(("unused", "still"))
+            )
+        )
 
     with pytest.warns(UserWarning, match="4 parameters get no gradient"):
-        return trainload.freeze(make_job(optimizer, Strange), tmp_path_factory.mktemp("strange") / "job.tl")
+        return trainload.freeze(
+            make_job(optimizer, Strange), tmp_path_factory.mktemp("strange") / "job.tl"
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"layers": ("secnd.weight",)}, r"no parameter matches 'secnd.weight' \(expected second.weight"),
-        ({"layers": ("first.*",)}, r"first.bias is not the weight of a linear layer .*got shape \(12,\)"),
-        ({"layers": ("table.weight",)}, r"not only used as the weight of a linear layer .*got aten.sum.dim_IntList at File"),
+        (
+            {"layers": ("secnd.weight",)},
+            r"no parameter matches 'secnd.weight' \(expected second.weight",
+        ),
+        (
+            {"layers": ("first.*",)},
+            r"first.bias is not the weight of a linear layer .*got shape \(12,\)",
+        ),
+        (
+            {"layers": ("table.weight",)},
+            r"not only used as the weight of a linear layer .*got aten.sum.dim_IntList at File",
+        ),
         (
             {"layers": ("second.weight",)},
-            r"not only used as the weight of a linear layer .*got aten.square.default at File .*line \d+, in forward",
+            (
+                r"not only used as the weight of a linear layer .*got aten.square.default at File"
+                r" .*line \d+, in forward"
+            ),
         ),
         ({"layers": ("last.weight",)}, "last.weight and tied.weight are the same parameter"),
         ({"layers": ("unused.weight",)}, "no training graph uses unused.weight"),
         ({"layers": ("still.weight",)}, "still.lora_A.weight gets no gradient from graph train"),
         (
             {"layers": ("third.weight",), "rank": 13},
-            r"adapters.rank: the rank is greater than that of a layer \(expected at most 12, .*got 13\)",
+            (
+                r"adapters.rank: the rank is greater than that of a layer \(expected at most 12,"
+                r" .*got 13\)"
+            ),
         ),
         (
             {"layers": ("third.weight",), "also": ("nrm.weight",)},
             r"no trained parameter matches 'nrm.weight' \(expected norm.weight",
         ),
-        ({"layers": ("third.weight",), "also": ("third.*",)}, "is selected for an adapter and for training"),
+        (
+            {"layers": ("third.weight",), "also": ("third.*",)},
+            "is selected for an adapter and for training",
+        ),
     ],
 )
-def test_adapters_that_do_not_fit_are_refused(strange: Package, options: dict[str, Any], line: str) -> None:
+def test_adapters_that_do_not_fit_are_refused(
+    strange: Package, options: dict[str, Any], line: str
+) -> None:
     with pytest.raises(JobError, match=line):
         trainload.Overrides(adapters=Adapters(**{"rank": 2, **options})).apply(strange)
 
 
 @pytest.mark.slow
 def test_an_update_of_whole_parameters_is_none_for_adapters(tmp_path: Path) -> None:
-    golden = next(each for each in goldens() if each.name == "turns")  # of two graphs, one of which Muon updates
+    # of two graphs, one of which Muon updates
+    golden = next(each for each in goldens() if each.name == "turns")
     package = trainload.open(golden.package)
-    with pytest.raises(JobError, match=r"cannot be updated by Muon \+ SGD .*whole parameters of shape \(6, 4\)"):
+    with pytest.raises(
+        JobError, match=r"cannot be updated by Muon \+ SGD .*whole parameters of shape \(6, 4\)"
+    ):
         trainload.Overrides(adapters=Adapters(rank=2, layers=("maker.weight",))).apply(package)
     adapters = Adapters(rank=1, layers=("judge.0.weight",), also=("maker.*",))
     assert launched(package, golden.data, tmp_path / "run", adapters, steps=2)
     before, now = weights(package), weights(trainload.open(tmp_path / "run.tl"))
-    assert {name for name in before if not torch.equal(before[name], now[name])} == {"judge.0.weight", "maker.weight", "maker.bias"}
+    assert {name for name in before if not torch.equal(before[name], now[name])} == {
+        "judge.0.weight",
+        "maker.weight",
+        "maker.bias",
+    }
 
 
 @pytest.mark.slow
-def test_a_layer_that_was_frozen_with_the_job_can_have_an_adapter(held: Package, rows: Path, tmp_path: Path) -> None:
+def test_a_layer_that_was_frozen_with_the_job_can_have_an_adapter(
+    held: Package, rows: Path, tmp_path: Path
+) -> None:
     adapters = Adapters(rank=2, layers=("third.weight",))
     plain = eager(by_hand(make_job(adam_of_trained, Regions), held, adapters))
     assert difference(plain.losses, launched(held, rows, tmp_path / "run", adapters)) <= TOLERANCE
 
 
 @pytest.mark.slow
-def test_several_graphs_train_the_adapters_that_they_reach(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_several_graphs_train_the_adapters_that_they_reach(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     package = graph_jobs.frozen(tmp_path_factory, "tasks")
     adapters = Adapters(rank=2, layers=("torso.*.weight", "classes.weight"))
     plain = graph_jobs.eager(by_hand(graph_jobs.tasks(), package, adapters))
     data = graph_jobs.write_digits(tmp_path / "digits.npz", {"image", "label"})
     launched(package, data, tmp_path / "run", adapters)
-    for event, wanted in zip((e for e in read_events(tmp_path / "run") if e.kind == "step"), plain.losses, strict=True):
+    for event, wanted in zip(
+        (e for e in read_events(tmp_path / "run") if e.kind == "step"), plain.losses, strict=True
+    ):
         assert event.data["loss"] == pytest.approx(wanted["classify"], rel=TOLERANCE)
-        assert event.data["metrics"]["rebuild.loss"] == pytest.approx(wanted["rebuild"], rel=TOLERANCE)
+        assert event.data["metrics"]["rebuild.loss"] == pytest.approx(
+            wanted["rebuild"], rel=TOLERANCE
+        )
 
 
 @pytest.mark.slow
 def test_every_variant_has_the_adapters_that_it_reaches(tmp_path: Path) -> None:
     golden = next(each for each in goldens() if each.name == "variants")
     package = trainload.open(golden.package)
-    found = launched(package, golden.data, tmp_path / "run", Adapters(rank=2, layers=("layer.weight", "hint.weight")), steps=2)
-    changed = trainload.Overrides(adapters=Adapters(rank=2, layers=("layer.weight", "hint.weight"))).apply(package)
-    reached = {name: entry.reached for name, entry in changed.manifest.graphs.items() if name.startswith("train")}
-    assert reached == {"train": ("layer.lora_A.weight", "layer.lora_B.weight"), "train-hinted": None}
+    found = launched(
+        package,
+        golden.data,
+        tmp_path / "run",
+        Adapters(rank=2, layers=("layer.weight", "hint.weight")),
+        steps=2,
+    )
+    changed = trainload.Overrides(
+        adapters=Adapters(rank=2, layers=("layer.weight", "hint.weight"))
+    ).apply(package)
+    reached = {
+        name: entry.reached
+        for name, entry in changed.manifest.graphs.items()
+        if name.startswith("train")
+    }
+    assert reached == {
+        "train": ("layer.lora_A.weight", "layer.lora_B.weight"),
+        "train-hinted": None,
+    }
     assert len(found) == 2
     before, now = weights(package), weights(trainload.open(tmp_path / "run.tl"))
-    assert torch.equal(before["layer.bias"], now["layer.bias"]) and not torch.equal(before["layer.weight"], now["layer.weight"])
+    assert torch.equal(before["layer.bias"], now["layer.bias"]) and not torch.equal(
+        before["layer.weight"], now["layer.weight"]
+    )
 
 
 def test_a_graph_that_would_train_nothing_is_refused() -> None:
@@ -408,18 +566,37 @@ def test_a_graph_that_would_train_nothing_is_refused() -> None:
         overrides.apply(trainload.open(golden.package))
 
 
-def test_a_plan_for_the_frozen_package_is_refused(package: Package, rows: Path, tmp_path: Path) -> None:
+def test_a_plan_for_the_frozen_package_is_refused(
+    package: Package, rows: Path, tmp_path: Path
+) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    with pytest.raises(PlanError, match="for the unmodified package, but this run changes the package's graphs"):
-        trainload.launch(package, plan, rows, run_dir=tmp_path / "run", backend="local", overrides=trainload.Overrides(adapters=ADAPTERS))
+    with pytest.raises(
+        PlanError, match="for the unmodified package, but this run changes the package's graphs"
+    ):
+        trainload.launch(
+            package,
+            plan,
+            rows,
+            run_dir=tmp_path / "run",
+            backend="local",
+            overrides=trainload.Overrides(adapters=ADAPTERS),
+        )
 
 
 def commanded(package: Package, rows: Path, *settings: str) -> list[str]:
-    return ["launch", str(package.path), "--data", str(rows), *(part for each in settings for part in ("--set", each))]
+    return [
+        "launch",
+        str(package.path),
+        "--data",
+        str(rows),
+        *(part for each in settings for part in ("--set", each)),
+    ]
 
 
 @pytest.mark.slow
-def test_the_command_line_trains_adapters(package: Package, alone: Path, rows: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_command_line_trains_adapters(
+    package: Package, alone: Path, rows: Path, tmp_path: Path, capsys: Capture
+) -> None:
     settings = ("adapters.rank=3", "adapters.layers=*d.weight,last.weight", "adapters.alpha=6")
     options = ["--run-dir", str(tmp_path / "run"), "--backend", "local", "--no-compile"]
     assert cli.run([*commanded(package, rows, *settings), *options]) == 0, capsys.readouterr().err
@@ -431,8 +608,17 @@ def test_the_command_line_trains_adapters(package: Package, alone: Path, rows: P
     ("settings", "line"),
     [
         (("adapters.rank=3",), "--set adapters: adapters.layers must be set as well"),
-        (("adapters.rank=0", "adapters.layers=*"), "--set adapters.rank=0: Input should be greater than or equal to 1"),
-        (("adapters.dropout=0.1",), "there is no setting adapters.dropout; available: accumulate, adapters.alpha, adapters.also"),
+        (
+            ("adapters.rank=0", "adapters.layers=*"),
+            "--set adapters.rank=0: Input should be greater than or equal to 1",
+        ),
+        (
+            ("adapters.dropout=0.1",),
+            (
+                "there is no setting adapters.dropout; available: accumulate, adapters.alpha,"
+                " adapters.also"
+            ),
+        ),
     ],
 )
 def test_settings_of_adapters_that_are_wrong_are_told(
@@ -452,9 +638,23 @@ def test_a_plan_of_its_own_is_made_with_the_same_settings(
     package: Package, alone: Path, rows: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     settings = [
-        part for each in ("adapters.rank=3", "adapters.layers=*d.weight,last.weight", "adapters.alpha=6") for part in ("--set", each)
+        part
+        for each in ("adapters.rank=3", "adapters.layers=*d.weight,last.weight", "adapters.alpha=6")
+        for part in ("--set", each)
     ]
-    assert cli.run(["plan", str(package.path), "-o", str(tmp_path / "plan.json"), *settings]) == 0, capsys.readouterr().err
-    options = ["--plan", str(tmp_path / "plan.json"), "--run-dir", str(tmp_path / "run"), "--backend", "local", "--no-compile"]
-    assert cli.run(["launch", str(package.path), "--data", str(rows), *settings, *options]) == 0, capsys.readouterr().err
+    assert (
+        cli.run(["plan", str(package.path), "-o", str(tmp_path / "plan.json"), *settings]) == 0
+    ), capsys.readouterr().err
+    options = [
+        "--plan",
+        str(tmp_path / "plan.json"),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--backend",
+        "local",
+        "--no-compile",
+    ]
+    assert cli.run(["launch", str(package.path), "--data", str(rows), *settings, *options]) == 0, (
+        capsys.readouterr().err
+    )
     assert curve(tmp_path / "run") == curve(alone)

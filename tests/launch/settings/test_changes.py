@@ -1,4 +1,6 @@
-"""What is changed of a run when it is resumed holds from its last checkpoint on, and what cannot be says why."""
+"""What is changed of a run when it is resumed holds from its last checkpoint on, and what cannot be
+says why.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,20 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 @pytest.fixture(scope="module")
 def half(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of half the steps, with a checkpoint at its end. No test changes it."""
-    options: dict[str, Any] = {"steps": HALF, "compile": False, "backend": "local", "overrides": trainload.Overrides(clip_norm=5.0)}
+    options: dict[str, Any] = {
+        "steps": HALF,
+        "compile": False,
+        "backend": "local",
+        "overrides": trainload.Overrides(clip_norm=5.0),
+    }
     run_dir = tmp_path_factory.mktemp("half") / "run"
-    trainload.launch(package, trainload.plan(package, trainload.Cluster(), "single"), rows, run_dir=run_dir, **options)
+    trainload.launch(
+        package,
+        trainload.plan(package, trainload.Cluster(), "single"),
+        rows,
+        run_dir=run_dir,
+        **options,
+    )
     return run_dir
 
 
@@ -52,22 +65,41 @@ def peak(package: Package) -> float:
 
 
 def expected() -> list[float]:
-    """The plain loop's losses where the learning rate is halved, and the gradient clipped by its norm, in the middle."""
+    """The plain loop's losses where the learning rate is halved, and the gradient clipped by its
+    norm, in the middle.
+    """
     job = make_job(adam)
     schedule: Any = job.schedule
-    return eager(dataclasses.replace(job, clip_norm=5.0, schedule=lambda step: schedule(step) * (1.0 if step < HALF else 0.5))).losses
+    return eager(
+        dataclasses.replace(
+            job, clip_norm=5.0, schedule=lambda step: schedule(step) * (1.0 if step < HALF else 0.5)
+        )
+    ).losses
 
 
 @pytest.mark.slow
 def test_a_learning_rate_holds_from_the_last_checkpoint_on(package: Package, begun: Path) -> None:
-    trainload.resume(begun, backend="local", steps=STEPS, overrides=trainload.Overrides(lr=0.5 * peak(package)))
+    trainload.resume(
+        begun, backend="local", steps=STEPS, overrides=trainload.Overrides(lr=0.5 * peak(package))
+    )
     assert difference(expected(), curve(begun)) <= TOLERANCE
-    assert difference(eager(dataclasses.replace(make_job(adam), clip_norm=5.0)).losses, curve(begun)) > 1e-3
+    assert (
+        difference(eager(dataclasses.replace(make_job(adam), clip_norm=5.0)).losses, curve(begun))
+        > 1e-3
+    )
 
 
 def test_the_run_keeps_what_was_changed_and_from_which_step(package: Package, begun: Path) -> None:
-    trainload.resume(begun, backend="local", steps=HALF + 2, checkpoint_every=1, overrides=trainload.Overrides(schedule="linear"))
-    trainload.resume(begun, backend="local", steps=HALF + 3, overrides=trainload.Overrides(clip_norm=0.0))
+    trainload.resume(
+        begun,
+        backend="local",
+        steps=HALF + 2,
+        checkpoint_every=1,
+        overrides=trainload.Overrides(schedule="linear"),
+    )
+    trainload.resume(
+        begun, backend="local", steps=HALF + 3, overrides=trainload.Overrides(clip_norm=0.0)
+    )
     spec = read_spec(begun)
     assert [(change.step, change.settings) for change in spec.changes] == [
         (0, {"clip_norm": 5.0}),
@@ -89,22 +121,47 @@ def test_the_trained_package_tells_the_changes_that_it_was_trained_by(
     package: Package, rows: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    options: dict[str, Any] = {"run_dir": tmp_path / "run", "steps": HALF, "compile": False, "backend": "local"}
+    options: dict[str, Any] = {
+        "run_dir": tmp_path / "run",
+        "steps": HALF,
+        "compile": False,
+        "backend": "local",
+    }
     trainload.launch(package, plan, rows, **options, output=tmp_path / "trained.tl")
     (tmp_path / "trained.tl").rename(tmp_path / "first.tl")
-    trainload.resume(tmp_path / "run", backend="local", steps=STEPS, keep=1, overrides=trainload.Overrides(lr=1e-4))
+    trainload.resume(
+        tmp_path / "run",
+        backend="local",
+        steps=STEPS,
+        keep=1,
+        overrides=trainload.Overrides(lr=1e-4),
+    )
     training = trainload.open(tmp_path / "trained.tl").manifest.training
     assert training is not None and training.steps == STEPS
-    assert [(change.step, change.settings) for change in training.changed] == [(HALF, {"lr": 1e-4, "steps": STEPS})]
+    assert [(change.step, change.settings) for change in training.changed] == [
+        (HALF, {"lr": 1e-4, "steps": STEPS})
+    ]
     assert cli.run(["inspect", str(tmp_path / "trained.tl")]) == 0
     assert f"from step {HALF}" in capsys.readouterr().out
 
 
-def test_a_result_that_would_be_another_one_is_not_replaced(package: Package, rows: Path, tmp_path: Path) -> None:
+def test_a_result_that_would_be_another_one_is_not_replaced(
+    package: Package, rows: Path, tmp_path: Path
+) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    options: dict[str, Any] = {"run_dir": tmp_path / "run", "steps": 2, "compile": False, "backend": "local"}
+    options: dict[str, Any] = {
+        "run_dir": tmp_path / "run",
+        "steps": 2,
+        "compile": False,
+        "backend": "local",
+    }
     trainload.launch(package, plan, rows, **options, output=tmp_path / "trained.tl")
-    with pytest.raises(StorageError, match="the run has already written its result, and the changed run would produce another one"):
+    with pytest.raises(
+        StorageError,
+        match=(
+            "the run has already written its result, and the changed run would produce another one"
+        ),
+    ):
         trainload.resume(tmp_path / "run", backend="local", steps=4)
     assert read_spec(tmp_path / "run").steps == 2
 
@@ -112,13 +169,21 @@ def test_a_result_that_would_be_another_one_is_not_replaced(package: Package, ro
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ({"adapters": trainload.Adapters(rank=2, layers=("first.weight",))}, "adapters cannot be changed .* hold other parameters"),
+        (
+            {"adapters": trainload.Adapters(rank=2, layers=("first.weight",))},
+            "adapters cannot be changed .* hold other parameters",
+        ),
         ({"precision": "bf16"}, "precision cannot be changed in the middle of a run"),
-        ({"frozen": ("norm.*",)}, "frozen cannot be changed .* the optimizer state of the parameters trained so far"),
+        (
+            {"frozen": ("norm.*",)},
+            "frozen cannot be changed .* the optimizer state of the parameters trained so far",
+        ),
         ({"seed": 5}, "seed cannot be changed .* it determines the rows of every step"),
     ],
 )
-def test_what_the_checkpoints_do_not_allow_is_refused(begun: Path, overrides: dict[str, Any], line: str) -> None:
+def test_what_the_checkpoints_do_not_allow_is_refused(
+    begun: Path, overrides: dict[str, Any], line: str
+) -> None:
     before = (begun / "run.json").read_bytes()
     with pytest.raises(JobError, match=line):
         trainload.resume(begun, backend="local", overrides=trainload.Overrides(**overrides))
@@ -126,36 +191,65 @@ def test_what_the_checkpoints_do_not_allow_is_refused(begun: Path, overrides: di
 
 
 def test_fewer_steps_than_were_done_are_refused(begun: Path) -> None:
-    with pytest.raises(JobError, match=rf"steps: the run has already completed this many steps \(expected more than {HALF}, got 3\)"):
+    with pytest.raises(
+        JobError,
+        match=(
+            rf"steps: the run has already completed this many steps \(expected more than {HALF},"
+            r" got 3\)"
+        ),
+    ):
         trainload.resume(begun, backend="local", steps=3)
 
 
 def test_a_change_that_does_not_fit_leaves_the_run_as_it_was(begun: Path) -> None:
     before = (begun / "run.json").read_bytes()
     with pytest.raises(JobError, match="there is no parameter group 'other'"):
-        trainload.resume(begun, backend="local", steps=STEPS, overrides=trainload.Overrides(group_lr={"other": 0.1}))
+        trainload.resume(
+            begun,
+            backend="local",
+            steps=STEPS,
+            overrides=trainload.Overrides(group_lr={"other": 0.1}),
+        )
     assert (begun / "run.json").read_bytes() == before
 
 
 def test_the_command_line_changes_a_run(package: Package, begun: Path, capsys: Capture) -> None:
     settings = [f"lr={0.5 * peak(package)!r}", f"steps={STEPS}", "checkpoint_every=2", "keep=3"]
     options = [part for setting in settings for part in ("--set", setting)]
-    assert cli.run(["resume", str(begun), "--backend", "local", *options]) == 0, capsys.readouterr().err
+    assert cli.run(["resume", str(begun), "--backend", "local", *options]) == 0, (
+        capsys.readouterr().err
+    )
     assert difference(expected(), curve(begun)) <= TOLERANCE
-    assert sorted(path.name for path in (begun / "checkpoints").glob("step-*")) == [f"step-{step:08}" for step in (8, 10, 12)]
+    assert sorted(path.name for path in (begun / "checkpoints").glob("step-*")) == [
+        f"step-{step:08}" for step in (8, 10, 12)
+    ]
 
 
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("seed=5", "seed cannot be changed in the middle of a run: it determines the rows of every step"),
+        (
+            "seed=5",
+            "seed cannot be changed in the middle of a run: it determines the rows of every step",
+        ),
         ("global_batch=16", "global_batch cannot be changed in the middle of a run"),
-        ("accumulate=2", "accumulate cannot be changed in the middle of a run: it is part of the plan"),
+        (
+            "accumulate=2",
+            "accumulate cannot be changed in the middle of a run: it is part of the plan",
+        ),
         ("precision=bf16", "precision cannot be changed in the middle of a run"),
-        ("speed=2", "there is no setting speed to change; available: checkpoint_every, clip_norm, clip_value, compile, eval_batches"),
+        (
+            "speed=2",
+            (
+                "there is no setting speed to change; available: checkpoint_every, clip_norm,"
+                " clip_value, compile, eval_batches"
+            ),
+        ),
         ("steps=0", "--set steps=0: Input should be greater than or equal to 1"),
     ],
 )
-def test_a_setting_that_cannot_be_changed_says_why(begun: Path, given: str, line: str, capsys: Capture) -> None:
+def test_a_setting_that_cannot_be_changed_says_why(
+    begun: Path, given: str, line: str, capsys: Capture
+) -> None:
     assert cli.run(["resume", str(begun), "--backend", "local", "--set", given]) == 2
     assert line in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""A run that begins with the optimizer's state of the run before goes on as that one would have gone on."""
+"""A run that begins with the optimizer's state of the run before goes on as that one would have
+gone on.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,17 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rows") / "rows.npz"
     draw = np.random.default_rng(0)
-    np.savez(path, x=draw.standard_normal((ROWS, 4)).astype(np.float32), y=draw.standard_normal((ROWS, 1)).astype(np.float32))
+    np.savez(
+        path,
+        x=draw.standard_normal((ROWS, 4)).astype(np.float32),
+        y=draw.standard_normal((ROWS, 1)).astype(np.float32),
+    )
     return path
 
 
-def trained(package: Package, rows: Path, run_dir: Path, steps: int, **options: Any) -> tuple[list[float], RunResult]:
+def trained(
+    package: Package, rows: Path, run_dir: Path, steps: int, **options: Any
+) -> tuple[list[float], RunResult]:
     losses: list[float] = []
     result = trainload.launch(
         package,
@@ -74,13 +82,19 @@ def half(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory)
     return trained(package, rows, folder / "run", 3, output=folder / "half.tl")[1]
 
 
-def test_it_goes_on_as_one_run_would_have(rows: Path, whole: list[float], half: RunResult, tmp_path: Path) -> None:
+def test_it_goes_on_as_one_run_would_have(
+    rows: Path, whole: list[float], half: RunResult, tmp_path: Path
+) -> None:
     assert half.output is not None
-    losses, _ = trained(trainload.open(half.output), rows, tmp_path / "run", 3, optimizer_from=half.run_dir)
+    losses, _ = trained(
+        trainload.open(half.output), rows, tmp_path / "run", 3, optimizer_from=half.run_dir
+    )
     assert losses == pytest.approx(whole[3:], rel=TOLERANCE)
 
 
-def test_without_it_the_optimizer_begins_anew(rows: Path, whole: list[float], half: RunResult, tmp_path: Path) -> None:
+def test_without_it_the_optimizer_begins_anew(
+    rows: Path, whole: list[float], half: RunResult, tmp_path: Path
+) -> None:
     assert half.output is not None
     losses, _ = trained(trainload.open(half.output), rows, tmp_path / "run", 3)
     assert losses[0] == pytest.approx(whole[3], rel=TOLERANCE)
@@ -89,41 +103,62 @@ def test_without_it_the_optimizer_begins_anew(rows: Path, whole: list[float], ha
 
 @pytest.fixture(scope="module")
 def pairs(
-    rows: Path, half: RunResult, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    rows: Path,
+    half: RunResult,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> dict[Strategy, list[float]]:
     """The losses of two workers that go on, by their strategy."""
     folder = tmp_path_factory.mktemp("pairs")
     assert half.output is not None
     package = trainload.open(half.output)
     strategies: list[Strategy] = sorted(selected(request, "strategy"))
-    plans = [trainload.plan(package, trainload.Cluster(devices_per_node=2), strategy) for strategy in strategies]
+    plans = [
+        trainload.plan(package, trainload.Cluster(devices_per_node=2), strategy)
+        for strategy in strategies
+    ]
     options = {"steps": 3, "optimizer_from": str(half.run_dir)}
-    runs = [Run(folder / strategy, package, plan, rows, options) for strategy, plan in zip(strategies, plans, strict=True)]
+    runs = [
+        Run(folder / strategy, package, plan, rows, options)
+        for strategy, plan in zip(strategies, plans, strict=True)
+    ]
     return dict(zip(strategies, train(2, runs, folder), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param("zero3", id="2-zero3"), pytest.param("zero1", id="2-zero1")])
-def test_it_goes_on_under_another_plan(whole: list[float], pairs: dict[Strategy, list[float]], strategy: Strategy) -> None:
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("zero3", id="2-zero3"), pytest.param("zero1", id="2-zero1")]
+)
+def test_it_goes_on_under_another_plan(
+    whole: list[float], pairs: dict[Strategy, list[float]], strategy: Strategy
+) -> None:
     assert pairs[strategy] == pytest.approx(whole[3:], rel=TOLERANCE)
 
 
 def test_a_run_of_another_package_is_refused_before_anything_starts(
     tiny: Package, tiny_data: Path, half: RunResult, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match="from a different run than the one that produced the package"):
+    with pytest.raises(
+        CheckpointError, match="from a different run than the one that produced the package"
+    ):
         trained(tiny, tiny_data, tmp_path / "run", 1, optimizer_from=half.run_dir)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_without_a_checkpoint_is_refused_before_anything_starts(package: Package, rows: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_refused_before_anything_starts(
+    package: Package, rows: Path, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="there is no usable checkpoint to load the optimizer state from"):
+    with pytest.raises(
+        CheckpointError, match="there is no usable checkpoint to load the optimizer state from"
+    ):
         trained(package, rows, tmp_path / "run", 1, optimizer_from=tmp_path / "empty")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_is_resumed_goes_on_with_its_own_state(rows: Path, whole: list[float], half: RunResult, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_goes_on_with_its_own_state(
+    rows: Path, whole: list[float], half: RunResult, tmp_path: Path
+) -> None:
     assert half.output is not None
     package = trainload.open(half.output)
     trained(package, rows, tmp_path / "run", 2, optimizer_from=half.run_dir)

@@ -43,8 +43,14 @@ VALUES = {
 
 def given(*keys: str) -> list[str]:
     """Return a text for each key, and those that it needs."""
-    needed = {"adapters.rank", "adapters.layers"} if any(key.startswith("adapters.") for key in keys) else set()
-    return [f"{key.replace('GROUP', 'head')}={VALUES.get(key, '3')}" for key in sorted({*keys, *needed})]
+    needed = (
+        {"adapters.rank", "adapters.layers"}
+        if any(key.startswith("adapters.") for key in keys)
+        else set()
+    )
+    return [
+        f"{key.replace('GROUP', 'head')}={VALUES.get(key, '3')}" for key in sorted({*keys, *needed})
+    ]
 
 
 @pytest.mark.parametrize("key", sorted(KEYS))
@@ -56,12 +62,20 @@ def test_a_setting_is_described(key: str) -> None:
 def test_a_text_is_read_as_the_settings_value(key: str) -> None:
     settings = parse_settings(given(key))
     made = RunSettings(**settings.run, overrides=settings.overrides)
-    assert bool(made.model_fields_set - {"overrides"}) + bool(settings.overrides.model_fields_set) + bool(settings.batch) == 1
+    assert (
+        bool(made.model_fields_set - {"overrides"})
+        + bool(settings.overrides.model_fields_set)
+        + bool(settings.batch)
+        == 1
+    )
 
 
 @pytest.mark.parametrize("key", [name for name, key in KEYS.items() if key.info.option])
 def test_a_setting_with_an_option_is_given_by_it(key: str) -> None:
-    with pytest.raises(RequestError, match=f"--set {key}=3: {key} is set with its own option, {KEYS[key].info.option}"):
+    with pytest.raises(
+        RequestError,
+        match=f"--set {key}=3: {key} is set with its own option, {KEYS[key].info.option}",
+    ):
         parse_settings([f"{key}=3"])
 
 
@@ -75,7 +89,11 @@ def test_resume_takes_what_it_can_change(key: str) -> None:
 
 
 def test_values_of_several_parts_are_joined() -> None:
-    assert parse_settings(["frozen=a.*,b.*", "frozen=c.*"]).overrides.frozen == ("a.*", "b.*", "c.*")
+    assert parse_settings(["frozen=a.*,b.*", "frozen=c.*"]).overrides.frozen == (
+        "a.*",
+        "b.*",
+        "c.*",
+    )
 
 
 @pytest.mark.parametrize("model", [RunRequest, ResumeRequest, RunSpec])
@@ -84,10 +102,19 @@ def test_a_run_has_every_setting(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "model"), [(trainload.launch, RunRequest), (trainload.resume, ResumeRequest), (trainload.evaluate, EvaluationRequest)]
+    ("verb", "model"),
+    [
+        (trainload.launch, RunRequest),
+        (trainload.resume, ResumeRequest),
+        (trainload.evaluate, EvaluationRequest),
+    ],
 )
 def test_a_verb_has_the_signature_of_its_model(verb: Any, model: Any) -> None:
-    keywords = {name: each for name, each in inspect.signature(verb).parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    keywords = {
+        name: each
+        for name, each in inspect.signature(verb).parameters.items()
+        if each.kind is inspect.Parameter.KEYWORD_ONLY
+    }
     assert keywords.keys() == model.model_fields.keys()
 
 
@@ -97,13 +124,17 @@ def test_what_is_missing_is_named_with_its_description(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_tables_of_the_models() -> None:
-    assert PAGE.read_text() == with_tables(PAGE.read_text()), "run: python -m tests.house.settings_page"
+    assert PAGE.read_text() == with_tables(PAGE.read_text()), (
+        "run: python -m tests.house.settings_page"
+    )
 
 
 def test_the_command_prints_every_key(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.run(["settings"]) == 0
-    assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()) == sorted([*KEYS, "setting"])
+    assert sorted(
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()
+    ) == sorted([*KEYS, "setting"])
 
 
 def test_the_commands_json_is_a_schema(capsys: Capture) -> None:

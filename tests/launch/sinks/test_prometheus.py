@@ -36,14 +36,21 @@ def scraped() -> list[tuple[str, dict[str, str], float]]:
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(address, timeout=10) as answer:
         text = answer.read().decode()
-    return [(found["name"], dict(re.findall(r'(\w+)="([^"]*)"', found["tags"])), float(found["value"])) for found in LINE.finditer(text)]
+    return [
+        (found["name"], dict(re.findall(r'(\w+)="([^"]*)"', found["tags"])), float(found["value"]))
+        for found in LINE.finditer(text)
+    ]
 
 
 def of_run(run: str, ready: Callable[[Found], bool]) -> Found:
     """What there is of a run, once it is as it should be."""
     until = time.monotonic() + PATIENCE
     while True:
-        found = {(name, tags["run"], tags.get("metric", "")): value for name, tags, value in scraped() if tags["run"] == run}
+        found = {
+            (name, tags["run"], tags.get("metric", "")): value
+            for name, tags, value in scraped()
+            if tags["run"] == run
+        }
         if ready(found) or time.monotonic() > until:
             return found
         time.sleep(0.5)
@@ -52,7 +59,15 @@ def of_run(run: str, ready: Callable[[Found], bool]) -> Found:
 def every_measure(step: int) -> list[Event]:
     """Events that have a number for each."""
     moment = time.time()
-    numbers = {"loss": 0.5, "gradient_norm": 1.5, "loss_scale": 8.0, "seconds": 2.0, "data_wait": 0.5, "mfu": 0.25, "memory": 2**30}
+    numbers = {
+        "loss": 0.5,
+        "gradient_norm": 1.5,
+        "loss_scale": 8.0,
+        "seconds": 2.0,
+        "data_wait": 0.5,
+        "mfu": 0.25,
+        "memory": 2**30,
+    }
     numbers |= {"tokens_per_second": 100.0, "rows_per_second": 10.0}
     return [
         Event("step", {"step": step, "metrics": {"accuracy": 0.75}, **numbers}, moment),
@@ -64,7 +79,10 @@ def every_measure(step: int) -> list[Event]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("again_after", [0.0, pytest.param(25.0, marks=pytest.mark.slow, id="longer than Ray keeps a gauge")])
+@pytest.mark.parametrize(
+    "again_after",
+    [0.0, pytest.param(25.0, marks=pytest.mark.slow, id="longer than Ray keeps a gauge")],
+)
 def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
     ray_cluster: None, gpt: Package, tmp_path: Path, again_after: float
 ) -> None:
@@ -80,7 +98,16 @@ def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
         assert of_run(run, lambda found: len(found) == len(MEASURES)) == first
     values = {name: value for (name, _, _), value in first.items()}
     assert set(values) == {measure.exported for measure in MEASURES}
-    expected = {"step": 7, "steps": 100, "running": 1, "loss": 0.5, "mfu_ratio": 0.25, "memory_bytes": 2**30, "failures": 1, "warnings": 1}
+    expected = {
+        "step": 7,
+        "steps": 100,
+        "running": 1,
+        "loss": 0.5,
+        "mfu_ratio": 0.25,
+        "memory_bytes": 2**30,
+        "failures": 1,
+        "warnings": 1,
+    }
     expected |= {
         "checkpoint_timestamp_seconds": 1_790_000_000,
         "checkpoint_step": 7,
@@ -96,23 +123,46 @@ def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_on_ray_has_its_numbers_at_the_clusters_endpoints(ray_cluster: None, gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_run_on_ray_has_its_numbers_at_the_clusters_endpoints(
+    ray_cluster: None, gpt: Package, gpt_data: Path, tmp_path: Path
+) -> None:
     plan = trainload.plan(gpt, trainload.Cluster(), "single")
     run_dir = tmp_path / "trained"
-    trainload.launch(gpt, plan, gpt_data, run_dir=run_dir, steps=STEPS, compile=False, sinks=["prometheus"])
-    step, steps, loss = ((f"ray_trainload_{name}", "trained", "") for name in ("step", "steps", "loss"))  # each comes when it comes
-    found = of_run("trained", lambda found: found.get(step) == STEPS and {steps, loss} <= found.keys())
+    trainload.launch(
+        gpt, plan, gpt_data, run_dir=run_dir, steps=STEPS, compile=False, sinks=["prometheus"]
+    )
+    # each comes when it comes
+    step, steps, loss = (
+        (f"ray_trainload_{name}", "trained", "") for name in ("step", "steps", "loss")
+    )
+    found = of_run(
+        "trained", lambda found: found.get(step) == STEPS and {steps, loss} <= found.keys()
+    )
     assert found[loss] == pytest.approx(losses(read_events(run_dir))[-1])
     assert found[steps] == STEPS
 
 
-def test_without_ray_it_is_said_before_anything_starts(gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Any) -> None:
-    options: list[str | Path] = ["--run-dir", tmp_path / "run", "--backend", "local", "--set", "sinks=prometheus"]
+def test_without_ray_it_is_said_before_anything_starts(
+    gpt: Package, gpt_data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    options: list[str | Path] = [
+        "--run-dir",
+        tmp_path / "run",
+        "--backend",
+        "local",
+        "--set",
+        "sinks=prometheus",
+    ]
     line = refused(["launch", gpt.path, "--data", gpt_data, *options], tmp_path, capsys)
-    assert "prometheus requires Ray, whose endpoints serve the metrics (expected backend ray, got local)" in line
+    assert (
+        "prometheus requires Ray, whose endpoints serve the metrics (expected backend ray, got"
+        " local)" in line
+    )
 
 
-def test_a_run_is_not_resumed_without_ray_either(gpt: Package, gpt_data: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_without_ray_either(
+    gpt: Package, gpt_data: Path, tmp_path: Path
+) -> None:
     plan = trainload.plan(gpt, trainload.Cluster(), "single")
     run_dir = prepare(gpt, plan, gpt_data, run_dir=tmp_path / "run", sinks=["prometheus"])
     with pytest.raises(trainload.ClusterError, match="prometheus requires Ray"):
@@ -120,8 +170,14 @@ def test_a_run_is_not_resumed_without_ray_either(gpt: Package, gpt_data: Path, t
 
 
 def test_every_number_of_a_run_has_a_measure() -> None:
-    numbers = {"metrics/accuracy": OWN["metrics/"], "evaluation/accuracy": OWN["evaluation/"], **OF_NUMBERS}
-    assert {name: found[0] for name in numbers if (found := measure_of(name)) is not None} == numbers
+    numbers = {
+        "metrics/accuracy": OWN["metrics/"],
+        "evaluation/accuracy": OWN["evaluation/"],
+        **OF_NUMBERS,
+    }
+    assert {
+        name: found[0] for name in numbers if (found := measure_of(name)) is not None
+    } == numbers
 
 
 def test_the_board_asks_for_what_is_exported_and_for_all_of_it() -> None:

@@ -28,9 +28,13 @@ def test_every_sink_has_a_library_that_may_be_missing() -> None:
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_that_is_not_there_is_named_with_its_extra(name: SinkName, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_there_is_named_with_its_extra(
+    name: SinkName, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, extra = LIBRARIES[name]
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"trainload.launching.sinks.{name}", raising=False)
-    with pytest.raises(StorageError, match=rf"sinks: {name} is not installed.*pip install 'trainload\[{extra}\]'"):
+    with pytest.raises(
+        StorageError, match=rf"sinks: {name} is not installed.*pip install 'trainload\[{extra}\]'"
+    ):
         check_sink_libraries([*LIBRARIES])

@@ -23,9 +23,17 @@ from trainload.packaging.package import Package
 STEPS = 4
 
 
-def trained(package: Package, data: Path, held_out: Path, run_dir: Path, *names: Any) -> list[float]:
+def trained(
+    package: Package, data: Path, held_out: Path, run_dir: Path, *names: Any
+) -> list[float]:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    options: dict[str, Any] = {"steps": STEPS, "compile": False, "backend": "local", "sinks": names, "eval_data": held_out}
+    options: dict[str, Any] = {
+        "steps": STEPS,
+        "compile": False,
+        "backend": "local",
+        "sinks": names,
+        "eval_data": held_out,
+    }
     trainload.launch(package, plan, data, run_dir=run_dir, **options)
     return losses(read_events(run_dir))
 
@@ -40,21 +48,30 @@ def records(folder: Path) -> Iterator[Record]:
             data = data[16 + length :]
 
 
-def test_tensorboard_has_the_losses_of_the_journal(gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path: Path) -> None:
+def test_tensorboard_has_the_losses_of_the_journal(
+    gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path: Path
+) -> None:
     expected = trained(gpt, gpt_data, gpt_held_out, tmp_path / "run", "tensorboard")
     found: dict[str, dict[int, float]] = {}
     for record in records(tmp_path / "run" / "tensorboard"):
         for value in record.summary.value:
             found.setdefault(value.tag, {})[record.step] = value.simple_value
     assert [found["loss"][step] for step in range(1, STEPS + 1)] == pytest.approx(expected)
-    assert {"gradient_norm", "metrics/accuracy", "evaluation/loss", "tokens_per_second", "checkpoint/bytes"} <= set(found)
+    assert {
+        "gradient_norm",
+        "metrics/accuracy",
+        "evaluation/loss",
+        "tokens_per_second",
+        "checkpoint/bytes",
+    } <= set(found)
     assert sorted(found["evaluation/loss"]) == [0, STEPS]
 
 
 def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(
     tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlflow import MlflowClient  # which takes seconds: no other test of this process waits for it
+    # which takes seconds: no other test of this process waits for it
+    from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -63,9 +80,15 @@ def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(
     experiment = client.get_experiment_by_name("trainload")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
-    history = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
+    history = {
+        metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")
+    }
     assert [history[step] for step in range(1, STEPS + 1)] == pytest.approx(expected)
-    assert (run.info.run_name, run.info.status, run.data.params["package"]) == ("run", "FINISHED", tiny.digest)
+    assert (run.info.run_name, run.info.status, run.data.params["package"]) == (
+        "run",
+        "FINISHED",
+        tiny.digest,
+    )
 
 
 class Refusing:
@@ -90,10 +113,16 @@ class Refusing:
 
 
 def step(number: int) -> Event:
-    return Event("step", {"step": number, "loss": 1.0, "gradient_norm": 1.0, "seconds": 0.1, "metrics": {}}, 1.0)
+    return Event(
+        "step",
+        {"step": number, "loss": 1.0, "gradient_norm": 1.0, "seconds": 0.1, "metrics": {}},
+        1.0,
+    )
 
 
-def test_a_server_that_is_away_costs_a_warning_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_away_costs_a_warning_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, heard = Refusing(), list[Event]()
     monkeypatch.setattr(sinks, "_opened", lambda name, run_dir: server)
     with told(["mlflow"], tmp_path, heard.append) as tell:
@@ -108,8 +137,13 @@ def test_a_server_that_is_away_costs_a_warning_and_not_the_run(tmp_path: Path, m
     assert warnings == ["mlflow did not accept the run's metrics: nobody answers"]
 
 
-@pytest.mark.parametrize(("last", "outcome"), [("end", "ended"), ("stopped", "stopped"), ("failed", "failed"), (None, "failed")])
-def test_a_sink_is_told_what_became_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str | None, outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("last", "outcome"),
+    [("end", "ended"), ("stopped", "stopped"), ("failed", "failed"), (None, "failed")],
+)
+def test_a_sink_is_told_what_became_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str | None, outcome: Outcome
+) -> None:
     server = Refusing()
     server.away = False
     monkeypatch.setattr(sinks, "_opened", lambda name, run_dir: server)
@@ -120,7 +154,9 @@ def test_a_sink_is_told_what_became_of_the_run(tmp_path: Path, monkeypatch: pyte
     assert server.outcome == outcome
 
 
-def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow.entities import Metric
 
     from trainload.launching.sinks import mlflow
@@ -153,22 +189,47 @@ def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(tmp_pat
     assert statuses == ["FAILED"]
 
 
-def test_a_library_that_is_not_there_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_there_is_named_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.delitem(sys.modules, "trainload.launching.sinks.tensorboard", raising=False)
     line = r"tensorboard is not installed.*pip install 'trainload\[tensorboard\]'"
-    with pytest.raises(trainload.StorageError, match=line), told(["tensorboard"], tmp_path, lambda event: None):
+    with (
+        pytest.raises(trainload.StorageError, match=line),
+        told(["tensorboard"], tmp_path, lambda event: None),
+    ):
         pass
 
 
 def test_every_number_has_one_name() -> None:
-    found = numbers_of(Event("step", {**step(0).data, "metrics": {"accuracy": 0.5}, "tokens_per_second": 9.0}, 1.0))
-    assert set(found) == {"loss", "gradient_norm", "seconds", "metrics/accuracy", "tokens_per_second"}
+    found = numbers_of(
+        Event("step", {**step(0).data, "metrics": {"accuracy": 0.5}, "tokens_per_second": 9.0}, 1.0)
+    )
+    assert set(found) == {
+        "loss",
+        "gradient_norm",
+        "seconds",
+        "metrics/accuracy",
+        "tokens_per_second",
+    }
 
 
 def test_the_command_line_names_sinks(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     from trainload.cli import main as cli
 
-    options = ["--run-dir", tmp_path / "run", "--steps", "2", "--backend", "local", "--no-compile", "--set", "sinks=tensorboard"]
-    assert cli.run([str(part) for part in ("launch", tiny.path, "--data", tiny_data, *options)]) == 0
+    options = [
+        "--run-dir",
+        tmp_path / "run",
+        "--steps",
+        "2",
+        "--backend",
+        "local",
+        "--no-compile",
+        "--set",
+        "sinks=tensorboard",
+    ]
+    assert (
+        cli.run([str(part) for part in ("launch", tiny.path, "--data", tiny_data, *options)]) == 0
+    )
     assert read_spec(tmp_path / "run").sinks == ("tensorboard",)

@@ -46,8 +46,8 @@ def test_ranks_that_have_other_rows_are_told_which_nodes_they_are_on(tmp_path: P
     told = {(tmp_path / f"{rank}.txt").read_text() for rank in range(WORLD)}
     assert len(told) == 1
     assert (
-        "the nodes do not have the same data (expected what rank 0 has on node node-0: rows-of-0, got different rows on node-1)"
-        in told.pop()
+        "the nodes do not have the same data (expected what rank 0 has on node node-0: rows-of-0,"
+        " got different rows on node-1)" in told.pop()
     )
 
 
@@ -64,6 +64,8 @@ def test_both_ranks_are_told_the_same(told: list[str]) -> None:
 
 
 def test_it_names_graph_ranks_and_collectives(told: list[str]) -> None:
-    assert told[0].startswith("eval, collective 0 of those that ranks 0 and 1 share: ranks would deadlock")
+    assert told[0].startswith(
+        "eval, collective 0 of those that ranks 0 and 1 share: ranks would deadlock"
+    )
     assert f"rank 0: {FIRST}" in told[0]
     assert f"rank 1: {SECOND}" in told[0]

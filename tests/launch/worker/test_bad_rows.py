@@ -1,4 +1,6 @@
-"""A value of the data that is no index: the error names the step, the input, the row, the value, the valid range and the user's line."""
+"""A value of the data that is no index: the error names the step, the input, the row, the value,
+the valid range and the user's line.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def looked_up(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def one_hot(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return functional.mse_loss(model(batch["tokens"]), functional.one_hot(batch["label"], CLASSES).float())
+    return functional.mse_loss(
+        model(batch["tokens"]), functional.one_hot(batch["label"], CLASSES).float()
+    )
 
 
 def of_each_token(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -79,7 +83,16 @@ def frozen(loss: Callable[..., Tensor], folder: Path) -> Package:
         return optim.SGD(model.parameters(), lr=0.1)
 
     return trainload.freeze(
-        trainload.Job(model=model, batch=batch, loss=loss, optimizer=sgd, steps=STEPS, global_batch=ROWS, seed=SEED), folder / "job.tl"
+        trainload.Job(
+            model=model,
+            batch=batch,
+            loss=loss,
+            optimizer=sgd,
+            steps=STEPS,
+            global_batch=ROWS,
+            seed=SEED,
+        ),
+        folder / "job.tl",
     )
 
 
@@ -130,24 +143,43 @@ def test_a_value_out_of_range_is_told_with_its_row(
 ) -> None:
     with pytest.raises(DataError) as caught:
         launch(package, written(tmp_path, column, value), tmp_path, compile=compiled)
-    demand_told(caught.value, column, value, size - 1, "self.words(tokens)" if column == "tokens" else "cross_entropy(")
+    demand_told(
+        caught.value,
+        column,
+        value,
+        size - 1,
+        "self.words(tokens)" if column == "tokens" else "cross_entropy(",
+    )
 
 
 def test_an_assertion_is_told_with_its_row(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"row {BAD} of .*one_hot: Class values must be smaller .*\(got label 7\)"):
+    with pytest.raises(
+        DataError, match=rf"row {BAD} of .*one_hot: Class values must be smaller .*\(got label 7\)"
+    ):
         launch(frozen(one_hot, tmp_path), written(tmp_path, "label", 7), tmp_path, compile=False)
 
 
 @pytest.mark.matrix("looked_up")
 @pytest.mark.parametrize("loss", [gathered, looked_up, of_each_token])
-def test_operators_of_other_kinds_tell_the_same(tmp_path: Path, loss: Callable[..., Tensor]) -> None:
-    with pytest.raises(DataError, match=rf"row {BAD} of .*the value 7 of input 'label' is out of range"):
+def test_operators_of_other_kinds_tell_the_same(
+    tmp_path: Path, loss: Callable[..., Tensor]
+) -> None:
+    with pytest.raises(
+        DataError, match=rf"row {BAD} of .*the value 7 of input 'label' is out of range"
+    ):
         launch(frozen(loss, tmp_path), written(tmp_path, "label", 7), tmp_path, compile=False)
 
 
 def test_an_index_that_is_computed_names_what_it_is_computed_from(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"row {BAD} of .*the index -1, computed from 'label', is out of range"):
-        launch(frozen(counted_from_one, tmp_path), written(tmp_path, "label", 0), tmp_path, compile=False)
+    with pytest.raises(
+        DataError, match=rf"row {BAD} of .*the index -1, computed from 'label', is out of range"
+    ):
+        launch(
+            frozen(counted_from_one, tmp_path),
+            written(tmp_path, "label", 0),
+            tmp_path,
+            compile=False,
+        )
 
 
 def test_a_label_that_the_loss_ignores_is_fine(package: Package, tmp_path: Path) -> None:
@@ -156,13 +188,24 @@ def test_a_label_that_the_loss_ignores_is_fine(package: Package, tmp_path: Path)
 
 def test_evaluation_tells_the_row_too(package: Package, tmp_path: Path) -> None:
     data = written(tmp_path, "tokens", WORDS)
-    with pytest.raises(DataError, match=rf"the evaluation after step 0, row {BAD} of .*the value {WORDS} of input 'tokens'"):
-        trainload.evaluate(package, trainload.plan(package, trainload.Cluster(), "single"), data, backend="local", compile=False)
+    with pytest.raises(
+        DataError,
+        match=rf"the evaluation after step 0, row {BAD} of .*the value {WORDS} of input 'tokens'",
+    ):
+        trainload.evaluate(
+            package,
+            trainload.plan(package, trainload.Cluster(), "single"),
+            data,
+            backend="local",
+            compile=False,
+        )
 
 
 def test_the_rank_that_has_the_row_tells_it(package: Package, tmp_path: Path) -> None:
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero3")
-    with ranks(2, [Run(tmp_path / "run", package, plan, written(tmp_path, "tokens", WORDS))], tmp_path) as started:
+    with ranks(
+        2, [Run(tmp_path / "run", package, plan, written(tmp_path, "tokens", WORDS))], tmp_path
+    ) as started:
         for process in started:
             process.join(300)
         assert [process.exitcode for process in started] == [1, 1]
@@ -171,30 +214,43 @@ def test_the_rank_that_has_the_row_tells_it(package: Package, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_is_not_tried_again(package: Package, tmp_path: Path, ray_cluster: None) -> None:
+def test_a_run_on_ray_is_not_tried_again(
+    package: Package, tmp_path: Path, ray_cluster: None
+) -> None:
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero3")
     data = written(tmp_path, "tokens", WORDS)
     with pytest.raises(DataError) as caught:
         trainload.launch(package, plan, data, run_dir=tmp_path / "run", compile=False)
     demand_told(caught.value, "tokens", WORDS, WORDS - 1, "self.words(tokens)")
     assert [event.kind for event in read_events(tmp_path / "run")].count("start") == 1
-    assert "Traceback (most recent call last)" in (tmp_path / "run" / LOGS / log_name(1)).read_text()
+    assert (
+        "Traceback (most recent call last)" in (tmp_path / "run" / LOGS / log_name(1)).read_text()
+    )
 
 
 def inverted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Inverts a matrix that depends on the parameters, without which the row cannot be found."""
     logits = model(batch["tokens"])
-    inverse: Tensor = torch.linalg.inv(torch.diag_embed(logits * (batch["label"] != 0).unsqueeze(1)))
+    inverse: Tensor = torch.linalg.inv(
+        torch.diag_embed(logits * (batch["label"] != 0).unsqueeze(1))
+    )
     return inverse.square().mean()
 
 
 def test_another_failure_says_at_which_step_and_its_traceback_is_in_the_log(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=f"step {STEP + 1}: RuntimeError: linalg.inv: a matrix is singular"):
+    with pytest.raises(
+        TrainingError, match=f"step {STEP + 1}: RuntimeError: linalg.inv: a matrix is singular"
+    ):
         launch(frozen(inverted, tmp_path), written(tmp_path, "label", 0), tmp_path, compile=False)
-    assert "RuntimeError: linalg.inv: a matrix is singular" in (tmp_path / "run" / LOGS / log_name(0)).read_text()
+    assert (
+        "RuntimeError: linalg.inv: a matrix is singular"
+        in (tmp_path / "run" / LOGS / log_name(0)).read_text()
+    )
 
 
-def test_an_error_of_the_machine_is_not_said_to_come_again(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_machine_is_not_said_to_come_again(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load(held: RankState) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -203,12 +259,18 @@ def test_an_error_of_the_machine_is_not_said_to_come_again(package: Package, tmp
         launch(package, written(tmp_path, "label", 0), tmp_path, compile=False)
 
 
-def test_an_error_of_making_the_graphs_is_told_as_one(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_making_the_graphs_is_told_as_one(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def built_for(*_: object) -> None:
         raise ValueError("Cannot view a tensor")
 
     monkeypatch.setattr("trainload.launching.worker.loop.built_for", built_for)
     with pytest.raises(
-        TrainingError, match=r"building the graphs: .*Cannot view a tensor.*The run is not retried, since it would fail again"
+        TrainingError,
+        match=(
+            r"building the graphs: .*Cannot view a tensor.*The run is not retried, since it would"
+            r" fail again"
+        ),
     ):
         launch(package, written(tmp_path, "label", 1), tmp_path)

@@ -1,4 +1,6 @@
-"""The operator at which a compiled graph departs is found by bisection, wherever it stands in the graph."""
+"""The operator at which a compiled graph departs is found by bisection, wherever it stands in the
+graph.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ FAULT = "fault"
 
 
 class Faulty:
-    """A compiler that multiplies what has the fault by -1.5, and takes tensors and numbers alone, as torch's does."""
+    """A compiler that multiplies what has the fault by -1.5, and takes tensors and numbers alone,
+    as torch's does.
+    """
 
     def __init__(self, folder: Path) -> None:
         pass
@@ -30,7 +34,9 @@ class Faulty:
         for node in [node for node in module.graph.nodes if FAULT in node.meta]:
             with module.graph.inserting_after(node):
                 wrong = module.graph.call_function(torch.ops.aten.mul.Tensor, (node, -1.5))
-            node.replace_all_uses_with(wrong, delete_user_cb=lambda user, wrong=wrong: user is not wrong)
+            node.replace_all_uses_with(
+                wrong, delete_user_cb=lambda user, wrong=wrong: user is not wrong
+            )
         module.recompile()
 
         def call(*given: Any) -> Any:
@@ -54,10 +60,16 @@ def is_float(found: Any) -> bool:
     return isinstance(found, Tensor) and found.is_floating_point() and bool(found.count_nonzero())
 
 
-def test_a_fault_is_found_at_each_operator_of_a_graph(graph: tuple[GraphModule, Values], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_found_at_each_operator_of_a_graph(
+    graph: tuple[GraphModule, Values], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(departures, "_Compiling", Faulty)
     module, values = graph
-    tried: list[Node] = [node for node in module.graph.nodes if node.op == "call_function" and is_float(values[node]) and node.users]
+    tried: list[Node] = [
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and is_float(values[node]) and node.users
+    ]
     assert len(tried) > 30
     for node in tried:
         node.meta[FAULT] = True

@@ -1,4 +1,6 @@
-"""A step whose gradient is not finite ends the run, although its loss is: nothing of it is saved."""
+"""A step whose gradient is not finite ends the run, although its loss is: nothing of it is
+saved.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ SEED = 3
 PLANS: dict[str, dict[str, Any]] = {
     "zero0": {"strategy": "zero0"},
     "zero3": {"strategy": "zero3"},
-    "a tensor axis": {"tensor_ranks": 2, "tensor_rules": {"0.weight": Shard(dim=0), "1.weight": Shard(dim=1)}},
+    "a tensor axis": {
+        "tensor_ranks": 2,
+        "tensor_rules": {"0.weight": Shard(dim=0), "1.weight": Shard(dim=1)},
+    },
     "a pipeline": {"pipeline_ranks": 2},
 }
 
@@ -48,8 +53,17 @@ def sgd(model: nn.Module) -> optim.Optimizer:
 
 
 def frozen(folder: Path, model: nn.Module, loss: Callable[..., Tensor], **options: Any) -> Package:
-    given: dict[str, Any] = {"optimizer": sgd, "steps": STEPS, "global_batch": ROWS, "seed": SEED, **options}
-    return trainload.freeze(trainload.Job(model=model, batch={"x": 1 + torch.rand(ROWS, 8)}, loss=loss, **given), folder / "job.tl")
+    given: dict[str, Any] = {
+        "optimizer": sgd,
+        "steps": STEPS,
+        "global_batch": ROWS,
+        "seed": SEED,
+        **options,
+    }
+    return trainload.freeze(
+        trainload.Job(model=model, batch={"x": 1 + torch.rand(ROWS, 8)}, loss=loss, **given),
+        folder / "job.tl",
+    )
 
 
 def written(path: Path, step: int, row: np.ndarray[Any, Any]) -> Path:
@@ -76,7 +90,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(package: Package, data: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """A run of one worker with a result. Returns: what the journal has of its steps."""
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    given: dict[str, Any] = {"compile": False, "backend": "local", "output": folder / "out.tl", **options}
+    given: dict[str, Any] = {
+        "compile": False,
+        "backend": "local",
+        "output": folder / "out.tl",
+        **options,
+    }
     trainload.launch(package, plan, data, run_dir=folder / "run", **given)
     return [dict(event.data) for event in read_events(folder / "run") if event.kind == "step"]
 
@@ -86,26 +105,40 @@ def test_a_gradient_that_is_not_finite_ends_a_run_whose_loss_is(
     package: Package, data: Path, tmp_path: Path, clip_norm: float | None
 ) -> None:
     overrides = trainload.Overrides(clip_norm=clip_norm)
-    with pytest.raises(DivergedError, match=rf"step {STEPS}: the gradient's norm is nan \(expected a finite number, got nan\)"):
+    with pytest.raises(
+        DivergedError,
+        match=rf"step {STEPS}: the gradient's norm is nan \(expected a finite number, got nan\)",
+    ):
         alone(package, data, tmp_path, checkpoint_every=1, overrides=overrides)
     events = read_events(tmp_path / "run")
     assert [each.data["step"] for each in events if each.kind == "step"] == list(range(STEPS - 1))
-    assert {each.data["step"] for each in events if each.kind == "checkpoint"} <= set(range(1, STEPS))
+    assert {each.data["step"] for each in events if each.kind == "checkpoint"} <= set(
+        range(1, STEPS)
+    )
     assert (events[-1].kind, events[-1].data["error"]) == ("failed", "DivergedError")
     assert not (tmp_path / "out.tl").exists()
 
 
 @pytest.mark.matrix("zero3")
 @pytest.mark.parametrize("name", PLANS)
-def test_all_ranks_of_a_plan_end_alike(package: Package, data: Path, tmp_path: Path, name: str) -> None:
+def test_all_ranks_of_a_plan_end_alike(
+    package: Package, data: Path, tmp_path: Path, name: str
+) -> None:
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), **PLANS[name])
-    with ranks(2, [Run(tmp_path / "run", package, plan, data, {"checkpoint_every": 1})], tmp_path) as started:
+    with ranks(
+        2, [Run(tmp_path / "run", package, plan, data, {"checkpoint_every": 1})], tmp_path
+    ) as started:
         for process in started:
             process.join(300)
         assert [process.exitcode for process in started] == [1, 1]
     for rank in range(2):
-        assert f"DivergedError: step {STEPS}: the gradient's norm is nan" in (tmp_path / f"rank-{rank}.log").read_text()
-    assert {each.data["step"] for each in read_events(tmp_path / "run") if each.kind == "checkpoint"} <= set(range(1, STEPS))
+        assert (
+            f"DivergedError: step {STEPS}: the gradient's norm is nan"
+            in (tmp_path / f"rank-{rank}.log").read_text()
+        )
+    assert {
+        each.data["step"] for each in read_events(tmp_path / "run") if each.kind == "checkpoint"
+    } <= set(range(1, STEPS))
 
 
 def test_every_rank_names_the_row_that_is_no_number(package: Package, tmp_path: Path) -> None:
@@ -132,7 +165,11 @@ def one_weight() -> nn.Module:
 @pytest.fixture(scope="module")
 def steep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In the first step there is a row whose root has no finite slope."""
-    return written(tmp_path_factory.mktemp("steep") / "rows.npz", 0, np.array([0, 1, 1, 1, 1, 1, 1, 1], np.float32))
+    return written(
+        tmp_path_factory.mktemp("steep") / "rows.npz",
+        0,
+        np.array([0, 1, 1, 1, 1, 1, 1, 1], np.float32),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -140,20 +177,33 @@ def rooted(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return frozen(tmp_path_factory.mktemp("roots"), one_weight(), root_of_sums)
 
 
-def test_an_infinite_gradient_that_is_clipped_by_value_is_trained_on(rooted: Package, steep: Path, tmp_path: Path) -> None:
+def test_an_infinite_gradient_that_is_clipped_by_value_is_trained_on(
+    rooted: Package, steep: Path, tmp_path: Path
+) -> None:
     (step,) = alone(rooted, steep, tmp_path, steps=1, overrides=trainload.Overrides(clip_value=0.5))
     assert step["gradient_norm"] == float("inf")
-    assert trainload.open(tmp_path / "out.tl").weights.tensor("weight").item() == pytest.approx(-0.5 * 0.01)
+    assert trainload.open(tmp_path / "out.tl").weights.tensor("weight").item() == pytest.approx(
+        -0.5 * 0.01
+    )
 
 
-def test_an_infinite_gradient_that_is_not_clipped_ends_the_run(rooted: Package, steep: Path, tmp_path: Path) -> None:
+def test_an_infinite_gradient_that_is_not_clipped_ends_the_run(
+    rooted: Package, steep: Path, tmp_path: Path
+) -> None:
     with pytest.raises(DivergedError, match="step 1: the gradient's norm is inf"):
         alone(rooted, steep, tmp_path, steps=1)
 
 
-def test_an_update_with_a_scaled_loss_is_left_out_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:
+def test_an_update_with_a_scaled_loss_is_left_out_and_the_run_goes_on(
+    data: Path, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    package = frozen(tmp_path, nn.Linear(8, 8, bias=False), norm_of_outputs, loss_scaling=trainload.LossScaling(init_scale=2.0))
+    package = frozen(
+        tmp_path,
+        nn.Linear(8, 8, bias=False),
+        norm_of_outputs,
+        loss_scaling=trainload.LossScaling(init_scale=2.0),
+    )
     steps = alone(package, data, tmp_path)
     assert [np.isfinite(step["gradient_norm"]) for step in steps] == [True, True, False]
     assert bool(trainload.open(tmp_path / "out.tl").weights.tensor("weight").isfinite().all())
@@ -179,4 +229,5 @@ def test_of_several_updates_in_a_step_the_first_that_broke_is_named(tmp_path: Pa
     )
     package = trainload.freeze(job, tmp_path / "job.tl")
     with pytest.raises(DivergedError, match="step 1, graph often: the gradient's norm is nan"):
-        alone(package, written(tmp_path / "rows.npz", 1, np.zeros(8, np.float32)), tmp_path)  # the first turn's; 0 is that of "once"
+        # the first turn's; 0 is that of "once"
+        alone(package, written(tmp_path / "rows.npz", 1, np.zeros(8, np.float32)), tmp_path)

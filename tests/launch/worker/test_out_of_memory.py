@@ -1,4 +1,6 @@
-"""A rank that cannot have the memory it needs says what it held, what was estimated, and which plan needs less."""
+"""A rank that cannot have the memory it needs says what it held, what was estimated, and which plan
+needs less.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from trainload.launching.worker.out_of_memory import is_out_of_memory
 from trainload.packaging.package import Package
 
 MORE = 700 * 2**20
-"""Bytes that the process may take beside those that it has: less than an activation of all rows in one call."""
+"""Bytes that the process may take beside those that it has: less than an activation of all rows in
+one call.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +39,30 @@ def train_with_little_memory(package: str, data: str, run_dir: str) -> None:
     trainload.launch(opened, plan, data, run_dir=run_dir, backend="local", compile=False)
 
 
-def test_the_error_says_what_was_held_and_which_plan_needs_less(package: Package, tmp_path: Path) -> None:
+def test_the_error_says_what_was_held_and_which_plan_needs_less(
+    package: Package, tmp_path: Path
+) -> None:
     np.savez(tmp_path / "rows.npz", x=np.zeros((ROWS, WIDTH), np.float32))
-    status, said = ran(train_with_little_memory, str(package.path), str(tmp_path / "rows.npz"), str(tmp_path / "run"), cwd=tmp_path)
+    status, said = ran(
+        train_with_little_memory,
+        str(package.path),
+        str(tmp_path / "rows.npz"),
+        str(tmp_path / "run"),
+        cwd=tmp_path,
+    )
     assert status == 1
     last = read_events(tmp_path / "run")[-1]
     assert (last.kind, last.data["error"]) == ("failed", OutOfMemoryError.__name__), said
     message = last.data["message"]
     assert message.startswith("step 1: rank 0 ran out of memory: ")
-    assert re.search(r"parameters [\d.]+ \w+, optimizer state [\d.]+ \w+, buffers [\d.]+ \w+", message)
+    assert re.search(
+        r"parameters [\d.]+ \w+, optimizer state [\d.]+ \w+, buffers [\d.]+ \w+", message
+    )
     estimate = re.search(r"estimated to need ([\d.]+) GiB \(.*activations ([\d.]+) GiB", message)
     assert estimate is not None and float(estimate[1]) > 1.5
-    plan = re.search(r"A plan with --strategy single .*--accumulate (\d+) was estimated to need", message)
+    plan = re.search(
+        r"A plan with --strategy single .*--accumulate (\d+) was estimated to need", message
+    )
     assert plan is not None and ROWS % int(plan[1]) == 0
 
 

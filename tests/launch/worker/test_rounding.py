@@ -32,7 +32,9 @@ def test_a_value_with_digits_may_differ_by_ten_times_its_rounding() -> None:
 
 
 def test_a_value_of_rounding_errors_may_differ_by_many_times_itself() -> None:
-    """Such as the mean of what a BatchNorm has normalised: 1e-16 in float64, 1e-7 to 3e-6 in float32, by the order of the sum."""
+    """Such as the mean of what a BatchNorm has normalised: 1e-16 in float64, 1e-7 to 3e-6 in
+    float32, by the order of the sum.
+    """
     assert 100 < explained(noise(0, 1e-7), 1e-7) < 1e4
 
 
@@ -53,14 +55,18 @@ def test_a_jump_that_rounding_may_cause_is_explained_by_further_runs() -> None:
     given = torch.full((8,), 1e-7)  # 1 + 1e-7 is 1 + one unit in the last place
     value = graph(given)
     (distance,) = explained_distances(
-        [value], [results(run) for _, run in rounded_runs(graph, lambda: [given], further=True)], further=True
+        [value],
+        [results(run) for _, run in rounded_runs(graph, lambda: [given], further=True)],
+        further=True,
     )
     assert distance > 0.5
 
 
 def test_a_smooth_value_may_differ_by_no_more_in_further_runs() -> None:
     value = noise(0, 1.0)
-    (distance,) = explained_distances([value], [[value + noise(seed, 1e-3)] for seed in range(6)], further=True)
+    (distance,) = explained_distances(
+        [value], [[value + noise(seed, 1e-3)] for seed in range(6)], further=True
+    )
     assert 1e-3 < distance < 1e-2
 
 
@@ -77,7 +83,9 @@ def test_a_sum_may_be_computed_one_term_after_another() -> None:
     expected = graph(values)
     lanes = values.reshape(-1, 8).cumsum(0)[-1].sum() / len(values)
     (distance,) = explained_distances(
-        [expected], [results(run) for _, run in rounded_runs(graph, lambda: [values], further=True)], further=True
+        [expected],
+        [results(run) for _, run in rounded_runs(graph, lambda: [values], further=True)],
+        further=True,
     )
     assert float((lanes - expected).abs() / expected) < distance < 1e-2
 
@@ -93,19 +101,27 @@ def test_a_sum_may_be_computed_one_term_after_another() -> None:
     ],
     ids=["batch", "layer", "layer of two dims", "group"],
 )
-def test_elements_that_are_normalized_together_share_the_error_of_their_mean(normalization: nn.Module, groups: Any, backward: bool) -> None:
+def test_elements_that_are_normalized_together_share_the_error_of_their_mean(
+    normalization: nn.Module, groups: Any, backward: bool
+) -> None:
     """A later mean keeps it, where independent errors of the elements cancel."""
 
     def value(x: Tensor) -> Tensor:
         if not backward:
-            return normalization(x)
+            output: Tensor = normalization(x)
+            return output
         (gradient,) = torch.autograd.grad((normalization(x) * x.roll(1)).sum(), x)
         return gradient
 
-    given = torch.randn(6, 4, 32, 32, generator=torch.Generator().manual_seed(0), requires_grad=backward)
+    given = torch.randn(
+        6, 4, 32, 32, generator=torch.Generator().manual_seed(0), requires_grad=backward
+    )
     graph = make_fx(value, tracing_mode="real")(given)
     with torch.no_grad():
         expected = groups(graph(given)).double().mean(1)
-        runs = [groups(run).double().mean(1) for _, run in rounded_runs(graph, lambda: [given], further=True)]
+        runs = [
+            groups(run).double().mean(1)
+            for _, run in rounded_runs(graph, lambda: [given], further=True)
+        ]
     error = max(float((run - expected).abs().max()) for run in runs)
     assert 10 * torch.finfo(torch.float32).eps * 0.9 < error < 1e-4

@@ -1,4 +1,6 @@
-"""Compiled graphs are compared with the interpreted ones before they train anything, and run interpreted where they differ."""
+"""Compiled graphs are compared with the interpreted ones before they train anything, and run
+interpreted where they differ.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def launched(package: Package, data: Path, run_dir: Path, **options: Any) -> list[float]:
     plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(package, plan, data, run_dir=run_dir, backend="local", **{"steps": STEPS, **options})
+    trainload.launch(
+        package, plan, data, run_dir=run_dir, backend="local", **{"steps": STEPS, **options}
+    )
     return curve(run_dir)
 
 
@@ -77,8 +81,12 @@ def test_a_fault_of_the_compiler_is_found_with_its_operator(
 ) -> None:
     with planted(fault):
         losses = launched(package, data, tmp_path / "run")
-    found = {warning.data["operator"]: warning.data["graph"] for warning in warnings_of(tmp_path / "run")}
-    assert found == {str(FAULTS[fault][0]): "train.update" if fault.startswith("update") else "train.only"}
+    found = {
+        warning.data["operator"]: warning.data["graph"] for warning in warnings_of(tmp_path / "run")
+    }
+    assert found == {
+        str(FAULTS[fault][0]): "train.update" if fault.startswith("update") else "train.only"
+    }
     assert difference(losses, expected) < 1e-5
 
 
@@ -89,14 +97,18 @@ def launched_on_two_ranks(
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), strategy, **axes)
     run = Run(folder / "run", package, plan, data, {"steps": STEPS, "compile": True})
     (losses,) = train(2, [run], folder, act=partial(train_with_fault, fault))
-    assert {warning.data["operator"] for warning in warnings_of(run.run_dir)} == {str(FAULTS[fault][0])}
+    assert {warning.data["operator"] for warning in warnings_of(run.run_dir)} == {
+        str(FAULTS[fault][0])
+    }
     return run.run_dir, losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("cache")
-def test_two_ranks_find_it_and_decide_alike(fault: str, package: Package, data: Path, expected: list[float], tmp_path: Path) -> None:
+def test_two_ranks_find_it_and_decide_alike(
+    fault: str, package: Package, data: Path, expected: list[float], tmp_path: Path
+) -> None:
     _, losses = launched_on_two_ranks(fault, package, data, tmp_path, "zero3")
     assert difference(losses, expected) < 1e-5
 
@@ -107,11 +119,15 @@ def test_two_ranks_find_it_and_decide_alike(fault: str, package: Package, data: 
 def test_ranks_of_a_pipeline_compare_the_graphs_of_their_stages(
     fault: str, package: Package, data: Path, expected: list[float], tmp_path: Path
 ) -> None:
-    run_dir, losses = launched_on_two_ranks(fault, package, data, tmp_path, "zero0", pipeline_ranks=2, accumulate=2)
+    run_dir, losses = launched_on_two_ranks(
+        fault, package, data, tmp_path, "zero0", pipeline_ranks=2, accumulate=2
+    )
     assert difference(losses, expected) < 1e-5
     (path,) = run_dir.glob("checkpoints/step-*")
     (decided,) = Checkpoint.open(path).index.user[GRAPHS].values()
-    assert {name for name, interpreted in decided.items() if interpreted} == {warning.data["graph"] for warning in warnings_of(run_dir)}
+    assert {name for name, interpreted in decided.items() if interpreted} == {
+        warning.data["graph"] for warning in warnings_of(run_dir)
+    }
     assert {name.split(".")[1] for name in decided} >= {"stage0", "stage1"}
 
 
@@ -129,7 +145,12 @@ class Small(nn.Module):
 
 def small_job() -> Job:
     torch.manual_seed(0)
-    return Job(Small(), {"x": torch.randn(4, 4)}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss=small_loss)
+    return Job(
+        Small(),
+        {"x": torch.randn(4, 4)},
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        loss=small_loss,
+    )
 
 
 def small_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -153,11 +174,22 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_compiled_pipeline_trains_as_one_process(small_data: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    job = Job(model, {"x": torch.randn(4, 4)}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss=small_loss)
+    job = Job(
+        model,
+        {"x": torch.randn(4, 4)},
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        loss=small_loss,
+    )
     package = trainload.freeze(job, tmp_path / "job.tl")
     expected = launched(package, small_data, tmp_path / "plain", compile=False)
-    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero0", pipeline_ranks=2, accumulate=2)
-    (losses,) = train(2, [Run(tmp_path / "run", package, plan, small_data, {"steps": STEPS, "compile": True})], tmp_path)
+    plan = trainload.plan(
+        package, trainload.Cluster(devices_per_node=2), "zero0", pipeline_ranks=2, accumulate=2
+    )
+    (losses,) = train(
+        2,
+        [Run(tmp_path / "run", package, plan, small_data, {"steps": STEPS, "compile": True})],
+        tmp_path,
+    )
     assert difference(losses, expected) < 1e-5
     assert warnings_of(tmp_path / "run") == []
 
@@ -180,11 +212,16 @@ def test_where_memory_is_short_graphs_are_compared_on_fewer_rows(
 
 
 @pytest.mark.usefixtures("cache")
-def test_graphs_that_agree_are_compared_once_and_trained(small: Package, small_data: Path, tmp_path: Path) -> None:
+def test_graphs_that_agree_are_compared_once_and_trained(
+    small: Package, small_data: Path, tmp_path: Path
+) -> None:
     losses = launched(small, small_data, tmp_path / "run")
     assert difference(losses, launched(small, small_data, tmp_path / "plain", compile=False)) < 1e-5
     assert warnings_of(tmp_path / "run") == []
-    assert {path.stem for path in tmp_path.glob("cache/compiled/*/verified/*")} == {"train.only", "train.update"}
+    assert {path.stem for path in tmp_path.glob("cache/compiled/*/verified/*")} == {
+        "train.only",
+        "train.update",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +242,9 @@ def faulty(small: Package, small_data: Path, tmp_path_factory: pytest.TempPathFa
     return Faulty(folder / "run", losses, folder / "cache")
 
 
-def test_a_graph_that_differs_is_told_with_its_operator_line_output_and_distance(faulty: Faulty) -> None:
+def test_a_graph_that_differs_is_told_with_its_operator_line_output_and_distance(
+    faulty: Faulty,
+) -> None:
     (warning,) = (warning.data for warning in warnings_of(faulty.run_dir))
     assert warning["graph"] == "train.only"
     assert warning["operator"] == "aten.relu.default"
@@ -214,12 +253,18 @@ def test_a_graph_that_differs_is_told_with_its_operator_line_output_and_distance
     assert warning["distance"] > warning["explained"]
 
 
-def test_it_trains_as_the_interpreted_graph(faulty: Faulty, small: Package, small_data: Path, tmp_path: Path) -> None:
+def test_it_trains_as_the_interpreted_graph(
+    faulty: Faulty, small: Package, small_data: Path, tmp_path: Path
+) -> None:
     assert faulty.losses == launched(small, small_data, tmp_path / "run", compile=False)
 
 
 def test_a_later_run_on_the_node_says_so_without_comparing_again(
-    faulty: Faulty, small: Package, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    faulty: Faulty,
+    small: Package,
+    small_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(faulty.cache))
     monkeypatch.setattr(verifying, "_Compared", None)
@@ -233,29 +278,50 @@ def test_a_run_that_goes_on_elsewhere_keeps_what_was_decided(
 ) -> None:
     moved = shutil.copytree(faulty.run_dir, tmp_path / "run")
     shutil.rmtree(moved / "checkpoints" / f"step-{STEPS:08}")
-    monkeypatch.setattr(verifying, "_Compared", None)  # here the compiler has no fault: compared, the graph would run compiled
+    # here the compiler has no fault: compared, the graph would run compiled
+    monkeypatch.setattr(verifying, "_Compared", None)
     trainload.resume(moved, backend="local")
     assert curve(moved, once=True) == faulty.losses
 
 
 def test_a_run_that_requires_compiled_graphs_ends(
-    faulty: Faulty, small: Package, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    faulty: Faulty,
+    small: Package,
+    small_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(faulty.cache))
-    with pytest.raises(CompileError, match=r"train\.only differs from the interpreted one .* at aten\.relu\.default"):
+    with pytest.raises(
+        CompileError,
+        match=r"train\.only differs from the interpreted one .* at aten\.relu\.default",
+    ):
         launched(small, small_data, tmp_path / "run", require_compiled=True)
 
 
-def test_a_dry_run_names_it(faulty: Faulty, small: Package, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_names_it(
+    faulty: Faulty,
+    small: Package,
+    small_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(faulty.cache))
     plan = trainload.plan(small, trainload.Cluster(), "single")
-    report = trainload.dry_run(small, plan, small_data, run_dir=tmp_path / "run", backend="local", steps=STEPS)
+    report = trainload.dry_run(
+        small, plan, small_data, run_dir=tmp_path / "run", backend="local", steps=STEPS
+    )
     assert report.compiled_already
     assert ["aten.relu.default" in each for each in report.interpreted] == [True]
 
 
 def test_a_graph_that_cannot_be_compiled_runs_interpreted(
-    small: Package, small_data: Path, faulty: Faulty, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    small: Package,
+    small_data: Path,
+    faulty: Faulty,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def failing(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
         if path.stem == "train.only":
@@ -270,7 +336,9 @@ def test_a_graph_that_cannot_be_compiled_runs_interpreted(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cache")
-def test_a_graph_that_torch_compiles_and_cannot_save_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_torch_compiles_and_cannot_save_is_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def conditional(_: nn.Module, x: Tensor) -> Tensor:
         found: Tensor = torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
         return found

@@ -19,7 +19,11 @@ from tests.packaging.tampering import UNKNOWN_LIBRARY, edit_graph, edit_manifest
 from trainload.cli import main as cli
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
-from trainload.packaging.comparison.graph_difference import MOST_PAIRS, GraphDifference, graph_difference
+from trainload.packaging.comparison.graph_difference import (
+    MOST_PAIRS,
+    GraphDifference,
+    graph_difference,
+)
 from trainload.packaging.comparison.graph_lines import GraphLines, Line
 from trainload.packaging.comparison.json_change import Change, changes
 from trainload.packaging.comparison.package_difference import PackageDifference, package_difference
@@ -36,7 +40,14 @@ def revised(tmp_path_factory: pytest.TempPathFactory) -> Package:
     (folder / "LICENSE").write_text("do as you like\nbut say so\n")
     job = make_job(model=RevisedModel)
     recipe = job.recipe.model_copy(update={"steps": 3, "clip_norm": 1.0})
-    return write_package(folder / "job.tl", job.program, job.updates, recipe, assets={"LICENSE": folder / "LICENSE"}, max_shard=600)
+    return write_package(
+        folder / "job.tl",
+        job.program,
+        job.updates,
+        recipe,
+        assets={"LICENSE": folder / "LICENSE"},
+        max_shard=600,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +79,12 @@ def graph(found: PackageDifference, name: str = "train") -> GraphDifference:
 
 
 def lines(found: PackageDifference, module: str) -> list[str]:
-    return [f"{line.mark} {line.text.strip()}" for part in graph(found).modules if part.module == module for line in part.lines]
+    return [
+        f"{line.mark} {line.text.strip()}"
+        for part in graph(found).modules
+        if part.module == module
+        for line in part.lines
+    ]
 
 
 def test_a_package_and_its_copy_do_not_differ(packaged: Package, copied: Path) -> None:
@@ -108,7 +124,12 @@ def test_operators_are_compared_by_schema(found: PackageDifference) -> None:
 
 def test_calls_of_operators_are_counted_before_and_after(found: PackageDifference) -> None:
     counts = {change.name: (change.before, change.after) for change in graph(found).operators}
-    assert counts == {"aten.cos": ("1", None), "aten.tanh": (None, "1"), "aten.relu": (None, "1"), "aten.linear": ("2", "3")}
+    assert counts == {
+        "aten.cos": ("1", None),
+        "aten.tanh": (None, "1"),
+        "aten.relu": (None, "1"),
+        "aten.linear": ("2", "3"),
+    }
 
 
 def test_an_argument_that_changed_is_a_node_that_changed(found: PackageDifference) -> None:
@@ -138,13 +159,24 @@ def test_a_value_of_another_size_is_told_of_a_node_that_stayed(found: PackageDif
     values = {change.name: (change.before, change.after) for change in graph(found).values}
     before, after = values["lin:   aten.linear(operand 0, operand 1, operand 2)"]
     assert before is not None and after is not None
-    assert (before.startswith("bfloat16["), before.endswith(", 8]"), after.endswith(", 12]")) == (True, True, True)
+    assert (before.startswith("bfloat16["), before.endswith(", 8]"), after.endswith(", 12]")) == (
+        True,
+        True,
+        True,
+    )
 
 
 def test_constants_that_changed_are_among_the_weights(found: PackageDifference) -> None:
     assert found.weights is not None
-    constants = {tensor.name: tensor.greatest for tensor in found.weights if tensor.name.startswith("constant ")}
-    assert constants == {"constant eval/lifted_tensor_0": 1.0, "constant train/lifted_tensor_0": 1.0}
+    constants = {
+        tensor.name: tensor.greatest
+        for tensor in found.weights
+        if tensor.name.startswith("constant ")
+    }
+    assert constants == {
+        "constant eval/lifted_tensor_0": 1.0,
+        "constant train/lifted_tensor_0": 1.0,
+    }
 
 
 def test_lines_of_an_asset_are_compared(found: PackageDifference) -> None:
@@ -162,18 +194,28 @@ def test_files_are_listed_that_are_extra_missing_or_changed(found: PackageDiffer
 
 
 def test_a_child_is_told_by_its_parent(packaged: Package, trained: Package) -> None:
-    assert package_difference(packaged.path, trained.path).relation == "the second was made from the first"
-    assert package_difference(trained.path, packaged.path).relation == "the first was made from the second"
+    assert (
+        package_difference(packaged.path, trained.path).relation
+        == "the second was made from the first"
+    )
+    assert (
+        package_difference(trained.path, packaged.path).relation
+        == "the first was made from the second"
+    )
 
 
-def test_training_leaves_the_program_and_changes_weights(packaged: Package, trained: Package) -> None:
+def test_training_leaves_the_program_and_changes_weights(
+    packaged: Package, trained: Package
+) -> None:
     found = package_difference(packaged.path, trained.path)
     assert found.before.program == found.after.program
     assert {part.title for part in found.sections} == {"format", "files"}
     assert found.graphs == ()
 
 
-def test_tensors_are_listed_with_the_greatest_change_first(packaged: Package, trained: Package) -> None:
+def test_tensors_are_listed_with_the_greatest_change_first(
+    packaged: Package, trained: Package
+) -> None:
     weights = package_difference(packaged.path, trained.path).weights
     assert weights is not None
     nan, one, scaled = weights
@@ -184,8 +226,12 @@ def test_tensors_are_listed_with_the_greatest_change_first(packaged: Package, tr
     assert one.greatest == pytest.approx(2.0, rel=1e-6)
 
 
-def test_files_of_weights_with_the_same_digest_are_not_read(packaged: Package, trained: Package, tmp_path: Path) -> None:
-    same = next(path for path in packaged.manifest.files if path.startswith("weights/non-persistent"))
+def test_files_of_weights_with_the_same_digest_are_not_read(
+    packaged: Package, trained: Package, tmp_path: Path
+) -> None:
+    same = next(
+        path for path in packaged.manifest.files if path.startswith("weights/non-persistent")
+    )
     assert packaged.manifest.files[same] == trained.manifest.files[same]
     for name, package in (("a.tl", packaged), ("b.tl", trained)):
         shutil.copytree(package.path, tmp_path / name)
@@ -193,9 +239,15 @@ def test_files_of_weights_with_the_same_digest_are_not_read(packaged: Package, t
     assert package_difference(tmp_path / "a.tl", tmp_path / "b.tl").weights
 
 
-def test_weights_that_are_read_are_checked(packaged: Package, trained: Package, tmp_path: Path) -> None:
+def test_weights_that_are_read_are_checked(
+    packaged: Package, trained: Package, tmp_path: Path
+) -> None:
     shutil.copytree(trained.path, tmp_path / "b.tl")
-    changed = next(path for path in trained.manifest.files if path.startswith("weights/model-") and path not in _same(packaged, trained))
+    changed = next(
+        path
+        for path in trained.manifest.files
+        if path.startswith("weights/model-") and path not in _same(packaged, trained)
+    )
     flip(tmp_path / "b.tl" / changed, -1)
     with pytest.raises(IntegrityError, match="weights"):
         package_difference(packaged.path, tmp_path / "b.tl")
@@ -212,44 +264,73 @@ def test_weights_are_left_alone_where_nobody_asks(packaged: Package, trained: Pa
 
 def test_an_abstract_package_is_compared_without_weights(packaged: Package, copied: Path) -> None:
     shutil.rmtree(copied / "weights")
-    proof = {"reduced_parameters": 1, "reduced_program": "0" * 64, "structure": "0" * 64, "check": "usual"}
+    proof = {
+        "reduced_parameters": 1,
+        "reduced_program": "0" * 64,
+        "structure": "0" * 64,
+        "check": "usual",
+    }
 
     def without_weights(manifest: dict[str, Any]) -> None:
-        manifest["files"] = {path: entry for path, entry in manifest["files"].items() if not path.startswith("weights/")}
+        manifest["files"] = {
+            path: entry
+            for path, entry in manifest["files"].items()
+            if not path.startswith("weights/")
+        }
         manifest.update(features=["abstract"], abstract=proof)
 
     edit_manifest(copied, without_weights)
     found = package_difference(packaged.path, copied)
-    assert (found.weights, found.weights_note) == (None, "not compared: the second package is abstract")
+    assert (found.weights, found.weights_note) == (
+        None,
+        "not compared: the second package is abstract",
+    )
     assert section(found, "format")["features: abstract"] == (None, "listed")
 
 
-def test_packages_are_compared_where_their_operators_are_missing(packaged: Package, copied: Path) -> None:
+def test_packages_are_compared_where_their_operators_are_missing(
+    packaged: Package, copied: Path
+) -> None:
     def foreign(document: dict[str, Any]) -> None:
-        node = next(node for node in document["graph_module"]["graph"]["nodes"] if node["target"] == "torch.ops.aten.dropout.default")
+        node = next(
+            node
+            for node in document["graph_module"]["graph"]["nodes"]
+            if node["target"] == "torch.ops.aten.dropout.default"
+        )
         node["target"] = "torch.ops.nowhere.dropout.default"
 
     edit_graph(copied, foreign)
     schema = {"torch.ops.nowhere.dropout.default": "nowhere::dropout(Tensor x) -> Tensor"}
     edit_manifest(
         copied,
-        lambda m: m.update(features=["custom-ops", *m["features"]], op_libraries={"nowhere": UNKNOWN_LIBRARY}, ops=m["ops"] | schema),
+        lambda m: m.update(
+            features=["custom-ops", *m["features"]],
+            op_libraries={"nowhere": UNKNOWN_LIBRARY},
+            ops=m["ops"] | schema,
+        ),
     )
     with pytest.raises(PackageError, match="nowhere"):
         open_package(copied)
     found = package_difference(packaged.path, copied)
     assert {change.name for change in graph(found).operators} == {"nowhere.dropout", "aten.dropout"}
     ((name, (before, after)),) = section(found, "operator libraries").items()
-    assert (name, before) == ("nowhere", None) and after is not None and '"distribution":null' in after
+    assert (
+        (name, before) == ("nowhere", None) and after is not None and '"distribution":null' in after
+    )
 
 
 def test_an_unsafe_graph_is_refused(packaged: Package, copied: Path) -> None:
-    edit_graph(copied, lambda document: document["graph_module"]["graph"]["nodes"][0].update(target="os.system"))
+    edit_graph(
+        copied,
+        lambda document: document["graph_module"]["graph"]["nodes"][0].update(target="os.system"),
+    )
     with pytest.raises(UnsafePackageError, match=r"graphs/train\.json"):
         package_difference(packaged.path, copied)
 
 
-def test_a_graph_that_differs_in_nothing_that_a_line_shows_is_said_to_differ(packaged: Package, copied: Path) -> None:
+def test_a_graph_that_differs_in_nothing_that_a_line_shows_is_said_to_differ(
+    packaged: Package, copied: Path
+) -> None:
     def strides(document: dict[str, Any]) -> None:
         meta = next(iter(document["graph_module"]["graph"]["tensor_values"].values()))
         meta["requires_grad"] = not meta["requires_grad"]
@@ -262,8 +343,13 @@ def test_a_graph_that_differs_in_nothing_that_a_line_shows_is_said_to_differ(pac
 def test_values_that_are_swapped_are_a_difference(packaged: Package, copied: Path) -> None:
     def swap(document: dict[str, Any]) -> None:
         nodes = document["graph_module"]["graph"]["nodes"]
-        node = next(node for node in nodes if node["target"] == "torch.ops.aten.cross_entropy_loss.default")
-        node["inputs"][0]["arg"], node["inputs"][1]["arg"] = node["inputs"][1]["arg"], node["inputs"][0]["arg"]
+        node = next(
+            node for node in nodes if node["target"] == "torch.ops.aten.cross_entropy_loss.default"
+        )
+        node["inputs"][0]["arg"], node["inputs"][1]["arg"] = (
+            node["inputs"][1]["arg"],
+            node["inputs"][0]["arg"],
+        )
 
     edit_graph(copied, swap)
     assert lines(package_difference(packaged.path, copied), "") == [
@@ -281,22 +367,35 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "an output's name": lambda m: m["graphs"]["train"]["outputs"][1].update(name="hits"),
     "the order of parameters": lambda m: m["parameters"].reverse(),
     "the order of buffers": lambda m: m["buffers"].reverse(),
-    "what is trained": lambda m: m["buffers"][0].update(persistent=not m["buffers"][0]["persistent"]),
+    "what is trained": lambda m: m["buffers"][0].update(
+        persistent=not m["buffers"][0]["persistent"]
+    ),
     "state of an optimizer": lambda m: m["updates"][0]["state"][0].update(name="momentum"),
-    "a schema": lambda m: m["ops"].update({"torch.ops.aten.sin.default": "aten::sin(Tensor self) -> Tensor[]"}),
+    "a schema": lambda m: m["ops"].update(
+        {"torch.ops.aten.sin.default": "aten::sin(Tensor self) -> Tensor[]"}
+    ),
     "a media type": lambda m: m["files"]["assets/LICENSE"].update(media_type="text/html"),
     "training": lambda m: m.update(
         features=sorted([*m["features"], "training"]),
         training={"steps": 3, "data": "0" * 64, "changed": [{"step": 0, "settings": {"lr": 0.1}}]},
     ),
     "a pass": lambda m: m["passes"].append(
-        {"name": "a:b", "distribution": None, "version": None, "source": None, "options": {}, "preserving": True}
+        {
+            "name": "a:b",
+            "distribution": None,
+            "version": None,
+            "source": None,
+            "options": {},
+            "preserving": True,
+        }
     ),
 }
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
-def test_whatever_differs_in_a_manifest_is_listed(packaged: Package, copied: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+def test_whatever_differs_in_a_manifest_is_listed(
+    packaged: Package, copied: Path, edit: Callable[[dict[str, Any]], object]
+) -> None:
     def change(manifest: dict[str, Any]) -> None:
         edit(manifest)
 
@@ -310,26 +409,42 @@ def test_whatever_differs_in_a_manifest_is_listed(packaged: Package, copied: Pat
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, 1.0, 0.5]) | st.sampled_from("ab"),
-    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.sampled_from(["name", "a", "b"]), inner),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from([0.0, 1.0, 0.5])
+    | st.sampled_from("ab"),
+    lambda inner: (
+        st.lists(inner, max_size=6) | st.dictionaries(st.sampled_from(["name", "a", "b"]), inner)
+    ),
     max_leaves=12,
 )
 
 
 @given(JSON, JSON)
 def test_there_is_a_change_if_and_only_if_the_json_differs(before: object, after: object) -> None:
-    assert bool(list(changes("x", before, after))) == (canonical_json(before) != canonical_json(after))
+    assert bool(list(changes("x", before, after))) == (
+        canonical_json(before) != canonical_json(after)
+    )
 
 
 def test_a_table_of_numbers_differs_at_its_first_other_entry() -> None:
     before = [0.1] * 1000
-    assert list(changes("rates", before, [*before[:700], 0.2, *before[701:]])) == [Change("rates[700]", "0.1, of 1000", "0.2, of 1000")]
-    assert list(changes("rates", before, before[:900])) == [Change("rates[900]", "0.1, of 1000", "nothing, of 900")]
+    assert list(changes("rates", before, [*before[:700], 0.2, *before[701:]])) == [
+        Change("rates[700]", "0.1, of 1000", "0.2, of 1000")
+    ]
+    assert list(changes("rates", before, before[:900])) == [
+        Change("rates[900]", "0.1, of 1000", "nothing, of 900")
+    ]
 
 
 def test_a_module_of_very_many_nodes_that_are_alike_is_compared_by_how_often_each_occurs() -> None:
     many = tuple(Line("", f"aten.op{number % 7}(x)", "") for number in range(MOST_PAIRS // 50))
-    found = graph_difference("train", GraphLines(many, {}), GraphLines((*reversed(many), Line("", "aten.new(x)", "")), {}))
+    found = graph_difference(
+        "train",
+        GraphLines(many, {}),
+        GraphLines((*reversed(many), Line("", "aten.new(x)", "")), {}),
+    )
     (module,) = found.modules
     assert [(line.mark, line.text) for line in module.lines] == [("+", "aten.new(x)")]
 
@@ -349,7 +464,9 @@ def test_tensors_of_every_dtype_are_compared(dtype: str) -> None:
 
 
 def test_tensors_of_truth_values_are_compared() -> None:
-    found = compared(torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False]))
+    found = compared(
+        torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])
+    )
     assert (found.changed, found.greatest) == (2, 1.0)
 
 
@@ -375,8 +492,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
     return status, capsys.readouterr().out
 
 
-def test_the_command_says_that_there_is_no_difference(packaged: Package, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, packaged.path, copied, "--exit-code") == (0, f"no differences: both are {packaged.digest}\n")
+def test_the_command_says_that_there_is_no_difference(
+    packaged: Package, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, packaged.path, copied, "--exit-code") == (
+        0,
+        f"no differences: both are {packaged.digest}\n",
+    )
 
 
 def test_the_exit_status_tells_a_difference_where_it_is_asked_for(
@@ -386,13 +508,17 @@ def test_the_exit_status_tells_a_difference_where_it_is_asked_for(
     assert run(capsys, packaged.path, trained.path, "--exit-code")[0] == 1
 
 
-def test_as_many_tensors_are_printed_as_are_asked_for(packaged: Package, trained: Package, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_many_tensors_are_printed_as_are_asked_for(
+    packaged: Package, trained: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, text = run(capsys, packaged.path, trained.path, "--weights", "2")
     assert "norm.bias" in text and "emb.weight" in text and "lin.bias" not in text
     assert "and 1 more" in text
 
 
-def test_the_command_prints_a_review(packaged: Package, revised: Package, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_review(
+    packaged: Package, revised: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, text = run(capsys, packaged.path, revised.path)
     printed = text.splitlines()
     assert "  ~ lin.bias: float32[8] -> float32[12]" in printed
@@ -401,25 +527,47 @@ def test_the_command_prints_a_review(packaged: Package, revised: Package, capsys
     assert "  in drop:" in printed
 
 
-def test_what_differs_in_one_field_alone_is_printed_once(packaged: Package, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs_in_one_field_alone_is_printed_once(
+    packaged: Package, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit_manifest(copied, lambda manifest: manifest["recipe"].update(seed=8))
     printed = run(capsys, packaged.path, copied)[1].splitlines()
-    assert printed[printed.index("recipe (1)") :] == ["recipe (1)", "  ~ seed: 0 -> 8", "weights", "  the same"]
+    assert printed[printed.index("recipe (1)") :] == [
+        "recipe (1)",
+        "  ~ seed: 0 -> 8",
+        "weights",
+        "  the same",
+    ]
 
 
-def test_long_parts_are_cut_unless_all_is_asked_for(packaged: Package, revised: Package, capsys: pytest.CaptureFixture[str]) -> None:
-    short, full = (run(capsys, packaged.path, revised.path, *extra)[1] for extra in ((), ("--full",)))
-    assert ("more lines: --full" in short, "more lines: --full" in full) == (len(full.splitlines()) > len(short.splitlines()), False)
+def test_long_parts_are_cut_unless_all_is_asked_for(
+    packaged: Package, revised: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, full = (
+        run(capsys, packaged.path, revised.path, *extra)[1] for extra in ((), ("--full",))
+    )
+    assert ("more lines: --full" in short, "more lines: --full" in full) == (
+        len(full.splitlines()) > len(short.splitlines()),
+        False,
+    )
 
 
-def test_json_holds_everything(packaged: Package, trained: Package, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_everything(
+    packaged: Package, trained: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, text = run(capsys, packaged.path, trained.path, "--json", "--weights", "0")
     found = json.loads(text)
     assert (found["same"], found["relation"]) == (False, "the second was made from the first")
-    assert [tensor["name"] for tensor in found["weights"]] == ["norm.bias", "emb.weight", "lin.bias"]
+    assert [tensor["name"] for tensor in found["weights"]] == [
+        "norm.bias",
+        "emb.weight",
+        "lin.bias",
+    ]
 
 
-def test_what_a_terminal_would_obey_is_not_printed(packaged: Package, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_terminal_would_obey_is_not_printed(
+    packaged: Package, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (copied / "assets/LICENSE").write_text("\x1b]0;owned\x07\n")
     reseal(copied)
     assert "\x1b" not in run(capsys, packaged.path, copied)[1]

@@ -105,7 +105,9 @@ def test_a_role_follows_from_the_name(name: str, expected: str) -> None:
     assert role_of(name) == expected
 
 
-def test_the_same_assets_give_the_same_digest_wherever_they_come_from(write: Write, tmp_path: Path) -> None:
+def test_the_same_assets_give_the_same_digest_wherever_they_come_from(
+    write: Write, tmp_path: Path
+) -> None:
     (tmp_path / "f").mkdir()
     (tmp_path / "f/b.txt").write_bytes(b"b")
     (tmp_path / "f/a.txt").write_bytes(b"a")
@@ -115,7 +117,9 @@ def test_the_same_assets_give_the_same_digest_wherever_they_come_from(write: Wri
 
 
 def test_a_media_type_is_part_of_the_identity(write: Write) -> None:
-    assert write({"a": b"x"}, "1.tl").digest != write({"a": Asset(b"x", "text/plain")}, "2.tl").digest
+    assert (
+        write({"a": b"x"}, "1.tl").digest != write({"a": Asset(b"x", "text/plain")}, "2.tl").digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,13 +138,17 @@ def test_a_media_type_is_part_of_the_identity(write: Write) -> None:
         ({"a": "no/such/file"}, "an asset is neither a file nor a folder"),
     ],
 )
-def test_what_is_wrong_with_an_asset_is_said(write: Write, assets: dict[str, AssetLike], problem: str, tmp_path: Path) -> None:
+def test_what_is_wrong_with_an_asset_is_said(
+    write: Write, assets: dict[str, AssetLike], problem: str, tmp_path: Path
+) -> None:
     with pytest.raises((PackageError, StorageError), match=problem):
         write(assets)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_of_a_file_and_a_folder_may_not_differ_in_case_only(write: Write, tmp_path: Path) -> None:
+def test_names_of_a_file_and_a_folder_may_not_differ_in_case_only(
+    write: Write, tmp_path: Path
+) -> None:
     with pytest.raises(PackageError, match="case"):
         write({"Words/a": b"", "words/b": b""})
     assert list(tmp_path.iterdir()) == []
@@ -159,13 +167,17 @@ def test_a_file_that_cannot_be_read_is_refused(write: Write, tmp_path: Path) -> 
         write({"secret": tmp_path / "secret"})
 
 
-def test_a_wrong_asset_is_refused_before_the_work_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_asset_is_refused_before_the_work_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def works(*_: object) -> None:
         raise AssertionError("the model was captured first")
 
     monkeypatch.setattr("trainload.freezing.freeze.prove", works)
     with pytest.raises(StorageError, match="an asset is neither a file"):
-        trainload.freeze(small_job(Model(), assets={"LICENSE": str(tmp_path / "none")}), tmp_path / "a.tl")
+        trainload.freeze(
+            small_job(Model(), assets={"LICENSE": str(tmp_path / "none")}), tmp_path / "a.tl"
+        )
 
 
 def test_links_in_a_folder_are_copied_as_files(write: Write, tmp_path: Path) -> None:
@@ -184,7 +196,9 @@ def told(package: Package) -> list[tuple[str, str, str]]:
 
 def test_training_keeps_assets_and_their_media_types(rich: Package, tmp_path: Path) -> None:
     state = {name: rich.weights.tensor(name) for name in rich.weights.names()}
-    trained = with_weights(rich, tmp_path / "trained.tl", ((name, value) for name, value in state.items()))
+    trained = with_weights(
+        rich, tmp_path / "trained.tl", ((name, value) for name, value in state.items())
+    )
     assert told(trained) == told(rich)
     assert verify_package(trained.path).problems == ()
 
@@ -202,7 +216,10 @@ def test_an_asset_of_any_size_is_given_out(rich: Package, tmp_path: Path) -> Non
 
 def test_a_folder_of_assets_is_given_out(rich: Package, tmp_path: Path) -> None:
     rich.save_asset("tokenizer", tmp_path / "words")
-    files = {path.relative_to(tmp_path / "words").as_posix(): path.read_bytes() for path in (tmp_path / "words").rglob("*.*")}
+    files = {
+        path.relative_to(tmp_path / "words").as_posix(): path.read_bytes()
+        for path in (tmp_path / "words").rglob("*.*")
+    }
     assert files == {"deep/merges.txt": b"a b\n", "vocab.json": b"{}"}
 
 
@@ -211,8 +228,13 @@ def test_all_assets_are_given_out(rich: Package, tmp_path: Path) -> None:
     assert (tmp_path / "all/voices.bin").read_bytes() == b"\x00\xff\xfe"
 
 
-def test_an_asset_that_there_is_not_is_missed_with_those_that_there_are(rich: Package, tmp_path: Path) -> None:
-    for missed in (lambda: rich.asset("LICENCE"), lambda: rich.save_asset("LICENCE", tmp_path / "x")):
+def test_an_asset_that_there_is_not_is_missed_with_those_that_there_are(
+    rich: Package, tmp_path: Path
+) -> None:
+    for missed in (
+        lambda: rich.asset("LICENCE"),
+        lambda: rich.save_asset("LICENCE", tmp_path / "x"),
+    ):
         with pytest.raises(StorageError, match=r"no such asset\. It has: LICENSE"):
             missed()
 
@@ -235,15 +257,22 @@ def test_a_path_that_is_taken_is_not_written_over(rich: Package, tmp_path: Path)
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("media_type", ["x", "text/plain\n", "text/\x1b[2J", "text/plain; charset=utf-8; q=1", ""])
-def test_a_manifest_with_a_media_type_that_is_none_is_refused(copied: Path, media_type: str) -> None:
+@pytest.mark.parametrize(
+    "media_type", ["x", "text/plain\n", "text/\x1b[2J", "text/plain; charset=utf-8; q=1", ""]
+)
+def test_a_manifest_with_a_media_type_that_is_none_is_refused(
+    copied: Path, media_type: str
+) -> None:
     edit_manifest(copied, lambda m: m["files"]["assets/LICENSE"].update(media_type=media_type))
     with pytest.raises(PackageError, match="media_type"):
         open_package(copied)
 
 
 def test_a_media_type_may_have_a_charset(copied: Path) -> None:
-    edit_manifest(copied, lambda m: m["files"]["assets/LICENSE"].update(media_type="text/plain; charset=utf-8"))
+    edit_manifest(
+        copied,
+        lambda m: m["files"]["assets/LICENSE"].update(media_type="text/plain; charset=utf-8"),
+    )
     assert open_package(copied).assets[0].media_type == "text/plain; charset=utf-8"
 
 
@@ -260,25 +289,37 @@ def test_inspect_lists_assets_as_json(rich: Package, capsys: pytest.CaptureFixtu
     assert assets[1] == dataclasses.asdict(rich.assets[1])
 
 
-def test_inspect_gives_an_asset_to_stdout(rich: Package, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_inspect_gives_an_asset_to_stdout(
+    rich: Package, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     assert cli.run(["inspect", str(rich.path), "--asset", "voices.bin"]) == 0
     sys.stdout.flush()
     assert capfdbinary.readouterr().out == b"\x00\xff\xfe"
 
 
-@pytest.mark.parametrize(("name", "key", "value"), [("LICENSE", "text", "as you like\n"), ("voices.bin", "base64", "AP/+")])
-def test_inspect_gives_an_asset_as_json(rich: Package, name: str, key: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("LICENSE", "text", "as you like\n"), ("voices.bin", "base64", "AP/+")],
+)
+def test_inspect_gives_an_asset_as_json(
+    rich: Package, name: str, key: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["inspect", str(rich.path), "--asset", name, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["asset"]["name"], printed[key]) == (name, value)
 
 
 def test_inspect_writes_assets_to_a_path(rich: Package, tmp_path: Path) -> None:
-    assert cli.run(["inspect", str(rich.path), "--asset", "tokenizer", "-o", str(tmp_path / "words")]) == 0
+    assert (
+        cli.run(["inspect", str(rich.path), "--asset", "tokenizer", "-o", str(tmp_path / "words")])
+        == 0
+    )
     assert (tmp_path / "words/vocab.json").read_bytes() == b"{}"
 
 
-def test_inspect_wants_an_asset_for_its_output(rich: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_wants_an_asset_for_its_output(
+    rich: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["inspect", str(rich.path), "-o", str(tmp_path / "x")]) == 2
     assert "pass --asset" in capsys.readouterr().err
 
@@ -300,7 +341,9 @@ def job():
 """
 
 
-def test_freeze_adds_assets_to_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freeze_adds_assets_to_those_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "asset_job.py").write_text(JOB)

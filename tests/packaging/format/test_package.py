@@ -30,7 +30,9 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("name", ["train", "eval"])
-def test_a_package_computes_the_loss_and_gradients_of_the_program(job: Job, packaged: Package, name: str) -> None:
+def test_a_package_computes_the_loss_and_gradients_of_the_program(
+    job: Job, packaged: Package, name: str
+) -> None:
     first = run(job.program.graphs[name].exported, batch_of(6))
     second = run(packaged.graph(name), batch_of(6))
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
@@ -45,9 +47,15 @@ def test_a_program_keeps_its_specs(job: Job, packaged: Package) -> None:
     program = packaged.program()
     assert (program.parameters, program.buffers) == (job.program.parameters, job.program.buffers)
     for name, graph in job.program.graphs.items():
-        assert (program.graphs[name].inputs, program.graphs[name].outputs) == (graph.inputs, graph.outputs)
+        assert (program.graphs[name].inputs, program.graphs[name].outputs) == (
+            graph.inputs,
+            graph.outputs,
+        )
     assert program.constants.keys() == job.program.constants.keys()
-    assert all(torch.equal(program.constants[name], tensor) for name, tensor in job.program.constants.items())
+    assert all(
+        torch.equal(program.constants[name], tensor)
+        for name, tensor in job.program.constants.items()
+    )
     assert packaged.recipe == job.recipe
 
 
@@ -67,10 +75,18 @@ def test_opening_reads_no_weights(packaged: Package, copied: Path) -> None:
 
 def test_updates_run_on_any_length(job: Job, packaged: Package) -> None:
     for update, original in zip(packaged.updates(), job.updates, strict=True):
-        assert (update.group, update.state, update.shape) == (original.group, original.state, original.shape)
+        assert (update.group, update.state, update.shape) == (
+            original.group,
+            original.state,
+            original.shape,
+        )
         vectors = [torch.randn(11) for _ in range(3)]
         arguments = (vectors[0], vectors[1], torch.tensor(0.1), vectors[2])
-        for ours, theirs in zip(update.following.module()(*arguments), original.following.module()(*arguments), strict=True):
+        for ours, theirs in zip(
+            update.following.module()(*arguments),
+            original.following.module()(*arguments),
+            strict=True,
+        ):
             assert torch.equal(ours, theirs)
 
 
@@ -93,20 +109,29 @@ def test_a_manifest_reads_back_as_itself(packaged: Package) -> None:
 @pytest.mark.slow
 def test_another_process_in_another_folder_writes_the_same_bytes(job: Job, tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from jobs import make_job\n"
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from jobs import"
+        " make_job\n"
         "from trainload.packaging.write import write_package\n"
-        "j = make_job(); print(write_package(Path(sys.argv[2]), j.program, j.updates, j.recipe, debug={'to': sys.argv[2]}).digest)"
+        "j = make_job(); print(write_package(Path(sys.argv[2]), j.program, j.updates, j.recipe,"
+        " debug={'to': sys.argv[2]}).digest)"
     )
     shutil.copy(Path(__file__).parents[1] / "jobs.py", tmp_path)
     environment = {**os.environ, "PYTHONHASHSEED": "22", "PYTHONPATH": str(REPOSITORY / "src")}
     command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path), str(tmp_path / "p.tl")]
-    other = subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-    assert other.strip() == write_package(tmp_path / "here.tl", job.program, job.updates, job.recipe).digest
+    other = subprocess.run(
+        command, env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
+    assert (
+        other.strip()
+        == write_package(tmp_path / "here.tl", job.program, job.updates, job.recipe).digest
+    )
 
 
 def test_debug_files_do_not_enter_the_digest(job: Job, packaged: Package, tmp_path: Path) -> None:
     first = write_package(tmp_path / "1.tl", job.program, job.updates, job.recipe)
-    second = write_package(tmp_path / "2.tl", job.program, job.updates, job.recipe, debug={"note": {"host": "a"}})
+    second = write_package(
+        tmp_path / "2.tl", job.program, job.updates, job.recipe, debug={"note": {"host": "a"}}
+    )
     assert first.digest == second.digest
     assert (second.path / "debug/note.json").exists()
 
@@ -126,7 +151,8 @@ def test_a_missing_parent_folder_is_a_clear_error(job: Job, tmp_path: Path) -> N
 def test_a_full_disk_leaves_nothing_behind(job: Job, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # the kernel refuses the write, as a full disk does
+    # the kernel refuses the write, as a full disk does
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     try:
         with pytest.raises(StorageError, match="full"):
             write_package(tmp_path / "p.tl", job.program, job.updates, job.recipe)
@@ -136,7 +162,9 @@ def test_a_full_disk_leaves_nothing_behind(job: Job, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_write_leaves_nothing_behind(job: Job, packaged: Package, tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_nothing_behind(
+    job: Job, packaged: Package, tmp_path: Path
+) -> None:
     def tensors() -> object:
         yield "emb.weight", torch.zeros(16, 8)
         raise KeyboardInterrupt
@@ -156,10 +184,14 @@ def write_until_killed(source: Path, target: Path) -> None:
     with_weights(package, target, tensors())
 
 
-def test_a_killed_write_is_no_package_and_does_not_block_the_next(packaged: Package, tmp_path: Path) -> None:
+def test_a_killed_write_is_no_package_and_does_not_block_the_next(
+    packaged: Package, tmp_path: Path
+) -> None:
     folder = tmp_path / "written"
     folder.mkdir()
-    assert ran(write_until_killed, packaged.path, folder / "p.tl", cwd=tmp_path)[0] == -signal.SIGKILL
+    assert (
+        ran(write_until_killed, packaged.path, folder / "p.tl", cwd=tmp_path)[0] == -signal.SIGKILL
+    )
     assert not (folder / "p.tl").exists()
     left = list(folder.iterdir())
     assert all(path.name.startswith(".") for path in left) and left
@@ -179,15 +211,25 @@ def test_new_weights_share_graphs_and_name_their_parent(packaged: Package, tmp_p
     assert all(torch.equal(new.weights.tensor(name), tensor) for name, tensor in tensors.items())
 
 
-def test_buffers_that_training_does_not_touch_may_be_left_out(packaged: Package, tmp_path: Path) -> None:
-    tensors = {p.name: packaged.weights.tensor(p.name) for p in packaged.manifest.parameters if p.alias_of is None}
+def test_buffers_that_training_does_not_touch_may_be_left_out(
+    packaged: Package, tmp_path: Path
+) -> None:
+    tensors = {
+        p.name: packaged.weights.tensor(p.name)
+        for p in packaged.manifest.parameters
+        if p.alias_of is None
+    }
     new = with_weights(packaged, tmp_path / "new.tl", tensors.items())
     assert torch.equal(new.weights.tensor("mask"), packaged.weights.tensor("mask"))
-    assert new.manifest.weights_digest == packaged.manifest.weights_digest or len(new.manifest.files) != len(packaged.manifest.files)
+    assert new.manifest.weights_digest == packaged.manifest.weights_digest or len(
+        new.manifest.files
+    ) != len(packaged.manifest.files)
 
 
 @pytest.mark.parametrize("name", ["head.weight", "nobody"])
-def test_new_weights_of_an_alias_or_a_stranger_are_refused(packaged: Package, tmp_path: Path, name: str) -> None:
+def test_new_weights_of_an_alias_or_a_stranger_are_refused(
+    packaged: Package, tmp_path: Path, name: str
+) -> None:
     with pytest.raises(PackageError, match=name):
         with_weights(packaged, tmp_path / "new.tl", [(name, torch.zeros(16, 8))])
     assert list(tmp_path.iterdir()) == []
@@ -200,13 +242,17 @@ def test_a_recipe_that_does_not_cover_the_parameters_is_refused(job: Job, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_program_whose_graph_reads_state_that_it_lacks_is_refused(job: Job, tmp_path: Path) -> None:
+def test_a_program_whose_graph_reads_state_that_it_lacks_is_refused(
+    job: Job, tmp_path: Path
+) -> None:
     lacking = replace(job.program, buffers=tuple(b for b in job.program.buffers if b.name != "ema"))
     with pytest.raises(PackageError, match="ema"):
         write_package(tmp_path / "p.tl", lacking, job.updates, job.recipe)
 
 
-def test_a_program_whose_inputs_are_named_otherwise_than_its_graphs_is_refused(job: Job, tmp_path: Path) -> None:
+def test_a_program_whose_inputs_are_named_otherwise_than_its_graphs_is_refused(
+    job: Job, tmp_path: Path
+) -> None:
     train = job.program.graphs["train"]
     renamed = replace(train, inputs=(replace(train.inputs[0], name="other"), train.inputs[1]))
     program = replace(job.program, graphs={"train": renamed})
@@ -221,13 +267,25 @@ def test_a_folder_without_manifest_is_no_package(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_with_the_cure(copied: Path) -> None:
     edit_manifest(copied, lambda m: m.update(format_version=FORMAT_VERSION + 1, surprise=1))
-    with pytest.raises(PackageError, match=r"newer format.*expected format 1 to 2, got format 3.*Update trainload"):
+    with pytest.raises(
+        PackageError, match=r"newer format.*expected format 1 to 2, got format 3.*Update trainload"
+    ):
         open_package(copied)
 
 
-@pytest.mark.parametrize("given", [{"features": ["training"]}, {"training": {"steps": 1, "data": "0" * 64, "changed": []}}])
-def test_training_is_told_with_its_feature_or_not_at_all(copied: Path, given: dict[str, Any]) -> None:
-    edit_manifest(copied, lambda m: m.update({**given, "features": sorted({*m["features"], *given.get("features", ())})}))
+@pytest.mark.parametrize(
+    "given",
+    [{"features": ["training"]}, {"training": {"steps": 1, "data": "0" * 64, "changed": []}}],
+)
+def test_training_is_told_with_its_feature_or_not_at_all(
+    copied: Path, given: dict[str, Any]
+) -> None:
+    edit_manifest(
+        copied,
+        lambda m: m.update(
+            {**given, "features": sorted({*m["features"], *given.get("features", ())})}
+        ),
+    )
     with pytest.raises(PackageError, match="the feature training requires the field training"):
         open_package(copied)
 
@@ -253,10 +311,26 @@ def test_quantiles_that_are_no_few_numbers_are_refused(copied: Path, quantiles: 
 
 
 @pytest.mark.parametrize(
-    "change", [{"name": "os.system"}, {"options": {"a": {"b": 1}}}, {"options": {"a-b": 1}}, {"preserving": 1}, {"source": "x"}]
+    "change",
+    [
+        {"name": "os.system"},
+        {"options": {"a": {"b": 1}}},
+        {"options": {"a-b": 1}},
+        {"preserving": 1},
+        {"source": "x"},
+    ],
 )
-def test_a_record_of_a_pass_that_is_none_is_refused(copied: Path, change: dict[str, object]) -> None:
-    entry: dict[str, object] = {"name": "a:b", "distribution": None, "version": None, "source": None, "options": {}, "preserving": True}
+def test_a_record_of_a_pass_that_is_none_is_refused(
+    copied: Path, change: dict[str, object]
+) -> None:
+    entry: dict[str, object] = {
+        "name": "a:b",
+        "distribution": None,
+        "version": None,
+        "source": None,
+        "options": {},
+        "preserving": True,
+    }
     edit_manifest(copied, lambda m: m.update(passes=[entry | change]))
     with pytest.raises(PackageError, match=r"passes\.0"):
         open_package(copied)
@@ -271,12 +345,20 @@ def test_an_unknown_field_is_refused(copied: Path) -> None:
 def test_an_operator_that_changed_is_refused_with_was_and_is(copied: Path) -> None:
     schema = "aten::linear(Tensor input, Tensor weight) -> (Tensor, Tensor)"
     edit_manifest(copied, lambda m: m["ops"].update({"torch.ops.aten.linear.default": schema}))
-    with pytest.raises(PackageError, match=r"linear\.default: was aten::linear\(Tensor input, Tensor w.*, is aten::linear\("):
+    with pytest.raises(
+        PackageError,
+        match=r"linear\.default: was aten::linear\(Tensor input, Tensor w.*, is aten::linear\(",
+    ):
         open_package(copied)
 
 
 def test_an_operator_that_is_gone_is_refused_by_name(copied: Path) -> None:
-    edit_manifest(copied, lambda m: m["ops"].update({"torch.ops.aten.gone.default": "aten::gone(Tensor self) -> Tensor"}))
+    edit_manifest(
+        copied,
+        lambda m: m["ops"].update(
+            {"torch.ops.aten.gone.default": "aten::gone(Tensor self) -> Tensor"}
+        ),
+    )
     with pytest.raises(PackageError, match=r"aten\.gone\.default.*missing"):
         open_package(copied)
 
@@ -287,7 +369,15 @@ def test_a_file_that_is_not_listed_is_refused(copied: Path) -> None:
         open_package(copied)
 
 
-@pytest.mark.parametrize("path", ["graphs/train.json", "constants.safetensors", "assets/LICENSE", "weights/non-persistent.safetensors"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "graphs/train.json",
+        "constants.safetensors",
+        "assets/LICENSE",
+        "weights/non-persistent.safetensors",
+    ],
+)
 def test_a_missing_file_is_refused_by_name(copied: Path, path: str) -> None:
     (copied / path).unlink()
     with pytest.raises(IntegrityError, match=path):
@@ -301,7 +391,9 @@ def test_a_truncated_file_is_refused_by_name(copied: Path, path: str) -> None:
         open_package(copied)
 
 
-@pytest.mark.parametrize("path", ["graphs/train.json", "assets/LICENSE", "debug/train.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "path", ["graphs/train.json", "assets/LICENSE", "debug/train.json", "manifest.json"]
+)
 def test_a_link_is_refused(copied: Path, path: str, tmp_path: Path) -> None:
     (copied / path).rename(tmp_path / "outside")
     (copied / path).symlink_to(tmp_path / "outside")
@@ -323,7 +415,21 @@ def test_a_pipe_is_refused_without_waiting(copied: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["../outside", "/etc/passwd", "a/../b", "a//b", "a\\b", "./a", "a/", ".hidden", "con", "a\u0000b", "é", "a."]
+    "path",
+    [
+        "../outside",
+        "/etc/passwd",
+        "a/../b",
+        "a//b",
+        "a\\b",
+        "./a",
+        "a/",
+        ".hidden",
+        "con",
+        "a\u0000b",
+        "é",
+        "a.",
+    ],
 )
 def test_a_path_that_could_leave_the_folder_is_refused(copied: Path, path: str) -> None:
     entry = {"media_type": "text/plain", "sha256": "0" * 64, "size": 0}
@@ -336,7 +442,12 @@ def test_a_path_that_could_leave_the_folder_is_refused(copied: Path, path: str) 
 def test_paths_that_differ_in_case_only_are_refused(copied: Path, path: str) -> None:
     (copied / path).parent.mkdir(exist_ok=True)
     (copied / path).write_bytes(b"{}")
-    edit_manifest(copied, lambda m: m["files"].update({path: {"media_type": "text/plain", "sha256": "0" * 64, "size": 2}}))
+    edit_manifest(
+        copied,
+        lambda m: m["files"].update(
+            {path: {"media_type": "text/plain", "sha256": "0" * 64, "size": 2}}
+        ),
+    )
     with pytest.raises(UnsafePackageError, match="case"):
         open_package(copied)
 
@@ -355,7 +466,9 @@ def test_a_package_survives_a_move_and_a_copy(packaged: Package, tmp_path: Path)
 
 def test_a_graph_can_be_loaded_twice_and_written_again(packaged: Package, tmp_path: Path) -> None:
     program = packaged.program()
-    again = write_package(tmp_path / "again.tl", program, packaged.updates(), packaged.recipe, max_shard=600)
+    again = write_package(
+        tmp_path / "again.tl", program, packaged.updates(), packaged.recipe, max_shard=600
+    )
     ours, theirs = copy.deepcopy(again.manifest.files), packaged.manifest.files
     assert {path: entry for path, entry in theirs.items() if not path.startswith("assets/")} == ours
     assert json.loads((again.path / "manifest.json").read_bytes())["parent"] is None
@@ -366,4 +479,6 @@ def test_other_weights_give_another_digest(packaged: Package, tmp_path: Path) ->
     other = make_job(seed=1)
     package = write_package(tmp_path / "p.tl", other.program, other.updates, other.recipe)
     assert package.manifest.weights_digest != packaged.manifest.weights_digest
-    assert package.manifest.files["graphs/train.json"] == packaged.manifest.files["graphs/train.json"]
+    assert (
+        package.manifest.files["graphs/train.json"] == packaged.manifest.files["graphs/train.json"]
+    )

@@ -16,7 +16,9 @@ from trainload.packaging.package import Package
 def changed(package: Package, **update: Any) -> Manifest:
     """The package's manifest, its first update changed."""
     first, *others = package.manifest.updates
-    return package.manifest.model_copy(update={"updates": (first.model_copy(update=update), *others)})
+    return package.manifest.model_copy(
+        update={"updates": (first.model_copy(update=update), *others)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,9 @@ def changed(package: Package, **update: Any) -> Manifest:
         ({"elementwise": False, "shape": (16, 9)}, "does not fit its parameters"),
     ],
 )
-def test_an_update_that_does_not_fit_its_parameters_is_refused(packaged: Package, update: dict[str, Any], message: str) -> None:
+def test_an_update_that_does_not_fit_its_parameters_is_refused(
+    packaged: Package, update: dict[str, Any], message: str
+) -> None:
     with pytest.raises(PackageError, match=message):
         changed(packaged, **update).check("manifest.json")
 
@@ -39,17 +43,42 @@ def test_a_state_with_two_shapes_is_refused(packaged: Package) -> None:
 
 
 def test_what_came_later_is_left_out_where_it_is_not_used() -> None:
-    entry = UpdateEntry(group="g", first="graphs/a.json", following="graphs/b.json", state=(), elementwise=True)
-    assert entry.model_dump() == {"group": "g", "first": "graphs/a.json", "following": "graphs/b.json", "state": (), "elementwise": True}
-    recipe = Recipe(optimizer="SGD", groups=(GroupRecipe(name="g", parameters=("p",), learning_rates=(0.1,)),), steps=1, global_batch=1)
-    assert set(recipe.model_dump()) == {"optimizer", "groups", "steps", "global_batch", "clip_norm", "seed"}
+    entry = UpdateEntry(
+        group="g", first="graphs/a.json", following="graphs/b.json", state=(), elementwise=True
+    )
+    assert entry.model_dump() == {
+        "group": "g",
+        "first": "graphs/a.json",
+        "following": "graphs/b.json",
+        "state": (),
+        "elementwise": True,
+    }
+    recipe = Recipe(
+        optimizer="SGD",
+        groups=(GroupRecipe(name="g", parameters=("p",), learning_rates=(0.1,)),),
+        steps=1,
+        global_batch=1,
+    )
+    assert set(recipe.model_dump()) == {
+        "optimizer",
+        "groups",
+        "steps",
+        "global_batch",
+        "clip_norm",
+        "seed",
+    }
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 
 def test_a_recipe_with_everything_is_read_as_it_was_written() -> None:
     group = GroupRecipe(name="g", parameters=("p",), learning_rates=(0.1,), schedule=0)
     scale = {"init_scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
-    more: dict[str, Any] = {"clip_value": 1.0, "ema_decay": 0.9, "loss_scale": scale, "schedules": ((1.0, 0.5),)}
+    more: dict[str, Any] = {
+        "clip_value": 1.0,
+        "ema_decay": 0.9,
+        "loss_scale": scale,
+        "schedules": ((1.0, 0.5),),
+    }
     recipe = Recipe(optimizer="SGD", groups=(group,), steps=2, global_batch=1, **more)
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
     assert [recipe.rates(step) for step in range(3)] == [[0.1], [0.05], [0.05]]
@@ -66,11 +95,18 @@ def test_a_count_that_is_no_int64_is_refused(field: str) -> None:
 def test_a_recipe_that_clips_twice_is_refused() -> None:
     group = GroupRecipe(name="g", parameters=("p",), learning_rates=(0.1,))
     with pytest.raises(ValidationError, match="not both"):
-        Recipe(optimizer="SGD", groups=(group,), steps=1, global_batch=1, clip_norm=1.0, clip_value=1.0)
+        Recipe(
+            optimizer="SGD", groups=(group,), steps=1, global_batch=1, clip_norm=1.0, clip_value=1.0
+        )
 
 
-@pytest.mark.parametrize("group", [{"schedule": 1, "learning_rates": (0.1,)}, {"schedule": 0, "learning_rates": (0.1, 0.2)}])
-def test_a_group_without_its_schedule_or_with_rates_beside_it_is_refused(group: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "group",
+    [{"schedule": 1, "learning_rates": (0.1,)}, {"schedule": 0, "learning_rates": (0.1, 0.2)}],
+)
+def test_a_group_without_its_schedule_or_with_rates_beside_it_is_refused(
+    group: dict[str, Any],
+) -> None:
     made = GroupRecipe(name="g", parameters=("p",), **group)
     with pytest.raises(ValidationError, match="a missing schedule, or has its own learning rates"):
         Recipe(optimizer="SGD", groups=(made,), schedules=((1.0,),), steps=1, global_batch=1)
@@ -85,7 +121,9 @@ def of_graphs(package: Package, **update: Any) -> Manifest:
         "graphs": {"train": GraphRecipe(groups=names)},
         "groups": tuple(group.model_copy(update={"clock": ("train",)}) for group in recipe.groups),
     }
-    return package.manifest.model_copy(update={"recipe": recipe.model_copy(update={**whole, **update})})
+    return package.manifest.model_copy(
+        update={"recipe": recipe.model_copy(update={**whole, **update})}
+    )
 
 
 def test_a_recipe_of_graphs_that_fits_is_taken(packaged: Package) -> None:
@@ -106,7 +144,9 @@ def test_a_recipe_of_graphs_that_fits_is_taken(packaged: Package) -> None:
         ({"feeds": {"train": {"x": "train.out"}}}, "an unknown output"),
     ],
 )
-def test_a_recipe_of_graphs_that_does_not_fit_is_refused(packaged: Package, update: dict[str, Any], message: str) -> None:
+def test_a_recipe_of_graphs_that_does_not_fit_is_refused(
+    packaged: Package, update: dict[str, Any], message: str
+) -> None:
     inputs = [entry.name for entry in packaged.manifest.graphs["train"].inputs]
     if "x" in update.get("feeds", {}).get("train", {}):
         update = {"feeds": {"train": {inputs[0]: "train.out"}}}
@@ -119,7 +159,9 @@ def test_a_parameter_in_two_groups_of_one_graph_is_refused(packaged: Package) ->
     twin = first.model_copy(update={"name": "twin", "clock": ("train",)})
     names = tuple(group.name for group in (first, *others, twin))
     with pytest.raises(PackageError, match="listed twice"):
-        of_graphs(packaged, groups=(first, *others, twin), graphs={"train": GraphRecipe(groups=names)}).check("manifest.json")
+        of_graphs(
+            packaged, groups=(first, *others, twin), graphs={"train": GraphRecipe(groups=names)}
+        ).check("manifest.json")
 
 
 def test_a_graph_whose_name_no_job_gives_is_refused(packaged: Package) -> None:
@@ -134,6 +176,13 @@ def test_rates_follow_the_turns_of_the_groups_graphs() -> None:
         GroupRecipe(name=name, parameters=(name,), learning_rates=(1.0, 0.5, 0.25), clock=clock)
         for name, clock in (("a", ("a",)), ("both", ("a", "b")))
     )
-    recipe = Recipe(optimizer="SGD", groups=groups, steps=2, global_batch=1, main="a", loop=(TurnRecipe(graph="a"), TurnRecipe(graph="b")))
+    recipe = Recipe(
+        optimizer="SGD",
+        groups=groups,
+        steps=2,
+        global_batch=1,
+        main="a",
+        loop=(TurnRecipe(graph="a"), TurnRecipe(graph="b")),
+    )
     assert recipe.rates({"a": 1, "b": 0}) == [0.5, 0.5]
     assert recipe.rates({"a": 1, "b": 1}) == [0.5, 0.25]

@@ -1,4 +1,6 @@
-"""What a package gives back can go through torch's own tools: written again, exported again, unflattened, derived; always the same."""
+"""What a package gives back can go through torch's own tools: written again, exported again,
+unflattened, derived; always the same.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ def branched(model: Any, x: Tensor) -> Tensor:
 def gpt() -> Job:
     torch.manual_seed(0)
     return trainload.Job(
-        model=TinyGPT(0.1), batch={"tokens": token_rows(4)}, loss=loss, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+        model=TinyGPT(0.1),
+        batch={"tokens": token_rows(4)},
+        loss=loss,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     )
 
 
@@ -87,7 +92,10 @@ JOBS: dict[str, Callable[[], Job]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "net" else pytest.mark.slow) for name in JOBS])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "net" else pytest.mark.slow) for name in JOBS],
+)
 def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Package:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the models leave out is not what is tested here
@@ -104,18 +112,28 @@ def train(package: Package) -> ExportedProgram:
     return package.graph("train")
 
 
-def run(module: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]:
-    """Loss, gradients and buffers after a call with a fixed generator; the module is left as it was."""
+def run(
+    module: nn.Module, batch: Batch
+) -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]:
+    """Loss, gradients and buffers after a call with a fixed generator; the module is left as it
+    was.
+    """
     named = dict(module.named_parameters(remove_duplicate=False))
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     torch.manual_seed(3)
     loss = module(batch)[0]
     trained = [parameter for parameter in named.values() if parameter.requires_grad]
-    found = dict(zip(map(id, trained), torch.autograd.grad(loss, trained, allow_unused=True), strict=True))
+    found = dict(
+        zip(map(id, trained), torch.autograd.grad(loss, trained, allow_unused=True), strict=True)
+    )
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     for name, buffer in module.named_buffers():
         buffer.detach().copy_(before[name])
-    return loss.detach(), {name: found.get(id(parameter)) for name, parameter in named.items()}, buffers
+    return (
+        loss.detach(),
+        {name: found.get(id(parameter)) for name, parameter in named.items()},
+        buffers,
+    )
 
 
 def assert_same(first: nn.Module, second: nn.Module, batch: Batch) -> None:
@@ -142,15 +160,22 @@ def exported_again(exported: ExportedProgram, package: Package, batch: Batch) ->
         shapes[entry.name] = {dim: rows if dim == 0 else Dim.AUTO for dim in symbols}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.export.export(exported.module(check_guards=False), (batch,), dynamic_shapes=(shapes,), strict=False)
+        return torch.export.export(
+            exported.module(check_guards=False), (batch,), dynamic_shapes=(shapes,), strict=False
+        )
 
 
 def test_written_again_a_graph_has_the_same_bytes(package: Package) -> None:
     for name, capture in package.program().graphs.items():
-        assert canonical_json(graph_to_json(capture.exported).document) == (package.path / f"graphs/{name}.json").read_bytes()
+        assert (
+            canonical_json(graph_to_json(capture.exported).document)
+            == (package.path / f"graphs/{name}.json").read_bytes()
+        )
 
 
-def test_exported_again_a_graph_has_the_same_operators(package: Package, train: ExportedProgram, batch: Batch) -> None:
+def test_exported_again_a_graph_has_the_same_operators(
+    package: Package, train: ExportedProgram, batch: Batch
+) -> None:
     def kept(exported: ExportedProgram) -> Counter[str]:
         found = operators(exported)
         del found["aten._guards_fn"], found["aten._assert_tensor_metadata.default"]
@@ -159,12 +184,16 @@ def test_exported_again_a_graph_has_the_same_operators(package: Package, train: 
     assert kept(exported_again(train, package, batch)) == kept(train)
 
 
-def test_exported_again_a_graph_gives_the_same_loss_and_gradients(package: Package, train: ExportedProgram, batch: Batch) -> None:
+def test_exported_again_a_graph_gives_the_same_loss_and_gradients(
+    package: Package, train: ExportedProgram, batch: Batch
+) -> None:
     again = exported_again(train, package, batch)
     assert_same(train.module(check_guards=False), again.module(check_guards=False), batch)
 
 
-def test_unflattened_a_graph_gives_the_same_loss_and_gradients(train: ExportedProgram, batch: Batch) -> None:
+def test_unflattened_a_graph_gives_the_same_loss_and_gradients(
+    train: ExportedProgram, batch: Batch
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         unflattened = torch.export.unflatten(train)
@@ -177,13 +206,17 @@ def test_brought_to_core_aten_a_graph_gives_the_same_loss_and_gradients(package:
     assert applied.entry.preserving, applied.worst
 
 
-def test_a_step_graph_is_the_same_whether_derived_at_the_freeze_or_from_the_package(package: Package, batch: Batch) -> None:
+def test_a_step_graph_is_the_same_whether_derived_at_the_freeze_or_from_the_package(
+    package: Package, batch: Batch
+) -> None:
     cpu = torch.device("cpu")
     at_the_freeze, program = read_derived(package, derived_key("train", cpu)), package.program()
     assert at_the_freeze is not None
     later = derive(program, "train", cpu)
     assert (later.inputs, later.outputs) == (at_the_freeze.inputs, at_the_freeze.outputs)
     # But for the ranges of sizes: torch's reader takes 0 and 1 out of them.
-    first, second = (flat_to_json(step.module).document["graph_module"] for step in (at_the_freeze, later))
+    first, second = (
+        flat_to_json(step.module).document["graph_module"] for step in (at_the_freeze, later)
+    )
     assert canonical_json(first) == canonical_json(second)
     check_step(program, "train", later, batch)

@@ -14,7 +14,8 @@ from torch.export import Dim
 import trainload
 
 HALF = Dim("half", min=2, max=64)
-pytestmark = pytest.mark.filterwarnings("ignore:.* get no gradient")  # the loss uses a part of the model
+# the loss uses a part of the model
+pytestmark = pytest.mark.filterwarnings("ignore:.* get no gradient")
 
 
 def loss(model: Any, batch: dict[str, Any]) -> Any:
@@ -33,8 +34,15 @@ def loss(model: Any, batch: dict[str, Any]) -> Any:
     ],
     ids=["named", "derived", "derived of what no input has", "hints", "fixed"],
 )
-def test_a_package_takes_every_size_that_was_declared(dynamic: dict[str, Any], lengths: tuple[int, int], tmp_path: Path) -> None:
-    given = job(Parts(), batch={"x": torch.randn(4, 6, 8), "y": torch.randn(4, 12)}, loss=loss, dynamic=dynamic)
+def test_a_package_takes_every_size_that_was_declared(
+    dynamic: dict[str, Any], lengths: tuple[int, int], tmp_path: Path
+) -> None:
+    given = job(
+        Parts(),
+        batch={"x": torch.randn(4, 6, 8), "y": torch.randn(4, 12)},
+        loss=loss,
+        dynamic=dynamic,
+    )
     package = trainload.freeze(given, tmp_path / "sizes.tl")
     x, y = torch.randn(3, lengths[0], 8), torch.randn(3, lengths[1])
     exported = package.graph("train")
@@ -42,13 +50,17 @@ def test_a_package_takes_every_size_that_was_declared(dynamic: dict[str, Any], l
     values = iter([x, y])
     specs = exported.graph_signature.input_specs
     arguments = [state[spec.target] if spec.target is not None else next(values) for spec in specs]
-    assert exported.graph_module(*arguments)[0].item() == pytest.approx(loss(given.model, {"x": x, "y": y}).item(), rel=1e-6)
+    assert exported.graph_module(*arguments)[0].item() == pytest.approx(
+        loss(given.model, {"x": x, "y": y}).item(), rel=1e-6
+    )
 
 
 def test_a_dim_that_torch_fixed_is_a_number_of_the_manifest(tmp_path: Path) -> None:
     def positioned(model: Any, batch: dict[str, Any]) -> Any:
         return (model.linear(batch["x"]) + model.positions).square().mean()
 
-    given = job(Parts(), batch={"x": torch.randn(4, 16, 8)}, loss=positioned, dynamic={"x": {1: Dim.AUTO}})
+    given = job(
+        Parts(), batch={"x": torch.randn(4, 16, 8)}, loss=positioned, dynamic={"x": {1: Dim.AUTO}}
+    )
     package = trainload.freeze(given, tmp_path / "fixed.tl")
     assert package.manifest.graphs["train"].inputs[0].shape == ("batch", 16, 8)

@@ -114,13 +114,17 @@ def test_a_source_that_changed_is_quoted_without_its_place(net: Package, source:
     assert (line.file, line.line, line.source) == (None, None, "return self.inner(x).relu()")
 
 
-def test_nodes_that_a_pass_makes_come_from_the_line_of_those_they_replace(net: Package, source: Path, tmp_path: Path) -> None:
+def test_nodes_that_a_pass_makes_come_from_the_line_of_those_they_replace(
+    net: Package, source: Path, tmp_path: Path
+) -> None:
     from trainload.passes import decompose
 
     before = source.read_text()
     try:
         source.write_text("\n" + before)  # what counts is what the file was at the freeze
-        made = transform(net, [(decompose, {"operators": "aten.linear.default"})], tmp_path / "new.tl")
+        made = transform(
+            net, [(decompose, {"operators": "aten.linear.default"})], tmp_path / "new.tl"
+        )
     finally:
         source.write_text(before)
     line = only(module_lines(made, "train", "layers.1"), "aten.addmm.default")
@@ -155,7 +159,13 @@ def test_a_source_map_that_is_none_tells_nothing(copied: Path, document: object)
 
 
 def test_what_a_terminal_would_obey_is_not_handed_on(copied: Path) -> None:
-    put(copied, {"files": [["/nowhere.py", None]], "graphs": {"train": {"embedding": ["emb", 0, 1, "a\x1b[31mb"]}}})
+    put(
+        copied,
+        {
+            "files": [["/nowhere.py", None]],
+            "graphs": {"train": {"embedding": ["emb", 0, 1, "a\x1b[31mb"]}},
+        },
+    )
     place = SourceMap(copied).place("train", "embedding")
     assert place is not None
     assert place.text == "a?[31mb"
@@ -168,18 +178,29 @@ def put(package: Path, document: object) -> None:
     files = json.loads((package / "debug/index.json").read_bytes())["files"]
     files["debug/source-map.json"] |= {"sha256": sha256_bytes(data), "size": len(data)}
     body = {"files": files}
-    (package / "debug/index.json").write_bytes(canonical_json({**body, "checksum": sha256_bytes(canonical_json(body))}))
+    (package / "debug/index.json").write_bytes(
+        canonical_json({**body, "checksum": sha256_bytes(canonical_json(body))})
+    )
 
 
 def test_frames_of_torch_are_passed_over(tmp_path: Path) -> None:
     import torch
 
     library = f"{Path(torch.__file__).parent}/nn/functional.py"
-    trace = f'File "/users/net.py", line 3, in forward\n    y = f(x)\n  File "{library}", line 9, in forward\n    return g(x)'
+    trace = (
+        f'File "/users/net.py", line 3, in forward\n    y = f(x)\n  File "{library}", line 9, in'
+        " forward\n    return g(x)"
+    )
     made = make_source_map({"train": {"add": {"stack_trace": trace}}}, {"/users/net.py": "0" * 64})
-    assert made == {"files": [["/users/net.py", "0" * 64]], "graphs": {"train": {"add": ["", 0, 3, "y = f(x)"]}}}
+    assert made == {
+        "files": [["/users/net.py", "0" * 64]],
+        "graphs": {"train": {"add": ["", 0, 3, "y = f(x)"]}},
+    }
 
 
-@pytest.mark.parametrize(("path", "users"), [("model", ""), ("model.layers.3", "layers.3"), ("modeling", "modeling"), ("", "")])
+@pytest.mark.parametrize(
+    ("path", "users"),
+    [("model", ""), ("model.layers.3", "layers.3"), ("modeling", "modeling"), ("", "")],
+)
 def test_the_users_model_stands_at_the_root(path: str, users: str) -> None:
     assert users_path(path) == users

@@ -37,7 +37,9 @@ def program_digest(of: dict[str, Any]) -> str:
     """As docs/format.md defines it, from what lies in the file."""
     left = {name: value for name, value in of.items() if name not in ("parent", "training")}
     left["features"] = [feature for feature in of["features"] if feature != "training"]
-    left["files"] = {path: entry for path, entry in of["files"].items() if not path.startswith("weights/")}
+    left["files"] = {
+        path: entry for path, entry in of["files"].items() if not path.startswith("weights/")
+    }
     return sha256_bytes(canonical_json(left))
 
 
@@ -63,37 +65,61 @@ def test_the_program_of_an_old_package_has_the_digest_that_it_had(golden: Golden
     assert read(golden).program_digest == program_digest(fields(golden))
 
 
-@pytest.mark.parametrize("golden", [golden for golden in OLD if not fields(golden)["op_libraries"]], ids=str)
+@pytest.mark.parametrize(
+    "golden", [golden for golden in OLD if not fields(golden)["op_libraries"]], ids=str
+)
 def test_an_old_package_is_the_one_that_it_was(golden: Golden) -> None:
-    assert open_package(golden.package).digest == sha256_bytes((golden.package / MANIFEST).read_bytes())
+    assert open_package(golden.package).digest == sha256_bytes(
+        (golden.package / MANIFEST).read_bytes()
+    )
 
 
 def test_new_weights_for_an_old_package_are_written_in_the_present_version(tmp_path: Path) -> None:
     (golden,) = (each for each in FIRST if each.name == "plain")
     old = open_package(golden.package)
-    new = with_weights(old, tmp_path / "new.tl", ((name, old.weights.tensor(name)) for name in old.weights.names()))
+    new = with_weights(
+        old, tmp_path / "new.tl", ((name, old.weights.tensor(name)) for name in old.weights.names())
+    )
     assert json.loads((new.path / MANIFEST).read_bytes())["format_version"] == FORMAT_VERSION
     assert new.manifest.program_digest == old.manifest.program_digest
     assert new.manifest.parent == old.digest
-    assert (new.path / "graphs/train.json").read_bytes() == (old.path / "graphs/train.json").read_bytes()
+    assert (new.path / "graphs/train.json").read_bytes() == (
+        old.path / "graphs/train.json"
+    ).read_bytes()
 
 
 def test_of_an_old_operator_library_the_distribution_alone_is_known() -> None:
     old = {"format_version": 1, "op_libraries": {"my_ops": "my-ops", "other": None}}
     new = upgraded(old, MANIFEST)["op_libraries"]
-    assert new["my_ops"] == {"distribution": "my-ops", "version": None, "digest": None, "modules": [], "kernels": [], "wheels": []}
+    assert new["my_ops"] == {
+        "distribution": "my-ops",
+        "version": None,
+        "digest": None,
+        "modules": [],
+        "kernels": [],
+        "wheels": [],
+    }
     assert new["other"]["distribution"] is None
     assert oldest_form(upgraded(old, MANIFEST)) == old
 
 
 def test_what_version_1_cannot_say_is_not_said_in_it() -> None:
-    library: dict[str, Any] = {"distribution": "my-ops", "version": "1.2", "digest": None, "modules": [], "kernels": [], "wheels": []}
+    library: dict[str, Any] = {
+        "distribution": "my-ops",
+        "version": "1.2",
+        "digest": None,
+        "modules": [],
+        "kernels": [],
+        "wheels": [],
+    }
     new = {"format_version": 2, "op_libraries": {"my_ops": library}}
     assert oldest_form(new) == new
 
 
 @pytest.mark.parametrize("libraries", [None, [], {"my_ops": 1}, {"my_ops": {}}, "my_ops"])
-def test_an_old_manifest_with_other_libraries_than_its_version_had_is_refused(libraries: object, tmp_path: Path) -> None:
+def test_an_old_manifest_with_other_libraries_than_its_version_had_is_refused(
+    libraries: object, tmp_path: Path
+) -> None:
     shutil.copytree(FIRST[0].package, tmp_path / "p.tl")
     edit_manifest(tmp_path / "p.tl", lambda manifest: manifest.update(op_libraries=libraries))
     with pytest.raises(PackageError, match="op_libraries"):

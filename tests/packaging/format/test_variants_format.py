@@ -44,7 +44,10 @@ def job():
     torch.manual_seed(0)
     x = torch.randn(4, 6)
     sgd = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
-    return trainload.Job(model=Model(), batch={"x": x}, variants={"masked": {"x": x, "mask": torch.ones(4, 6)}}, optimizer=sgd)
+    masked = {"x": x, "mask": torch.ones(4, 6)}
+    return trainload.Job(
+        model=Model(), batch={"x": x}, variants={"masked": masked}, optimizer=sgd
+    )
 """
 
 
@@ -104,7 +107,9 @@ def test_guards_are_read_back_as_they_were_written(package: Package) -> None:
 def test_a_package_of_other_graphs_keeps_the_guards(package: Package, tmp_path: Path) -> None:
     made = with_graphs(package, tmp_path / "other.tl", package.program(), ())
     assert made.manifest.variants == package.manifest.variants
-    assert {n: e.guard for n, e in made.manifest.graphs.items()} == {n: e.guard for n, e in package.manifest.graphs.items()}
+    assert {n: e.guard for n, e in made.manifest.graphs.items()} == {
+        n: e.guard for n, e in package.manifest.graphs.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,9 @@ def test_a_package_of_other_graphs_keeps_the_guards(package: Package, tmp_path: 
         (batch(3, mask=torch.ones(4, 3)), "predict", "predict"),
     ],
 )
-def test_a_batch_is_given_to_the_graph_that_takes_it(package: Package, given: dict[str, Any], graph: str, name: str) -> None:
+def test_a_batch_is_given_to_the_graph_that_takes_it(
+    package: Package, given: dict[str, Any], graph: str, name: str
+) -> None:
     assert package.dispatch(given, graph) == name
 
 
@@ -126,12 +133,16 @@ def test_the_graph_that_is_picked_takes_the_batch(package: Package) -> None:
     name = package.dispatch({**given, "task": "a"})
     (loss,) = package.graph(name).module(check_guards=True)(given)
     weight, bias = package.weights.tensor("linear.weight"), package.weights.tensor("linear.bias")
-    eager = (nn.functional.linear(given["x"], weight, bias) * given["mask"][..., None]).square().mean()
+    eager = (
+        (nn.functional.linear(given["x"], weight, bias) * given["mask"][..., None]).square().mean()
+    )
     torch.testing.assert_close(loss, eager)
 
 
 def test_a_batch_that_fits_none_is_refused(package: Package) -> None:
-    with pytest.raises(DataError, match=r"z_masked: mask\[1\]: expected 7, got 8|x\[1\]: expected 8, as mask"):
+    with pytest.raises(
+        DataError, match=r"z_masked: mask\[1\]: expected 7, got 8|x\[1\]: expected 8, as mask"
+    ):
         package.dispatch(batch(7, mask=torch.ones(4, 8)))
 
 
@@ -169,7 +180,9 @@ HOSTILE: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_manifest_whose_guards_do_not_hold_together_is_refused(package: Package, name: str, tmp_path: Path) -> None:
+def test_a_manifest_whose_guards_do_not_hold_together_is_refused(
+    package: Package, name: str, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy.tl"
     shutil.copytree(package.path, copy)
     edit_manifest(copy, HOSTILE[name])
@@ -179,12 +192,22 @@ def test_a_manifest_whose_guards_do_not_hold_together_is_refused(package: Packag
 
 def test_a_package_from_before_guards_is_dispatched_by_its_inputs(packaged: Package) -> None:
     assert all(entry.guard is None for entry in packaged.manifest.graphs.values())
-    shapes = {i.name: [3 if isinstance(s, str) else s for s in i.shape] for i in packaged.manifest.graphs["train"].inputs}
+    shapes = {
+        i.name: [3 if isinstance(s, str) else s for s in i.shape]
+        for i in packaged.manifest.graphs["train"].inputs
+    }
     dtypes = {i.name: getattr(torch, i.dtype) for i in packaged.manifest.graphs["train"].inputs}
-    assert packaged.dispatch({name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}) == "train"
+    assert (
+        packaged.dispatch(
+            {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
+        )
+        == "train"
+    )
 
 
-def test_inspect_says_what_each_graph_takes_in_their_order(package: Package, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_what_each_graph_takes_in_their_order(
+    package: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["inspect", str(package.path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     first, masked, other = (f"takes {name}: " for name in ("train", "train-z_masked", "train-b"))
@@ -194,11 +217,16 @@ def test_inspect_says_what_each_graph_takes_in_their_order(package: Package, cap
 
 @pytest.fixture(scope="module")
 def by_command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder in which the command froze `JOB`, from variants_job.py to job.tl, and what it said."""
+    """The folder in which the command froze `JOB`, from variants_job.py to job.tl, and what it
+    said.
+    """
     folder = tmp_path_factory.mktemp("command")
     (folder / "variants_job.py").write_text(JOB)
     with redirect_stdout(StringIO()) as said:
-        assert cli.run(["freeze", f"{folder / 'variants_job.py'}:job", "-o", str(folder / "job.tl")]) == 0
+        assert (
+            cli.run(["freeze", f"{folder / 'variants_job.py'}:job", "-o", str(folder / "job.tl")])
+            == 0
+        )
     return folder, said.getvalue()
 
 
@@ -214,13 +242,17 @@ def test_a_pass_keeps_what_each_graph_takes(package: Package, tmp_path: Path) ->
 
 def test_a_variant_that_would_never_run_is_refused(tmp_path: Path) -> None:
     job = trainload.Job(model=Model(), batch=batch(5), variants={"same": batch(5)}, optimizer=sgd)
-    with pytest.raises(JobError, match=r"Job\.variants\['same'\]: the variant would never be selected"):
+    with pytest.raises(
+        JobError, match=r"Job\.variants\['same'\]: the variant would never be selected"
+    ):
         trainload.freeze(job, tmp_path / "job.tl")
     assert not (tmp_path / "job.tl").exists()
 
 
 @pytest.mark.slow
-def test_the_same_job_of_variants_gives_the_same_bytes(by_command: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_same_job_of_variants_gives_the_same_bytes(
+    by_command: tuple[Path, str], tmp_path: Path
+) -> None:
     folder, _ = by_command
     again = trainload.freeze(load_job(f"{folder / 'variants_job.py'}:job"), tmp_path / "again.tl")
     assert again.digest == open_package(folder / "job.tl").digest

@@ -22,7 +22,11 @@ SUM = "torch.ops.aten.sum.default"
 def verdicts(package: Path) -> dict[str, Verdict]:
     """Of the operators that are not the same."""
     manifest = Manifest.from_bytes(read_manifest(package), MANIFEST)
-    return {each.name: each.verdict for each in compare_operators(manifest) if each.verdict is not Verdict.SAME}
+    return {
+        each.name: each.verdict
+        for each in compare_operators(manifest)
+        if each.verdict is not Verdict.SAME
+    }
 
 
 def recorded(package: Path, name: str, schema: str) -> None:
@@ -33,7 +37,10 @@ def test_operators_are_the_same_in_the_torch_that_captured_them(packaged: Packag
     found = compare_operators(packaged.manifest)
     assert {each.verdict for each in found} == {Verdict.SAME}
     assert [each.name for each in found] == sorted(
-        [*packaged.manifest.ops, *(f"torch.ops.higher_order.{name}" for name in packaged.manifest.higher_order_ops)]
+        [
+            *packaged.manifest.ops,
+            *(f"torch.ops.higher_order.{name}" for name in packaged.manifest.higher_order_ops),
+        ]
     )
 
 
@@ -54,14 +61,30 @@ def test_an_operator_whose_result_is_another_is_incompatible(copied: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["", "no schema", "aten::sum(\U0001f600 self) -> Tensor", "aten::sum(Tensor self) -> Tensor \U000f0000"], ids=ascii
+    "text",
+    [
+        "",
+        "no schema",
+        "aten::sum(\U0001f600 self) -> Tensor",
+        "aten::sum(Tensor self) -> Tensor \U000f0000",
+    ],
+    ids=ascii,
 )
 def test_a_schema_that_is_none_is_incompatible(text: str, copied: Path) -> None:
     recorded(copied, SUM, text)
     assert verdicts(copied) == {SUM: Verdict.INCOMPATIBLE}
 
 
-@pytest.mark.parametrize("name", ["torch.ops.aten.sum_of_old.default", "torch.ops.nowhere.at.all", "torch.ops", "os.system", "a b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.ops.aten.sum_of_old.default",
+        "torch.ops.nowhere.at.all",
+        "torch.ops",
+        "os.system",
+        "a b",
+    ],
+)
 def test_an_operator_that_is_not_there_is_missing(name: str, copied: Path) -> None:
     recorded(copied, name, "aten::x() -> ()")
     assert verdicts(copied) == {name: Verdict.MISSING}
@@ -75,7 +98,10 @@ def test_an_operator_that_takes_graphs_and_is_not_there_is_missing(copied: Path)
 def test_a_package_that_does_not_fit_is_not_opened_and_the_worst_is_named(copied: Path) -> None:
     recorded(copied, SUM, "aten::sum(Tensor self, Tensor other) -> Tensor")
     recorded(copied, "torch.ops.aten.sum_of_old.default", "aten::sum_of_old(Tensor self) -> Tensor")
-    with pytest.raises(PackageError, match=r"2 of the package's operators.*aten\.sum_of_old\.default.*is missing.*--compat"):
+    with pytest.raises(
+        PackageError,
+        match=r"2 of the package's operators.*aten\.sum_of_old\.default.*is missing.*--compat",
+    ):
         open_package(copied)
 
 
@@ -84,7 +110,9 @@ def compat(package: Path, capsys: pytest.CaptureFixture[str], *options: str) -> 
     return status, capsys.readouterr().out
 
 
-def test_the_command_lists_what_differs_and_exits_with_1(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_what_differs_and_exits_with_1(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     was = "aten::sum(Tensor self, Tensor other) -> Tensor"
     recorded(copied, SUM, was)
     status, printed = compat(copied, capsys, "--json")
@@ -96,7 +124,9 @@ def test_the_command_lists_what_differs_and_exits_with_1(copied: Path, capsys: p
     assert found["counts"]["same"] > 10
 
 
-def test_the_command_exits_with_0_where_all_can_be_called(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_exits_with_0_where_all_can_be_called(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorded(copied, SUM, "aten::sum(Tensor self) -> Tensor")
     status, printed = compat(copied, capsys)
     assert status == 0
@@ -106,4 +136,9 @@ def test_the_command_exits_with_0_where_all_can_be_called(copied: Path, capsys: 
 
 def test_a_comparison_says_whether_graphs_can_call_it() -> None:
     fits = {verdict: Comparison("x", "", "", verdict).fits for verdict in Verdict}
-    assert fits == {Verdict.SAME: True, Verdict.COMPATIBLE: True, Verdict.INCOMPATIBLE: False, Verdict.MISSING: False}
+    assert fits == {
+        Verdict.SAME: True,
+        Verdict.COMPATIBLE: True,
+        Verdict.INCOMPATIBLE: False,
+        Verdict.MISSING: False,
+    }

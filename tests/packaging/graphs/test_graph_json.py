@@ -12,7 +12,12 @@ from torch.export import Dim, ExportedProgram
 
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import PackageError
-from trainload.packaging.graphs.graph_json import graph_from_json, graph_to_json, running_schema, schema_still_fits
+from trainload.packaging.graphs.graph_json import (
+    graph_from_json,
+    graph_to_json,
+    running_schema,
+    schema_still_fits,
+)
 from trainload.packaging.graphs.validate import validate_graph
 
 
@@ -24,7 +29,9 @@ def through_json(exported: ExportedProgram) -> ExportedProgram:
     return graph_from_json(document, {**exported.state_dict, **tensors}, tensors)
 
 
-def run(exported: ExportedProgram, *args: object, seed: int = 1) -> tuple[Any, dict[str, torch.Tensor | None], dict[str, torch.Tensor]]:
+def run(
+    exported: ExportedProgram, *args: object, seed: int = 1
+) -> tuple[Any, dict[str, torch.Tensor | None], dict[str, torch.Tensor]]:
     """Outputs, gradients by parameter, and state after the call, of a copy."""
     module = exported.module(check_guards=False)
     with warnings.catch_warnings():
@@ -33,10 +40,16 @@ def run(exported: ExportedProgram, *args: object, seed: int = 1) -> tuple[Any, d
     torch.manual_seed(seed)
     outputs = module(*args)
     outputs[0].sum().backward()
-    return outputs, {n: p.grad for n, p in module.named_parameters()}, {n: b.detach() for n, b in module.named_buffers()}
+    return (
+        outputs,
+        {n: p.grad for n, p in module.named_parameters()},
+        {n: b.detach() for n, b in module.named_buffers()},
+    )
 
 
-def assert_same(first: Mapping[str, torch.Tensor | None], second: Mapping[str, torch.Tensor | None]) -> None:
+def assert_same(
+    first: Mapping[str, torch.Tensor | None], second: Mapping[str, torch.Tensor | None]
+) -> None:
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         other = second[name]
@@ -48,7 +61,9 @@ def assert_same(first: Mapping[str, torch.Tensor | None], second: Mapping[str, t
 @pytest.mark.matrix("2-train", "7-eval")
 @pytest.mark.parametrize("name", ["train", "eval"])
 @pytest.mark.parametrize("rows", [2, 4, 7])
-def test_a_graph_read_back_gives_the_same_loss_gradients_and_buffers(job: Job, name: str, rows: int) -> None:
+def test_a_graph_read_back_gives_the_same_loss_gradients_and_buffers(
+    job: Job, name: str, rows: int
+) -> None:
     graph = job.program.graphs[name].exported
     first, second = run(graph, batch_of(rows)), run(through_json(graph), batch_of(rows))
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
@@ -59,7 +74,9 @@ def test_a_graph_read_back_gives_the_same_loss_gradients_and_buffers(job: Job, n
 
 def test_a_graph_read_back_is_written_as_the_same_bytes(job: Job) -> None:
     graph = job.program.graphs["train"].exported
-    assert canonical_json(graph_to_json(through_json(graph)).document) == canonical_json(graph_to_json(graph).document)
+    assert canonical_json(graph_to_json(through_json(graph)).document) == canonical_json(
+        graph_to_json(graph).document
+    )
 
 
 def test_the_range_of_the_batch_dim_survives(job: Job) -> None:
@@ -79,7 +96,11 @@ def test_nothing_of_source_machine_or_torch_is_in_the_document(job: Job) -> None
 
 def test_the_paths_of_modules_survive(job: Job) -> None:
     loaded = through_json(job.program.graphs["train"].exported)
-    paths = {path for node in loaded.graph.nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    paths = {
+        path
+        for node in loaded.graph.nodes
+        for path, _ in node.meta.get("nn_module_stack", {}).values()
+    }
     assert {"emb", "norm", "drop"} <= paths
 
 
@@ -108,7 +129,9 @@ class _OnlyWrites(torch.nn.Module):
 class _While(torch.nn.Module):
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         start = (torch.zeros((), dtype=torch.int64), batch["x"])
-        _, out = torch.ops.higher_order.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 1.5), start, ())
+        _, out = torch.ops.higher_order.while_loop(
+            lambda i, x: i < 3, lambda i, x: (i + 1, x * 1.5), start, ()
+        )
         return ((out * self.weight).sum(),)
 
     def __init__(self) -> None:
@@ -148,7 +171,11 @@ class _NestedCond(torch.nn.Module):
         def inner(x: torch.Tensor) -> torch.Tensor:
             return torch.cond(x.mean() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))  # type: ignore[no-any-return]
 
-        return (torch.cond(batch["x"].sum() > 0, inner, lambda t: t.clone(), (batch["x"] * self.weight,)).sum(),)
+        return (
+            torch.cond(
+                batch["x"].sum() > 0, inner, lambda t: t.clone(), (batch["x"] * self.weight,)
+            ).sum(),
+        )
 
 
 class _Sizes(torch.nn.Module):
@@ -163,10 +190,14 @@ class _Sizes(torch.nn.Module):
 
 
 @pytest.mark.matrix("_OnlyWrites", "_While", "_Map", "_Sizes")
-@pytest.mark.parametrize("kind", [_OnlyWrites, _While, _Scan, _Map, _NestedCond, _Sizes], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [_OnlyWrites, _While, _Scan, _Map, _NestedCond, _Sizes], ids=lambda kind: kind.__name__
+)
 def test_control_flow_and_sizes_survive(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
-    graph = exported(kind(), ({"x": torch.randn(4, 3)},), ({"x": {0: Dim("batch", min=2, max=64)}},))
+    graph = exported(
+        kind(), ({"x": torch.randn(4, 3)},), ({"x": {0: Dim("batch", min=2, max=64)}},)
+    )
     loaded = through_json(graph)
     for rows in (4, 7):
         batch = {"x": torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))}

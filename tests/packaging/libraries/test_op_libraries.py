@@ -11,7 +11,12 @@ from types import ModuleType
 import pytest
 
 from trainload.packaging.format.manifest import OpLibraryEntry
-from trainload.packaging.libraries.op_libraries import describe_libraries, differences, modules_of, one_provider
+from trainload.packaging.libraries.op_libraries import (
+    describe_libraries,
+    differences,
+    modules_of,
+    one_provider,
+)
 from trainload.packaging.libraries.providers import Provider, provider_of
 from trainload.packaging.libraries.wheels import make_wheel, unpack_wheel
 from trainload.packaging.package import Package
@@ -45,7 +50,9 @@ Write = Callable[..., ModuleType]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes a module, which is imported, and installed as a distribution if it is given a version."""
+    """Writes a module, which is imported, and installed as a distribution if it is given a
+    version.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
     written: list[str] = []
 
@@ -56,8 +63,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
         folder = file.parent
         if version is not None:
             folder = tmp_path / f"site-{name}-{version}"
-            metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}-wheel\nVersion: {version}\n"
-            provider = Provider(f"{name.replace('_', '-')}-wheel", version, {file.name: file}, metadata)
+            metadata = (
+                f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}-wheel\nVersion: {version}\n"
+            )
+            provider = Provider(
+                f"{name.replace('_', '-')}-wheel", version, {file.name: file}, metadata
+            )
             wheel = make_wheel(provider, name, tmp_path)
             with wheel.open("rb") as opened:
                 unpack_wheel(opened, wheel.name, folder)
@@ -72,7 +83,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def described(namespace: str, name: str, named: str | None = None) -> OpLibraryEntry:
-    return describe_libraries([f"torch.ops.{namespace}.{name}.default"], [namespace], {namespace: named})[namespace]
+    return describe_libraries(
+        [f"torch.ops.{namespace}.{name}.default"], [namespace], {namespace: named}
+    )[namespace]
 
 
 @pytest.mark.matrix("fake_alone")
@@ -98,7 +111,9 @@ def test_what_the_user_names_is_taken(write: Write) -> None:
 
 
 def test_a_distribution_is_recorded_with_its_version_and_digest(write: Write) -> None:
-    module = write("of_a_wheel", CUSTOM_OP.format(namespace="ns_wheel", name="halved"), version="1.2")
+    module = write(
+        "of_a_wheel", CUSTOM_OP.format(namespace="ns_wheel", name="halved"), version="1.2"
+    )
     entry = described("ns_wheel", "halved")
     assert (entry.distribution, entry.version) == ("of-a-wheel-wheel", "1.2")
     provider = provider_of(module)
@@ -114,8 +129,12 @@ def test_a_module_without_a_distribution_is_recorded_with_its_digest_alone(write
 
 
 def test_of_two_distributions_none_is_recorded_and_both_modules_are(write: Write) -> None:
-    first = write("first_of_two", LIBRARY_OBJECT.format(namespace="ns_two", name="first"), version="1")
-    second = write("second_of_two", LIBRARY_OBJECT.format(namespace="ns_two", name="second"), version="1")
+    first = write(
+        "first_of_two", LIBRARY_OBJECT.format(namespace="ns_two", name="first"), version="1"
+    )
+    second = write(
+        "second_of_two", LIBRARY_OBJECT.format(namespace="ns_two", name="second"), version="1"
+    )
     operators = [f"torch.ops.ns_two.{name}.default" for name in ("first", "second")]
     entry = describe_libraries(operators, ["ns_two"], {})["ns_two"]
     assert entry.modules == (first.__name__, second.__name__)
@@ -125,7 +144,9 @@ def test_of_two_distributions_none_is_recorded_and_both_modules_are(write: Write
 
 def told(package: Package, entry: OpLibraryEntry) -> list[str]:
     """The differences of a package that was made with this library."""
-    manifest = package.manifest.model_copy(update={"op_libraries": {"ns_told": entry}, "ops": {"torch.ops.ns_told.halved.default": ""}})
+    manifest = package.manifest.model_copy(
+        update={"op_libraries": {"ns_told": entry}, "ops": {"torch.ops.ns_told.halved.default": ""}}
+    )
     return differences(manifest, {"ns_told": None})
 
 
@@ -134,7 +155,8 @@ def test_another_version_of_a_library_is_told_of(packaged: Package, write: Write
     here = described("ns_told", "halved")
     assert told(packaged, here) == []
     assert told(packaged, here.model_copy(update={"version": "1.1", "digest": "0" * 64})) == [
-        "the package was made with the operators ns_told of told-of-wheel 1.1; here they come from told-of-wheel 1.2"
+        "the package was made with the operators ns_told of told-of-wheel 1.1; here they come from"
+        " told-of-wheel 1.2"
     ]
     (sentence,) = told(packaged, here.model_copy(update={"digest": "0" * 64}))
     assert "whose files differ here" in sentence

@@ -18,7 +18,15 @@ import pytest
 
 from trainload.core.errors import PackageError, UnsafePackageError
 from trainload.packaging.libraries.providers import Provider, provider_of
-from trainload.packaging.libraries.wheels import MAX_UNPACKED, fits, make_wheel, missing_requirements, read_wheel, tags_of, unpack_wheel
+from trainload.packaging.libraries.wheels import (
+    MAX_UNPACKED,
+    fits,
+    make_wheel,
+    missing_requirements,
+    read_wheel,
+    tags_of,
+    unpack_wheel,
+)
 
 NAME = "tried-1.0-py3-none-any.whl"
 
@@ -28,7 +36,11 @@ def loose(folder: Path) -> Provider:
     (folder / "tried").mkdir(parents=True)
     (folder / "tried" / "__init__.py").write_text("answer = 42\n")
     (folder / "tried" / "more.py").write_text("from tried import answer\n")
-    return Provider(None, None, {f"tried/{name}": folder / "tried" / name for name in ("__init__.py", "more.py")})
+    return Provider(
+        None,
+        None,
+        {f"tried/{name}": folder / "tried" / name for name in ("__init__.py", "more.py")},
+    )
 
 
 def installed() -> Provider:
@@ -39,7 +51,12 @@ def installed() -> Provider:
 
 def wheel(**files: str) -> io.BytesIO:
     """A wheel by hand: path, with __ for each slash, -> text."""
-    return zipped({"tried-1.0.dist-info/METADATA": "Name: tried\n", **{path.replace("__", "/"): text for path, text in files.items()}})
+    return zipped(
+        {
+            "tried-1.0.dist-info/METADATA": "Name: tried\n",
+            **{path.replace("__", "/"): text for path, text in files.items()},
+        }
+    )
 
 
 def zipped(contents: dict[str, str]) -> io.BytesIO:
@@ -52,14 +69,21 @@ def zipped(contents: dict[str, str]) -> io.BytesIO:
 
 
 def test_an_installed_distribution_is_found() -> None:
-    assert (installed().distribution, installed().version) == ("click", importlib.metadata.version("click"))
+    assert (installed().distribution, installed().version) == (
+        "click",
+        importlib.metadata.version("click"),
+    )
 
 
 def test_a_wheel_of_it_has_its_digest_and_metadata(tmp_path: Path) -> None:
     path = make_wheel(installed(), "click", tmp_path)
     with path.open("rb") as file:
         found = read_wheel(file, path.name)
-    assert (found.name, found.version, found.digest) == ("click", installed().version, installed().digest)
+    assert (found.name, found.version, found.digest) == (
+        "click",
+        installed().version,
+        installed().digest,
+    )
     assert fits(tags_of(path.name))
     assert found.has_module("click.core")
     assert not found.has_module("click.none")
@@ -80,11 +104,24 @@ def test_a_wheel_has_the_same_bytes_each_time(provider: str, tmp_path: Path) -> 
 
 def test_pip_installs_a_wheel_that_was_made(tmp_path: Path) -> None:
     path = make_wheel(loose(tmp_path), "tried", tmp_path)
-    options = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", "--target", str(tmp_path / "site")]
+    options = [
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--disable-pip-version-check",
+        "--target",
+        str(tmp_path / "site"),
+    ]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(path)], check=True)
     code = "import tried.more; print(tried.more.answer)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    assert subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, check=True).stdout == b"42\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-P", "-c", code], env=environment, capture_output=True, check=True
+        ).stdout
+        == b"42\n"
+    )
 
 
 def test_a_loose_package_and_its_wheel_have_one_digest(tmp_path: Path) -> None:
@@ -99,12 +136,21 @@ def test_a_loose_package_and_its_wheel_have_one_digest(tmp_path: Path) -> None:
 def test_native_code_makes_a_wheel_of_this_machine_alone(tmp_path: Path) -> None:
     provider = loose(tmp_path)
     (tmp_path / "tried" / "native.so").write_bytes(b"\x7fELF")
-    path = make_wheel(Provider(None, None, {**provider.files, "tried/native.so": tmp_path / "tried" / "native.so"}), "tried", tmp_path)
+    path = make_wheel(
+        Provider(
+            None, None, {**provider.files, "tried/native.so": tmp_path / "tried" / "native.so"}
+        ),
+        "tried",
+        tmp_path,
+    )
     assert fits(tags_of(path.name))
     assert not path.name.endswith("none-any.whl")
 
 
-@pytest.mark.parametrize("tag", ["cp27-cp27m-win_amd64", "cp311-cp311-macosx_11_0_arm64", "cp399-cp399-manylinux_2_17_x86_64"])
+@pytest.mark.parametrize(
+    "tag",
+    ["cp27-cp27m-win_amd64", "cp311-cp311-macosx_11_0_arm64", "cp399-cp399-manylinux_2_17_x86_64"],
+)
 def test_a_wheel_for_another_machine_does_not_fit(tag: str) -> None:
     assert not fits(tags_of(f"tried-1.0-{tag}.whl"))
 
@@ -116,10 +162,18 @@ def test_what_has_no_name_of_a_wheel_is_none(name: str) -> None:
 
 
 def test_scripts_and_data_are_left_out_and_libraries_put_where_they_belong(tmp_path: Path) -> None:
-    paths = {"tried-1.0.data/scripts/run": "x", "tried-1.0.data/purelib/tried/moved.py": "", "tried/__init__.py": ""}
+    paths = {
+        "tried-1.0.data/scripts/run": "x",
+        "tried-1.0.data/purelib/tried/moved.py": "",
+        "tried/__init__.py": "",
+    }
     file = zipped({"tried-1.0.dist-info/METADATA": "Name: tried\n", **paths})
     unpack_wheel(file, NAME, tmp_path / "out")
-    found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(tmp_path / "out").as_posix()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
     assert found == {"tried/__init__.py", "tried/moved.py", "tried-1.0.dist-info/METADATA"}
 
 
@@ -138,7 +192,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("path", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_wheel_with_a_path_that_leaves_its_folder_is_refused(path: str, tmp_path: Path) -> None:
-    for act in (lambda file: read_wheel(file, NAME), lambda file: unpack_wheel(file, NAME, tmp_path / "in" / "out")):
+    for act in (
+        lambda file: read_wheel(file, NAME),
+        lambda file: unpack_wheel(file, NAME, tmp_path / "in" / "out"),
+    ):
         with pytest.raises(UnsafePackageError, match="leaves its folder"):
             act(zipped({"tried-1.0.dist-info/METADATA": "", path: "x"}))
     assert list(tmp_path.rglob("outside*")) == []
@@ -170,9 +227,12 @@ def test_a_path_that_comes_twice_is_refused(tmp_path: Path) -> None:
 def test_a_wheel_that_says_it_is_too_large_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     sizes = (2**32 - 2).to_bytes(4, "little")
     count = MAX_UNPACKED // 2**32 + 1
-    data = zipped({"tried-1.0.dist-info/METADATA": "", **{f"tried/{number}": "x" for number in range(count)}}).getvalue()
+    data = zipped(
+        {"tried-1.0.dist-info/METADATA": "", **{f"tried/{number}": "x" for number in range(count)}}
+    ).getvalue()
     for number in range(count):
-        at = data.rindex(f"tried/{number}".encode()) - 46 + 24  # where its entry in the central directory has its size
+        # where its entry in the central directory has its size
+        at = data.rindex(f"tried/{number}".encode()) - 46 + 24
         data = data[:at] + sizes + data[at + 4 :]
     with pytest.raises(UnsafePackageError, match="too large"):
         unpack_wheel(io.BytesIO(data), NAME, tmp_path / "out")
@@ -198,5 +258,11 @@ def test_a_wheel_without_metadata_is_refused() -> None:
 
 
 def test_requirements_that_are_not_met_are_listed_and_others_are_not() -> None:
-    requires = ("there", "there>=2", "gone", 'other; sys_platform == "none"', "extra; extra == 'test'")
+    requires = (
+        "there",
+        "there>=2",
+        "gone",
+        'other; sys_platform == "none"',
+        "extra; extra == 'test'",
+    )
     assert missing_requirements(requires, {"there": "1.5"}) == ["there>=2 (here: 1.5)", "gone"]

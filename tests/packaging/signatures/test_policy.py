@@ -18,7 +18,14 @@ from trainload.core.errors import PolicyError, SignatureError
 from trainload.packaging.package import open_package
 from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.keys import read_private_key
-from trainload.packaging.signatures.policy import POLICY, Policy, check_policies, find_policies, read_policy, which_trusts_extensions
+from trainload.packaging.signatures.policy import (
+    POLICY,
+    Policy,
+    check_policies,
+    find_policies,
+    read_policy,
+    which_trusts_extensions,
+)
 from trainload.packaging.signatures.signing import sign_package
 
 Write = Callable[..., Path]
@@ -59,31 +66,46 @@ def refusal(package: Path, path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_package_that_is_signed_as_demanded_may_be_run(copied: Path, signers: Signers, write: Write) -> None:
+def test_a_package_that_is_signed_as_demanded_may_be_run(
+    copied: Path, signers: Signers, write: Write
+) -> None:
     sign(copied, signers.bob.key, "bob")
-    assert check_policies(copied, [read_policy(write(*signed_by(signers)))]) == open_package(copied).digest
+    assert (
+        check_policies(copied, [read_policy(write(*signed_by(signers)))])
+        == open_package(copied).digest
+    )
 
 
-def test_an_unsigned_package_is_refused_by_a_line_that_names_policy_and_keys(copied: Path, signers: Signers, write: Write) -> None:
+def test_an_unsigned_package_is_refused_by_a_line_that_names_policy_and_keys(
+    copied: Path, signers: Signers, write: Write
+) -> None:
     line = refusal(copied, write(*signed_by(signers)))
     assert "policy.toml forbids running it: it is not signed as required" in line
     assert "expected 1 of 2 identities" in line
     assert "trainload sign" in line
 
 
-def test_a_package_that_somebody_else_signed_is_refused(copied: Path, signers: Signers, write: Write) -> None:
+def test_a_package_that_somebody_else_signed_is_refused(
+    copied: Path, signers: Signers, write: Write
+) -> None:
     sign(copied, signers.bob.key, "bob")
     path = write("require_signature = true", f'identities = ["{signers.alice.public}"]')
     assert "signed by another key" in refusal(copied, path)
 
 
-def test_a_package_that_was_changed_after_it_was_signed_is_refused(copied: Path, signers: Signers, write: Write) -> None:
+def test_a_package_that_was_changed_after_it_was_signed_is_refused(
+    copied: Path, signers: Signers, write: Write
+) -> None:
     sign(copied, signers.alice.key, "alice")
     edit_manifest(copied, lambda manifest: manifest["recipe"].update(seed=8))
-    assert "the signed files differ from the package's: changed manifest.json" in refusal(copied, write(*signed_by(signers)))
+    assert "the signed files differ from the package's: changed manifest.json" in refusal(
+        copied, write(*signed_by(signers))
+    )
 
 
-def test_as_many_identities_as_are_demanded_must_have_signed(copied: Path, signers: Signers, write: Write) -> None:
+def test_as_many_identities_as_are_demanded_must_have_signed(
+    copied: Path, signers: Signers, write: Write
+) -> None:
     path = write(*signed_by(signers, 2))
     sign(copied, signers.alice.key, "alice")
     assert "got 1;" in refusal(copied, path)
@@ -93,17 +115,29 @@ def test_as_many_identities_as_are_demanded_must_have_signed(copied: Path, signe
     check_policies(copied, [read_policy(path)])
 
 
-def test_one_certificate_that_two_identities_would_do_for_is_one_signature(copied: Path, signers: Signers, write: Write) -> None:
+def test_one_certificate_that_two_identities_would_do_for_is_one_signature(
+    copied: Path, signers: Signers, write: Write
+) -> None:
     both = signers.issuer.read_text() + signers.other_issuer.read_text()
     (copied.parent / "both.pem").write_text(both)
-    path = write("require_signature = true", f'identities = ["{signers.issuer}", "both.pem"]', "signatures = 2")
-    sign_package(copied, read_private_key(signers.alice.key), "alice", certificate=signers.alice.certificate)
+    path = write(
+        "require_signature = true",
+        f'identities = ["{signers.issuer}", "both.pem"]',
+        "signatures = 2",
+    )
+    sign_package(
+        copied, read_private_key(signers.alice.key), "alice", certificate=signers.alice.certificate
+    )
     assert "got 1" in refusal(copied, path)
 
 
-def test_an_identity_may_stand_in_the_policy_itself(copied: Path, signers: Signers, write: Write) -> None:
+def test_an_identity_may_stand_in_the_policy_itself(
+    copied: Path, signers: Signers, write: Write
+) -> None:
     sign(copied, signers.alice.key, "alice")
-    path = write("require_signature = true", f"identities = ['''{signers.alice.public.read_text()}''']")
+    path = write(
+        "require_signature = true", f"identities = ['''{signers.alice.public.read_text()}''']"
+    )
     check_policies(copied, [read_policy(path)])
 
 
@@ -118,7 +152,9 @@ def test_a_path_in_a_policy_is_relative_to_its_folder(
     check_policies(copied, [read_policy(path)])
 
 
-def test_a_policy_that_was_sent_elsewhere_has_its_keys_with_it(copied: Path, signers: Signers, write: Write) -> None:
+def test_a_policy_that_was_sent_elsewhere_has_its_keys_with_it(
+    copied: Path, signers: Signers, write: Write
+) -> None:
     sign(copied, signers.alice.key, "alice")
     sent = Policy.model_validate_json(read_policy(write(*signed_by(signers))).model_dump_json())
     check_policies(copied, [sent])
@@ -134,16 +170,27 @@ def test_an_allowed_digest_needs_no_signature(copied: Path, signers: Signers, wr
     check_policies(copied, [read_policy(write(*signed_by(signers), f'allow = ["{digest}"]'))])
 
 
-def test_an_allowance_is_of_its_own_policy_alone(copied: Path, signers: Signers, write: Write) -> None:
+def test_an_allowance_is_of_its_own_policy_alone(
+    copied: Path, signers: Signers, write: Write
+) -> None:
     allowing = read_policy(write(f'allow = ["{open_package(copied).digest}"]'))
     demanding = read_policy(write(*signed_by(signers), name="other.toml"))
     with pytest.raises(PolicyError, match=r"other\.toml"):
         check_policies(copied, [allowing, demanding])
 
 
-def test_operators_of_other_namespaces_than_the_policy_s_are_refused(copied: Path, write: Write) -> None:
-    edit_manifest(copied, lambda manifest: manifest.update(op_libraries=dict.fromkeys(("fast", "other"), UNKNOWN_LIBRARY)))
-    assert "of libraries that are not allowed (expected only fast, got other)" in refusal(copied, write('namespaces = ["fast"]'))
+def test_operators_of_other_namespaces_than_the_policy_s_are_refused(
+    copied: Path, write: Write
+) -> None:
+    edit_manifest(
+        copied,
+        lambda manifest: manifest.update(
+            op_libraries=dict.fromkeys(("fast", "other"), UNKNOWN_LIBRARY)
+        ),
+    )
+    assert "of libraries that are not allowed (expected only fast, got other)" in refusal(
+        copied, write('namespaces = ["fast"]')
+    )
     check_policies(copied, [read_policy(write('namespaces = ["fast", "other"]'))])
 
 
@@ -155,7 +202,13 @@ def with_extension(package: Path) -> None:
         wheel.writestr(zipfile.ZipInfo("fast-1.dist-info/METADATA"), "Name: fast\nVersion: 1\n")
     data = (package / name).read_bytes()
     entry = {"media_type": "application/zip", "sha256": sha256_bytes(data), "size": len(data)}
-    library = {**UNKNOWN_LIBRARY, "distribution": "fast", "version": "1", "modules": ["fast"], "wheels": [name]}
+    library = {
+        **UNKNOWN_LIBRARY,
+        "distribution": "fast",
+        "version": "1",
+        "modules": ["fast"],
+        "wheels": [name],
+    }
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["files"][name] = entry
@@ -165,7 +218,9 @@ def with_extension(package: Path) -> None:
     edit_manifest(package, change)
 
 
-def test_a_package_with_operator_libraries_in_it_is_refused_where_they_are_never_run(copied: Path, write: Write) -> None:
+def test_a_package_with_operator_libraries_in_it_is_refused_where_they_are_never_run(
+    copied: Path, write: Write
+) -> None:
     path = write('extensions = "never"')
     check_policies(copied, [read_policy(path)])
     with_extension(copied)
@@ -183,11 +238,20 @@ def test_a_package_with_operator_libraries_in_it_must_be_signed_where_only_signe
     check_policies(copied, [read_policy(path)])
 
 
-def test_a_policy_that_wants_operator_libraries_signed_says_that_signed_ones_may_be_loaded(signers: Signers, write: Write) -> None:
-    signed = read_policy(write('extensions = "signed"', f'identities = ["{signers.alice.public}"]', f'allow = ["{"a" * 64}"]'))
+def test_a_policy_that_wants_operator_libraries_signed_says_that_signed_ones_may_be_loaded(
+    signers: Signers, write: Write
+) -> None:
+    signed = read_policy(
+        write(
+            'extensions = "signed"',
+            f'identities = ["{signers.alice.public}"]',
+            f'allow = ["{"a" * 64}"]',
+        )
+    )
     silent = read_policy(write(*signed_by(signers), name="other.toml"))
     assert which_trusts_extensions([silent, signed], "b" * 64) == signed
-    assert which_trusts_extensions([silent, signed], "a" * 64) is None  # it was not asked who signed that one
+    # it was not asked who signed that one
+    assert which_trusts_extensions([silent, signed], "a" * 64) is None
     assert which_trusts_extensions([silent], "b" * 64) is None
 
 
@@ -196,7 +260,11 @@ WRONG = {
     "a value of another type": ["require_signature = 1"],
     "a digest that is none": ['deny = ["abc"]'],
     "a signature of nobody": ["require_signature = true"],
-    "more signatures than identities": ["require_signature = true", "identities = [KEY]", "signatures = 2"],
+    "more signatures than identities": [
+        "require_signature = true",
+        "identities = [KEY]",
+        "signatures = 2",
+    ],
     "no signatures": ["require_signature = true", "identities = [KEY]", "signatures = 0"],
     "one identity twice": ["require_signature = true", "identities = [KEY, KEY]"],
     "identities without effect": ["identities = [KEY]"],
@@ -208,19 +276,25 @@ WRONG = {
 
 
 @pytest.mark.parametrize("lines", WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_policy_is_refused_with_its_file(lines: list[str], signers: Signers, write: Write) -> None:
+def test_a_wrong_policy_is_refused_with_its_file(
+    lines: list[str], signers: Signers, write: Write
+) -> None:
     path = write(*(line.replace("KEY", f'"{signers.alice.public}"') for line in lines))
     with pytest.raises(PolicyError, match=r"policy\.toml"):
         read_policy(path)
 
 
 def test_a_policy_of_a_broken_key_is_refused(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "broken.pub").write_text("-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n")
+    (tmp_path / "broken.pub").write_text(
+        "-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"
+    )
     with pytest.raises(SignatureError, match=r"broken\.pub"):
         read_policy(write("require_signature = true", 'identities = ["broken.pub"]'))
 
 
-def test_a_policy_that_is_named_and_missing_is_an_error(system: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_is_named_and_missing_is_an_error(
+    system: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_policies() == ()
     with pytest.raises(PolicyError, match="cannot be read"):
         find_policies(tmp_path / "none.toml")
@@ -235,12 +309,18 @@ def test_a_machine_s_policy_that_cannot_be_read_is_an_error(system: Path) -> Non
         find_policies()
 
 
-def test_all_policies_that_are_found_hold(system: Path, copied: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_policies_that_are_found_hold(
+    system: Path, copied: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digest = open_package(copied).digest
     deny = f'deny = ["{digest}"]'
     allow = write(f'allow = ["{digest}"]', name="allow.toml")
     denying = write(deny, name="deny.toml")
-    for machine, environment, named in ((denying, allow, allow), (allow, denying, allow), (allow, allow, denying)):
+    for machine, environment, named in (
+        (denying, allow, allow),
+        (allow, denying, allow),
+        (allow, allow, denying),
+    ):
         system.write_bytes(machine.read_bytes())
         monkeypatch.setenv(POLICY, str(environment))
         with pytest.raises(PolicyError, match="denied"):

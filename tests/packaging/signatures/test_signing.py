@@ -21,10 +21,26 @@ from tests.ranks import SECONDS, end, ran, start
 
 from trainload.cli import main as cli
 from trainload.core.canonical_json import sha256_file
-from trainload.core.errors import IntegrityError, PackageError, SignatureError, StorageError, UnsafePackageError
+from trainload.core.errors import (
+    IntegrityError,
+    PackageError,
+    SignatureError,
+    StorageError,
+    UnsafePackageError,
+)
 from trainload.packaging.package import open_package
-from trainload.packaging.signatures.keys import identity_of, is_encrypted, read_identity, read_private_key
-from trainload.packaging.signatures.signature_file import MAX_SIGNATURES, SignatureFile, parse_signature, read_signature
+from trainload.packaging.signatures.keys import (
+    identity_of,
+    is_encrypted,
+    read_identity,
+    read_private_key,
+)
+from trainload.packaging.signatures.signature_file import (
+    MAX_SIGNATURES,
+    SignatureFile,
+    parse_signature,
+    read_signature,
+)
 from trainload.packaging.signatures.signing import sign_package
 from trainload.packaging.signatures.verify import VerifyReport, verify_package
 
@@ -71,11 +87,19 @@ def test_a_signature_is_verified_by_its_public_key(signed: Path, signers: Signer
     report = verified(signed, signers.alice.public)
     assert report.problems == ()
     (state,) = report.signatures
-    assert (state.file, state.kind, state.identity) == ("signatures/alice.sig", "key", str(signers.alice.public))
+    assert (state.file, state.kind, state.identity) == (
+        "signatures/alice.sig",
+        "key",
+        str(signers.alice.public),
+    )
 
 
-def test_a_key_s_fingerprint_is_the_sha256_of_its_public_file(signed: Path, signers: Signers) -> None:
-    assert read_signature(signed, "signatures/alice.sig").signer == sha256_file(signers.alice.public)
+def test_a_key_s_fingerprint_is_the_sha256_of_its_public_file(
+    signed: Path, signers: Signers
+) -> None:
+    assert read_signature(signed, "signatures/alice.sig").signer == sha256_file(
+        signers.alice.public
+    )
 
 
 def test_signing_leaves_the_digest_as_it_was(copied: Path, signers: Signers) -> None:
@@ -85,7 +109,10 @@ def test_signing_leaves_the_digest_as_it_was(copied: Path, signers: Signers) -> 
 
 
 def test_a_signature_without_a_name_is_called_by_its_key(copied: Path, signers: Signers) -> None:
-    assert sign(copied, signers.alice.key).file == f"signatures/{sha256_file(signers.alice.public)[:16]}.sig"
+    assert (
+        sign(copied, signers.alice.key).file
+        == f"signatures/{sha256_file(signers.alice.public)[:16]}.sig"
+    )
 
 
 def test_a_signature_covers_exactly_the_manifest_and_the_files_that_it_lists(signed: Path) -> None:
@@ -97,7 +124,10 @@ def test_several_people_sign_side_by_side(signed: Path, signers: Signers) -> Non
     sign(signed, signers.bob.key, "bob")
     report = verified(signed, signers.alice.public, signers.bob.public)
     assert report.problems == ()
-    assert [state.identity for state in report.signatures] == [str(signers.alice.public), str(signers.bob.public)]
+    assert [state.identity for state in report.signatures] == [
+        str(signers.alice.public),
+        str(signers.bob.public),
+    ]
 
 
 def test_without_an_identity_a_signature_is_reported_and_not_believed(signed: Path) -> None:
@@ -112,20 +142,31 @@ def test_a_missing_signature_is_a_problem(copied: Path, signers: Signers) -> Non
     assert "there is no signature" in problem
 
 
-def test_another_key_s_signature_is_a_problem_that_names_both_keys(signed: Path, signers: Signers) -> None:
+def test_another_key_s_signature_is_a_problem_that_names_both_keys(
+    signed: Path, signers: Signers
+) -> None:
     file, problem = only_problem(verified(signed, signers.bob.public))
     assert file == "signatures/alice.sig"
     assert sha256_file(signers.alice.public) in problem
     assert sha256_file(signers.bob.public) in problem
 
 
-def test_a_signature_under_a_false_name_of_its_key_is_a_problem(signed: Path, signers: Signers) -> None:
+def test_a_signature_under_a_false_name_of_its_key_is_a_problem(
+    signed: Path, signers: Signers
+) -> None:
     """What names the key is not signed: anybody can write bob's fingerprint there."""
-    edit_bundle(signed, lambda bundle: bundle["verificationMaterial"]["publicKey"].update(hint=sha256_file(signers.bob.public)))
+    edit_bundle(
+        signed,
+        lambda bundle: bundle["verificationMaterial"]["publicKey"].update(
+            hint=sha256_file(signers.bob.public)
+        ),
+    )
     assert "was not made by" in only_problem(verified(signed, signers.bob.public))[1]
 
 
-def test_a_package_that_was_changed_and_sealed_again_is_not_the_one_that_was_signed(signed: Path, signers: Signers) -> None:
+def test_a_package_that_was_changed_and_sealed_again_is_not_the_one_that_was_signed(
+    signed: Path, signers: Signers
+) -> None:
     (signed / "assets/LICENSE").write_text("all rights reserved\n")
     reseal(signed)
     for identities in ((), (signers.alice.public,)):
@@ -136,7 +177,10 @@ def test_a_package_that_was_changed_and_sealed_again_is_not_the_one_that_was_sig
 
 def test_a_signature_of_some_of_the_files_is_a_problem(signed: Path, signers: Signers) -> None:
     edit_payload(signed, lambda payload: payload["predicate"]["resources"].pop())
-    assert "missing weights/non-persistent.safetensors" in only_problem(verified(signed, signers.alice.public))[1]
+    assert (
+        "missing weights/non-persistent.safetensors"
+        in only_problem(verified(signed, signers.alice.public))[1]
+    )
 
 
 def test_a_signature_of_more_than_the_files_is_a_problem(signed: Path, signers: Signers) -> None:
@@ -145,35 +189,53 @@ def test_a_signature_of_more_than_the_files_is_a_problem(signed: Path, signers: 
     assert "extra debug/train.json" in only_problem(verified(signed, signers.alice.public))[1]
 
 
-def test_a_payload_that_was_changed_beside_its_list_of_files_is_a_problem(signed: Path, signers: Signers) -> None:
+def test_a_payload_that_was_changed_beside_its_list_of_files_is_a_problem(
+    signed: Path, signers: Signers
+) -> None:
     edit_payload(signed, lambda payload: payload["subject"][0].update(name="another"))
     assert "was not made by" in only_problem(verified(signed, signers.alice.public))[1]
 
 
 @pytest.mark.parametrize("at", [0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.96])
-def test_a_flipped_bit_in_a_signature_is_found_where_its_signer_is_asked_for(signed: Path, signers: Signers, at: float) -> None:
+def test_a_flipped_bit_in_a_signature_is_found_where_its_signer_is_asked_for(
+    signed: Path, signers: Signers, at: float
+) -> None:
     path = signed / "signatures/alice.sig"
     flip(path, int(at * path.stat().st_size))
     assert only_problem(verified(signed, signers.alice.public))[0] == "signatures/alice.sig"
 
 
 MALFORMED: dict[str, Change] = {
-    "another media type": lambda bundle: bundle.update(mediaType="application/vnd.dev.sigstore.bundle+json;version=0.1"),
+    "another media type": lambda bundle: bundle.update(
+        mediaType="application/vnd.dev.sigstore.bundle+json;version=0.1"
+    ),
     "no signer": lambda bundle: bundle["verificationMaterial"].pop("publicKey"),
     "no name of the key": lambda bundle: bundle["verificationMaterial"]["publicKey"].pop("hint"),
-    "two signers": lambda bundle: bundle["verificationMaterial"].update(certificate={"rawBytes": "AAAA"}),
+    "two signers": (
+        lambda bundle: bundle["verificationMaterial"].update(certificate={"rawBytes": "AAAA"})
+    ),
     "no marks": lambda bundle: bundle["dsseEnvelope"].update(signatures=[]),
-    "two marks": lambda bundle: bundle["dsseEnvelope"]["signatures"].append(bundle["dsseEnvelope"]["signatures"][0]),
-    "another kind of payload": lambda bundle: bundle["dsseEnvelope"].update(payloadType="text/plain"),
+    "two marks": (
+        lambda bundle: bundle["dsseEnvelope"]["signatures"].append(
+            bundle["dsseEnvelope"]["signatures"][0]
+        )
+    ),
+    "another kind of payload": (
+        lambda bundle: bundle["dsseEnvelope"].update(payloadType="text/plain")
+    ),
     "a payload that is no base64": lambda bundle: bundle["dsseEnvelope"].update(payload="*"),
     "a payload that is no JSON": lambda bundle: bundle["dsseEnvelope"].update(payload="AAAA"),
-    "a second spelling of the payload": lambda bundle: bundle.update(dsse_envelope=bundle["dsseEnvelope"]),
+    "a second spelling of the payload": lambda bundle: bundle.update(
+        dsse_envelope=bundle["dsseEnvelope"]
+    ),
     "an unknown field": lambda bundle: bundle.update(extra=1),
 }
 
 
 @pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED.keys())
-def test_a_malformed_signature_is_named_with_and_without_an_identity(signed: Path, signers: Signers, change: Change) -> None:
+def test_a_malformed_signature_is_named_with_and_without_an_identity(
+    signed: Path, signers: Signers, change: Change
+) -> None:
     edit_bundle(signed, change)
     for identities in ((), (signers.alice.public,)):
         file, problem = only_problem(verified(signed, *identities))
@@ -182,13 +244,25 @@ def test_a_malformed_signature_is_named_with_and_without_an_identity(signed: Pat
 
 
 MALFORMED_PAYLOADS: dict[str, Change] = {
-    "another predicate": lambda payload: payload.update(predicateType="https://model_signing/Digests/v0.1"),
+    "another predicate": lambda payload: payload.update(
+        predicateType="https://model_signing/Digests/v0.1"
+    ),
     "another statement": lambda payload: payload.update(_type="https://in-toto.io/Statement/v0.1"),
     "shards": lambda payload: payload["predicate"]["serialization"].update(method="shards"),
-    "another hash": lambda payload: payload["predicate"]["serialization"].update(hash_type="blake3"),
-    "links followed": lambda payload: payload["predicate"]["serialization"].update(allow_symlinks=True),
-    "a path that leaves the folder": lambda payload: payload["predicate"]["resources"][0].update(name="../manifest.json"),
-    "a file twice": lambda payload: payload["predicate"]["resources"].append(payload["predicate"]["resources"][0]),
+    "another hash": (
+        lambda payload: payload["predicate"]["serialization"].update(hash_type="blake3")
+    ),
+    "links followed": (
+        lambda payload: payload["predicate"]["serialization"].update(allow_symlinks=True)
+    ),
+    "a path that leaves the folder": (
+        lambda payload: payload["predicate"]["resources"][0].update(name="../manifest.json")
+    ),
+    "a file twice": (
+        lambda payload: payload["predicate"]["resources"].append(
+            payload["predicate"]["resources"][0]
+        )
+    ),
 }
 
 
@@ -224,7 +298,10 @@ def test_what_a_killed_writer_left_in_signatures_is_ignored(signed: Path, signer
     (signed / "signatures/.bob.sig.0123456789ab.part").write_text("half")
     assert verified(signed, signers.alice.public).problems == ()
     sign(signed, signers.bob.key, "bob")
-    assert sorted(path.name for path in (signed / "signatures").glob("[!.]*")) == ["alice.sig", "bob.sig"]
+    assert sorted(path.name for path in (signed / "signatures").glob("[!.]*")) == [
+        "alice.sig",
+        "bob.sig",
+    ]
 
 
 def test_a_damaged_package_is_not_signed(copied: Path, signers: Signers) -> None:
@@ -235,7 +312,9 @@ def test_a_damaged_package_is_not_signed(copied: Path, signers: Signers) -> None
 
 
 def test_an_unsafe_package_is_not_signed(copied: Path, signers: Signers) -> None:
-    edit_graph(copied, lambda graph: graph["graph_module"]["graph"]["nodes"][0].update(target="os.system"))
+    edit_graph(
+        copied, lambda graph: graph["graph_module"]["graph"]["nodes"][0].update(target="os.system")
+    )
     with pytest.raises(SignatureError, match="has problems"):
         sign(copied, signers.alice.key)
 
@@ -279,7 +358,9 @@ def test_a_key_of_another_kind_is_refused_by_its_name() -> None:
     from cryptography.hazmat.primitives.asymmetric import ed25519
 
     public = ed25519.Ed25519PrivateKey.generate().public_key()
-    pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo).decode()
+    pem = public.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    ).decode()
     with pytest.raises(SignatureError, match=r"secp256r1.*Ed25519"):
         identity_of(pem, "ed")
 
@@ -293,7 +374,9 @@ def test_a_certificate_is_verified_by_who_issued_it(copied: Path, signers: Signe
     sign(copied, signers.alice.key, "alice", certificate=signers.alice.certificate)
     report = verified(copied, signers.issuer)
     assert report.problems == ()
-    assert [(state.kind, state.identity) for state in report.signatures] == [("certificate", str(signers.issuer))]
+    assert [(state.kind, state.identity) for state in report.signatures] == [
+        ("certificate", str(signers.issuer))
+    ]
 
 
 def test_a_certificate_of_another_issuer_is_a_problem(copied: Path, signers: Signers) -> None:
@@ -312,10 +395,16 @@ def test_another_s_certificate_is_refused_when_signing(copied: Path, signers: Si
 
 def test_an_encrypted_key_is_refused_beside_a_certificate(copied: Path, signers: Signers) -> None:
     with pytest.raises(SignatureError, match="encrypted"):
-        sign_package(copied, read_private_key(signers.alice.encrypted, PASSWORD), certificate=signers.alice.certificate)
+        sign_package(
+            copied,
+            read_private_key(signers.alice.encrypted, PASSWORD),
+            certificate=signers.alice.certificate,
+        )
 
 
-def test_a_missing_certificate_is_a_clear_error(copied: Path, signers: Signers, tmp_path: Path) -> None:
+def test_a_missing_certificate_is_a_clear_error(
+    copied: Path, signers: Signers, tmp_path: Path
+) -> None:
     with pytest.raises(StorageError, match=r"none\.crt"):
         sign(copied, signers.alice.key, certificate=tmp_path / "none.crt")
 
@@ -337,15 +426,38 @@ def model_signing(*arguments: str | Path) -> Result:
 
 
 def test_the_library_s_own_command_verifies_the_folder(signed: Path, signers: Signers) -> None:
-    arguments = ("verify", "key", signed, "--signature", signed / "signatures/alice.sig", "--public_key", signers.alice.public)
+    arguments = (
+        "verify",
+        "key",
+        signed,
+        "--signature",
+        signed / "signatures/alice.sig",
+        "--public_key",
+        signers.alice.public,
+    )
     assert model_signing(*arguments).exit_code == 0
     flip(signed / "weights/non-persistent.safetensors", -1)
     assert model_signing(*arguments).exit_code == 1
 
 
-def test_a_signature_of_the_library_s_own_command_is_verified(copied: Path, signers: Signers, tmp_path: Path) -> None:
-    outside = [part for folder in ("debug", "derived", "signatures") for part in ("--ignore-paths", copied / folder)]
-    done = model_signing("sign", "key", copied, "--signature", tmp_path / "a.sig", "--private_key", signers.alice.key, *outside)
+def test_a_signature_of_the_library_s_own_command_is_verified(
+    copied: Path, signers: Signers, tmp_path: Path
+) -> None:
+    outside = [
+        part
+        for folder in ("debug", "derived", "signatures")
+        for part in ("--ignore-paths", copied / folder)
+    ]
+    done = model_signing(
+        "sign",
+        "key",
+        copied,
+        "--signature",
+        tmp_path / "a.sig",
+        "--private_key",
+        signers.alice.key,
+        *outside,
+    )
     assert done.exit_code == 0, done.output
     (copied / "signatures").mkdir()
     shutil.copy(tmp_path / "a.sig", copied / "signatures/a.sig")
@@ -355,14 +467,21 @@ def test_a_signature_of_the_library_s_own_command_is_verified(copied: Path, sign
 # The commands
 
 
-def test_the_command_signs_and_verifies(copied: Path, signers: Signers, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["sign", str(copied), "--key", str(signers.alice.key), "--name", "alice", "--json"]) == 0
+def test_the_command_signs_and_verifies(
+    copied: Path, signers: Signers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.run(["sign", str(copied), "--key", str(signers.alice.key), "--name", "alice", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["signer"] == sha256_file(signers.alice.public)
     assert cli.run(["verify", str(copied), "--identity", str(signers.alice.public)]) == 0
     assert f"verified: {signers.alice.public}" in capsys.readouterr().out
 
 
-def test_verify_says_that_a_signature_was_not_asked_for(signed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_that_a_signature_was_not_asked_for(
+    signed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["verify", str(signed)]) == 0
     assert "(not verified: pass --identity)" in capsys.readouterr().out
 
@@ -375,7 +494,9 @@ def test_verify_ends_with_1_and_one_line_where_a_signature_is_missing(
     assert line.startswith(f"{copied}/signatures: there is no signature")
 
 
-def test_the_password_is_in_the_environment(copied: Path, signers: Signers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_is_in_the_environment(
+    copied: Path, signers: Signers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRAINLOAD_KEY_PASSWORD", PASSWORD.decode())
     assert cli.run(["sign", str(copied), "--key", str(signers.alice.encrypted)]) == 0
     assert verified(copied, signers.alice.public).problems == ()
@@ -393,10 +514,19 @@ def on_terminal(terminal: str, words: Sequence[str]) -> None:
     cli.main()
 
 
-def test_the_password_is_asked_for_on_a_terminal(copied: Path, signers: Signers, tmp_path: Path) -> None:
+def test_the_password_is_asked_for_on_a_terminal(
+    copied: Path, signers: Signers, tmp_path: Path
+) -> None:
     words = ["sign", str(copied), "--key", str(signers.alice.encrypted)]
     mine, theirs = pty.openpty()
-    child = start(on_terminal, os.ttyname(theirs), words, cwd=tmp_path, log=tmp_path / "log", variables=os.environ)
+    child = start(
+        on_terminal,
+        os.ttyname(theirs),
+        words,
+        cwd=tmp_path,
+        log=tmp_path / "log",
+        variables=os.environ,
+    )
     try:
         said = os.read(mine, 1024)
         os.close(theirs)  # so that reading ends where the child, which has it by now, does
@@ -413,11 +543,17 @@ def test_the_password_is_asked_for_on_a_terminal(copied: Path, signers: Signers,
 
 
 def test_a_key_tells_whether_it_is_encrypted(signers: Signers) -> None:
-    assert [is_encrypted(path) for path in (signers.alice.encrypted, signers.alice.key, signers.alice.public)] == [True, False, False]
+    assert [
+        is_encrypted(path)
+        for path in (signers.alice.encrypted, signers.alice.key, signers.alice.public)
+    ] == [True, False, False]
 
 
 def test_an_encrypted_key_without_a_terminal_is_a_clear_error(
-    copied: Path, signers: Signers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    copied: Path,
+    signers: Signers,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
@@ -425,15 +561,23 @@ def test_an_encrypted_key_without_a_terminal_is_a_clear_error(
     assert "TRAINLOAD_KEY_PASSWORD" in capsys.readouterr().err
 
 
-def test_inspect_shows_signatures(signed: Path, signers: Signers, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_signatures(
+    signed: Path, signers: Signers, capsys: pytest.CaptureFixture[str]
+) -> None:
     (signed / "signatures/broken.sig").write_text("{}")
     assert cli.run(["inspect", str(signed), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["signatures"]
-    assert first == {"file": "signatures/alice.sig", "kind": "key", "signer": sha256_file(signers.alice.public)}
+    assert first == {
+        "file": "signatures/alice.sig",
+        "kind": "key",
+        "signer": sha256_file(signers.alice.public),
+    }
     assert "malformed" in second["problem"]
 
 
-def test_without_the_libraries_signing_says_how_to_install_them(copied: Path, signers: Signers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_libraries_signing_says_how_to_install_them(
+    copied: Path, signers: Signers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = read_private_key(signers.alice.key)
     monkeypatch.setitem(sys.modules, "model_signing.signing", None)
     with pytest.raises(SignatureError, match=r"pip install \"trainload\[signing\]\""):
@@ -441,10 +585,14 @@ def test_without_the_libraries_signing_says_how_to_install_them(copied: Path, si
 
 
 def read_without_libraries(package: Path) -> None:
-    """Import what reads signatures anew, where what checks them is not installed, and say of what kind the package's first one is."""
+    """Import what reads signatures anew, where what checks them is not installed, and say of what
+    kind the package's first one is.
+    """
     for name in [name for name in sys.modules if name.startswith("trainload.packaging.signatures")]:
         del sys.modules[name]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("model_signing", "cryptography")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("model_signing", "cryptography")
+    ]:
         del sys.modules[name]
     sys.modules.update({"model_signing": None, "cryptography": None})  # type: ignore[dict-item]  # as `import` itself notes what is not there
     verify = importlib.import_module("trainload.packaging.signatures.verify")

@@ -46,11 +46,17 @@ def test_one_flipped_bit_is_found_and_its_file_named(copied: Path, file: str, wh
 
 
 def test_every_kind_of_file_is_tried(packaged: Package) -> None:
-    folders = {path.relative_to(packaged.path).parent for path in packaged.path.rglob("*") if path.is_file()}
+    folders = {
+        path.relative_to(packaged.path).parent
+        for path in packaged.path.rglob("*")
+        if path.is_file()
+    }
     assert {Path(kind).parent for kind in KINDS} == folders
 
 
-@pytest.mark.parametrize("file", [kind for kind in KINDS if not kind.startswith(("debug/", "assets/"))])
+@pytest.mark.parametrize(
+    "file", [kind for kind in KINDS if not kind.startswith(("debug/", "assets/"))]
+)
 def test_one_flipped_bit_is_noticed_before_use(copied: Path, file: str) -> None:
     flip(copied / file, (copied / file).stat().st_size // 2)
     with pytest.raises(PackageError, match=file):
@@ -69,14 +75,19 @@ def test_an_asset_with_a_flipped_bit_is_not_given(copied: Path) -> None:
         open_package(copied).asset("LICENSE")
 
 
-@pytest.mark.parametrize("file", ["debug/extra.json", "graphs/extra.json", "derived/x/extra", "signatures/me.sig", "loose"])
+@pytest.mark.parametrize(
+    "file",
+    ["debug/extra.json", "graphs/extra.json", "derived/x/extra", "signatures/me.sig", "loose"],
+)
 def test_a_file_that_does_not_belong_is_named(copied: Path, file: str) -> None:
     (copied / file).parent.mkdir(parents=True, exist_ok=True)
     (copied / file).write_text("x")
     assert file in {problem.file for problem in verify_package(copied).problems}
 
 
-@pytest.mark.parametrize("file", [kind for kind in KINDS if kind not in ("manifest.json", "debug/index.json")])
+@pytest.mark.parametrize(
+    "file", [kind for kind in KINDS if kind not in ("manifest.json", "debug/index.json")]
+)
 def test_a_missing_file_is_named(copied: Path, file: str) -> None:
     (copied / file).unlink()
     assert [problem.file for problem in verify_package(copied).problems] == [file]
@@ -90,7 +101,9 @@ def test_a_package_without_debug_is_sound(copied: Path) -> None:
 
 
 def test_an_unsafe_graph_is_named_though_its_digest_is_right(copied: Path) -> None:
-    edit_graph(copied, lambda graph: graph["graph_module"]["graph"]["nodes"][0].update(target="os.system"))
+    edit_graph(
+        copied, lambda graph: graph["graph_module"]["graph"]["nodes"][0].update(target="os.system")
+    )
     assert [problem.file for problem in verify_package(copied).problems] == ["graphs/train.json"]
 
 

@@ -43,7 +43,10 @@ def name(registry: str, request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def published(packaged: Package, registry: str) -> str:
-    """A repository with the package, HOST/NAME, at the tag v1. No test changes what this tag names."""
+    """A repository with the package, HOST/NAME, at the tag v1.
+
+    No test changes what this tag names.
+    """
     push_oci(packaged.path, f"oci://{registry}/models/published:v1", message="the first")
     return f"{registry}/models/published"
 
@@ -51,7 +54,9 @@ def published(packaged: Package, registry: str) -> str:
 def manifest_of(name: str, tag: str) -> dict[str, Any]:
     host, _, repository = name.partition("/")
     answer = requests.get(
-        f"http://{host}/v2/{repository}/manifests/{tag}", headers={"Accept": "application/vnd.oci.image.manifest.v1+json"}, timeout=30
+        f"http://{host}/v2/{repository}/manifests/{tag}",
+        headers={"Accept": "application/vnd.oci.image.manifest.v1+json"},
+        timeout=30,
     )
     assert answer.status_code == 200
     found: dict[str, Any] = answer.json()
@@ -60,14 +65,21 @@ def manifest_of(name: str, tag: str) -> dict[str, Any]:
 
 def blob_of(name: str, digest: str) -> bytes:
     host, _, repository = name.partition("/")
-    content: bytes = requests.get(f"http://{host}/v2/{repository}/blobs/{digest}", timeout=30).content
+    content: bytes = requests.get(
+        f"http://{host}/v2/{repository}/blobs/{digest}", timeout=30
+    ).content
     return content
 
 
 def put_manifest(name: str, tag: str, manifest: dict[str, Any]) -> None:
     host, _, repository = name.partition("/")
     headers = {"Content-Type": "application/vnd.oci.image.manifest.v1+json"}
-    answer = requests.put(f"http://{host}/v2/{repository}/manifests/{tag}", data=json.dumps(manifest), headers=headers, timeout=30)
+    answer = requests.put(
+        f"http://{host}/v2/{repository}/manifests/{tag}",
+        data=json.dumps(manifest),
+        headers=headers,
+        timeout=30,
+    )
     assert answer.status_code == 201, answer.text
 
 
@@ -84,19 +96,28 @@ def test_it_is_an_artifact_of_modelpack(published: str) -> None:
     manifest = manifest_of(published, "v1")
     assert manifest["artifactType"] == f"{MODELPACK}manifest.v1+json"
     assert manifest["config"]["mediaType"] == f"{MODELPACK}config.v1+json"
-    types = {layer["annotations"]["org.cncf.model.filepath"]: layer["mediaType"].removeprefix(MODELPACK) for layer in manifest["layers"]}
+    types = {
+        layer["annotations"]["org.cncf.model.filepath"]: layer["mediaType"].removeprefix(MODELPACK)
+        for layer in manifest["layers"]
+    }
     assert types["weights/model-00001-of-00003.safetensors"] == "weight.v1.raw"
     assert types["manifest.json"] == "weight.config.v1.raw"
     assert types["graphs/train.json"] == "code.v1.raw"
     assert types["assets/LICENSE"] == "doc.v1.raw"
     config = json.loads(blob_of(published, manifest["config"]["digest"]))
     assert config["config"] == {"format": "trainload", "paramSize": "224", "precision": "float32"}
-    assert config["modelfs"] == {"type": "layers", "diffIds": [layer["digest"] for layer in manifest["layers"]]}
+    assert config["modelfs"] == {
+        "type": "layers",
+        "diffIds": [layer["digest"] for layer in manifest["layers"]],
+    }
     assert manifest["annotations"]["org.opencontainers.image.description"] == "the first"
 
 
 def test_the_same_package_is_the_same_artifact(packaged: Package, name: str) -> None:
-    first, again = push_oci(packaged.path, f"oci://{name}:v1"), push_oci(packaged.path, f"oci://{name}:v2")
+    first, again = (
+        push_oci(packaged.path, f"oci://{name}:v1"),
+        push_oci(packaged.path, f"oci://{name}:v2"),
+    )
     assert (first.artifact, first.sent_files) == (again.artifact, first.files)
     assert again.sent_bytes == 0
 
@@ -104,20 +125,26 @@ def test_the_same_package_is_the_same_artifact(packaged: Package, name: str) -> 
 def test_oras_itself_pulls_the_package(packaged: Package, published: str, tmp_path: Path) -> None:
     from oras.client import OrasClient
 
-    OrasClient(hostname=published.partition("/")[0], insecure=True).pull(target=f"{published}:v1", outdir=str(tmp_path / "pulled"))
+    OrasClient(hostname=published.partition("/")[0], insecure=True).pull(
+        target=f"{published}:v1", outdir=str(tmp_path / "pulled")
+    )
     assert travelling(tmp_path / "pulled") == travelling(packaged.path)
     assert verify_package(tmp_path / "pulled").ok
 
 
 @pytest.mark.slow
-def test_an_artifact_can_be_pulled_by_its_digest(packaged: Package, second: Package, name: str, tmp_path: Path) -> None:
+def test_an_artifact_can_be_pulled_by_its_digest(
+    packaged: Package, second: Package, name: str, tmp_path: Path
+) -> None:
     first = push_oci(packaged.path, f"oci://{name}:latest")
     push_oci(second.path, f"oci://{name}:latest")
     assert pull_oci(f"oci://{name}@{first.artifact}", tmp_path / "1.tl").digest == packaged.digest
     assert pull_oci(f"oci://{name}", tmp_path / "2.tl").digest == second.digest
 
 
-def test_an_artifact_is_known_by_its_digest_before_it_is_fetched(packaged: Package, second: Package, name: str, tmp_path: Path) -> None:
+def test_an_artifact_is_known_by_its_digest_before_it_is_fetched(
+    packaged: Package, second: Package, name: str, tmp_path: Path
+) -> None:
     first = push_oci(packaged.path, f"oci://{name}:v1")
     pinned = pin_oci(f"oci://{name}:v1")
     assert pinned == (f"oci://{name}:v1@{first.artifact}", packaged.digest)
@@ -130,7 +157,9 @@ def test_an_artifact_is_known_by_its_digest_before_it_is_fetched(packaged: Packa
 
 
 @pytest.mark.slow
-def test_a_retrained_package_moves_only_what_changed(packaged: Package, second: Package, name: str, tmp_path: Path) -> None:
+def test_a_retrained_package_moves_only_what_changed(
+    packaged: Package, second: Package, name: str, tmp_path: Path
+) -> None:
     push_oci(packaged.path, f"oci://{name}:1")
     pull_oci(f"oci://{name}:1", tmp_path / "1.tl")
     pushed = push_oci(second.path, f"oci://{name}:2")
@@ -151,7 +180,9 @@ def test_a_push_that_is_broken_off_shows_no_tag_and_goes_on(packaged: Package, n
     assert push_oci(packaged.path, f"oci://{name}:v1").present_bytes > 0
 
 
-def test_a_large_file_is_sent_and_received_in_blocks(packaged: Package, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_sent_and_received_in_blocks(
+    packaged: Package, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(oci, "BLOCK", 4096)
     assert max(entry.size for entry in packaged.manifest.files.values()) > 3 * 4096
     push_oci(packaged.path, f"oci://{name}:v1")
@@ -161,24 +192,52 @@ def test_a_large_file_is_sent_and_received_in_blocks(packaged: Package, name: st
 def test_a_file_that_is_not_what_the_manifest_says_is_not_taken(copied: Path, name: str) -> None:
     weights = copied / "weights/model-00002-of-00003.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
-    with pytest.raises(StorageError, match=r"model-00002-of-00003.safetensors: the registry rejected the request"):
+    with pytest.raises(
+        StorageError, match=r"model-00002-of-00003.safetensors: the registry rejected the request"
+    ):
         push_oci(copied, f"oci://{name}:v1")
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
-    "another type": (lambda m: m.update(artifactType="application/x"), UnsafePackageError, "not an artifact of a model"),
-    "no type": (lambda m: m.pop("artifactType"), UnsafePackageError, "not an artifact of a package"),
+    "another type": (
+        lambda m: m.update(artifactType="application/x"),
+        UnsafePackageError,
+        "not an artifact of a model",
+    ),
+    "no type": (
+        lambda m: m.pop("artifactType"),
+        UnsafePackageError,
+        "not an artifact of a package",
+    ),
     "a path that leaves the folder": (
         lambda m: m["layers"][0]["annotations"].update({"org.cncf.model.filepath": "../../evil"}),
         UnsafePackageError,
         "not a safe relative path",
     ),
-    "a layer without a path": (lambda m: m["layers"][0].pop("annotations"), UnsafePackageError, "not a safe relative path"),
-    "one path twice": (lambda m: m["layers"].append(m["layers"][0]), UnsafePackageError, "two layers have the same path"),
+    "a layer without a path": (
+        lambda m: m["layers"][0].pop("annotations"),
+        UnsafePackageError,
+        "not a safe relative path",
+    ),
+    "one path twice": (
+        lambda m: m["layers"].append(m["layers"][0]),
+        UnsafePackageError,
+        "two layers have the same path",
+    ),
     "a file less": (lambda m: m["layers"].pop(1), PackageError, "do not match its manifest"),
-    "another size": (lambda m: m["layers"][-1].update(size=3), PackageError, "do not match its manifest"),
+    "another size": (
+        lambda m: m["layers"][-1].update(size=3),
+        PackageError,
+        "do not match its manifest",
+    ),
     "no manifest": (
-        lambda m: m.update(layers=[x for x in m["layers"] if x["annotations"]["org.cncf.model.filepath"] != "manifest.json"]),
+        lambda m: m.update(
+            layers=[
+                x
+                for x in m["layers"]
+                if x["annotations"]["org.cncf.model.filepath"] != "manifest.json"
+            ]
+        ),
         UnsafePackageError,
         "contains no package",
     ),
@@ -187,7 +246,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]
 
 @pytest.mark.parametrize(("change", "error", "match"), CHANGES.values(), ids=CHANGES.keys())
 def test_an_artifact_that_lies_is_refused(
-    published: str, tmp_path: Path, change: Callable[[dict[str, Any]], None], error: type[Exception], match: str
+    published: str,
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None],
+    error: type[Exception],
+    match: str,
 ) -> None:
     manifest = manifest_of(published, "v1")
     change(manifest)
@@ -220,20 +283,40 @@ def test_a_registry_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
         pull_oci("oci://127.0.0.1:9/a/b:c", tmp_path / "back.tl")
 
 
-@pytest.mark.parametrize("reference", ["oci://", "oci://host", "oci://host/UPPER", "oci://host/a b", "oci://host/a:t@sha256:12"])
+@pytest.mark.parametrize(
+    "reference",
+    ["oci://", "oci://host", "oci://host/UPPER", "oci://host/a b", "oci://host/a:t@sha256:12"],
+)
 def test_a_reference_names_host_name_and_tag(reference: str, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="not a reference to an artifact"):
         pull_oci(reference, tmp_path / "back.tl")
 
 
-def test_the_commands_take_registries(packaged: Package, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_take_registries(
+    packaged: Package, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["push", str(packaged.path), f"oci://{name}:v1", "--json"]) == 0
     pushed = json.loads(capsys.readouterr().out)
-    assert cli.run(["pull", f"oci://{name}@{pushed['artifact']}", "-o", str(tmp_path / "back.tl"), "--json"]) == 0
+    assert (
+        cli.run(
+            [
+                "pull",
+                f"oci://{name}@{pushed['artifact']}",
+                "-o",
+                str(tmp_path / "back.tl"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["digest"] == packaged.digest == pushed["digest"]
 
 
-@pytest.mark.parametrize("options", [["--line", "gpt"], ["--no-promote"], ["--reject", "worse"], ["--fact", "a=1"]])
-def test_a_registry_has_no_lines(packaged: Package, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "options", [["--line", "gpt"], ["--no-promote"], ["--reject", "worse"], ["--fact", "a=1"]]
+)
+def test_a_registry_has_no_lines(
+    packaged: Package, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["push", str(packaged.path), "oci://127.0.0.1:9/a:b", *options]) == 2
     assert "an OCI registry has tags, but no lines" in capsys.readouterr().err

@@ -43,14 +43,22 @@ def test_what_is_pulled_is_what_was_pushed(packaged: Package, place: Place, tmp_
     pushed = put(packaged.path, place)
     pulled = get(place, tmp_path / "back.tl")
     assert travelling(tmp_path / "back.tl") == travelling(packaged.path)
-    assert open_package(tmp_path / "back.tl").digest == packaged.digest == pushed.digest == pulled.digest
+    assert (
+        open_package(tmp_path / "back.tl").digest
+        == packaged.digest
+        == pushed.digest
+        == pulled.digest
+    )
     assert verify_package(tmp_path / "back.tl").ok
 
 
 def test_every_byte_is_counted(packaged: Package, local_place: Place, tmp_path: Path) -> None:
-    total = sum(map(len, set(travelling(packaged.path).values())))  # files of equal bytes count once
+    # files of equal bytes count once
+    total = sum(map(len, set(travelling(packaged.path).values())))
     seen: list[tuple[int, int]] = []
-    report = put(packaged.path, local_place, on_progress=lambda done, whole: seen.append((done, whole)))
+    report = put(
+        packaged.path, local_place, on_progress=lambda done, whole: seen.append((done, whole))
+    )
     assert (report.sent_bytes, report.present_bytes, report.bytes) == (total, 0, total)
     assert (seen[0], seen[-1]) == ((0, total), (total, total))
     pulled = get(local_place, tmp_path / "back.tl")
@@ -66,7 +74,9 @@ def test_a_package_is_not_published_twice(packaged: Package, local_place: Place)
 
 
 @pytest.mark.matrix("folder", "memory")
-def test_a_retrained_release_sends_only_the_weight_files_that_changed(packaged: Package, second: Package, place: Place) -> None:
+def test_a_retrained_release_sends_only_the_weight_files_that_changed(
+    packaged: Package, second: Package, place: Place
+) -> None:
     put(packaged.path, place)
     report = put(second.path, place)
     assert report.sent_files == len(CHANGED)
@@ -75,7 +85,9 @@ def test_a_retrained_release_sends_only_the_weight_files_that_changed(packaged: 
 
 
 @pytest.mark.matrix("folder", "memory")
-def test_only_what_changed_is_fetched_where_an_older_release_lies(packaged: Package, second: Package, place: Place, tmp_path: Path) -> None:
+def test_only_what_changed_is_fetched_where_an_older_release_lies(
+    packaged: Package, second: Package, place: Place, tmp_path: Path
+) -> None:
     put(packaged.path, place)
     put(second.path, place)
     folder = tmp_path / "packages"
@@ -92,23 +104,35 @@ def test_a_release_knows_its_parent(packaged: Package, second: Package, local_pl
     put(second.path, local_place)
     releases = [state.release for state in local_place.store().releases("main")]
     assert [release.parent for release in releases] == [None, releases[0].id]
-    assert (releases[0].program, releases[0].weights == releases[1].weights) == (releases[1].program, False)
+    assert (releases[0].program, releases[0].weights == releases[1].weights) == (
+        releases[1].program,
+        False,
+    )
 
 
-def test_the_last_release_that_was_pushed_is_current(packaged: Package, second: Package, local_place: Place) -> None:
+def test_the_last_release_that_was_pushed_is_current(
+    packaged: Package, second: Package, local_place: Place
+) -> None:
     put(packaged.path, local_place)
     assert put(second.path, local_place).current == "2"
-    assert [state.status for state in local_place.store().releases("main")] == ["promoted", "current"]
+    assert [state.status for state in local_place.store().releases("main")] == [
+        "promoted",
+        "current",
+    ]
 
 
-def test_a_release_need_not_become_current(packaged: Package, second: Package, local_place: Place, tmp_path: Path) -> None:
+def test_a_release_need_not_become_current(
+    packaged: Package, second: Package, local_place: Place, tmp_path: Path
+) -> None:
     put(packaged.path, local_place)
     assert put(second.path, local_place, promote=False).current == "1"
     assert get(local_place, tmp_path / "current.tl").digest == packaged.digest
     assert get(local_place, tmp_path / "latest.tl", release="latest").digest == second.digest
 
 
-def test_an_older_release_can_be_current_again_and_the_history_says_why(packaged: Package, second: Package, local_place: Place) -> None:
+def test_an_older_release_can_be_current_again_and_the_history_says_why(
+    packaged: Package, second: Package, local_place: Place
+) -> None:
     put(packaged.path, local_place)
     put(second.path, local_place)
     store = local_place.store()
@@ -119,7 +143,9 @@ def test_an_older_release_can_be_current_again_and_the_history_says_why(packaged
 
 
 @pytest.mark.matrix("folder", "memory")
-def test_a_condition_on_what_is_current_is_kept(packaged: Package, second: Package, place: Place) -> None:
+def test_a_condition_on_what_is_current_is_kept(
+    packaged: Package, second: Package, place: Place
+) -> None:
     put(packaged.path, place, only_if="none")
     with pytest.raises(ConflictError, match=r"expected release 7, got release 1"):
         put(second.path, place, only_if=7)
@@ -137,7 +163,11 @@ def test_a_rejected_release_is_kept_with_the_reason_and_cannot_become_current(
     put(second.path, local_place, rejected="the loss rose", facts={"loss": 5.5, "rows": 91})
     store = local_place.store()
     state = store.releases("main")[1]
-    assert (state.status, state.reason, state.release.facts) == ("rejected", "the loss rose", {"loss": 5.5, "rows": 91})
+    assert (state.status, state.reason, state.release.facts) == (
+        "rejected",
+        "the loss rose",
+        {"loss": 5.5, "rows": 91},
+    )
     with pytest.raises(StorageError, match=r"was rejected .*the loss rose"):
         store.promote("main", 2)
     store.mark("main", 2, "candidate", "the test set was wrong")
@@ -145,7 +175,9 @@ def test_a_rejected_release_is_kept_with_the_reason_and_cannot_become_current(
     assert store.releases("main")[1].status == "current"
 
 
-def test_lines_are_apart(packaged: Package, second: Package, local_place: Place, tmp_path: Path) -> None:
+def test_lines_are_apart(
+    packaged: Package, second: Package, local_place: Place, tmp_path: Path
+) -> None:
     put(packaged.path, local_place, line="gpt")
     put(second.path, local_place, line="gpt-small")
     assert local_place.store().lines() == ("gpt", "gpt-small")
@@ -154,7 +186,9 @@ def test_lines_are_apart(packaged: Package, second: Package, local_place: Place,
     assert get(local_place, tmp_path / "small.tl", line="gpt-small").digest == second.digest
 
 
-def test_signatures_travel_and_derived_graphs_do_not(copied: Path, local_place: Place, tmp_path: Path) -> None:
+def test_signatures_travel_and_derived_graphs_do_not(
+    copied: Path, local_place: Place, tmp_path: Path
+) -> None:
     for file in ("signatures/me.sig", "derived/cpu/step.json"):
         (copied / file).parent.mkdir(parents=True)
         (copied / file).write_text("x")
@@ -164,7 +198,9 @@ def test_signatures_travel_and_derived_graphs_do_not(copied: Path, local_place: 
     assert not (tmp_path / "back.tl/derived").exists()
 
 
-def test_debug_travels_only_where_it_is_wanted(packaged: Package, local_place: Place, tmp_path: Path) -> None:
+def test_debug_travels_only_where_it_is_wanted(
+    packaged: Package, local_place: Place, tmp_path: Path
+) -> None:
     put(packaged.path, local_place, line="all")
     put(packaged.path, local_place, line="bare", debug=False)
     assert not any(file.startswith("debug/") for file in local_place.store().release("bare").files)
@@ -199,29 +235,38 @@ def broken_off(after: int) -> Any:
 
 @pytest.mark.matrix("folder-*", "memory-9")
 @pytest.mark.parametrize("after", [2, 9])
-def test_a_push_that_is_broken_off_shows_nothing_and_goes_on_where_it_stopped(packaged: Package, place: Place, after: int) -> None:
+def test_a_push_that_is_broken_off_shows_nothing_and_goes_on_where_it_stopped(
+    packaged: Package, place: Place, after: int
+) -> None:
     with pytest.raises(Break):
         put(packaged.path, place, on_progress=broken_off(after))
     assert place.store().lines() == ()
     report = put(packaged.path, place)
-    assert report.files - report.sent_files in (after - 1, after)  # what was under way may have arrived
+    # what was under way may have arrived
+    assert report.files - report.sent_files in (after - 1, after)
     assert report.sent_bytes + report.present_bytes == report.bytes
 
 
-def test_the_path_of_a_package_is_not_written_over(packaged: Package, folder: Place, tmp_path: Path) -> None:
+def test_the_path_of_a_package_is_not_written_over(
+    packaged: Package, folder: Place, tmp_path: Path
+) -> None:
     put(packaged.path, folder)
     (tmp_path / "taken.tl").mkdir()
     with pytest.raises(StorageError, match="already exists"):
         get(folder, tmp_path / "taken.tl")
 
 
-def test_a_folder_of_other_things_does_not_become_a_store(packaged: Package, tmp_path: Path) -> None:
+def test_a_folder_of_other_things_does_not_become_a_store(
+    packaged: Package, tmp_path: Path
+) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(StorageError, match=r"other files, but no store .*thesis\.tex"):
         push(packaged.path, tmp_path)
 
 
-def test_a_store_that_another_writer_makes_meanwhile_is_used(folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_another_writer_makes_meanwhile_is_used(
+    folder: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = FolderFiles.names
 
     def overtaken(self: FolderFiles, inner: str) -> list[str]:
@@ -238,7 +283,10 @@ def test_a_store_that_another_writer_makes_meanwhile_is_used(folder: Place, monk
 def test_a_damaged_package_is_not_published(copied: Path, place: Place) -> None:
     weights = copied / "weights/model-00002-of-00003.safetensors"
     flip(weights, -1)
-    with pytest.raises(ValueError, match=r"model-00002-of-00003.safetensors: a file does not match its entry in the manifest"):
+    with pytest.raises(
+        ValueError,
+        match=r"model-00002-of-00003.safetensors: a file does not match its entry in the manifest",
+    ):
         put(copied, place)
     assert place.store().lines() == ()
 
@@ -265,12 +313,16 @@ def test_a_place_that_ignores_conditions_gets_ids_that_cannot_collide(
 def test_a_server_that_ignores_conditions_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     files = RemoteFiles(memory_place().url, {})
     put_file = files._fs.pipe_file
-    monkeypatch.setattr(files._fs, "pipe_file", lambda path, data, mode="overwrite": put_file(path, data))
+    monkeypatch.setattr(
+        files._fs, "pipe_file", lambda path, data, mode="overwrite": put_file(path, data)
+    )
     assert not files.exclusive
     assert list(files.walk("")) == []
 
 
-def test_a_record_that_is_replaced_by_a_longer_one_while_it_is_read_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_replaced_by_a_longer_one_while_it_is_read_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     files = RemoteFiles(memory_place().url, {})
     files.replace("lines/x", b"short")
     cat_file = files._fs.cat_file
@@ -287,7 +339,11 @@ def test_a_file_is_read_up_to_a_limit_and_an_empty_one_is_empty(place: Place) ->
     files = Store(place.url, place.options, create=True).files
     assert files.create("lines/x", b"12345")
     assert files.create("lines/y", b"")
-    assert (files.read("lines/x", 5), files.read("lines/y", 5), files.read("lines/z", 5)) == (b"12345", b"", None)
+    assert (files.read("lines/x", 5), files.read("lines/y", 5), files.read("lines/z", 5)) == (
+        b"12345",
+        b"",
+        None,
+    )
     with pytest.raises(UnsafePackageError, match="too large"):
         files.read("lines/x", 4)
 
@@ -326,7 +382,9 @@ def test_a_store_can_be_moved(packaged: Package, folder: Place, tmp_path: Path) 
     assert pull(tmp_path / "elsewhere", tmp_path / "back.tl").digest == packaged.digest
 
 
-def test_a_large_file_is_moved_in_blocks(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_moved_in_blocks(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = 18 * 2**20 if place.kind == "s3" else 2**20  # of three parts
     (tmp_path / "large").write_bytes(bytes(range(256)) * (size // 256))
     monkeypatch.setattr(store_folder, "BLOCK", size // 16)

@@ -48,17 +48,23 @@ def break_off(package: Package, place: Place) -> None:
         put(package, place, on_progress=on_progress)
 
 
-def test_what_releases_need_is_kept(packaged: Package, second: Package, local_place: Place, tmp_path: Path) -> None:
+def test_what_releases_need_is_kept(
+    packaged: Package, second: Package, local_place: Place, tmp_path: Path
+) -> None:
     put(packaged, local_place)
     put(second, local_place, line="main", promote=False)
     report = clean(local_place, grace=0)
     assert (report.removed_blobs, report.removed_bytes) == (0, 0)
     for number in (1, 2):
-        pull(local_place.url, tmp_path / f"{number}.tl", release=number, options=local_place.options)
+        pull(
+            local_place.url, tmp_path / f"{number}.tl", release=number, options=local_place.options
+        )
 
 
 @pytest.mark.matrix("folder", "memory")
-def test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it(packaged: Package, place: Place) -> None:
+def test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it(
+    packaged: Package, place: Place
+) -> None:
     break_off(packaged, place)
     report = clean(place)
     assert (report.removed_blobs, report.live_pushes, report.dead_pushes) == (0, 1, 0)
@@ -66,7 +72,9 @@ def test_the_blobs_of_a_push_that_was_just_broken_off_wait_for_it(packaged: Pack
     assert put(packaged, place).present_bytes == report.kept_bytes
 
 
-def test_the_blobs_of_a_push_that_was_broken_off_long_ago_go(packaged: Package, local_place: Place) -> None:
+def test_the_blobs_of_a_push_that_was_broken_off_long_ago_go(
+    packaged: Package, local_place: Place
+) -> None:
     break_off(packaged, local_place)
     told = clean(local_place, grace=0, dry_run=True)
     assert put(packaged, local_place, line="x").present_bytes > 0
@@ -76,18 +84,25 @@ def test_the_blobs_of_a_push_that_was_broken_off_long_ago_go(packaged: Package, 
 def test_a_dry_run_says_what_a_run_does(packaged: Package, local_place: Place) -> None:
     break_off(packaged, local_place)
     told, done = clean(local_place, grace=0, dry_run=True), clean(local_place, grace=0)
-    assert (told.removed_blobs, told.removed_bytes, told.dead_pushes) == (done.removed_blobs, done.removed_bytes, 1)
+    assert (told.removed_blobs, told.removed_bytes, told.dead_pushes) == (
+        done.removed_blobs,
+        done.removed_bytes,
+        1,
+    )
     assert done.removed_blobs > 0
     assert put(packaged, local_place).present_bytes == 0
 
 
 @pytest.mark.matrix("folder", "memory")
-def test_keep_removes_the_files_of_old_releases_and_no_record(packaged: Package, second: Package, place: Place, tmp_path: Path) -> None:
+def test_keep_removes_the_files_of_old_releases_and_no_record(
+    packaged: Package, second: Package, place: Place, tmp_path: Path
+) -> None:
     put(packaged, place)
     put(second, place)
     report = clean(place, keep=1, grace=0)
     assert report.removed_releases == ("main 1",)
-    assert report.removed_blobs == 3  # manifest, chunks and one file of weights: the rest is the second release's too
+    # manifest, chunks and one file of weights: the rest is the second release's too
+    assert report.removed_blobs == 3
     states = place.store().releases("main")
     assert [state.status for state in states] == ["removed", "current"]
     with pytest.raises(StorageError, match="files were removed"):
@@ -96,11 +111,16 @@ def test_keep_removes_the_files_of_old_releases_and_no_record(packaged: Package,
     assert states[1].release.parent == states[0].release.id
 
 
-def test_keep_leaves_the_current_release(packaged: Package, second: Package, local_place: Place, tmp_path: Path) -> None:
+def test_keep_leaves_the_current_release(
+    packaged: Package, second: Package, local_place: Place, tmp_path: Path
+) -> None:
     put(packaged, local_place)
     put(second, local_place, promote=False)
     assert clean(local_place, keep=1, grace=0).removed_releases == ()
-    assert pull(local_place.url, tmp_path / "1.tl", options=local_place.options).digest == packaged.digest
+    assert (
+        pull(local_place.url, tmp_path / "1.tl", options=local_place.options).digest
+        == packaged.digest
+    )
 
 
 def test_keep_can_be_said_of_one_line(packaged: Package, second: Package, folder: Place) -> None:
@@ -117,14 +137,21 @@ def test_keep_is_said_of_lines_that_there_are(packaged: Package, folder: Place) 
         clean(folder, keep=1, lines=("mian",))
 
 
-def test_a_spared_release_keeps_its_files(packaged: Package, second: Package, folder: Place, tmp_path: Path) -> None:
+def test_a_spared_release_keeps_its_files(
+    packaged: Package, second: Package, folder: Place, tmp_path: Path
+) -> None:
     put(packaged, folder)
     put(second, folder)
     assert clean(folder, keep=1, spared=[("main", "00000001")], grace=0).removed_releases == ()
-    assert pull(folder.url, tmp_path / "1.tl", release=1, options=folder.options).digest == packaged.digest
+    assert (
+        pull(folder.url, tmp_path / "1.tl", release=1, options=folder.options).digest
+        == packaged.digest
+    )
 
 
-def test_a_release_whose_files_were_removed_cannot_become_current(packaged: Package, second: Package, folder: Place) -> None:
+def test_a_release_whose_files_were_removed_cannot_become_current(
+    packaged: Package, second: Package, folder: Place
+) -> None:
     put(packaged, folder)
     put(second, folder)
     clean(folder, keep=1, grace=0)
@@ -134,7 +161,9 @@ def test_a_release_whose_files_were_removed_cannot_become_current(packaged: Pack
     assert (report.new, report.release, report.current) == (True, "3", "3")
 
 
-def test_a_promotion_that_gc_overtakes_is_taken_back(packaged: Package, second: Package, folder: Place) -> None:
+def test_a_promotion_that_gc_overtakes_is_taken_back(
+    packaged: Package, second: Package, folder: Place
+) -> None:
     put(packaged, folder)
     put(second, folder)
     store = folder.store()
@@ -152,7 +181,9 @@ def test_a_promotion_that_gc_overtakes_is_taken_back(packaged: Package, second: 
     assert store.release("main").package == second.digest
 
 
-def test_a_damaged_record_stops_gc_before_it_removes_anything(packaged: Package, second: Package, folder: Place) -> None:
+def test_a_damaged_record_stops_gc_before_it_removes_anything(
+    packaged: Package, second: Package, folder: Place
+) -> None:
     put(packaged, folder)
     put(second, folder)
     record = Path(folder.url) / "lines/main/releases/00000001.json"
@@ -160,16 +191,24 @@ def test_a_damaged_record_stops_gc_before_it_removes_anything(packaged: Package,
     before = set(Path(folder.url).rglob("*"))
     with pytest.raises(PackageError):
         clean(folder, keep=1, grace=0)
-    after = {path for path in Path(folder.url).rglob("*") if "gc" not in path.relative_to(folder.url).parts}
+    after = {
+        path
+        for path in Path(folder.url).rglob("*")
+        if "gc" not in path.relative_to(folder.url).parts
+    }
     assert after == before
 
 
-def test_a_push_waits_while_gc_is_at_work_and_then_sends_what_it_removed(packaged: Package, folder: Place) -> None:
+def test_a_push_waits_while_gc_is_at_work_and_then_sends_what_it_removed(
+    packaged: Package, folder: Place
+) -> None:
     put(packaged, folder, line="old")
     guard = gc_lease(folder.store())
     waited: list[str] = []
     reports: list[Any] = []
-    thread = threading.Thread(target=lambda: reports.append(put(packaged, folder, line="new", on_wait=waited.append)))
+    thread = threading.Thread(
+        target=lambda: reports.append(put(packaged, folder, line="new", on_wait=waited.append))
+    )
     thread.start()
     while not waited:
         time.sleep(0.01)
@@ -216,7 +255,9 @@ def test_two_gcs_do_not_run_at_once(packaged: Package, place: Place) -> None:
     assert clean(place).removed_blobs == 0
 
 
-def test_the_lock_of_a_gc_that_was_killed_ends(packaged: Package, folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_a_gc_that_was_killed_ends(
+    packaged: Package, folder: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(packaged, folder)
     monkeypatch.setattr(leases, "GC_SECONDS", -1.0)
     gc_lease(folder.store())
@@ -263,7 +304,9 @@ def test_a_lease_of_another_number_is_refused(packaged: Package, folder: Place) 
         clean(folder)
 
 
-def test_a_gc_that_lost_its_lease_stops(packaged: Package, folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gc_that_lost_its_lease_stops(
+    packaged: Package, folder: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(packaged, folder)
     guard = gc_lease(folder.store())
     monkeypatch.setattr(guard, "_sure_until", 0.0)
@@ -275,7 +318,9 @@ def test_a_lease_says_what_its_push_relies_on(packaged: Package, local_place: Pl
     break_off(packaged, local_place)
     (lease,) = push_leases(local_place.store()).values()
     assert isinstance(lease, PushLease)
-    assert set(lease.blobs) >= {entry.sha256 for entry in packaged.manifest.files.values()} | {packaged.digest}
+    assert set(lease.blobs) >= {entry.sha256 for entry in packaged.manifest.files.values()} | {
+        packaged.digest
+    }
     assert abs(lease.renewed - time.time()) < 60
 
 
@@ -290,7 +335,9 @@ def test_drafts_of_killed_writers_go_when_they_are_old(packaged: Package, folder
     assert not draft.exists()
 
 
-def test_weights_that_two_releases_share_stay_while_one_needs_them(packaged: Package, folder: Place, tmp_path: Path) -> None:
+def test_weights_that_two_releases_share_stay_while_one_needs_them(
+    packaged: Package, folder: Place, tmp_path: Path
+) -> None:
     put(packaged, folder)
     third = retrained(packaged, tmp_path / "third.tl", "lin.weight", by=3.0)
     put(third, folder)

@@ -1,4 +1,6 @@
-"""Stores that are damaged, or were made to do harm: nothing of them becomes visible as a package."""
+"""Stores that are damaged, or were made to do harm: nothing of them becomes visible as a
+package.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def edit(store: Path, change: Callable[[dict[str, Any]], None], record: str = RE
     fields = json.loads((store / record).read_bytes())
     change(fields)
     fields.pop("checksum")
-    (store / record).write_bytes(canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))}))
+    (store / record).write_bytes(
+        canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
+    )
 
 
 def refused(store: Path, error: type[Exception], match: str, tmp_path: Path) -> None:
@@ -45,20 +49,30 @@ def refused(store: Path, error: type[Exception], match: str, tmp_path: Path) -> 
 
 
 @pytest.mark.matrix("folder", "memory")
-def test_a_bit_that_flipped_in_the_store_is_noticed(packaged: Package, place: Place, tmp_path: Path) -> None:
+def test_a_bit_that_flipped_in_the_store_is_noticed(
+    packaged: Package, place: Place, tmp_path: Path
+) -> None:
     push(packaged.path, place.url, options=place.options)
     path = blob_path(packaged.manifest.files["weights/model-00001-of-00003.safetensors"].sha256)
     files = place.store().files
     data = bytearray(files.read(path, 10**6) or b"")
     data[-1] ^= 1
     files.replace(path, bytes(data))
-    with pytest.raises(IntegrityError, match=r"weights/model-00001-of-00003.safetensors: a fetched file differs from the published one"):
+    with pytest.raises(
+        IntegrityError,
+        match=(
+            r"weights/model-00001-of-00003.safetensors: a fetched file differs from the"
+            r" published one"
+        ),
+    ):
         pull(place.url, tmp_path / "pulled.tl", options=place.options)
     assert not list(tmp_path.glob("*.tl")) and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("size", [0, -1, 1], ids=["empty", "short", "long"])
-def test_a_blob_of_another_size_is_noticed(published: Path, packaged: Package, tmp_path: Path, size: int) -> None:
+def test_a_blob_of_another_size_is_noticed(
+    published: Path, packaged: Package, tmp_path: Path, size: int
+) -> None:
     blob = published / blob_path(packaged.manifest.files["graphs/train.json"].sha256)
     data = blob.read_bytes()
     blob.write_bytes(data[:-1] if size < 0 else data + b"x" if size else b"")
@@ -68,7 +82,9 @@ def test_a_blob_of_another_size_is_noticed(published: Path, packaged: Package, t
         refused(published, IntegrityError, "graphs/train.json: a fetched file", tmp_path)
 
 
-def test_a_damaged_blob_is_sent_again_where_its_size_tells(published: Path, packaged: Package, tmp_path: Path) -> None:
+def test_a_damaged_blob_is_sent_again_where_its_size_tells(
+    published: Path, packaged: Package, tmp_path: Path
+) -> None:
     blob = published / blob_path(packaged.manifest.files["graphs/train.json"].sha256)
     blob.write_bytes(blob.read_bytes()[:-1])
     assert push(packaged.path, published).sent_files == 1
@@ -76,40 +92,63 @@ def test_a_damaged_blob_is_sent_again_where_its_size_tells(published: Path, pack
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "graphs/train.json"])
-def test_a_missing_blob_is_noticed(published: Path, packaged: Package, tmp_path: Path, file: str) -> None:
+def test_a_missing_blob_is_noticed(
+    published: Path, packaged: Package, tmp_path: Path, file: str
+) -> None:
     digest = packaged.digest if file == "manifest.json" else packaged.manifest.files[file].sha256
     (published / blob_path(digest)).unlink()
     refused(published, IntegrityError, "a file of the package is missing", tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_blob_that_is_no_plain_file_is_refused(published: Path, packaged: Package, tmp_path: Path, kind: str) -> None:
+def test_a_blob_that_is_no_plain_file_is_refused(
+    published: Path, packaged: Package, tmp_path: Path, kind: str
+) -> None:
     blob = published / blob_path(packaged.manifest.files["graphs/train.json"].sha256)
     blob.rename(published / "other")
     if kind == "link":
         blob.symlink_to(published / "other")
     else:
         os.mkfifo(blob)
-    refused(published, UnsafePackageError, "link" if kind == "link" else "not a regular file", tmp_path)
+    refused(
+        published, UnsafePackageError, "link" if kind == "link" else "not a regular file", tmp_path
+    )
 
 
 FIELDS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "a path that leaves the folder": (lambda r: r["files"].update({"../evil": r["files"]["manifest.json"]}), "not a safe relative path"),
-    "an absolute path": (lambda r: r["files"].update({"/etc/evil": r["files"]["manifest.json"]}), "not a safe relative path"),
+    "a path that leaves the folder": (
+        lambda r: r["files"].update({"../evil": r["files"]["manifest.json"]}),
+        "not a safe relative path",
+    ),
+    "an absolute path": (
+        lambda r: r["files"].update({"/etc/evil": r["files"]["manifest.json"]}),
+        "not a safe relative path",
+    ),
     "a file that the manifest lacks": (
         lambda r: r["files"].update({"graphs/x.json": r["files"]["manifest.json"]}),
         "not match its manifest",
     ),
-    "a derived graph": (lambda r: r["files"].update({"derived/x/step.json": r["files"]["manifest.json"]}), "cannot be part"),
-    "paths that differ in case": (lambda r: r["files"].update({"Debug/x": r["files"]["manifest.json"]}), "differ only in case"),
+    "a derived graph": (
+        lambda r: r["files"].update({"derived/x/step.json": r["files"]["manifest.json"]}),
+        "cannot be part",
+    ),
+    "paths that differ in case": (
+        lambda r: r["files"].update({"Debug/x": r["files"]["manifest.json"]}),
+        "differ only in case",
+    ),
     "no manifest": (lambda r: r["files"].pop("manifest.json"), "no manifest"),
     "a file less": (lambda r: r["files"].pop("graphs/train.json"), "do not match its manifest"),
     "another file's digest": (
-        lambda r: r["files"]["graphs/train.json"].update(sha256=r["files"]["graphs/eval.json"]["sha256"]),
+        lambda r: r["files"]["graphs/train.json"].update(
+            sha256=r["files"]["graphs/eval.json"]["sha256"]
+        ),
         "do not match its manifest",
     ),
     "a huge size": (lambda r: r["files"]["manifest.json"].update(size=2**40), "too large"),
-    "a digest that is a path": (lambda r: r["files"]["manifest.json"].update(sha256="../../../etc/passwd"), "sha256"),
+    "a digest that is a path": (
+        lambda r: r["files"]["manifest.json"].update(sha256="../../../etc/passwd"),
+        "sha256",
+    ),
     "an unknown field": (lambda r: r.update(command="rm"), "command"),
     "a number that is none": (lambda r: r.update(created=float("1e300")), "created"),
     "another line": (lambda r: r.update(line="other"), "does not match its path"),
@@ -118,7 +157,9 @@ FIELDS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 @pytest.mark.parametrize(("change", "match"), FIELDS.values(), ids=FIELDS.keys())
-def test_a_record_that_lies_is_refused(published: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], match: str) -> None:
+def test_a_record_that_lies_is_refused(
+    published: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], match: str
+) -> None:
     edit(published, change)
     refused(published, PackageError, match, tmp_path)
 
@@ -150,11 +191,15 @@ def test_a_record_reads_back_as_it_was(published: Path) -> None:
     assert Release.from_bytes(data, "x").to_bytes() == data
 
 
-def test_a_local_file_that_is_damaged_is_not_used(published: Path, packaged: Package, tmp_path: Path) -> None:
+def test_a_local_file_that_is_damaged_is_not_used(
+    published: Path, packaged: Package, tmp_path: Path
+) -> None:
     (tmp_path / "packages").mkdir()
     older = pull(published, tmp_path / "packages/1.tl").path
     weights = older / "weights/model-00001-of-00003.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
     report = pull(published, tmp_path / "packages/2.tl")
     assert report.fetched_bytes == weights.stat().st_size + (older / "manifest.json").stat().st_size
-    assert (tmp_path / "packages/2.tl/weights/model-00001-of-00003.safetensors").read_bytes() != weights.read_bytes()
+    assert (
+        tmp_path / "packages/2.tl/weights/model-00001-of-00003.safetensors"
+    ).read_bytes() != weights.read_bytes()

@@ -34,11 +34,22 @@ def started(process: subprocess.Popen[str]) -> None:
     assert line.strip() == '"ready"', process.stderr.read() if process.stderr else ""
 
 
-def writer(place: Place, *packages: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    return child("pushing.py", "push", place.url, "main", *packages, environment={**place.environment, **(environment or {})})
+def writer(
+    place: Place, *packages: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    return child(
+        "pushing.py",
+        "push",
+        place.url,
+        "main",
+        *packages,
+        environment={**place.environment, **(environment or {})},
+    )
 
 
-def told(*words: str | Path, cwd: Path, environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def told(
+    *words: str | Path, cwd: Path, environment: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Return the report of `pushing.py` on each push, from a forked process."""
     status, said = ran(told_by, [str(word) for word in words], cwd=cwd, variables=environment or {})
     assert status == 0, said
@@ -49,31 +60,52 @@ def told(*words: str | Path, cwd: Path, environment: Mapping[str, str] | None = 
 def many(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> list[Package]:
     """Packages with different weights."""
     folder = tmp_path_factory.mktemp("many")
-    return [retrained(packaged, folder / f"{i}.tl", "lin.weight", by=float(i + 1)) for i in range(WRITERS * EACH)]
+    return [
+        retrained(packaged, folder / f"{i}.tl", "lin.weight", by=float(i + 1))
+        for i in range(WRITERS * EACH)
+    ]
 
 
 @pytest.fixture(params=["folder", "s3"])
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """A place that several processes can write to."""
-    return Place(str(tmp_path / "store")) if request.param == "folder" else s3_place(request.getfixturevalue("s3"))
+    return (
+        Place(str(tmp_path / "store"))
+        if request.param == "folder"
+        else s3_place(request.getfixturevalue("s3"))
+    )
 
 
 @pytest.mark.matrix("folder")
-def test_processes_that_write_at_once_lose_nothing(many: list[Package], shared: Place, tmp_path: Path) -> None:
+def test_processes_that_write_at_once_lose_nothing(
+    many: list[Package], shared: Place, tmp_path: Path
+) -> None:
     if shared.kind == "s3":
         many = many[: 2 * WRITERS]  # a server of one thread takes its time
     paths = [package.path for package in many]
-    reports = told("together", shared.url, "main", str(WRITERS), *paths, cwd=tmp_path, environment=shared.environment)
+    reports = told(
+        "together",
+        shared.url,
+        "main",
+        str(WRITERS),
+        *paths,
+        cwd=tmp_path,
+        environment=shared.environment,
+    )
     store = shared.store()
     states = store.releases("main")
     assert {state.release.package for state in states} == {package.digest for package in many}
-    assert [state.release.name for state in states] == [str(number + 1) for number in range(len(many))]
+    assert [state.release.name for state in states] == [
+        str(number + 1) for number in range(len(many))
+    ]
     assert sorted(int(report["release"]) for report in reports) == list(range(1, len(many) + 1))
     assert Counter(state.status for state in states) == {"current": 1, "promoted": len(many) - 1}
     assert len(store.history("main")) == len(many)
 
 
-def test_of_writers_with_one_condition_one_is_first_and_the_others_are_told(many: list[Package], shared: Place) -> None:
+def test_of_writers_with_one_condition_one_is_first_and_the_others_are_told(
+    many: list[Package], shared: Place
+) -> None:
     for package in many[:3]:
         push(package.path, shared.url, line="main", promote=False, options=shared.options)
     stores = [shared.store() for _ in range(3)]
@@ -94,7 +126,9 @@ def test_of_writers_with_one_condition_one_is_first_and_the_others_are_told(many
     assert pointer.release == stores[0].release("main", won.index(True) + 1).id
 
 
-def test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on(packaged: Package, tmp_path: Path) -> None:
+def test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on(
+    packaged: Package, tmp_path: Path
+) -> None:
     reports = told("killed", tmp_path, packaged.path, cwd=tmp_path)
     assert len(reports) > 15
     assert all(report["killed"] for report in reports)
@@ -109,7 +143,9 @@ def test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_o
 
 
 @pytest.mark.slow
-def test_a_push_to_s3_that_is_killed_shows_nothing_and_goes_on_where_it_stopped(many: list[Package], s3: str) -> None:
+def test_a_push_to_s3_that_is_killed_shows_nothing_and_goes_on_where_it_stopped(
+    many: list[Package], s3: str
+) -> None:
     place = s3_place(s3)
     process = writer(place, many[0].path, environment={"DIE_AFTER": "9"})
     started(process)

@@ -11,7 +11,13 @@ import pytest
 
 from trainload.core.errors import IntegrityError
 from trainload.packaging.tensors import chunks
-from trainload.packaging.tensors.chunks import ChunkDigests, ChunkedFile, LastChunk, chunk_digests, ranges_of
+from trainload.packaging.tensors.chunks import (
+    ChunkDigests,
+    ChunkedFile,
+    LastChunk,
+    chunk_digests,
+    ranges_of,
+)
 
 CHUNK = 64
 DATA = random.Random(1).randbytes(20 * CHUNK + 17)
@@ -31,11 +37,19 @@ def chunked(path: Path, data: bytes = DATA, last: LastChunk | None = None) -> Ch
     """A file that holds `data`, with the digests of DATA."""
     path.write_bytes(data)
     digests = list(chunk_digests(io.BytesIO(DATA)))
-    return ChunkedFile(lambda: ranges_of(path.open("rb", buffering=0)), len(DATA), digests, damage, last or LastChunk())
+    return ChunkedFile(
+        lambda: ranges_of(path.open("rb", buffering=0)),
+        len(DATA),
+        digests,
+        damage,
+        last or LastChunk(),
+    )
 
 
 def test_digests_are_of_each_chunk_in_order() -> None:
-    expected = [hashlib.sha256(DATA[at : at + CHUNK]).hexdigest() for at in range(0, len(DATA), CHUNK)]
+    expected = [
+        hashlib.sha256(DATA[at : at + CHUNK]).hexdigest() for at in range(0, len(DATA), CHUNK)
+    ]
     assert list(chunk_digests(io.BytesIO(DATA))) == expected
 
 
@@ -69,7 +83,9 @@ def test_files_that_share_the_last_chunk_do_not_mix_them_up(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, 9 * CHUNK + 5, len(DATA) - 1])
-def test_a_flipped_bit_is_found_by_who_reads_its_chunk_and_by_no_one_else(tmp_path: Path, place: int) -> None:
+def test_a_flipped_bit_is_found_by_who_reads_its_chunk_and_by_no_one_else(
+    tmp_path: Path, place: int
+) -> None:
     file = chunked(tmp_path / "f", DATA[:place] + bytes([DATA[place] ^ 4]) + DATA[place + 1 :])
     number = place // CHUNK
     with pytest.raises(IntegrityError, match=f"chunk {number}$"):
@@ -92,8 +108,13 @@ def test_nothing_is_read_for_nothing(tmp_path: Path) -> None:
     assert file.read(5, 5) == b""
 
 
-@pytest.mark.parametrize(("size", "expected"), [(0, 2**16), (2**26, 2**16), (2**26 + 1, 2**17), (2**31, 2**21), (2**40, 2**22)])
-def test_a_file_that_many_read_has_about_a_thousand_chunks(monkeypatch: pytest.MonkeyPatch, size: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(0, 2**16), (2**26, 2**16), (2**26 + 1, 2**17), (2**31, 2**21), (2**40, 2**22)],
+)
+def test_a_file_that_many_read_has_about_a_thousand_chunks(
+    monkeypatch: pytest.MonkeyPatch, size: int, expected: int
+) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 2**22)
     assert chunks.chunk_for(size) == expected
 
@@ -106,7 +127,14 @@ def test_a_file_may_have_smaller_chunks(tmp_path: Path, chunk: int) -> None:
     digests.update(DATA)
     found = digests.finish()
     assert len(found) == -(-len(DATA) // chunk)
-    file = ChunkedFile(lambda: ranges_of(path.open("rb", buffering=0)), len(DATA), found, damage, LastChunk(), chunk)
+    file = ChunkedFile(
+        lambda: ranges_of(path.open("rb", buffering=0)),
+        len(DATA),
+        found,
+        damage,
+        LastChunk(),
+        chunk,
+    )
     rng = random.Random(3)
     for _ in range(100):
         start, stop = sorted(rng.randrange(len(DATA) + 1) for _ in range(2))

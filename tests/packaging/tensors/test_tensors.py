@@ -14,12 +14,18 @@ SHAPES = ((), (0,), (3, 0, 2), (5, 7), (1024, 1031, 8))
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_what_is_written_to_the_memory_is_what_the_tensor_holds(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_what_is_written_to_the_memory_is_what_the_tensor_holds(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     tensor = to_fill(shape, dtype)
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), dtype, True)
     memory = bytes_of(tensor)
     memory[:] = bytes(len(memory))
-    assert not tensor.view(torch.uint8).any() if shape else not tensor.reshape(1).view(torch.uint8).any()
+    assert (
+        not tensor.view(torch.uint8).any()
+        if shape
+        else not tensor.reshape(1).view(torch.uint8).any()
+    )
 
 
 def test_the_memory_of_a_large_tensor_goes_with_it() -> None:

@@ -21,11 +21,17 @@ pytestmark = pytest.mark.usefixtures("frozen_gpt")
 
 
 class Block(nn.Module):
-    """(rows, WIDTH) -> the same: a wide layer between two narrow ones, beside a connection that skips them."""
+    """(rows, WIDTH) -> the same: a wide layer between two narrow ones, beside a connection that
+    skips them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.wide, self.back = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.wide, self.back = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = x + self.back(torch.relu(self.wide(self.norm(x))))
@@ -33,7 +39,9 @@ class Block(nn.Module):
 
 
 def step_of(model: nn.Module) -> StepGraph:
-    return derive(capture(job(model=model, batch={"x": torch.randn(8, WIDTH)})), "train", torch.device("cpu"))
+    return derive(
+        capture(job(model=model, batch={"x": torch.randn(8, WIDTH)})), "train", torch.device("cpu")
+    )
 
 
 @functools.cache
@@ -46,7 +54,11 @@ def blocks() -> StepGraph:
 def test_equal_blocks_are_dealt_out_evenly(count: int) -> None:
     homes = choose_stages([blocks()], count)
     each = BLOCKS // count
-    assert {name: stages for name, stages in homes.items() if int(name.split(".")[0]) // each != stages[0] or len(stages) > 1} == {}
+    assert {
+        name: stages
+        for name, stages in homes.items()
+        if int(name.split(".")[0]) // each != stages[0] or len(stages) > 1
+    } == {}
 
 
 def test_a_tied_parameter_is_on_the_stages_that_use_it() -> None:

@@ -1,4 +1,6 @@
-"""Step graphs cut into stages: what the stages compute, one after the other, is what the graph computes, bit for bit."""
+"""Step graphs cut into stages: what the stages compute, one after the other, is what the graph
+computes, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,11 @@ class Captured:
 
     def whole(self) -> dict[Port, Tensor]:
         """What the graph puts out."""
-        return dict(zip(self.step.outputs, self.step.module(*map(self.value, self.step.inputs)), strict=True))
+        return dict(
+            zip(
+                self.step.outputs, self.step.module(*map(self.value, self.step.inputs)), strict=True
+            )
+        )
 
 
 @functools.cache
@@ -84,13 +90,20 @@ def run(case: str, count: int, *, halves: bool, stages: Stages | None = None) ->
         graph = stages.parts.get((stage, part))
         if graph is None:
             return
-        assert all(stage in homes[port.name] for port in graph.inputs if port.role is Role.PARAMETER)
-        given = [held[stage][port.name] if port.role in BETWEEN else of.value(port) for port in graph.inputs]
+        assert all(
+            stage in homes[port.name] for port in graph.inputs if port.role is Role.PARAMETER
+        )
+        given = [
+            held[stage][port.name] if port.role in BETWEEN else of.value(port)
+            for port in graph.inputs
+        ]
         for port, result in zip(graph.outputs, graph.module(*given), strict=True):
             if port.role in BETWEEN:
                 held[stage][port.name] = result
             else:
-                found[port] = found[port] + result if port.role is Role.GRADIENT and port in found else result
+                found[port] = (
+                    found[port] + result if port.role is Role.GRADIENT and port in found else result
+                )
 
     for stage in range(count):
         call(stage, Part.FORWARD)
@@ -99,7 +112,9 @@ def run(case: str, count: int, *, halves: bool, stages: Stages | None = None) ->
     for stage in reversed(range(count)):
         call(stage, Part.INPUT if halves else Part.BACKWARD)
         if stage:
-            held[stage - 1] |= {sent.name: held[stage][sent.name] for sent in stages.down[stage - 1]}
+            held[stage - 1] |= {
+                sent.name: held[stage][sent.name] for sent in stages.down[stage - 1]
+            }
         if halves:
             call(stage, Part.WEIGHT)
     return found
@@ -121,12 +136,20 @@ def test_what_backward_computes_again_is_held_back_in_each_stage(halves: bool) -
     case = captured("checkpoint_sequential")
     _, homes = stages_of("checkpoint_sequential", 2)
     stages = cut(case.step, homes, 2)
-    repeating = {key for key, graph in stages.parts.items() if any(RECOMPUTES in node.meta for node in graph.module.graph.nodes)}
+    repeating = {
+        key
+        for key, graph in stages.parts.items()
+        if any(RECOMPUTES in node.meta for node in graph.module.graph.nodes)
+    }
     for graph in stages.parts.values():
         hold_back(graph.module)
     found = run("checkpoint_sequential", 2, halves=halves, stages=stages)
     assert all(torch.equal(found[port], result) for port, result in case.whole().items())
-    held = {key for key, graph in stages.parts.items() if any(node.target is aten.isnan.default for node in graph.module.graph.nodes)}
+    held = {
+        key
+        for key, graph in stages.parts.items()
+        if any(node.target is aten.isnan.default for node in graph.module.graph.nodes)
+    }
     assert repeating and held == repeating
 
 
@@ -134,28 +157,39 @@ def test_what_backward_computes_again_is_held_back_in_each_stage(halves: bool) -
 @pytest.mark.parametrize(("case", "count"), BOTH)
 def test_what_is_sent_has_the_shape_that_is_said(case: str, count: int) -> None:
     stages, _ = stages_of(case, count)
-    sizes = {symbol: int(captured(case).job.batch[name].shape[at]) for symbol, (name, at) in stages.symbols.items()}
+    sizes = {
+        symbol: int(captured(case).job.batch[name].shape[at])
+        for symbol, (name, at) in stages.symbols.items()
+    }
     assert sizes == dict(stages.example)
     made: dict[str, Any] = defaultdict(set)
     for graph in stages.parts.values():
         output = next(node for node in graph.module.graph.nodes if node.op == "output")
         for port, node in zip(graph.outputs, output.args[0], strict=True):
-            made[port.name].add((str(node.meta["val"].dtype).removeprefix("torch."), node.meta["val"].ndim))
+            made[port.name].add(
+                (str(node.meta["val"].dtype).removeprefix("torch."), node.meta["val"].ndim)
+            )
     for sent in (sent for boundary in (*stages.up, *stages.down) for sent in boundary):
         assert (sent.dtype, len(sent.shape)) in made[sent.name]
 
 
 def test_a_boundary_between_blocks_is_crossed_by_one_tensor_each_way() -> None:
     stages, _ = stages_of("gpt", 2)
-    ((up,), (down,)) = (stages.up, stages.down)
-    assert [(len(crossing), crossing[0].shape[1:]) for crossing in (up, down)] == [(1, (16, 32))] * 2
+    (up,), (down,) = (stages.up, stages.down)
+    assert [(len(crossing), crossing[0].shape[1:]) for crossing in (up, down)] == [
+        (1, (16, 32))
+    ] * 2
 
 
 def test_a_parameter_that_two_stages_share_has_a_gradient_of_each() -> None:
     stages, homes = stages_of("gpt", 3)
     assert homes["tokens.weight"] == (0, 2)
     port = Port(Role.GRADIENT, "tokens.weight")
-    assert [port in stages.parts[stage, Part.BACKWARD].outputs for stage in range(3)] == [True, False, True]
+    assert [port in stages.parts[stage, Part.BACKWARD].outputs for stage in range(3)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_the_half_that_the_stage_before_waits_for_makes_no_gradient() -> None:
@@ -168,13 +202,29 @@ def test_the_half_that_the_stage_before_waits_for_makes_no_gradient() -> None:
 def test_random_numbers_are_drawn_once_by_a_stage() -> None:
     stages, _ = stages_of("gpt", 2)
     for part in (Part.BACKWARD, Part.INPUT, Part.WEIGHT):
-        assert not [p for s in range(2) if (s, part) in stages.parts for p in stages.parts[s, part].inputs if p.role is Role.SEED]
+        assert not [
+            p
+            for s in range(2)
+            if (s, part) in stages.parts
+            for p in stages.parts[s, part].inputs
+            if p.role is Role.SEED
+        ]
 
 
 def test_a_gradient_that_needs_what_comes_later_is_refused() -> None:
     step = captured("gradient penalty").step
-    homes = {port.name: (int(port.name.startswith("last")),) for port in step.inputs if port.role is Role.PARAMETER}
-    with pytest.raises(PlanError, match=r"gradient last\.weight: the pipeline's stages cannot compute a value where it is needed"):
+    homes = {
+        port.name: (int(port.name.startswith("last")),)
+        for port in step.inputs
+        if port.role is Role.PARAMETER
+    }
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"gradient last\.weight: the pipeline's stages cannot compute a value where it is"
+            r" needed"
+        ),
+    ):
         cut(step, homes, 2)
 
 

@@ -17,9 +17,12 @@ from trainload.sharding.planner.device import Link, Measured, Span, read, second
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that the command writes of this machine, its collectives timed by processes that have torch imported."""
+    """The file that the command writes of this machine, its collectives timed by processes that
+    have torch imported.
+    """
     path = tmp_path_factory.mktemp("profile") / "here.json"
-    server = fork_server()  # its processes meet in every collective: what uses this is `alone`, or slow
+    # its processes meet in every collective: what uses this is `alone`, or slow
+    server = fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda _: server)
         assert cli.run(["profile", "-o", str(path), "--workers", "2"]) == 0
@@ -31,7 +34,12 @@ def test_a_link_is_found_again_in_what_it_takes(ranks: int) -> None:
     link = Link(seconds=2e-5, bytes_per_second=3e9)
     told = read("l4").model_copy(update={"node": link, "network": link})
     timed = [
-        Measured(operator=name, ranks=ranks, bytes=size, seconds=seconds_of(name, size, Span(ranks, ranks), told))
+        Measured(
+            operator=name,
+            ranks=ranks,
+            bytes=size,
+            seconds=seconds_of(name, size, Span(ranks, ranks), told),
+        )
         for name in OPERATORS
         for size in (1, SIZES[-1])
     ]
@@ -43,13 +51,17 @@ def test_a_link_is_found_again_in_what_it_takes(ranks: int) -> None:
 @pytest.mark.slow
 def test_every_collective_of_every_size_is_timed(measured: Path) -> None:
     timed = read(str(measured)).collectives
-    assert [(each.operator, each.bytes) for each in timed] == [(name, size) for size in SIZES for name in OPERATORS]
+    assert [(each.operator, each.bytes) for each in timed] == [
+        (name, size) for size in SIZES for name in OPERATORS
+    ]
     assert all(each.seconds > 0 and each.ranks == 2 for each in timed)
 
 
 @pytest.mark.alone
 def test_larger_messages_take_longer(measured: Path) -> None:
-    reduced = [each.seconds for each in read(str(measured)).collectives if each.operator == "all_reduce"]
+    reduced = [
+        each.seconds for each in read(str(measured)).collectives if each.operator == "all_reduce"
+    ]
     assert reduced[-1] > reduced[0]
 
 
@@ -62,13 +74,27 @@ def test_the_file_says_what_was_measured(measured: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_planner_takes_the_file(measured: Path, small_package: Package, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--devices-per-node", "2", "--device", str(measured), "--pipeline", "1", "--tensor", "1", "--json"]
+def test_the_planner_takes_the_file(
+    measured: Path, small_package: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--devices-per-node",
+        "2",
+        "--device",
+        str(measured),
+        "--pipeline",
+        "1",
+        "--tensor",
+        "1",
+        "--json",
+    ]
     assert cli.run(["plan", str(small_package.path), *options]) == 0
     assert json.loads(capsys.readouterr().out)["device"]["name"] == "here"
 
 
-def test_a_file_that_exists_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_exists_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "here.json"
     path.write_text("{}")
     assert cli.run(["profile", "-o", str(path)]) == 2

@@ -12,9 +12,27 @@ import torch
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.core.errors import PlanError
 from trainload.packaging.package import Package
-from trainload.sharding.planner.device import DeviceProfile, Link, Span, names, read, seconds_of, span_of
+from trainload.sharding.planner.device import (
+    DeviceProfile,
+    Link,
+    Span,
+    names,
+    read,
+    seconds_of,
+    span_of,
+)
 from trainload.sharding.planner.plan_source import Source
-from trainload.sharding.planner.search import Candidate, Choice, Found, Wanted, costs_of, evaluate, in_order, search, smallest
+from trainload.sharding.planner.search import (
+    Candidate,
+    Choice,
+    Found,
+    Wanted,
+    costs_of,
+    evaluate,
+    in_order,
+    search,
+    smallest,
+)
 from trainload.sharding.plans.device_step_graphs import step_graphs
 from trainload.sharding.plans.plan import Cluster, Shard
 from trainload.sharding.tensor.partition import Partitioned, partition
@@ -27,7 +45,13 @@ def source(small_source: Source) -> Source:
     return small_source
 
 
-def device(memory: int = 2**40, link: float = 1e9, far: float = 1e9, latency: float = 0.0, flops: float = 1e9) -> DeviceProfile:
+def device(
+    memory: int = 2**40,
+    link: float = 1e9,
+    far: float = 1e9,
+    latency: float = 0.0,
+    flops: float = 1e9,
+) -> DeviceProfile:
     """One whose figures make sums easy."""
     return DeviceProfile(
         name="d",
@@ -63,7 +87,9 @@ def test_figures_of_known_devices_come_along(name: str) -> None:
 def test_a_gpu_reaches_a_part_of_what_its_data_sheet_says(name: str) -> None:
     profile = read(name)
     assert profile.product_names
-    assert all(0.4 < rate / profile.peak_flops[dtype] < 0.9 for dtype, rate in profile.flops.items())
+    assert all(
+        0.4 < rate / profile.peak_flops[dtype] < 0.9 for dtype, rate in profile.flops.items()
+    )
 
 
 def test_an_unknown_device_is_refused_with_those_that_there_are() -> None:
@@ -90,7 +116,9 @@ def test_a_file_without_figures_is_refused_by_what_it_lacks(tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_a_ring_takes_its_share_of_the_slowest_link(operator: str, span: Span, seconds: float) -> None:
+def test_a_ring_takes_its_share_of_the_slowest_link(
+    operator: str, span: Span, seconds: float
+) -> None:
     assert seconds_of(operator, 1e9, span, device(link=1e9, far=1e8)) == pytest.approx(seconds)
 
 
@@ -106,32 +134,49 @@ def test_a_group_lies_where_its_ranks_do() -> None:
 def test_a_pipelines_bubble_is_that_of_the_textbook(source: Source) -> None:
     fast = device(link=1e15)
     found = {
-        microbatches: evaluate(source, cluster(2), fast, Choice("single", pipeline=2, accumulate=microbatches, schedule=("gpipe", None)), 8)
+        microbatches: evaluate(
+            source,
+            cluster(2),
+            fast,
+            Choice("single", pipeline=2, accumulate=microbatches, schedule=("gpipe", None)),
+            8,
+        )
         for microbatches in (2, 4)
     }
     for microbatches, candidate in found.items():
         time = candidate.costs.time
         uneven = 0.2  # the two stages are not quite the same
-        assert time.bubble / (time.compute + time.exposed) == pytest.approx(1 / microbatches, abs=uneven)
+        assert time.bubble / (time.compute + time.exposed) == pytest.approx(
+            1 / microbatches, abs=uneven
+        )
     assert found[4].costs.time.bubble < found[2].costs.time.bubble
 
 
 def test_exposed_communication_is_what_compute_does_not_hide(source: Source) -> None:
     exposed = {
-        link: evaluate(source, cluster(4), device(link=link, flops=1e9), Choice("zero3"), 8).costs.time.exposed for link in (1e4, 1e6, 1e12)
+        link: evaluate(
+            source, cluster(4), device(link=link, flops=1e9), Choice("zero3"), 8
+        ).costs.time.exposed
+        for link in (1e4, 1e6, 1e12)
     }
     assert exposed[1e4] > 10 * exposed[1e6] > 0
     assert exposed[1e12] < 1e-6
 
 
 def test_more_ranks_of_zero3_hold_less_each(source: Source) -> None:
-    held = [evaluate(source, cluster(ranks), device(), Choice("zero3"), 8).costs.memory for ranks in (2, 8)]
+    held = [
+        evaluate(source, cluster(ranks), device(), Choice("zero3"), 8).costs.memory
+        for ranks in (2, 8)
+    ]
     assert held[0].parameters == pytest.approx(4 * held[1].parameters, rel=0.2)
     assert held[0].optimizer == pytest.approx(4 * held[1].optimizer, rel=0.2)
 
 
 def test_microbatches_hold_fewer_activations(source: Source) -> None:
-    once, often = (evaluate(source, cluster(1), device(), Choice("single", accumulate=n), 8).costs.memory for n in (1, 8))
+    once, often = (
+        evaluate(source, cluster(1), device(), Choice("single", accumulate=n), 8).costs.memory
+        for n in (1, 8)
+    )
     assert often.activations < once.activations
     assert often.gradients > once.gradients == 0, "between microbatches gradients are held"
 
@@ -155,14 +200,18 @@ def test_costs_of_a_plan_are_those_of_its_candidate(source: Source) -> None:
 
 @pytest.mark.slow
 def test_with_fast_links_and_room_nothing_is_repeated(source: Source) -> None:
-    best = search(source, cluster(2), device(link=1e12), Wanted(strategy="zero0", tensor=1, pipeline=1)).best
+    best = search(
+        source, cluster(2), device(link=1e12), Wanted(strategy="zero0", tensor=1, pipeline=1)
+    ).best
     assert best is not None
     assert best.choice.recompute == "job"
 
 
 def test_little_memory_is_worth_a_repetition(source: Source) -> None:
     room = evaluate(source, cluster(1), device(), Choice("single"), 8).costs.memory.peak
-    tight = evaluate(source, cluster(1), device(), Choice("single", recompute="full"), 8).costs.memory.peak
+    tight = evaluate(
+        source, cluster(1), device(), Choice("single", recompute="full"), 8
+    ).costs.memory.peak
     asked = Wanted(accumulate=1)
     best = search(source, cluster(1), device(memory=(room + tight) // 2), asked).best
     assert best is not None
@@ -179,27 +228,42 @@ def test_slow_links_make_many_small_messages_dear(source: Source) -> None:
 
 
 def test_what_is_decided_already_stays(source: Source) -> None:
-    found = search(source, cluster(4), device(), Wanted(strategy="zero3", tensor=2, recompute="selective"))
-    assert {(c.choice.strategy, c.choice.tensor, c.choice.recompute) for c in found.candidates} == {("zero3", 2, "selective")}
+    found = search(
+        source, cluster(4), device(), Wanted(strategy="zero3", tensor=2, recompute="selective")
+    )
+    assert {(c.choice.strategy, c.choice.tensor, c.choice.recompute) for c in found.candidates} == {
+        ("zero3", 2, "selective")
+    }
 
 
 @pytest.mark.slow
 def test_a_tensor_axis_stays_within_a_node(source: Source) -> None:
-    found = search(source, cluster(2, nodes=2), device(), Wanted(strategy="zero0", pipeline=1, recompute="job"))
+    found = search(
+        source, cluster(2, nodes=2), device(), Wanted(strategy="zero0", pipeline=1, recompute="job")
+    )
     assert {c.choice.tensor for c in found.candidates} == {1, 2}
 
 
 @pytest.mark.slow
 def test_an_axis_that_is_asked_for_divides_what_is_asked_for(source: Source) -> None:
-    wanted = Wanted(strategy="zero0", tensor=2, divide="context", pipeline=1, recompute="job", accumulate=1)
+    wanted = Wanted(
+        strategy="zero0", tensor=2, divide="context", pipeline=1, recompute="job", accumulate=1
+    )
     (found,) = search(source, cluster(4), device(), wanted).candidates
-    assert (found.plan.divide, found.plan.tensor_shards, str(found.choice)) == ("context", {}, "zero0, context 2")
+    assert (found.plan.divide, found.plan.tensor_shards, str(found.choice)) == (
+        "context",
+        {},
+        "zero0, context 2",
+    )
 
 
 @pytest.mark.slow
 def test_sequence_parallel_holds_less_than_the_tensor_axis_alone(source: Source) -> None:
     choice = Choice("single", tensor=2)
-    alone, also = (evaluate(source, cluster(2), device(), each, 8) for each in (choice, replace(choice, divide="sequence")))
+    alone, also = (
+        evaluate(source, cluster(2), device(), each, 8)
+        for each in (choice, replace(choice, divide="sequence"))
+    )
     assert also.costs.memory.activations < 0.8 * alone.costs.memory.activations
 
 
@@ -217,16 +281,35 @@ def test_what_cannot_be_made_is_told_with_its_reason(source: Source) -> None:
         ([1.0, 1.01, 1.02], [50, 30, 20], [2, 1, 0]),
         ([2.0, 1.0, 3.0], [60, 50, 55], [1, 2, 0]),
     ],
-    ids=["as fast, and smaller", "the smaller ones are slower", "the fastest does not fit", "none fits"],
+    ids=[
+        "as fast, and smaller",
+        "the smaller ones are slower",
+        "the fastest does not fit",
+        "none fits",
+    ],
 )
 def test_of_plans_as_fast_as_the_fastest_the_smallest_comes_first(
     source: Source, seconds: list[float], peaks: list[int], order: list[int]
 ) -> None:
     made = evaluate(source, cluster(1), device(), Choice("single"), 8)
-    none = replace(made.costs.memory, parameters=0, optimizer=0, buffers=0, gradients=0, activations=0, communication=0, reserved=0)
+    none = replace(
+        made.costs.memory,
+        parameters=0,
+        optimizer=0,
+        buffers=0,
+        gradients=0,
+        activations=0,
+        communication=0,
+        reserved=0,
+    )
     time = replace(made.costs.time, exposed=0.0, bubble=0.0, update=0.0)
     candidates = [
-        replace(made, costs=replace(made.costs, time=replace(time, compute=each), memory=replace(none, activations=peak)))
+        replace(
+            made,
+            costs=replace(
+                made.costs, time=replace(time, compute=each), memory=replace(none, activations=peak)
+            ),
+        )
         for each, peak in zip(seconds, peaks, strict=True)
     ]
     assert [candidates.index(each) for each in in_order(candidates, device(memory=40))] == order
@@ -234,7 +317,9 @@ def test_of_plans_as_fast_as_the_fastest_the_smallest_comes_first(
 
 def test_a_search_says_what_it_does(source: Source) -> None:
     told: list[str] = []
-    found = search(source, cluster(2), device(), Wanted(pipeline=1, recompute="job"), exact=2, say=told.append)
+    found = search(
+        source, cluster(2), device(), Wanted(pipeline=1, recompute="job"), exact=2, say=told.append
+    )
     assert told[:2] == ["estimating plans without a tensor axis", "estimating plans with tensor 2"]
     assert [line.partition("; ")[2].partition(": ")[0] for line in told[2:]] == [
         "simulating number 1 of the best 2",
@@ -243,19 +328,27 @@ def test_a_search_says_what_it_does(source: Source) -> None:
     assert told[2].startswith(f"{found.judged:,} plans estimated")
 
 
-def test_a_graph_is_partitioned_once_for_all_plans_with_one_tensor_axis(small_package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_partitioned_once_for_all_plans_with_one_tensor_axis(
+    small_package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
 
-    def counted(step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool = False) -> Partitioned:
+    def counted(
+        step: StepGraph, ranks: int, shards: Mapping[str, Shard], *, positions: bool = False
+    ) -> Partitioned:
         made.append(ranks)
         return partition(step, ranks, shards, positions=positions)
 
     monkeypatch.setattr("trainload.sharding.planner.plan_source.partition", counted)
     search(Source(small_package), cluster(2), device(), Wanted(tensor=2, pipeline=1), exact=1)
-    assert made == [2, 2]  # once for all that is judged, whose graphs are let go of, and once for the plan that is played through
+    # once for all that is judged, whose graphs are let go of, and once for the plan that is played
+    # through
+    assert made == [2, 2]
 
 
-def test_a_search_without_evaluation_derives_no_graph_of_it(small_package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_evaluation_derives_no_graph_of_it(
+    small_package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def noted(package: Package, device: torch.device, names: Iterable[str]) -> dict[str, StepGraph]:
@@ -263,13 +356,21 @@ def test_a_search_without_evaluation_derives_no_graph_of_it(small_package: Packa
         return step_graphs(package, device, wanted)
 
     monkeypatch.setattr("trainload.sharding.planner.plan_source.step_graphs", noted)
-    found = search(Source(small_package, evaluates=False), cluster(2), device(), Wanted(pipeline=2, recompute="job"), exact=1)
+    found = search(
+        Source(small_package, evaluates=False),
+        cluster(2),
+        device(),
+        Wanted(pipeline=2, recompute="job"),
+        exact=1,
+    )
     assert found.best is not None and set(asked) == set(small_package.manifest.training_graphs())
 
 
 def test_those_that_fit_come_first_and_the_fastest_of_them(source: Source) -> None:
     asked = Wanted(pipeline=1, tensor=1)
-    room = sorted(c.costs.memory.peak for c in search(source, cluster(2), device(), asked, exact=4).candidates)
+    room = sorted(
+        c.costs.memory.peak for c in search(source, cluster(2), device(), asked, exact=4).candidates
+    )
     found = search(source, cluster(2), device(memory=room[len(room) // 2]), asked, exact=4)
     fits = [found.fits(c) for c in found.candidates]
     times = [c.costs.time.seconds for c in found.candidates if found.fits(c)]
@@ -279,7 +380,9 @@ def test_those_that_fit_come_first_and_the_fastest_of_them(source: Source) -> No
 
 @pytest.mark.slow
 def test_what_fits_nowhere_fits_on_more_nodes(source: Source) -> None:
-    everything = evaluate(source, cluster(1), device(), Choice("single", accumulate=8, recompute="full"), 8).costs.memory
+    everything = evaluate(
+        source, cluster(1), device(), Choice("single", accumulate=8, recompute="full"), 8
+    ).costs.memory
     little = device(memory=int(0.6 * everything.peak))
     assert search(source, cluster(1), little).best is None
     found: Candidate | None = smallest(source, cluster(1), little)

@@ -24,7 +24,9 @@ GPT = {
     "widen.bias": ROWS,
     "widen.weight": ROWS,
 }
-"""The heads of a fused projection and of what follows it, the hidden features of the block, the vocabulary of the tied table."""
+"""The heads of a fused projection and of what follows it, the hidden features of the block, the
+vocabulary of the tied table.
+"""
 
 
 class Attending(nn.Module):
@@ -36,7 +38,10 @@ class Attending(nn.Module):
         self.out = nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
         k, v = (each[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for each in (k, v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
         loss: Tensor = self.out(mixed.transpose(1, 2).flatten(2)).mean()
@@ -44,11 +49,17 @@ class Attending(nn.Module):
 
 
 class Twice(nn.Module):
-    """A square weight whose rows and columns are added: shares of them are not shares of the sum."""
+    """A square weight whose rows and columns are added: shares of them are not shares of the
+    sum.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.square, self.hidden, self.out = nn.Linear(16, 16, bias=False), nn.Linear(16, 64), nn.Linear(64, 1)
+        self.square, self.hidden, self.out = (
+            nn.Linear(16, 16, bias=False),
+            nn.Linear(16, 64),
+            nn.Linear(64, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = x @ (self.square.weight + self.square.weight.t())
@@ -70,7 +81,11 @@ class Grown(nn.Module):
 
 
 def step_of(model: nn.Module, *shape: int) -> StepGraph:
-    return derive(capture(job(model, batch={"x": torch.randn(*shape)}, loss=lambda m, b: m(b["x"]))), "train", torch.device("cpu"))
+    return derive(
+        capture(job(model, batch={"x": torch.randn(*shape)}, loss=lambda m, b: m(b["x"]))),
+        "train",
+        torch.device("cpu"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +99,10 @@ def test_heads_hidden_features_and_vocabulary_are_found(gpt_step: StepGraph) -> 
 
 def test_what_does_not_divide_is_left_whole(gpt_step: StepGraph) -> None:
     found = choose([gpt_step], 3)
-    assert found == {"tokens.weight": ROWS, "mix_in.weight": ROWS}, "24 tokens, and queries, keys and values; not 2 heads or 64 features"
+    assert found == {
+        "tokens.weight": ROWS,
+        "mix_in.weight": ROWS,
+    }, "24 tokens, and queries, keys and values; not 2 heads or 64 features"
 
 
 def test_no_dim_of_the_batch_is_divided(gpt_step: StepGraph) -> None:
@@ -95,7 +113,12 @@ def test_no_dim_of_the_batch_is_divided(gpt_step: StepGraph) -> None:
 def test_grouped_heads_are_divided_by_their_groups() -> None:
     found = choose([step_of(Attending(), 4, 6, 16)], 2)
     weights = {name: shard for name, shard in found.items() if name.endswith("weight")}
-    assert weights == {"query.weight": ROWS, "key.weight": ROWS, "value.weight": ROWS, "out.weight": COLUMNS}
+    assert weights == {
+        "query.weight": ROWS,
+        "key.weight": ROWS,
+        "value.weight": ROWS,
+        "out.weight": COLUMNS,
+    }
 
 
 def test_an_empty_tensor_that_cat_passes_over_hinders_nothing() -> None:
@@ -111,7 +134,11 @@ def test_a_class_that_a_value_has_twice_is_not_divided() -> None:
 
 def test_what_must_be_whole_is(gpt_step: StepGraph) -> None:
     found = choose([gpt_step], 2, whole=["narrow.weight"])
-    assert found == {name: shard for name, shard in GPT.items() if name not in ("narrow.weight", "widen.weight", "widen.bias")}
+    assert found == {
+        name: shard
+        for name, shard in GPT.items()
+        if name not in ("narrow.weight", "widen.weight", "widen.bias")
+    }
 
 
 def test_a_rule_for_what_must_be_whole_is_refused(gpt_step: StepGraph) -> None:
@@ -133,20 +160,33 @@ def test_a_rule_divides_what_would_not_be(gpt_step: StepGraph) -> None:
     ("rules", "line"),
     [
         ({"nothing.*": None}, "nothing.*: a rule of the tensor axis matches no parameter"),
-        ({"mix_in.weight": Shard(dim=0, blocks=2)}, "mix_in.weight: a parameter cannot be divided as requested"),
-        ({"tokens.weight": Shard(dim=5)}, "tokens.weight: a parameter cannot be divided as requested"),
-        ({"tokens.weight": ROWS, "narrow.bias": ROWS}, "a parameter cannot be divided as requested"),
+        (
+            {"mix_in.weight": Shard(dim=0, blocks=2)},
+            "mix_in.weight: a parameter cannot be divided as requested",
+        ),
+        (
+            {"tokens.weight": Shard(dim=5)},
+            "tokens.weight: a parameter cannot be divided as requested",
+        ),
+        (
+            {"tokens.weight": ROWS, "narrow.bias": ROWS},
+            "a parameter cannot be divided as requested",
+        ),
     ],
     ids=["no such parameter", "blocks", "no such dim", "two that meet"],
 )
-def test_a_rule_that_cannot_be_followed_is_refused_by_its_name(gpt_step: StepGraph, rules: dict[str, Shard | None], line: str) -> None:
+def test_a_rule_that_cannot_be_followed_is_refused_by_its_name(
+    gpt_step: StepGraph, rules: dict[str, Shard | None], line: str
+) -> None:
     with pytest.raises(PlanError, match=line.replace("*", r"\*")):
         choose([gpt_step], 2, rules=rules)
 
 
 def test_what_is_decided_for_one_graph_holds_for_the_next(gpt_step: StepGraph) -> None:
     assert choose([gpt_step, gpt_step], 2) == GPT
-    assert choose([gpt_step, gpt_step], 2, rules={"tokens.weight": None}) == {n: s for n, s in GPT.items() if n != "tokens.weight"}
+    assert choose([gpt_step, gpt_step], 2, rules={"tokens.weight": None}) == {
+        n: s for n, s in GPT.items() if n != "tokens.weight"
+    }
 
 
 def test_all_parameters_of_a_class_are_divided_together(gpt_step: StepGraph) -> None:

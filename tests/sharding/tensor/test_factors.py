@@ -75,4 +75,6 @@ def test_rows_of_any_number_are_kept_apart(factors: Factors, shape: list[object]
     dims = factors.dims([ROWS, 16, 32])
     made = factors.regroup(dims, shape)
     assert made is not None
-    assert [f for dim in made for f in factors.leaves(dim)] == [f for dim in dims for f in factors.leaves(dim)]
+    assert [f for dim in made for f in factors.leaves(dim)] == [
+        f for dim in dims for f in factors.leaves(dim)
+    ]

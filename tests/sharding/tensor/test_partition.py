@@ -1,4 +1,6 @@
-"""Partitioned step graphs on real ranks: losses, gradients and buffers of the graph that they were made from."""
+"""Partitioned step graphs on real ranks: losses, gradients and buffers of the graph that they were
+made from.
+"""
 
 from __future__ import annotations
 
@@ -70,10 +72,16 @@ def prepare(folder: Path) -> None:
 
 
 def compared(case: str, rank: int, world: int) -> dict[str, Any]:
-    """One case on one rank: how far each output is from the whole graph's, relative to its greatest element; and what was exchanged."""
+    """One case on one rank: how far each output is from the whole graph's, relative to its greatest
+    element; and what was exchanged.
+    """
     job, program, step, shards, made = given(case)
     far = distances(job, program, (step, made.step), shards, rank, world)
-    return {"far": far, "divided": len(shards), "exchanges": Counter(e.collective for e in made.exchanges)}
+    return {
+        "far": far,
+        "divided": len(shards),
+        "exchanges": Counter(e.collective for e in made.exchanges),
+    }
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
@@ -83,10 +91,14 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(gpt: Package, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def ranks(
+    gpt: Package, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / PACKAGE).write_text(str(gpt.path))
-    (folder / ASKED).write_text(json.dumps([case for case in CASES if case in selected(request, "case")]))
+    (folder / ASKED).write_text(
+        json.dumps([case for case in CASES if case in selected(request, "case")])
+    )
     on_ranks(WORLD, rank_main, folder, prepare)
     return folder
 
@@ -112,8 +124,12 @@ def test_parameters_are_divided(ranks: Path, case: str) -> None:
 
 @small_jobs
 @pytest.mark.parametrize(("case", "count"), [("gpt", 6), ("llama", 6)])
-def test_a_block_is_exchanged_twice_forward_and_twice_backward(ranks: Path, case: str, count: int) -> None:
-    """And once for the embedding, and once for the gradient of what the vocabulary's rows are multiplied with."""
+def test_a_block_is_exchanged_twice_forward_and_twice_backward(
+    ranks: Path, case: str, count: int
+) -> None:
+    """And once for the embedding, and once for the gradient of what the vocabulary's rows are
+    multiplied with.
+    """
     exchanges = json.loads((ranks / f"{case}-0.json").read_text())["exchanges"]
     assert exchanges == {"all_reduce": count + 1}  # the loss
 
@@ -127,10 +143,19 @@ def test_a_graph_that_divides_nothing_is_as_it_was(step: StepGraph) -> None:
 
 def test_a_parameter_may_be_divided_where_the_graph_needs_it_whole(step: StepGraph) -> None:
     made = partition(step, WORLD, {"norms.0.weight": Shard(dim=0)})
-    assert ("parameter_norms_0_weight", "all_gather") in {(e.node, e.collective) for e in made.exchanges}
+    assert ("parameter_norms_0_weight", "all_gather") in {
+        (e.node, e.collective) for e in made.exchanges
+    }
 
 
-@pytest.mark.parametrize("shard", [Shard(dim=2), Shard(dim=0, blocks=5), Shard(dim=0, blocks=96)], ids=str)
-def test_a_division_that_is_none_is_refused_by_the_parameter_s_name(step: StepGraph, shard: Shard) -> None:
-    with pytest.raises(PlanError, match=r"plan\.tensor_shards: mix_in\.weight: a parameter cannot be divided this way"):
+@pytest.mark.parametrize(
+    "shard", [Shard(dim=2), Shard(dim=0, blocks=5), Shard(dim=0, blocks=96)], ids=str
+)
+def test_a_division_that_is_none_is_refused_by_the_parameter_s_name(
+    step: StepGraph, shard: Shard
+) -> None:
+    with pytest.raises(
+        PlanError,
+        match=r"plan\.tensor_shards: mix_in\.weight: a parameter cannot be divided this way",
+    ):
         partition(step, WORLD, {"mix_in.weight": shard})

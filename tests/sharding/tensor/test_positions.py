@@ -84,11 +84,17 @@ def test_ranks_compute_what_one_would(ranks: Path, number: int, rank: int) -> No
 
 def exchanged(step: StepGraph, shards: Mapping[str, Shard], least: int) -> Counter[str]:
     """Collectives of at least so many elements."""
-    return Counter(e.collective for e in partition(step, WORLD, shards, positions=True).exchanges if e.elements >= least)
+    return Counter(
+        e.collective
+        for e in partition(step, WORLD, shards, positions=True).exchanges
+        if e.elements >= least
+    )
 
 
 @pytest.mark.slow
-def test_a_context_gathers_keys_and_values_and_scatters_their_gradients(gpt_step: StepGraph) -> None:
+def test_a_context_gathers_keys_and_values_and_scatters_their_gradients(
+    gpt_step: StepGraph,
+) -> None:
     activation = 4 * 16 * 32
     found = exchanged(gpt_step, {}, activation // 2)
     assert found["reduce_scatter"] == 2
@@ -96,7 +102,9 @@ def test_a_context_gathers_keys_and_values_and_scatters_their_gradients(gpt_step
 
 
 @pytest.mark.slow
-def test_sequence_parallel_scatters_sums_where_the_tensor_axis_reduces_them(gpt_step: StepGraph) -> None:
+def test_sequence_parallel_scatters_sums_where_the_tensor_axis_reduces_them(
+    gpt_step: StepGraph,
+) -> None:
     shards = divide([gpt_step], WORLD, (), None, "sequence").shards
     activation = 4 * 16 * 32
     assert exchanged(gpt_step, shards, activation // 2) == {"reduce_scatter": 6, "all_gather": 9}
@@ -106,7 +114,10 @@ def test_sequence_parallel_scatters_sums_where_the_tensor_axis_reduces_them(gpt_
 @pytest.mark.parametrize("what", ["sequence", "context"])
 def test_less_is_held_where_positions_are_shared(gpt_step: StepGraph, what: Divide) -> None:
     shards = divide([gpt_step], WORLD, (), None, what).shards
-    without, shared = (held(partition(gpt_step, WORLD, shards, positions=each).step.module).peak for each in (False, True))
+    without, shared = (
+        held(partition(gpt_step, WORLD, shards, positions=each).step.module).peak
+        for each in (False, True)
+    )
     assert shared < without
 
 
@@ -168,8 +179,12 @@ def test_a_plan_of_one_rank_divides_nothing(gpt_source: Source) -> None:
         trainload.plan(gpt_source, trainload.Cluster(), divide="context")
 
 
-def test_an_edited_plan_that_divides_parameters_among_a_context_is_refused(gpt_source: Source) -> None:
-    plan: dict[str, Any] = trainload.plan(gpt_source, trainload.Cluster(devices_per_node=2), tensor_ranks=2).model_dump(mode="json")
+def test_an_edited_plan_that_divides_parameters_among_a_context_is_refused(
+    gpt_source: Source,
+) -> None:
+    plan: dict[str, Any] = trainload.plan(
+        gpt_source, trainload.Cluster(devices_per_node=2), tensor_ranks=2
+    ).model_dump(mode="json")
     with pytest.raises(ValueError, match="context, which divides no parameter"):
         trainload.Plan.model_validate(plan | {"divide": "context"})
 

@@ -31,16 +31,32 @@ _package = click.Path(path_type=Path)
 @click.command(short_help="Compare two packages.")
 @click.argument("before", metavar="A", type=_package)
 @click.argument("after", metavar="B", type=_package)
-@click.option("--weights", "rows", type=click.IntRange(min=0), default=10, metavar="N", help="Number of tensors to list. Default: 10.")
+@click.option(
+    "--weights",
+    "rows",
+    type=click.IntRange(min=0),
+    default=10,
+    metavar="N",
+    help="Number of tensors to list. Default: 10.",
+)
 @click.option("--no-weights", is_flag=True, help="Do not compare weights.")
 @click.option("--full", is_flag=True, help=f"Print all lines, not {MOST_LINES} of each part.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the packages differ.")
 @json_option
-def diff(before: Path, after: Path, rows: int, no_weights: bool, full: bool, exit_code: bool, as_json: bool) -> None:
+def diff(
+    before: Path,
+    after: Path,
+    rows: int,
+    no_weights: bool,
+    full: bool,
+    exit_code: bool,
+    as_json: bool,
+) -> None:
     """Show the differences between packages A and B, by name.
 
-    "-" is only in A, "+" only in B. Weights are listed with the greatest change first. Files that are not part of the identity (debug/,
-    derived/, signatures/) are not compared. No code of a package is run, and its operators need not be installed.
+    "-" is only in A, "+" only in B. Weights are listed with the greatest change first. Files that
+    are not part of the identity (debug/, derived/, signatures/) are not compared. No code of a
+    package is run, and its operators need not be installed.
     """
     for path in (before, after):
         if not path.exists():
@@ -52,7 +68,12 @@ def diff(before: Path, after: Path, rows: int, no_weights: bool, full: bool, exi
     if as_json:
         print_json({"same": found.same, **view.as_json(found)})
     elif found.same:
-        out().print(f"no differences: both are {found.before.digest}", markup=False, highlight=False, soft_wrap=True)
+        out().print(
+            f"no differences: both are {found.before.digest}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     else:
         _print(found, rows, None if full else MOST_LINES)
     if exit_code and not found.same:
@@ -60,7 +81,10 @@ def diff(before: Path, after: Path, rows: int, no_weights: bool, full: bool, exi
 
 
 def _print(found: PackageDifference, rows: int, most: int | None) -> None:
-    sides = [(name, f"{side.path}  {side.digest}") for name, side in (("A", found.before), ("B", found.after))]
+    sides = [
+        (name, f"{side.path}  {side.digest}")
+        for name, side in (("A", found.before), ("B", found.after))
+    ]
     if found.before.program == found.after.program:
         sides.append(("program", "the same"))
     out().print(view.table([*sides, ("relation", found.relation)]))
@@ -91,7 +115,13 @@ def _graph(graph: GraphDifference, most: int | None) -> None:
         _lines([(f"  {line.mark} {line.text}", _STYLES[line.mark]) for line in module.lines], most)
     if graph.values:
         _lines([("  other sizes:", "dim")], None)
-        _lines([(f"  ~ {change.name}: {change.before} -> {change.after}", "yellow") for change in graph.values], most)
+        _lines(
+            [
+                (f"  ~ {change.name}: {change.before} -> {change.after}", "yellow")
+                for change in graph.values
+            ],
+            most,
+        )
     if graph.unseen:
         _lines([("  other names, strides or order: no operator, argument or size", "dim")], None)
 
@@ -138,7 +168,10 @@ def _change(change: Change) -> Iterable[tuple[str, str]]:
 
 
 def _title(text: str, count: int | None = None) -> None:
-    out().print(Text(_printable(text if count is None else f"{text} ({count})"), style="bold"), soft_wrap=True)
+    out().print(
+        Text(_printable(text if count is None else f"{text} ({count})"), style="bold"),
+        soft_wrap=True,
+    )
 
 
 def _lines(lines: Sequence[tuple[str, str]], most: int | None) -> None:
@@ -146,7 +179,10 @@ def _lines(lines: Sequence[tuple[str, str]], most: int | None) -> None:
     for text, style in shown:
         out().print(Text(_printable(text), style=style), soft_wrap=True)
     if len(shown) < len(lines):
-        out().print(Text(f"    and {len(lines) - len(shown)} more lines: --full", style="dim"), soft_wrap=True)
+        out().print(
+            Text(f"    and {len(lines) - len(shown)} more lines: --full", style="dim"),
+            soft_wrap=True,
+        )
 
 
 def _printable(text: str) -> str:

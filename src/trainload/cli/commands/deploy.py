@@ -37,9 +37,22 @@ _PATHS = {"package", "data", "eval_data", "output", "plan_file"}
 def pod_options(command: Command) -> Command:
     """Add what pods of all manifests have."""
     for option in (
-        click.option("--service-account", metavar="NAME", help="Service account. Default: the namespace's."),
-        click.option("--env", multiple=True, metavar="KEY=VALUE", help="Environment variable; not for secrets."),
-        click.option("--secret", "secrets", multiple=True, metavar="NAME", help="Secret to load as environment variables."),
+        click.option(
+            "--service-account", metavar="NAME", help="Service account. Default: the namespace's."
+        ),
+        click.option(
+            "--env",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Environment variable; not for secrets.",
+        ),
+        click.option(
+            "--secret",
+            "secrets",
+            multiple=True,
+            metavar="NAME",
+            help="Secret to load as environment variables.",
+        ),
         click.option("--namespace", help="Namespace. Default: kubectl's."),
     ):
         command = option(command)
@@ -59,17 +72,53 @@ manifest.add_command(evict)
 @click.argument("package", metavar="[PKG]", required=False)
 @click.argument("options", metavar="[-- LAUNCH OPTIONS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--data", metavar="PATH", help="Training data, as for launch.")
-@click.option("--image", required=True, metavar="IMAGE", help="Container image with trainload and Ray.")
-@click.option("--claim", required=True, metavar="NAME[:PATH]", help="Volume claim for runs, packages and data.")
+@click.option(
+    "--image", required=True, metavar="IMAGE", help="Container image with trainload and Ray."
+)
+@click.option(
+    "--claim",
+    required=True,
+    metavar="NAME[:PATH]",
+    help="Volume claim for runs, packages and data.",
+)
 @click.option("--memory", required=True, metavar="SIZE", help="Memory of each node, such as 64Gi.")
-@click.option("--workers", type=CountOf(KINDS), default="1", metavar="N[/cuda]", help="Devices per node. Default: 1.")
-@click.option("--nodes", type=Span(), default="1", metavar="N or A:B", help="Nodes, or an elastic range. Default: 1.")
-@click.option("--kind", type=click.Choice(["RayJob", "RayCluster"]), default="RayJob", help="Kind of resource. Default: RayJob.")
+@click.option(
+    "--workers",
+    type=CountOf(KINDS),
+    default="1",
+    metavar="N[/cuda]",
+    help="Devices per node. Default: 1.",
+)
+@click.option(
+    "--nodes",
+    type=Span(),
+    default="1",
+    metavar="N or A:B",
+    help="Nodes, or an elastic range. Default: 1.",
+)
+@click.option(
+    "--kind",
+    type=click.Choice(["RayJob", "RayCluster"]),
+    default="RayJob",
+    help="Kind of resource. Default: RayJob.",
+)
 @click.option("--name", help="Resource name. Default: the package's.")
 @click.option("--run-dir", metavar="DIR", help="Folder of the run. Default: runs/NAME.")
-@click.option("--retries", type=click.IntRange(min=0), default=3, metavar="N", help="New clusters after failures. Default: 3.")
+@click.option(
+    "--retries",
+    type=click.IntRange(min=0),
+    default=3,
+    metavar="N",
+    help="New clusters after failures. Default: 3.",
+)
 @pod_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file. Default: stdout.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Output file. Default: stdout.",
+)
 @json_option
 def kuberay(
     package: str | None,
@@ -94,8 +143,13 @@ def kuberay(
     """Write a run (or a cluster) for KubeRay. Relative paths start at the volume."""
     from trainload.deploy.kuberay import as_yaml, entrypoint, ray_cluster, ray_job
 
-    if kind == "RayCluster" and (package is not None or data is not None or run_dir is not None or options):
-        raise click.UsageError("--kind RayCluster does not start a run: omit the package, --data, --run-dir and launch options.")
+    if kind == "RayCluster" and (
+        package is not None or data is not None or run_dir is not None or options
+    ):
+        raise click.UsageError(
+            "--kind RayCluster does not start a run: omit the package, --data, --run-dir and launch"
+            " options."
+        )
     if kind == "RayJob" and (package is None or data is None):
         raise click.UsageError("--kind RayJob needs a package and --data.")
     pods = pods_of(
@@ -117,7 +171,13 @@ def kuberay(
         place = _placing(pods.mount)
         folder = place(run_dir or f"runs/{pods.name}")
         given = _launch_options(options, place)
-        asked = [place(package), "--data", place(data), *_size(pods.nodes, workers, planned="--plan" in given), *given]
+        asked = [
+            place(package),
+            "--data",
+            place(data),
+            *_size(pods.nodes, workers, planned="--plan" in given),
+            *given,
+        ]
         launch.make_context("launch", list(asked))
         made = ray_job(pods, folder, entrypoint(folder, asked, shared.program_options()), retries)
     text = json.dumps(made, indent=2) + "\n" if as_json else as_yaml(made)
@@ -157,22 +217,33 @@ def _placing(mount: str) -> Callable[[str], str]:
 
     def place(path: str) -> str:
         check_no_credentials(path)
-        return path if "://" in path or path.startswith(("${", "python:")) else str(PurePosixPath(mount, path))
+        return (
+            path
+            if "://" in path or path.startswith(("${", "python:"))
+            else str(PurePosixPath(mount, path))
+        )
 
     return place
 
 
 def _launch_options(given: Sequence[str], place: Callable[[str], str]) -> list[str]:
     """Options of `launch`, as its own parser reads them, with their paths as the pods see them."""
-    values, rest, order = launch.make_parser(click.Context(launch, info_name="launch")).parse_args(["PKG", *given])
+    values, rest, order = launch.make_parser(click.Context(launch, info_name="launch")).parse_args(
+        ["PKG", *given]
+    )
     if rest:
-        raise click.UsageError(f"{shlex.join(rest)} is not an option of launch. Pass launch options as in: -- --steps 1000 --set lr=3e-4.")
+        raise click.UsageError(
+            f"{shlex.join(rest)} is not an option of launch. Pass launch options as in: -- --steps"
+            " 1000 --set lr=3e-4."
+        )
     found: list[str] = []
     for option in dict.fromkeys(order):
         if not isinstance(option, click.Option) or option.name is None:
             continue
         if option.name in _OURS:
-            raise click.UsageError(f"{_OURS[option.name]} is an option of this command: pass it before the --.")
+            raise click.UsageError(
+                f"{_OURS[option.name]} is an option of this command: pass it before the --."
+            )
         if option.name in _NOT_THERE:
             raise click.UsageError(f"{option.opts[0]} cannot be used in a cluster's job: omit it.")
         value: Any = values[option.name]

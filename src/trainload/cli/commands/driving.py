@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
 
 _EVICTED = "evicted"
-"""A file of a run's folder: the run was asked to stop because its head's pod goes, and not because somebody wants its end."""
+"""A file of a run's folder: the run was asked to stop because its head's pod goes, and not because
+somebody wants its end.
+"""
 
 
 @click.command(hidden=True)
@@ -26,10 +28,11 @@ _EVICTED = "evicted"
 @click.argument("launched", metavar="-- LAUNCH", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> int:
-    """Launch a run with the options LAUNCH, or resume it if it already exists. For the entrypoint of a job.
+    """Launch a run with the options LAUNCH, or resume it if it already exists. For the entrypoint
+    of a job.
 
-    The exit status is 0 if another cluster would not help: the run has ended or was stopped. A run that has diverged fails and
-    is not retried.
+    The exit status is 0 if another cluster would not help: the run has ended or was stopped. A run
+    that has diverged fails and is not retried.
     """
     from trainload.launching.run.run_spec import RUN_FILE
     from trainload.launching.run.run_state import read_state
@@ -38,12 +41,22 @@ def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> i
     evicted, began = run_dir / _EVICTED, time.time()
     evicted.unlink(missing_ok=True)  # of a head that ended before its driver did
     resume = ["resume", str(run_dir), "--address", "auto"]
-    status = run_group(context.find_root().command, resume if (run_dir / RUN_FILE).exists() else launched)
+    status = run_group(
+        context.find_root().command, resume if (run_dir / RUN_FILE).exists() else launched
+    )
     state = read_state(run_dir)
-    if status != FAILED or evicted.exists() or state is None or state.time < began or not _was_stopped(state):
+    if (
+        status != FAILED
+        or evicted.exists()
+        or state is None
+        or state.time < began
+        or not _was_stopped(state)
+    ):
         evicted.unlink(missing_ok=True)
         return status
-    err().print("the run was stopped, so the job is done: submit it again to continue", highlight=False)
+    err().print(
+        "the run was stopped, so the job is done: submit it again to continue", highlight=False
+    )
     return DONE
 
 
@@ -51,7 +64,10 @@ def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> i
 @run_argument
 @click.pass_context
 def evict(context: click.Context, run_dir: Path) -> None:
-    """Stop a run whose head pod will be removed, so that it continues elsewhere. For the preStop hook of that pod."""
+    """Stop a run whose head pod will be removed, so that it continues elsewhere.
+
+    For the preStop hook of that pod.
+    """
     from trainload.launching.run.run_state import read_state
 
     state = read_state(run_dir)
@@ -73,5 +89,8 @@ def _check_converging(state: RunState | None, run_dir: Path) -> None:
             "the run has diverged, and would diverge again",
             where=str(run_dir),
             got=state.summary.message,
-            hint="Continue with other settings (trainload resume --set), or launch a run in another folder.",
+            hint=(
+                "Continue with other settings (trainload resume --set), or launch a run in another"
+                " folder."
+            ),
         )

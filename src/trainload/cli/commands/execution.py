@@ -1,4 +1,6 @@
-"""Runs a command line and reports its error: one line on stderr, or a JSON object on stdout with --json."""
+"""Runs a command line and reports its error: one line on stderr, or a JSON object on stdout with
+--json.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,38 @@ from trainload.core.errors import CaptureError, RequestError, TrainloadError
 from trainload.core.redaction import redacted
 
 
-def _report(arguments: Sequence[str], kind: str, message: str, status: int, **details: object) -> int:
-    """Say what went wrong, once: on stderr one line, a page if it has findings; or with --json an object on stdout. Returns `status`."""
+def _report(
+    arguments: Sequence[str], kind: str, message: str, status: int, **details: object
+) -> int:
+    """Say what went wrong, once: on stderr one line, a page if it has findings; or with --json an
+    object on stdout.
+
+    Returns `status`.
+    """
     message = redacted(message)
     if "--json" in arguments:
-        print_json({"error": {"kind": kind, "message": message, "exit": status, **{k: v for k, v in details.items() if v}}})
+        print_json(
+            {
+                "error": {
+                    "kind": kind,
+                    "message": message,
+                    "exit": status,
+                    **{k: v for k, v in details.items() if v},
+                }
+            }
+        )
     else:
-        sys.stderr.write(f"trainload: {message if details.get('findings') else ' '.join(message.split())}\n")
+        sys.stderr.write(
+            f"trainload: {message if details.get('findings') else ' '.join(message.split())}\n"
+        )
     return status
 
 
 def run_group(group: click.Command, arguments: Sequence[str]) -> int:
-    """Run one command line of a group of commands, without the program's name. Returns the exit status."""
+    """Run one command line of a group of commands, without the program's name.
+
+    Returns the exit status.
+    """
     try:
         status = group.main(list(arguments), prog_name="trainload", standalone_mode=False)
     except TrainloadError as error:
@@ -38,7 +60,9 @@ def run_group(group: click.Command, arguments: Sequence[str]) -> int:
         }
         if isinstance(error, CaptureError):
             details["findings"] = [finding.as_json() for finding in error.findings]
-        return _report(arguments, type(error).__name__, str(error), status, problem=error.problem, **details)
+        return _report(
+            arguments, type(error).__name__, str(error), status, problem=error.problem, **details
+        )
     except click.exceptions.NoArgsIsHelpError as error:
         sys.stderr.write(error.format_message() + "\n")
         return WRONG

@@ -10,7 +10,13 @@ from typing import Any, Literal, cast
 import click
 
 from trainload.cli.commands import shared
-from trainload.cli.commands.shared import any_package_argument, json_option, located, out, print_json
+from trainload.cli.commands.shared import (
+    any_package_argument,
+    json_option,
+    located,
+    out,
+    print_json,
+)
 from trainload.cli.view import tables as view
 
 _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
@@ -19,10 +25,18 @@ _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 @click.command(short_help="Write it for plain torch.")
 @any_package_argument
 @click.option("--to", required=True, type=click.Choice(list(_SUFFIXES)), help="Format to write.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Output path. Default: beside PKG.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Output path. Default: beside PKG.",
+)
 @click.option("--graph", metavar="NAME", help="Graph to export. Default: predict.")
 @click.option("--variant", metavar="NAME", help="Variant of the graph. Default: the first.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device of the graph. Default: cpu.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Device of the graph. Default: cpu."
+)
 @click.option("--part", metavar="MODULE", help="Module to export weights of (huggingface).")
 @click.option("--check/--no-check", default=True, help="Load the result and compare it with PKG.")
 @json_option
@@ -39,8 +53,8 @@ def export(
 ) -> None:
     """Write the model of a package, with its weights, for use without trainload.
 
-    pt2: for torch.export.load. aoti: compiled, for torch's loader of AOTInductor packages. huggingface: a folder of safetensors, with
-    config.json and tokenizer if the package has them.
+    pt2: for torch.export.load. aoti: compiled, for torch's loader of AOTInductor packages.
+    huggingface: a folder of safetensors, with config.json and tokenizer if the package has them.
     """
     source, folder = located(package)
     if source is not None and output is None:
@@ -49,7 +63,11 @@ def export(
     from trainload.exporting.export_graphs import Kind
     from trainload.exporting.export_graphs import export as write
 
-    path = output if output is not None else folder.with_name(folder.name.removesuffix(".tl") + _SUFFIXES[to])
+    path = (
+        output
+        if output is not None
+        else folder.with_name(folder.name.removesuffix(".tl") + _SUFFIXES[to])
+    )
     with redirect_stdout(sys.stderr):  # compilers print
         made = write(
             opened,
@@ -64,19 +82,39 @@ def export(
     if as_json:
         print_json(made)
         return
-    rows: list[tuple[str, Any]] = [("written", str(made.path)), ("files", made.files), ("bytes", made.bytes)]
+    rows: list[tuple[str, Any]] = [
+        ("written", str(made.path)),
+        ("files", made.files),
+        ("bytes", made.bytes),
+    ]
     if made.graph:
         rows += [
             ("graph", f"{made.graph}, for {made.device}"),
             (
                 "takes",
-                ("one dict: " if made.to == "pt2" else "keywords: ") + ", ".join(f"{name} {kind}" for name, kind in made.inputs.items()),
+                ("one dict: " if made.to == "pt2" else "keywords: ")
+                + ", ".join(f"{name} {kind}" for name, kind in made.inputs.items()),
             ),
             ("returns", f"a tuple: {', '.join(made.outputs)}"),
-            ("difference", "not compared" if made.difference is None else f"{made.difference:.2g} from the package's own graph"),
+            (
+                "difference",
+                (
+                    "not compared"
+                    if made.difference is None
+                    else f"{made.difference:.2g} from the package's own graph"
+                ),
+            ),
         ]
     if made.lowered:
         rows.append(("traced away", ", ".join(made.lowered)))
     for namespace, distribution in made.libraries.items():
-        rows.append(("needs", f"the operators of {namespace}, from {distribution or 'a library of yours'}: import it before opening"))
+        rows.append(
+            (
+                "needs",
+                (
+                    f"the operators of {namespace}, from {distribution or 'a library of yours'}:"
+                    " import it before opening"
+                ),
+            )
+        )
     out().print(view.table(rows))

@@ -1,4 +1,6 @@
-"""Keeps the driver of a run going: it is a process of its own, which is started again where it, or its way to the cluster, is lost."""
+"""Keeps the driver of a run going: it is a process of its own, which is started again where it, or
+its way to the cluster, is lost.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,24 @@ def is_kept() -> bool:
 
 
 def stop_with_parent() -> None:
-    """In a driver that is kept: SIGTERM asks the run to stop, as Ctrl-C does, from now on; and so does the death of the keeper."""
+    """In a driver that is kept: SIGTERM asks the run to stop, as Ctrl-C does, from now on; and so
+    does the death of the keeper.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)
 
 
-def keep(arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], patience: float) -> int:
+def keep(
+    arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], patience: float
+) -> int:
     """Runs `trainload ARGUMENTS`, which drives a run, to its end.
 
-    A driver is lost that ends without having said how, since it was killed, or because the cluster's head is gone; or that was killed
-    after the last step, before the run's result was written. Then this waits until the cluster answers, and starts another one; until three
-    in a row were lost without a new checkpoint. What a state says that another driver has left is not taken for the word of this one. A
-    driver that was asked to end, through this process, has no successor.
+    A driver is lost that ends without having said how, since it was killed, or because the
+    cluster's head is gone; or that was killed after the last step, before the run's result was
+    written. Then this waits until the cluster answers, and starts another one; until three in a row
+    were lost without a new checkpoint. What a state says that another driver has left is not taken
+    for the word of this one. A driver that was asked to end, through this process, has no
+    successor.
 
     Args:
         arguments: of the driver.
@@ -65,27 +73,50 @@ def keep(arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], p
         said = state is not None and state != before
         if state is None and status not in (DONE, FAILED, WRONG):
             err().print(
-                f"trainload: the driver of {run_dir} died before it started the run, with status {status}", soft_wrap=True, highlight=False
+                f"trainload: the driver of {run_dir} died before it started the run, with status"
+                f" {status}",
+                soft_wrap=True,
+                highlight=False,
             )
             return FAILED
         if state is None or status == DONE:
             return status
         if asked and status < 0:
-            err().print(f"the run's driver was ended by signal {-status}, as requested", highlight=False, soft_wrap=True)
+            err().print(
+                f"the run's driver was ended by signal {-status}, as requested",
+                highlight=False,
+                soft_wrap=True,
+            )
             return FAILED
-        if asked or not (_is_lost(state, status) if said else losses or status not in (FAILED, WRONG)):
+        if asked or not (
+            _is_lost(state, status) if said else losses or status not in (FAILED, WRONG)
+        ):
             return status
         losses = 1 if state.summary.checkpoint != saved else losses + 1
         saved = state.summary.checkpoint
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         if losses > _MOST_LOSSES:
-            err().print(f"the run's driver was lost again ({how}): giving up", markup=False, highlight=False, soft_wrap=True)
+            err().print(
+                f"the run's driver was lost again ({how}): giving up",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
             return FAILED
-        err().print(f"the run's driver was lost ({how}): starting a new one", markup=False, highlight=False, soft_wrap=True)
+        err().print(
+            f"the run's driver was lost ({how}): starting a new one",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         until = time.monotonic() + patience
         while not answers():
             if time.monotonic() > until:
-                err().print(f"the cluster has not responded for {patience:g} s: giving up", highlight=False, soft_wrap=True)
+                err().print(
+                    f"the cluster has not responded for {patience:g} s: giving up",
+                    highlight=False,
+                    soft_wrap=True,
+                )
                 return FAILED
             time.sleep(_PAUSE_SECONDS)
 
@@ -98,8 +129,14 @@ def _is_lost(state: RunState, status: int) -> bool:
 
 
 def _drive(arguments: Sequence[str], asked: set[int]) -> int:
-    """Runs one driver, and passes signals on to it, which are added to those that it was `asked` to end by."""
-    driver = subprocess.Popen([sys.executable, "-m", "trainload", *arguments], env={**os.environ, KEPT: "1"}, start_new_session=True)
+    """Runs one driver, and passes signals on to it, which are added to those that it was `asked` to
+    end by.
+    """
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "trainload", *arguments],
+        env={**os.environ, KEPT: "1"},
+        start_new_session=True,
+    )
 
     def forward(number: int, frame: object) -> None:
         asked.add(number)

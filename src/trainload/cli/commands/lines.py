@@ -1,4 +1,6 @@
-"""Commands of what became of a line: its history, where a release comes from, the way back, and the way to a new program."""
+"""Commands of what became of a line: its history, where a release comes from, the way back, and the
+way to a new program.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _SHORT = 12
 @click.option("--reason", metavar="TEXT", default="", help="Reason, stored in the history.")
 @json_option
 def rollback(store: str, line: str | None, to: str | None, reason: str, as_json: bool) -> None:
-    """Make the previously current release current again, and mark the one that it replaces as rejected."""
+    """Make the previously current release current again, and mark the one that it replaces as
+    rejected.
+    """
     check_supported_torch()
     from trainload.packaging.stores.releases import shown
     from trainload.packaging.stores.store import Store
@@ -37,11 +41,25 @@ def rollback(store: str, line: str | None, to: str | None, reason: str, as_json:
 
     place = Store(store)
     pointer = go_back(place, place.line(line), to=to, reason=reason)
-    found = {"store": store, "line": pointer.line, "release": shown(pointer.release), "digest": pointer.package, "reason": pointer.reason}
+    found = {
+        "store": store,
+        "line": pointer.line,
+        "release": shown(pointer.release),
+        "digest": pointer.package,
+        "reason": pointer.reason,
+    }
     if as_json:
         print_json(found)
     else:
-        out().print(view.table([("line", pointer.line), ("current", shown(pointer.release)), ("reason", pointer.reason)]))
+        out().print(
+            view.table(
+                [
+                    ("line", pointer.line),
+                    ("current", shown(pointer.release)),
+                    ("reason", pointer.reason),
+                ]
+            )
+        )
 
 
 @click.command(short_help="Show a line's history.")
@@ -67,12 +85,25 @@ def history(store: str, line: str | None, as_json: bool) -> None:
 
 
 def _happened(story: LineStory) -> list[dict[str, Any]]:
-    """Every change of what is current, and every tick, in the order of time. A tick's promotion is told once, as the tick's."""
+    """Every change of what is current, and every tick, in the order of time.
+
+    A tick's promotion is told once, as the tick's.
+    """
     from trainload.packaging.stores.releases import shown
 
-    by_tick = {tick.ended.pointer for tick in story.ticks if tick.ended is not None and tick.ended.pointer is not None}
+    by_tick = {
+        tick.ended.pointer
+        for tick in story.ticks
+        if tick.ended is not None and tick.ended.pointer is not None
+    }
     rows = [
-        {"time": entry.created, "tick": None, "what": "current", "release": shown(entry.release), "reason": entry.reason}
+        {
+            "time": entry.created,
+            "tick": None,
+            "what": "current",
+            "release": shown(entry.release),
+            "reason": entry.reason,
+        }
         for entry in story.changes
         if entry.id not in by_tick
     ]
@@ -81,7 +112,13 @@ def _happened(story: LineStory) -> list[dict[str, Any]]:
         release = tick.trained.release if tick.trained is not None else None
         rows.append(
             {
-                "time": ended.created if ended is not None else begun.created if begun is not None else "",
+                "time": (
+                    ended.created
+                    if ended is not None
+                    else begun.created
+                    if begun is not None
+                    else ""
+                ),
                 "tick": tick.name,
                 "what": ended.outcome if ended is not None else "under way",
                 "release": None if release is None else shown(release),
@@ -95,7 +132,9 @@ def _happened(story: LineStory) -> list[dict[str, Any]]:
 @click.argument("release", metavar="STORE[#LINE[/N]]")
 @json_option
 def lineage(release: str, as_json: bool) -> None:
-    """Show the lineage of a release, back to the first freeze: parents, data, plan, metrics, decisions."""
+    """Show the lineage of a release, back to the first freeze: parents, data, plan, metrics,
+    decisions.
+    """
     check_supported_torch()
     from trainload.launching.node.fetching import parts_of
     from trainload.packaging.stores.store import Store
@@ -125,7 +164,8 @@ def _described(step: Ancestor) -> Table:
     rows: list[tuple[str, Any]] = [
         (
             f"{step.line} {release.name}",
-            f"{step.state.status}, {step.how} {release.created}" + (f": {release.message}" if release.message else ""),
+            f"{step.state.status}, {step.how} {release.created}"
+            + (f": {release.message}" if release.message else ""),
         ),
         ("package", release.package[:_SHORT]),
         ("program", release.program[:_SHORT]),
@@ -137,13 +177,22 @@ def _described(step: Ancestor) -> Table:
             rows.append(("data", f"{snapshot.rows:,} rows of {len(snapshot.files)} files"))
         if tick.trained is not None:
             plan = ", ".join(f"{name} {value}" for name, value in sorted(tick.trained.plan.items()))
-            rows.append(("trained", f"{tick.trained.steps} steps, {plan}; started {tick.begun} times"))
+            rows.append(
+                ("trained", f"{tick.trained.steps} steps, {plan}; started {tick.begun} times")
+            )
         for name, both in metrics_of(tick).items():
             rows.append((name, f"{_number(both['champion'])} -> {_number(both['challenger'])}"))
         if tick.ended is not None:
             rows.append((tick.ended.outcome, tick.ended.reason))
         if tick.pinned is not None:
-            rows.append(("versions", ", ".join(f"{name} {value}" for name, value in sorted(tick.pinned.versions.items()))))
+            rows.append(
+                (
+                    "versions",
+                    ", ".join(
+                        f"{name} {value}" for name, value in sorted(tick.pinned.versions.items())
+                    ),
+                )
+            )
     return view.table(rows)
 
 
@@ -153,9 +202,27 @@ def _number(value: float | None) -> str:
 
 @click.command(short_help="Move weights to new code.")
 @click.argument("package", metavar="NEW")
-@click.option("--from", "source", required=True, metavar="OLD", help="Package or STORE#LINE/N with the weights.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PKG", help="Path of the new package.")
-@click.option("--rename", "given", multiple=True, metavar="OLD=NEW", help="Rename parameters; one * may match.")
+@click.option(
+    "--from",
+    "source",
+    required=True,
+    metavar="OLD",
+    help="Package or STORE#LINE/N with the weights.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="PKG",
+    help="Path of the new package.",
+)
+@click.option(
+    "--rename",
+    "given",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Rename parameters; one * may match.",
+)
 @click.option("--overlap", is_flag=True, help="Copy the overlap of different shapes.")
 @click.option("--strict", is_flag=True, help="Fail unless everything is carried over.")
 @click.option("--store", metavar="STORE", help="Publish to this store; with --line.")
@@ -172,9 +239,11 @@ def migrate(
     line: str | None,
     as_json: bool,
 ) -> None:
-    """Write the program of NEW with the weights of OLD, matched by name, and report the outcome for each.
+    """Write the program of NEW with the weights of OLD, matched by name, and report the outcome for
+    each.
 
-    With --store and --line the result becomes the first release of a new line, whose lineage continues in that of OLD.
+    With --store and --line the result becomes the first release of a new line, whose lineage
+    continues in that of OLD.
     """
     if (store is None) != (line is None):
         raise click.UsageError("--store and --line must be used together.")
@@ -193,18 +262,41 @@ def migrate(
             from trainload.retraining.migrate import publish
 
             release = publish(found, old, store, line)
-    told = {"release": release, "package": None if output is None else str(output), "digest": found.digest}
-    lists = {name: getattr(found, name) for name in ("matched", "converted", "reshaped", "missing", "left")}
+    told = {
+        "release": release,
+        "package": None if output is None else str(output),
+        "digest": found.digest,
+    }
+    lists = {
+        name: getattr(found, name)
+        for name in ("matched", "converted", "reshaped", "missing", "left")
+    }
     if as_json:
         print_json({**told, **lists, "elements": found.elements, "carried": found.carried})
         return
-    rows: list[tuple[str, Any]] = [(name, value) for name, value in told.items() if value is not None]
+    rows: list[tuple[str, Any]] = [
+        (name, value) for name, value in told.items() if value is not None
+    ]
     rows += [(name, len(each)) for name, each in lists.items()]
-    rows.append(("carried over", f"{found.carried:,} of {found.elements:,} elements ({found.carried / max(1, found.elements):.1%})"))
+    rows.append(
+        (
+            "carried over",
+            (
+                f"{found.carried:,} of {found.elements:,} elements"
+                f" ({found.carried / max(1, found.elements):.1%})"
+            ),
+        )
+    )
     out().print(view.table(rows))
     for each in found.reshaped:
-        how = "the part that both have was carried over" if each.copied else "the new program's own values"
-        out().print(f"reshaped: {each.name}: {list(each.old)} -> {list(each.new)}: {how}", highlight=False)
+        how = (
+            "the part that both have was carried over"
+            if each.copied
+            else "the new program's own values"
+        )
+        out().print(
+            f"reshaped: {each.name}: {list(each.old)} -> {list(each.new)}: {how}", highlight=False
+        )
     for name in found.missing:
         out().print(f"missing: {name}: the new program's own values", highlight=False)
     for name in found.left:

@@ -11,7 +11,10 @@ from trainload.cli.view.column_table import Columns
 @click.command(short_help="List what --set takes.")
 @json_option
 def settings(as_json: bool) -> None:
-    """List the settings that `launch`, `resume`, `evaluate` and `plan` take as --set KEY=VALUE. With --json: their JSON Schema."""
+    """List the settings that `launch`, `resume`, `evaluate` and `plan` take as --set KEY=VALUE.
+
+    With --json: their JSON Schema.
+    """
     from trainload.launching.settings.describe import descriptions, settings_schema
 
     if as_json:
@@ -19,5 +22,7 @@ def settings(as_json: bool) -> None:
         return
     table = Columns(("setting", "default", "unit", "resume", "description"))
     for each in descriptions():
-        table.add(" ".join(each.names), each.default, each.unit, "" if each.at_resume else "no", each.text)
+        table.add(
+            " ".join(each.names), each.default, each.unit, "" if each.at_resume else "no", each.text
+        )
     out().print(table)

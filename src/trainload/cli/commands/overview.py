@@ -10,7 +10,9 @@ _WIDTH = 80
 
 
 class Overview(click.Group):
-    """A group whose help has two columns of commands, each in the order of the alphabet from top to bottom."""
+    """A group whose help has two columns of commands, each in the order of the alphabet from top to
+    bottom.
+    """
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
         """Return a hidden option: a reader of the list has used it."""
@@ -21,24 +23,51 @@ class Overview(click.Group):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in running text, and the commands."""
-        found = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
-        spelled = [" ".join((each.opts[0], *((each.metavar,) if each.metavar else ()))) for each in found]
-        told = [f"{name} ({each.help})" if each.help else name for name, each in zip(spelled, found, strict=True)]
+        found = [
+            param
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option) and not param.hidden
+        ]
+        spelled = [
+            " ".join((each.opts[0], *((each.metavar,) if each.metavar else ()))) for each in found
+        ]
+        told = [
+            f"{name} ({each.help})" if each.help else name
+            for name, each in zip(spelled, found, strict=True)
+        ]
         formatter.write_paragraph()
-        formatter.write(textwrap.fill(f"Options: {', '.join(told)}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False) + "\n")
+        formatter.write(
+            textwrap.fill(
+                f"Options: {', '.join(told)}",
+                _WIDTH,
+                subsequent_indent="  ",
+                break_on_hyphens=False,
+            )
+            + "\n"
+        )
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write them. What a command says of itself is cut where it does not fit: at most 27 characters with names of 9."""
+        """Write them.
+
+        What a command says of itself is cut where it does not fit: at most 27 characters with names
+        of 9.
+        """
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        commands = [(name, command) for name, command in found if command is not None and not command.hidden]
+        commands = [
+            (name, command) for name, command in found if command is not None and not command.hidden
+        ]
         if not commands:
             return
         longest = max(len(name) for name, _ in commands)
         room = (_WIDTH - 2 * formatter.indent_increment - 2 * (longest + 2)) // 2
-        entries = [f"{name:{longest}}  {command.get_short_help_str(room)}" for name, command in commands]
+        entries = [
+            f"{name:{longest}}  {command.get_short_help_str(room)}" for name, command in commands
+        ]
         half = -(-len(entries) // 2)
         width = longest + 2 + room + 2
         with formatter.section("Commands"):
             for left, right in zip(entries[:half], [*entries[half:], ""][:half], strict=True):
-                formatter.write(f"{'':{formatter.current_indent}}{left:{width}}{right}".rstrip() + "\n")
+                formatter.write(
+                    f"{'':{formatter.current_indent}}{left:{width}}{right}".rstrip() + "\n"
+                )

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload.cli.commands import shared
-from trainload.cli.commands.shared import FAILED, any_package_argument, err, json_option, located, out, package_argument, print_json
+from trainload.cli.commands.shared import (
+    FAILED,
+    any_package_argument,
+    err,
+    json_option,
+    located,
+    out,
+    package_argument,
+    print_json,
+)
 from trainload.cli.view import tables as view
 from trainload.core.errors import PackageError, PolicyError
 from trainload.core.formatting import size
@@ -27,7 +36,13 @@ if TYPE_CHECKING:
 @click.command(short_help="Show what it contains.")
 @any_package_argument
 @click.option("--asset", metavar="NAME", help="Name of an asset to write out instead.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Path for --asset. Default: stdout.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Path for --asset. Default: stdout.",
+)
 @json_option
 def inspect(package: str, asset: str | None, output: Path | None, as_json: bool) -> None:
     """Show the contents of a package: inputs, parameters, graphs, recipe and assets.
@@ -43,22 +58,37 @@ def inspect(package: str, asset: str | None, output: Path | None, as_json: bool)
         _give_out(opened, asset, output, as_json)
         return
     if as_json:
-        told = {"assets": opened.assets, "captured": _captured(folder), "signatures": _signatures(folder)}
+        told = {
+            "assets": opened.assets,
+            "captured": _captured(folder),
+            "signatures": _signatures(folder),
+        }
         print_json({"path": folder, "digest": opened.digest, "manifest": manifest, **told})
         return
     rows = _summary(folder, opened.digest, manifest)
-    rows += [("asset", f"{a.name}  {a.media_type}, {size(a.size)}" + (f", {a.role}" if a.role else "")) for a in opened.assets]
+    rows += [
+        ("asset", f"{a.name}  {a.media_type}, {size(a.size)}" + (f", {a.role}" if a.role else ""))
+        for a in opened.assets
+    ]
     for signature in _signatures(folder):
-        said = signature.get("problem") or f"{signature['kind']} {signature['signer']} (not verified)"
+        said = (
+            signature.get("problem") or f"{signature['kind']} {signature['signer']} (not verified)"
+        )
         rows.append(("signature", f"{signature['file']}: {said}"))
     known: dict[str, list[str]] = {}
     for name, (mode, why) in _captured(folder).items():
         known.setdefault(f"{mode}: {why}", []).append(name)
-    out().print(view.table([*rows, *(("captured", f"{', '.join(names)}: {how}") for how, names in known.items())]))
+    out().print(
+        view.table(
+            [*rows, *(("captured", f"{', '.join(names)}: {how}") for how, names in known.items())]
+        )
+    )
 
 
 def _opened_to_look(folder: Path) -> Package:
-    """The package, without its graphs, so its operators need neither be here nor be trusted; where libraries are named, with them."""
+    """The package, without its graphs, so its operators need neither be here nor be trusted; where
+    libraries are named, with them.
+    """
     from trainload.packaging.package import open_to_look
 
     if shared.libraries() or shared.trusts_extensions():
@@ -75,7 +105,15 @@ def _give_out(package: Package, name: str, output: Path | None, as_json: bool) -
         if as_json:
             print_json({"written": output, "assets": written})
         else:
-            out().print(view.table([("written", str(output)), ("files", len(written)), ("bytes", sum(a.size for a in written))]))
+            out().print(
+                view.table(
+                    [
+                        ("written", str(output)),
+                        ("files", len(written)),
+                        ("bytes", sum(a.size for a in written)),
+                    ]
+                )
+            )
         return
     data = package.asset(name)
     if not as_json:
@@ -104,8 +142,8 @@ def _give_out(package: Package, name: str, output: Path | None, as_json: bool) -
 def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
     """Check every byte of a package against its manifest, and its graphs.
 
-    FILE is a public key, or the certificates of an issuer, in PEM; all of them must have signed the package. With the
-    program's --policy option, the policies must allow the package to run.
+    FILE is a public key, or the certificates of an issuer, in PEM; all of them must have signed the
+    package. With the program's --policy option, the policies must allow the package to run.
 
     Exits with 1 if the package is damaged, unsafe or lacks a signature, and names each file.
     """
@@ -126,14 +164,26 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         print_json(report)
     elif not report.problems:
-        sound = f"{package}: {report.files} files, {size(report.bytes)}: every byte matches the manifest"
+        sound = (
+            f"{package}: {report.files} files, {size(report.bytes)}: every byte matches the"
+            " manifest"
+        )
         out().print(sound, markup=False, highlight=False, soft_wrap=True)
     else:
         for problem in report.problems:
-            err().print(f"{package / problem.file}: {problem.problem}", markup=False, highlight=False, soft_wrap=True)
+            err().print(
+                f"{package / problem.file}: {problem.problem}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
     if not as_json:
         for state in report.signatures:
-            who = "not verified: pass --identity" if state.identity is None else f"verified: {state.identity}"
+            who = (
+                "not verified: pass --identity"
+                if state.identity is None
+                else f"verified: {state.identity}"
+            )
             text = f"{package / state.file}: signed by {state.kind} {state.signer} ({who})"
             out().print(text, markup=False, highlight=False, soft_wrap=True)
     if report.problems:
@@ -156,7 +206,9 @@ def _signatures(path: Path) -> list[dict[str, str]]:
 
 
 def _captured(path: Path) -> dict[str, tuple[str, str]]:
-    """By graph, torch.export's mode and why it was taken, as debug/ tells it: nothing where it tells something else."""
+    """By graph, torch.export's mode and why it was taken, as debug/ tells it: nothing where it
+    tells something else.
+    """
     from trainload.packaging.format.debug import read_debug
 
     document = read_debug(path, "capture")
@@ -178,11 +230,31 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
     rows: list[tuple[str, Any]] = [
         ("package", str(path)),
         ("digest", digest),
-        ("parameters", f"{count:,} in {len(tensors)} tensors" + (f", {aliases} tied" if aliases else "")),
-        *([] if manifest.variants else [("inputs", ", ".join(f"{i.name} {i.dtype}[{', '.join(map(str, i.shape))}]" for i in inputs))]),
+        (
+            "parameters",
+            f"{count:,} in {len(tensors)} tensors" + (f", {aliases} tied" if aliases else ""),
+        ),
+        *(
+            []
+            if manifest.variants
+            else [
+                (
+                    "inputs",
+                    ", ".join(
+                        f"{i.name} {i.dtype}[{', '.join(map(str, i.shape))}]" for i in inputs
+                    ),
+                )
+            ]
+        ),
         ("graphs", ", ".join(manifest.graphs)),
         ("optimizer", f"{recipe.optimizer}, {len(recipe.groups)} groups"),
-        ("run", f"{recipe.steps} {'rounds' if recipe.loop else 'steps'} of {recipe.global_batch} rows, seed {recipe.seed}"),
+        (
+            "run",
+            (
+                f"{recipe.steps} {'rounds' if recipe.loop else 'steps'} of {recipe.global_batch}"
+                f" rows, seed {recipe.seed}"
+            ),
+        ),
         ("operators", len(manifest.ops) + len(manifest.higher_order_ops)),
         ("bytes", sum(entry.size for entry in manifest.files.values())),
     ]
@@ -192,22 +264,39 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
     if any(clips.values()):
         several = len(set(clips.values())) > 1
         listed = ", ".join(
-            f"{name}: {clip}" if several else clip for name, clip in clips.items() if clip and (several or name == recipe.main)
+            f"{name}: {clip}" if several else clip
+            for name, clip in clips.items()
+            if clip and (several or name == recipe.main)
         )
         rows.insert(-2, ("clipping", listed))
     if recipe.loop:
         rows.insert(-2, ("round", ", ".join(_turn(turn) for turn in recipe.loop)))
     if manifest.abstract is not None:
         proven = f"{manifest.abstract.reduced_parameters:,} parameters of a reduced job"
-        rows.insert(2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}"))
+        rows.insert(
+            2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}")
+        )
     rows += _takes(manifest)
-    rows += [("operator library", f"{namespace}: {_library(entry)}") for namespace, entry in manifest.op_libraries.items()]
+    rows += [
+        ("operator library", f"{namespace}: {_library(entry)}")
+        for namespace, entry in manifest.op_libraries.items()
+    ]
     if manifest.passes:
-        rows.append(("passes", ", ".join(entry.name + ("" if entry.preserving else " (changes values)") for entry in manifest.passes)))
+        rows.append(
+            (
+                "passes",
+                ", ".join(
+                    entry.name + ("" if entry.preserving else " (changes values)")
+                    for entry in manifest.passes
+                ),
+            )
+        )
     if manifest.parent is not None:
         rows.append(("parent", manifest.parent))
     if manifest.training is not None:
-        rows.append(("trained", f"{manifest.training.steps} steps on data {manifest.training.data}"))
+        rows.append(
+            ("trained", f"{manifest.training.steps} steps on data {manifest.training.data}")
+        )
         for change in manifest.training.changed:
             told = ", ".join(f"{name}={_setting(value)}" for name, value in change.settings.items())
             rows.append((f"from step {change.step}" if change.step else "settings", told))
@@ -223,7 +312,11 @@ def _library(entry: OpLibraryEntry) -> str:
     """Return the provider of a namespace's operators."""
     from trainload.packaging.package import told_library
 
-    kernels = f"; Triton kernels {', '.join(kernel.name for kernel in entry.kernels)}" if entry.kernels else ""
+    kernels = (
+        f"; Triton kernels {', '.join(kernel.name for kernel in entry.kernels)}"
+        if entry.kernels
+        else ""
+    )
     return f"{told_library(entry)}; {', '.join(entry.wheels) or 'not in the package'}{kernels}"
 
 

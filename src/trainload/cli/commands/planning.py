@@ -27,7 +27,13 @@ from trainload.cli.commands.shared import (
 )
 from trainload.cli.view import tables as view
 from trainload.core.errors import PlanError, StorageError
-from trainload.sharding.plans.strategies import BATCH_NORMS, DIVIDES, RECOMPUTES, SCHEDULES, STRATEGIES
+from trainload.sharding.plans.strategies import (
+    BATCH_NORMS,
+    DIVIDES,
+    RECOMPUTES,
+    SCHEDULES,
+    STRATEGIES,
+)
 
 if TYPE_CHECKING:
     from trainload.packaging.package import Package
@@ -40,22 +46,90 @@ KINDS = ("cpu", "cuda")
 @click.command(short_help="Plan for a cluster.")
 @any_package_argument
 @click.option("--nodes", type=positive, metavar="N", default=1, help="Number of nodes. Default: 1.")
-@click.option("--devices-per-node", type=positive, metavar="N", default=1, help="Devices per node. Default: 1.")
-@click.option("--device", metavar="D", default="cpu", help="cpu, cuda, or a profile: h100, FILE, ...")
-@click.option("--strategy", type=NamedCount(STRATEGIES), metavar="S[/N]", help="single, zero0 to zero3, hybrid[/shard size].")
-@click.option("--tensor", type=CountOf(DIVIDES), metavar="N[/W]", help="Tensor parallel; /sequence, context, expert.")
-@click.option("--tensor-rule", "rules", multiple=True, metavar="RULE", help="PATTERN=DIM, =DIM/BLOCKS or =whole.")
+@click.option(
+    "--devices-per-node",
+    type=positive,
+    metavar="N",
+    default=1,
+    help="Devices per node. Default: 1.",
+)
+@click.option(
+    "--device", metavar="D", default="cpu", help="cpu, cuda, or a profile: h100, FILE, ..."
+)
+@click.option(
+    "--strategy",
+    type=NamedCount(STRATEGIES),
+    metavar="S[/N]",
+    help="single, zero0 to zero3, hybrid[/shard size].",
+)
+@click.option(
+    "--tensor",
+    type=CountOf(DIVIDES),
+    metavar="N[/W]",
+    help="Tensor parallel; /sequence, context, expert.",
+)
+@click.option(
+    "--tensor-rule",
+    "rules",
+    multiple=True,
+    metavar="RULE",
+    help="PATTERN=DIM, =DIM/BLOCKS or =whole.",
+)
 @click.option("--pipeline", type=positive, metavar="N", help="Pipeline parallel ranks. Default: 1.")
-@click.option("--schedule", type=NamedCount(SCHEDULES), metavar="S[/N]", help="gpipe, 1f1b, zero-bubble, zbv, dualpipev.")
-@click.option("--recompute", type=click.Choice(RECOMPUTES), metavar="R", help=f"One of {', '.join(RECOMPUTES)}. Default: job.")
-@click.option("--batch-norm", type=click.Choice(BATCH_NORMS), default="averaged", metavar="S", help=f"One of {', '.join(BATCH_NORMS)}.")
-@click.option("--global-batch", type=positive, metavar="N", help="Rows per update. Default: the job's.")
-@click.option("--accumulate", type=positive, metavar="N", help="Microbatches per update. Default: by plan.")
-@click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Size of parameter buckets. Default: 25.")
-@click.option("--prefetch", type=click.IntRange(min=0), metavar="N", help="Buckets gathered ahead. Default: 1.")
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting of the launch: trainload settings.")
-@click.option("--explain", type=positive, metavar="N", help="Show costs of candidate N, node by node.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan to FILE, as JSON.")
+@click.option(
+    "--schedule",
+    type=NamedCount(SCHEDULES),
+    metavar="S[/N]",
+    help="gpipe, 1f1b, zero-bubble, zbv, dualpipev.",
+)
+@click.option(
+    "--recompute",
+    type=click.Choice(RECOMPUTES),
+    metavar="R",
+    help=f"One of {', '.join(RECOMPUTES)}. Default: job.",
+)
+@click.option(
+    "--batch-norm",
+    type=click.Choice(BATCH_NORMS),
+    default="averaged",
+    metavar="S",
+    help=f"One of {', '.join(BATCH_NORMS)}.",
+)
+@click.option(
+    "--global-batch", type=positive, metavar="N", help="Rows per update. Default: the job's."
+)
+@click.option(
+    "--accumulate", type=positive, metavar="N", help="Microbatches per update. Default: by plan."
+)
+@click.option(
+    "--bucket-mib",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Size of parameter buckets. Default: 25.",
+)
+@click.option(
+    "--prefetch",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Buckets gathered ahead. Default: 1.",
+)
+@click.option(
+    "--set",
+    "given",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Setting of the launch: trainload settings.",
+)
+@click.option(
+    "--explain", type=positive, metavar="N", help="Show costs of candidate N, node by node."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the plan to FILE, as JSON.",
+)
 @json_option
 def plan(
     package: str,
@@ -82,9 +156,15 @@ def plan(
     from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
     if output is not None and output.exists():
-        raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
+        raise StorageError(
+            "it exists already", where=str(output), hint="Choose another path, or remove it."
+        )
     name, shard_ranks = strategy or (None, None)
-    options: dict[str, Any] = {"shard_ranks": shard_ranks, "tensor_rules": dict(_rule(text) for text in rules), "batch_norm": batch_norm}
+    options: dict[str, Any] = {
+        "shard_ranks": shard_ranks,
+        "tensor_rules": dict(_rule(text) for text in rules),
+        "batch_norm": batch_norm,
+    }
     if bucket_mib is not None:
         options["bucket_bytes"] = max(1, int(bucket_mib * 2**20))
     ranks, divide = tensor or (None, "tensor")
@@ -92,16 +172,33 @@ def plan(
         options["prefetch"] = prefetch
     opened = changed_by(given, shared.open_package(located(package)[1]))
     if device not in KINDS:
-        wanted: dict[str, Any] = {"strategy": name, "tensor": ranks, "divide": divide, "pipeline": pipeline, "accumulate": accumulate}
+        wanted: dict[str, Any] = {
+            "strategy": name,
+            "tensor": ranks,
+            "divide": divide,
+            "pipeline": pipeline,
+            "accumulate": accumulate,
+        }
         wanted |= {"recompute": recompute, "schedule": schedule}
         cluster = {"nodes": nodes, "devices_per_node": devices_per_node}
         searched = {"global_batch": global_batch, "options": options}
         _plan_best(opened, cluster, device, wanted, searched, _Shown(explain, output, as_json))
         return
     if explain is not None:
-        raise click.UsageError("--explain needs a device profile: --device h100, another profile that comes with trainload, or a file.")
-    options |= {"global_batch": global_batch, "accumulate": accumulate, "recompute": recompute or "job"}
-    options |= {"tensor_ranks": ranks or 1, "divide": divide if ranks != 1 else "tensor", "pipeline_ranks": pipeline or 1}
+        raise click.UsageError(
+            "--explain needs a device profile: --device h100, another profile that comes with"
+            " trainload, or a file."
+        )
+    options |= {
+        "global_batch": global_batch,
+        "accumulate": accumulate,
+        "recompute": recompute or "job",
+    }
+    options |= {
+        "tensor_ranks": ranks or 1,
+        "divide": divide if ranks != 1 else "tensor",
+        "pipeline_ranks": pipeline or 1,
+    }
     options |= dict(zip(("schedule", "stages_per_rank"), schedule or (None, None), strict=True))
     made = make_plan(opened, nodes, devices_per_node, device, name, **options)
     if output is not None:
@@ -124,17 +221,27 @@ def changed_by(given: tuple[str, ...], package: Package) -> Package:
     chosen = parse_settings(given)
     if others := [*chosen.run, *chosen.batch]:
         raise click.UsageError(
-            f"--set {others[0]}: only settings of the training can be set for a plan; pass this one to the launch, or use its option."
+            f"--set {others[0]}: only settings of the training can be set for a plan; pass this one"
+            " to the launch, or use its option."
         )
     return chosen.overrides.apply(package)
 
 
-def make_plan(package: Package, nodes: int, devices: int, device: str, strategy: Strategy | None, **options: Any) -> Plan:
+def make_plan(
+    package: Package,
+    nodes: int,
+    devices: int,
+    device: str,
+    strategy: Strategy | None,
+    **options: Any,
+) -> Plan:
     """The plan that is asked for, of a cluster of devices of a kind."""
     from trainload.sharding.planner import make_plan as plans
     from trainload.sharding.plans.plan import Cluster
 
-    cluster = Cluster.model_validate({"nodes": nodes, "devices_per_node": devices, "device": device})
+    cluster = Cluster.model_validate(
+        {"nodes": nodes, "devices_per_node": devices, "device": device}
+    )
     return plans.make_plan(package, cluster, strategy, **options)
 
 
@@ -143,7 +250,13 @@ def _described(made: Plan) -> list[tuple[str, Any]]:
     return [
         ("cluster", f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}"),
         ("strategy", f"{made.strategy}{f', {made.replicas} copies' if made.shard_ranks else ''}"),
-        ("batch", f"{made.global_batch} rows = {made.data_ranks} ranks x {made.accumulate} microbatches x {made.rows_per_call} rows"),
+        (
+            "batch",
+            (
+                f"{made.global_batch} rows = {made.data_ranks} ranks x {made.accumulate}"
+                f" microbatches x {made.rows_per_call} rows"
+            ),
+        ),
         *_described_tensor(made),
         *([("pipeline", _spelled(made.pipeline))] if made.pipeline is not None else []),
         *([("recompute", made.recompute)] if made.recompute != "job" else []),
@@ -157,8 +270,16 @@ def _described_tensor(made: Plan) -> list[tuple[str, Any]]:
         return []
     what = f"{len(made.tensor_shards)} parameters" if made.tensor_shards else "positions"
     also = ", and positions elsewhere" if made.tensor_shards and made.divide != "tensor" else ""
-    also += "; some are on several nodes, whose links are slow" if made.cluster.devices_per_node % made.tensor_ranks else ""
-    shown = [f"{each.operator.removesuffix('.default')} x {each.nodes}" for each in made.replicated if each.operations][:4]
+    also += (
+        "; some are on several nodes, whose links are slow"
+        if made.cluster.devices_per_node % made.tensor_ranks
+        else ""
+    )
+    shown = [
+        f"{each.operator.removesuffix('.default')} x {each.nodes}"
+        for each in made.replicated
+        if each.operations
+    ][:4]
     rows = [(made.divide, f"{made.tensor_ranks} ranks divide {what}{also}")]
     return [*rows, ("products that each does whole", ", ".join(shown) or "none")]
 
@@ -180,18 +301,35 @@ def _rule(text: str) -> tuple[str, Any]:
             expected="PATTERN=DIM, PATTERN=DIM/BLOCKS, PATTERN=whole",
             got=text,
         )
-    return pattern, None if found["whole"] else Shard(dim=int(found["dim"]), blocks=int(found["blocks"] or 1))
+    return pattern, (
+        None if found["whole"] else Shard(dim=int(found["dim"]), blocks=int(found["blocks"] or 1))
+    )
 
 
 @click.command(short_help="Check a plan's ranks.")
 @package_argument
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", required=True, help="Plan from `trainload plan`.")
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting that the plan was made with.")
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    required=True,
+    help="Plan from `trainload plan`.",
+)
+@click.option(
+    "--set",
+    "given",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Setting that the plan was made with.",
+)
 @json_option
 def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bool) -> None:
-    """Build the graphs of every rank of a plan, without tensor data or a cluster, and check that their collectives match.
+    """Build the graphs of every rank of a plan, without tensor data or a cluster, and check that
+    their collectives match.
 
-    Shows the collectives in the graphs. A plan that would hang, or exchange wrong values, is rejected.
+    Shows the collectives in the graphs. A plan that would hang, or exchange wrong values, is
+    rejected.
     """
     from trainload.sharding.planner.simulate import simulate
     from trainload.sharding.plans.plan import read_plan
@@ -202,32 +340,75 @@ def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bo
     took = time.perf_counter() - began
     graphs = sum(len(rank.ranks) + len(rank.updates) for rank in found.ranks)
     if as_json:
-        print_json({"ranks": made.world_size, "graphs": graphs, "collectives": found.counts(), "seconds": took})
+        print_json(
+            {
+                "ranks": made.world_size,
+                "graphs": graphs,
+                "collectives": found.counts(),
+                "seconds": took,
+            }
+        )
         return
-    rows: list[tuple[str, Any]] = [("ranks", made.world_size), ("graphs", f"{graphs} of {len(found.ranks)} places in a pipeline")]
+    rows: list[tuple[str, Any]] = [
+        ("ranks", made.world_size),
+        ("graphs", f"{graphs} of {len(found.ranks)} places in a pipeline"),
+    ]
     for group, counts in found.counts().items():
         size = len(made.groups()[group][0])
-        rows.append((group, f"{size} ranks: {', '.join(f'{count} {operator}' for operator, count in counts.items())}"))
+        rows.append(
+            (
+                group,
+                (
+                    f"{size} ranks:"
+                    f" {', '.join(f'{count} {operator}' for operator, count in counts.items())}"
+                ),
+            )
+        )
     rows += [("differences", "none"), ("time", f"{took:.1f} s")]
     out().print(view.table(rows))
 
 
 @click.command(short_help="Measure this machine.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="Write the profile to FILE, as JSON.")
-@click.option("--device", type=click.Choice(KINDS), default="cpu", show_default=True, help="Kind of device.")
-@click.option("--workers", type=positive, metavar="N", default=2, show_default=True, help="Processes that measure links.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    required=True,
+    help="Write the profile to FILE, as JSON.",
+)
+@click.option(
+    "--device", type=click.Choice(KINDS), default="cpu", show_default=True, help="Kind of device."
+)
+@click.option(
+    "--workers",
+    type=positive,
+    metavar="N",
+    default=2,
+    show_default=True,
+    help="Processes that measure links.",
+)
 @click.option("--name", metavar="NAME", help="Name of the device. Default: FILE's.")
 @json_option
-def profile(output: Path, device: DeviceKind, workers: int, name: str | None, as_json: bool) -> None:
+def profile(
+    output: Path, device: DeviceKind, workers: int, name: str | None, as_json: bool
+) -> None:
     """Measure the speed of this machine's devices and links, for `trainload plan --device FILE`.
 
     Takes a minute. Nothing else should run at the same time.
     """
     if output.exists():
-        raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
+        raise StorageError(
+            "it exists already", where=str(output), hint="Choose another path, or remove it."
+        )
     from trainload.launching.node.measure import measure
 
-    found = measure(device, name or output.stem, workers, lambda what: err().print(f"measuring {what}", highlight=False))
+    found = measure(
+        device,
+        name or output.stem,
+        workers,
+        lambda what: err().print(f"measuring {what}", highlight=False),
+    )
     write_text(output, found.model_dump_json(indent=2) + "\n")
     if as_json:
         print_json(found)
@@ -238,7 +419,13 @@ def profile(output: Path, device: DeviceKind, workers: int, name: str | None, as
         view.table(
             [
                 ("products", f"{rates} GFLOP/s; attention {found.attention:.0%} of it"),
-                ("memory", f"{found.memory_bytes / 2**30:.1f} GiB, {found.memory_bytes_per_second / 1e9:.4g} GB/s"),
+                (
+                    "memory",
+                    (
+                        f"{found.memory_bytes / 2**30:.1f} GiB,"
+                        f" {found.memory_bytes_per_second / 1e9:.4g} GB/s"
+                    ),
+                ),
                 ("kernel", f"{found.kernel_seconds * 1e6:.3g} us"),
                 ("links", f"{link.bytes_per_second / 1e9:.4g} GB/s, {link.seconds * 1e6:.3g} us"),
                 ("figures", str(output)),
@@ -251,7 +438,12 @@ def profile(output: Path, device: DeviceKind, workers: int, name: str | None, as
 
 
 def _plan_best(
-    package: Package, cluster: Mapping[str, int], device: str, wanted: dict[str, Any], options: dict[str, Any], show: _Shown
+    package: Package,
+    cluster: Mapping[str, int],
+    device: str,
+    wanted: dict[str, Any],
+    options: dict[str, Any],
+    show: _Shown,
 ) -> None:
     """Searches, and shows what was found."""
     from trainload.cli.view import plans as plans_view
@@ -268,9 +460,15 @@ def _plan_best(
         found = search(source, shape, profile, asked, **options, say=shown.update)
     if show.explain is not None:
         if show.explain > len(found.candidates):
-            raise click.UsageError(f"--explain {show.explain}: there are {len(found.candidates)} candidates.")
+            raise click.UsageError(
+                f"--explain {show.explain}: there are {len(found.candidates)} candidates."
+            )
         chosen = found.candidates[show.explain - 1]
-        print_json(plans_view.explained(chosen)) if show.as_json else plans_view.print_explained(out(), chosen)
+        (
+            print_json(plans_view.explained(chosen))
+            if show.as_json
+            else plans_view.print_explained(out(), chosen)
+        )
         return
     best = found.best
     if best is not None and best.plan.pipeline is not None:
@@ -278,8 +476,16 @@ def _plan_best(
             simulate(package, best.plan)
     if best is not None and show.output is not None:
         write_text(show.output, best.plan.model_dump_json(indent=2) + "\n")
-    print_json(plans_view.as_record(found)) if show.as_json else plans_view.print_found(out(), found, show.output)
-    if best is not None and not show.as_json and (note := note_on_coupled_rows(package.manifest, best.plan)) is not None:
+    (
+        print_json(plans_view.as_record(found))
+        if show.as_json
+        else plans_view.print_found(out(), found, show.output)
+    )
+    if (
+        best is not None
+        and not show.as_json
+        and (note := note_on_coupled_rows(package.manifest, best.plan)) is not None
+    ):
         out().print(note, markup=False)
     if best is None:
         raise plans_view.nothing_fits(found, smallest(source, shape, profile, asked, **options))

@@ -17,13 +17,19 @@ _FILE = "report.html"
 
 @click.command(short_help="Make a run's report.")
 @click.argument("place", metavar="RUN_DIR or STORE[#LINE]")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Path of the page. Default: report.html.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Path of the page. Default: report.html.",
+)
 @json_option
 def report(place: str, output: Path | None, as_json: bool) -> None:
     """Write an HTML report of a run, or of a store's releases and ticks, as one file.
 
-    For a run: its configuration, curves, failures and timeline, read from its folder, also while it runs. For a store: the current release,
-    its lineage, and metrics over ticks. The page needs no network.
+    For a run: its configuration, curves, failures and timeline, read from its folder, also while it
+    runs. For a store: the current release, its lineage, and metrics over ticks. The page needs no
+    network.
     """
     from trainload.launching.run.run_spec import RUN_FILE
 
@@ -33,7 +39,9 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
     run_dir = Path(place)
     if not (run_dir / RUN_FILE).exists():
         raise StorageError(
-            "there is no such run", where=str(run_dir), hint="Pass the folder that was passed to `trainload launch --run-dir`."
+            "there is no such run",
+            where=str(run_dir),
+            hint="Pass the folder that was passed to `trainload launch --run-dir`.",
         )
     began = time.perf_counter()
     page_of, mark = _page()
@@ -59,7 +67,12 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(told)
         return
-    rows = [("report", str(path)), ("bytes", len(text)), ("phase", record.phase), ("failures", len(record.failures))]
+    rows = [
+        ("report", str(path)),
+        ("bytes", len(text)),
+        ("phase", record.phase),
+        ("failures", len(record.failures)),
+    ]
     out().print(view.table([*rows, ("seconds", time.perf_counter() - began)]))
 
 
@@ -81,19 +94,31 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(told)
     else:
-        rows = [(name, f"{each['releases']} releases, {each['ticks']} ticks, {each['current']} is current") for name, each in lines.items()]
+        rows = [
+            (
+                name,
+                f"{each['releases']} releases, {each['ticks']} ticks, {each['current']} is current",
+            )
+            for name, each in lines.items()
+        ]
         out().print(view.table([("report", str(path)), ("bytes", len(text)), *rows]))
 
 
 def _page() -> Any:
-    """Return the function that makes a page, and the mark of one. Raises: StorageError if a library is not installed."""
+    """Return the function that makes a page, and the mark of one.
+
+    Raises: StorageError if a library is not installed.
+    """
     try:
         from trainload.report.page import page_of
         from trainload.report.page_frame import MARK
     except ImportError as error:
         name = str(error.name or error).partition(".")[0]
         raise StorageError(
-            f"{name} is not installed", where="report", got=str(error), hint="Run `pip install 'trainload[report]'`."
+            f"{name} is not installed",
+            where="report",
+            got=str(error),
+            hint="Run `pip install 'trainload[report]'`.",
         ) from error
     return page_of, MARK
 
@@ -108,7 +133,11 @@ def _check_place(path: Path, mark: str) -> None:
     except OSError as error:
         raise StorageError(f"it cannot be written: {error.strerror}", where=str(path)) from error
     if not is_report:
-        raise StorageError("it exists already and is not a report", where=str(path), hint="Choose another --output, or remove it.")
+        raise StorageError(
+            "it exists already and is not a report",
+            where=str(path),
+            hint="Choose another --output, or remove it.",
+        )
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -118,15 +147,23 @@ def _write(path: Path, data: bytes) -> None:
         replace_file(path, data, durable=False)
     except OSError as error:
         raise StorageError(
-            f"it cannot be written: {error.strerror}", where=str(path), hint="Choose another path with --output FILE."
+            f"it cannot be written: {error.strerror}",
+            where=str(path),
+            hint="Choose another path with --output FILE.",
         ) from error
 
 
 @click.command(short_help="Make a Grafana board.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE. Default: stdout.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write to FILE. Default: stdout.",
+)
 @json_option
 def dashboard(output: Path | None, as_json: bool) -> None:
-    """Write a Grafana dashboard of runs that were launched with --set sinks=prometheus, to be imported there.
+    """Write a Grafana dashboard of runs that were launched with --set sinks=prometheus, to be
+    imported there.
 
     Without --output, the JSON is printed.
     """
@@ -137,6 +174,8 @@ def dashboard(output: Path | None, as_json: bool) -> None:
         print_json(made)
         return
     if output.exists():
-        raise StorageError("it exists already", where=str(output), hint="Choose another path, or remove it.")
+        raise StorageError(
+            "it exists already", where=str(output), hint="Choose another path, or remove it."
+        )
     write_text(output, view.dump_json(made) + "\n")
     show_record({"board": output, "title": made["title"], "panels": len(made["panels"])}, as_json)

@@ -14,7 +14,16 @@ import click
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.deploy import pod_options, pods_of
-from trainload.cli.commands.shared import DONE, FAILED, err, json_option, out, positive, print_json, write_text
+from trainload.cli.commands.shared import (
+    DONE,
+    FAILED,
+    err,
+    json_option,
+    out,
+    positive,
+    print_json,
+    write_text,
+)
 from trainload.cli.view import tables as view
 from trainload.core.errors import RequestError, StorageError
 from trainload.core.versions import check_supported_torch
@@ -41,12 +50,16 @@ def init(file: Path, as_json: bool) -> None:
     from trainload.retraining.config.file_template import TEMPLATE
 
     if file.exists():
-        raise StorageError("it exists already", where=str(file), hint="Choose another path, or remove it.")
+        raise StorageError(
+            "it exists already", where=str(file), hint="Choose another path, or remove it."
+        )
     write_text(file, TEMPLATE)
     if as_json:
         print_json({"file": str(file)})
     else:
-        out().print(view.table([("written", str(file)), ("next", f"trainload retrain check {file}")]))
+        out().print(
+            view.table([("written", str(file)), ("next", f"trainload retrain check {file}")])
+        )
 
 
 @retrain.command(short_help="Print a file's JSON Schema.")
@@ -58,7 +71,10 @@ def schema(as_json: bool) -> None:
     """
     from trainload.retraining.config.config import Config
 
-    found = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    found = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(),
+    }
     if as_json:
         print_json(found)
     else:
@@ -85,13 +101,15 @@ def check(file: Path, as_json: bool) -> None:
 
 @retrain.command(short_help="Run one scheduled time.")
 @config_argument
-@click.option("--at", metavar="TIME", default=NOW, help="Scheduled time, UTC. Default: the last due.")
+@click.option(
+    "--at", metavar="TIME", default=NOW, help="Scheduled time, UTC. Default: the last due."
+)
 @json_option
 def tick(file: Path, at: str, as_json: bool) -> int:
     """Run one scheduled time: data, training, comparison, promotion.
 
-    If it is repeated, or run again after it was killed, it continues where it stopped, with the same result. If there is no new data,
-    it reports that. Exit status 1: the tick failed.
+    If it is repeated, or run again after it was killed, it continues where it stopped, with the
+    same result. If there is no new data, it reports that. Exit status 1: the tick failed.
     """
     check_supported_torch()
     from trainload.retraining.config.config import read_config
@@ -111,7 +129,14 @@ def tick(file: Path, at: str, as_json: bool) -> int:
 @click.option("--zone", metavar="NAME", help="Time zone of --cron. Default: UTC.")
 @click.option("--ticks", type=positive, metavar="N", help="Exit after N ticks.")
 @json_option
-def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks: int | None, as_json: bool) -> None:
+def run(
+    file: Path,
+    every: str | None,
+    cron: str | None,
+    zone: str | None,
+    ticks: int | None,
+    as_json: bool,
+) -> None:
     """Run ticks as they are due, until SIGTERM or Ctrl-C; a running tick is finished first."""
     check_supported_torch()
     from trainload.retraining.config.config import checked, read_config
@@ -145,7 +170,13 @@ def run(file: Path, every: str | None, cron: str | None, zone: str | None, ticks
 @click.option("--memory", default="8Gi", metavar="SIZE", help="Memory of each pod. Default: 8Gi.")
 @click.option("--name", help="Resource name. Default: retrain-LINE.")
 @pod_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Output file, or folder for systemd.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Output file, or folder for systemd.",
+)
 @json_option
 def manifest(
     kind: str,
@@ -163,7 +194,8 @@ def manifest(
 ) -> None:
     """Write a cronjob or raycronjob for Kubernetes, or a systemd timer.
 
-    Each calls `trainload retrain tick FILE` at FILE's scheduled times. For Kubernetes, FILE must be in the claim's volume, under its name.
+    Each calls `trainload retrain tick FILE` at FILE's scheduled times. For Kubernetes, FILE must be
+    in the claim's volume, under its name.
     """
     from trainload.deploy.kuberay import as_yaml
     from trainload.deploy.schedulers import as_text, cron_job, ray_cron_job, systemd_units
@@ -175,10 +207,20 @@ def manifest(
     name = name or f"retrain-{config.line.replace('_', '-').replace('.', '-')}"
     if kind == "systemd":
         if image is not None or claim is not None or secrets or env or service_account or namespace:
-            raise click.UsageError("systemd units have no pods: omit --image, --claim and other options of pods.")
+            raise click.UsageError(
+                "systemd units have no pods: omit --image, --claim and other options of pods."
+            )
         policy = shared.policy()
-        before = [*shared.program_options(), *([] if policy is None else ["--policy", str(policy.absolute())])]
-        units = systemd_units(name, config.schedule, _tick(sys.executable, before, file.absolute()), str(file.absolute().parent))
+        before = [
+            *shared.program_options(),
+            *([] if policy is None else ["--policy", str(policy.absolute())]),
+        ]
+        units = systemd_units(
+            name,
+            config.schedule,
+            _tick(sys.executable, before, file.absolute()),
+            str(file.absolute().parent),
+        )
         if as_json:
             print_json(units)
         elif output is None:
@@ -191,7 +233,10 @@ def manifest(
     if image is None or claim is None:
         raise click.UsageError(f"{kind} needs --image and --claim.")
     if shared.policy() is not None:
-        raise click.UsageError("--policy is a file on this machine: pods find theirs through TRAINLOAD_POLICY (--env), or in their image.")
+        raise click.UsageError(
+            "--policy is a file on this machine: pods find theirs through TRAINLOAD_POLICY (--env),"
+            " or in their image."
+        )
     cluster = config.cluster
     pods = pods_of(
         claim,
@@ -227,7 +272,8 @@ def manifest(
 @config_argument
 @json_option
 def handover(file: Path, as_json: bool) -> None:
-    """Export the current release for serving, as configured in FILE, for example after `trainload rollback`.
+    """Export the current release for serving, as configured in FILE, for example after `trainload
+    rollback`.
 
     A promotion does this automatically, and so does the next tick after a rollback.
     """
@@ -238,17 +284,32 @@ def handover(file: Path, as_json: bool) -> None:
 
     config = read_config(file)
     if config.handover is None:
-        raise RequestError("no handover is configured", where=f"{file}, handover", hint="Set this key: `trainload retrain init` shows it.")
+        raise RequestError(
+            "no handover is configured",
+            where=f"{file}, handover",
+            hint="Set this key: `trainload retrain init` shows it.",
+        )
     pointer = Store(config.store).current(config.line)
     if pointer is None:
-        raise RequestError("no release is current", where=f"{config.store}, line {config.line}", hint="Run a tick first.")
+        raise RequestError(
+            "no release is current",
+            where=f"{config.store}, line {config.line}",
+            hint="Run a tick first.",
+        )
     record = {"line": config.line, "release": shown(pointer.release), "reason": pointer.reason}
     with redirect_stdout(sys.stderr):
         release = _stages(as_json=as_json).hand_over(config, record)
     if as_json:
         print_json(record)
     else:
-        out().print(view.table([("release", f"{config.line} {shown(release)}"), ("place", f"{config.handover.place}/current")]))
+        out().print(
+            view.table(
+                [
+                    ("release", f"{config.line} {shown(release)}"),
+                    ("place", f"{config.handover.place}/current"),
+                ]
+            )
+        )
 
 
 def _tick(python: str, before: Sequence[str], file: Path) -> list[str]:
@@ -260,7 +321,11 @@ def _timing(config: Config) -> Any:
     from trainload.retraining.ticks.tick_times import schedule_of
 
     if config.schedule is None:
-        raise RequestError("there is no schedule", where="schedule", hint="Set the key `schedule`, or pass --every or --cron.")
+        raise RequestError(
+            "there is no schedule",
+            where="schedule",
+            hint="Set the key `schedule`, or pass --every or --cron.",
+        )
     return schedule_of(config.schedule)
 
 
@@ -271,9 +336,16 @@ def _time(config: Config, at: str) -> datetime:
     try:
         when = datetime.fromisoformat(at)
     except ValueError as error:
-        raise RequestError("this is not a time", where="--at", expected="a time such as 2026-11-23T06:00:00Z", got=at) from error
+        raise RequestError(
+            "this is not a time",
+            where="--at",
+            expected="a time such as 2026-11-23T06:00:00Z",
+            got=at,
+        ) from error
     if when.tzinfo is None:
-        raise RequestError("the time has no time zone", where="--at", expected=f"{at}Z, or {at}+01:00", got=at)
+        raise RequestError(
+            "the time has no time zone", where="--at", expected=f"{at}Z, or {at}+01:00", got=at
+        )
     return when.astimezone(UTC)
 
 
@@ -289,7 +361,12 @@ def _stages(*, as_json: bool) -> Any:
     from trainload.retraining.ticks.tick_stages import Opening, Stages
 
     policy = shared.policy()
-    return Stages(Opening(shared.libraries(), shared.trusts_extensions(), None if policy is None else Path(policy)), _say)
+    return Stages(
+        Opening(
+            shared.libraries(), shared.trusts_extensions(), None if policy is None else Path(policy)
+        ),
+        _say,
+    )
 
 
 def _say(text: str) -> None:
@@ -302,7 +379,11 @@ def _show(ended: Ended, as_json: bool) -> None:
         return
     from trainload.packaging.stores.releases import shown
 
-    rows: list[tuple[str, Any]] = [("tick", ended.tick), ("outcome", ended.outcome), ("reason", ended.reason)]
+    rows: list[tuple[str, Any]] = [
+        ("tick", ended.tick),
+        ("outcome", ended.outcome),
+        ("reason", ended.reason),
+    ]
     if ended.release is not None:
         rows.append(("release", f"{ended.line} {shown(ended.release)}"))
     out().print(view.table(rows))

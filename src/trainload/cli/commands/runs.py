@@ -18,10 +18,26 @@ import click
 from trainload.cli.commands import shared
 from trainload.cli.commands.keeping import is_kept, keep, stop_with_parent
 from trainload.cli.commands.planning import KINDS, make_plan
-from trainload.cli.commands.shared import DONE, Command, CountOf, Span, err, json_option, positive, run_argument, show_record
+from trainload.cli.commands.shared import (
+    DONE,
+    Command,
+    CountOf,
+    Span,
+    err,
+    json_option,
+    positive,
+    run_argument,
+    show_record,
+)
 from trainload.cli.view import run_progress as run_view
 from trainload.cli.view import tables as view
-from trainload.core.errors import ClusterError, LostClusterError, RunInterrupted, StorageError, TrainingError
+from trainload.core.errors import (
+    ClusterError,
+    LostClusterError,
+    RunInterrupted,
+    StorageError,
+    TrainingError,
+)
 from trainload.core.versions import check_supported_torch
 from trainload.launching.settings.info import info_of
 from trainload.launching.settings.parse import GivenSettings, parse_settings
@@ -38,16 +54,26 @@ if TYPE_CHECKING:
 def backend_option(command: Command) -> Command:
     """Add --backend."""
     choices = click.Choice(["ray", "local", "torchrun"])
-    return click.option("--backend", type=choices, default="ray", show_default=True, help="Execution backend.")(command)
+    return click.option(
+        "--backend", type=choices, default="ray", show_default=True, help="Execution backend."
+    )(command)
 
 
 def strategy_option(command: Command) -> Command:
     """Add --strategy."""
-    return click.option("--strategy", type=click.Choice(STRATEGIES), metavar="S", help="single, zero0 to zero3, or hybrid.")(command)
+    return click.option(
+        "--strategy",
+        type=click.Choice(STRATEGIES),
+        metavar="S",
+        help="single, zero0 to zero3, or hybrid.",
+    )(command)
 
 
 def setting_option(name: str) -> Callable[[Command], Command]:
-    """Add the option of a setting that is a positive number. Its help is the first sentence of the setting's description."""
+    """Add the option of a setting that is a positive number.
+
+    Its help is the first sentence of the setting's description.
+    """
     field = RunSettings.model_fields[name]
     text = (field.description or "").partition(". ")[0].rstrip(".")
     return click.option(info_of(field).option, name, type=positive, metavar="N", help=f"{text}.")
@@ -56,20 +82,37 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 @click.command(short_help="Train a package.")
 @click.argument("package", metavar="PKG")
 @click.option("--data", required=True, metavar="DATA", help="Training data (docs/data.md).")
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Plan from `trainload plan`.")
-@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices per node. Default: 1.")
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Plan from `trainload plan`.",
+)
+@click.option(
+    "--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices per node. Default: 1."
+)
 @strategy_option
 @click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or an elastic range.")
 @setting_option("steps")
-@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the run. Default: in runs/.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of the run. Default: in runs/.",
+)
 @click.option("--eval-data", metavar="DATA", help="Held-out data: path or URL.")
 @setting_option("eval_every")
 @setting_option("checkpoint_every")
-@click.option("--output", type=click.Path(path_type=Path), metavar="PKG", help="Path of the trained package.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="PKG", help="Path of the trained package."
+)
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
 @click.option("--no-compile", is_flag=True, help="Run the graphs without Inductor.")
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting: see `trainload settings`.")
+@click.option(
+    "--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting: see `trainload settings`."
+)
 @click.option("--detach", is_flag=True, help="Submit as a job of the cluster.")
 @click.option("--dry-run", is_flag=True, help="Check everything and try one step.")
 @json_option
@@ -96,12 +139,23 @@ def launch(
 ) -> int:
     """Train a package, or a release STORE#LINE/N, on Ray by default."""
     if nodes is not None and nodes[1] > 1 and backend != "ray":
-        raise click.UsageError("--nodes requires Ray: torchrun and the local backend use the nodes that they are started on.")
+        raise click.UsageError(
+            "--nodes requires Ray: torchrun and the local backend use the nodes that they are"
+            " started on."
+        )
     _check_ray(backend, address, detach=detach)
     if backend == "torchrun" and run_dir is None:
-        raise click.UsageError("--backend torchrun needs --run-dir: all ranks must name the same folder.")
+        raise click.UsageError(
+            "--backend torchrun needs --run-dir: all ranks must name the same folder."
+        )
     chosen = parse_settings(given)
-    _check_one_plan(plan_file, workers, strategy, chosen, nodes if nodes is None or nodes[0] == nodes[1] else None)
+    _check_one_plan(
+        plan_file,
+        workers,
+        strategy,
+        chosen,
+        nodes if nodes is None or nodes[0] == nodes[1] else None,
+    )
     from trainload.launching.node.fetching import run_name
 
     opened = shared.open_to_run(package)
@@ -116,8 +170,18 @@ def launch(
 
         made = read_plan(plan_file)
     else:
-        made = make_plan(changed, _largest(changed, least, most, per_node, chosen), per_node, device, strategy, **chosen.batch)
-    run_dir = run_dir or Path("runs") / f"{run_name(package)}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+        made = make_plan(
+            changed,
+            _largest(changed, least, most, per_node, chosen),
+            per_node,
+            device,
+            strategy,
+            **chosen.batch,
+        )
+    run_dir = (
+        run_dir
+        or Path("runs") / f"{run_name(package)}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    )
     options: dict[str, Any] = {
         "run_dir": run_dir.absolute(),
         "steps": steps,
@@ -149,8 +213,14 @@ def launch(
         with _nothing_left(run_dir.absolute()) as prepared:
             launching.prepare(opened, made, data, **options)
             prepared.made = True
-            return _detach(prepared, address, as_json) if detach else _keep(prepared.run_dir, address, as_json)
-    result = _watch(lambda report: launching.launch(opened, made, data, **options, on_event=report), run_dir)
+            return (
+                _detach(prepared, address, as_json)
+                if detach
+                else _keep(prepared.run_dir, address, as_json)
+            )
+    result = _watch(
+        lambda report: launching.launch(opened, made, data, **options, on_event=report), run_dir
+    )
     if _leads(backend):
         show_record(result, as_json)
     return DONE
@@ -159,16 +229,43 @@ def launch(
 @click.command(short_help="Evaluate a package.")
 @click.argument("package", metavar="PKG")
 @click.option("--data", required=True, metavar="DATA", help="Training data (docs/data.md).")
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Plan from `trainload plan`.")
-@click.option("--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices per node. Default: 1.")
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Plan from `trainload plan`.",
+)
+@click.option(
+    "--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices per node. Default: 1."
+)
 @strategy_option
 @click.option("--nodes", type=positive, metavar="N", help="Number of nodes. Default: 1.")
-@click.option("--batches", "eval_batches", type=positive, metavar="N", help="Maximum number of global batches.")
-@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="Folder to keep; required with --address.")
-@click.option("--backend", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="Execution backend.")
+@click.option(
+    "--batches",
+    "eval_batches",
+    type=positive,
+    metavar="N",
+    help="Maximum number of global batches.",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder to keep; required with --address.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["ray", "local"]),
+    default="ray",
+    show_default=True,
+    help="Execution backend.",
+)
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
 @click.option("--no-compile", is_flag=True, help="Run the graphs without Inductor.")
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting, such as precision=bf16.")
+@click.option(
+    "--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting, such as precision=bf16."
+)
 @json_option
 def evaluate(
     package: str,
@@ -189,15 +286,24 @@ def evaluate(
     _check_ray(backend, address)
     chosen = parse_settings(given)
     settings = _of_an_evaluation(chosen)
-    if eval_batches is not None and settings.setdefault("eval_batches", eval_batches) != eval_batches:
-        raise click.UsageError("--batches and --set eval_batches have different values: pass only one of them.")
+    if (
+        eval_batches is not None
+        and settings.setdefault("eval_batches", eval_batches) != eval_batches
+    ):
+        raise click.UsageError(
+            "--batches and --set eval_batches have different values: pass only one of them."
+        )
     _check_one_plan(plan_file, workers, strategy, chosen, nodes)
     opened = shared.open_to_run(package)
     per_node, device = workers or (1, "cpu")
     changed = chosen.overrides.apply(opened)
     from trainload.sharding.plans.plan import read_plan
 
-    made = read_plan(plan_file) if plan_file is not None else make_plan(changed, nodes or 1, per_node, device, strategy, **chosen.batch)
+    made = (
+        read_plan(plan_file)
+        if plan_file is not None
+        else make_plan(changed, nodes or 1, per_node, device, strategy, **chosen.batch)
+    )
     from trainload.launching.api import evaluate as evaluating
 
     with redirect_stdout(sys.stderr):
@@ -219,18 +325,40 @@ def evaluate(
 
 
 def _of_an_evaluation(chosen: GivenSettings) -> dict[str, Any]:
-    """Return the settings of a run that an evaluation has as well. Raises: UsageError: another one is given."""
-    known = {*(name for name, field in EvaluationSettings.model_fields.items() if not info_of(field).option), "precision", "seed"}
+    """Return the settings of a run that an evaluation has as well.
+
+    Raises: UsageError: another one is given.
+    """
+    known = {
+        *(
+            name
+            for name, field in EvaluationSettings.model_fields.items()
+            if not info_of(field).option
+        ),
+        "precision",
+        "seed",
+    }
     known.remove("overrides")
-    wrong = next((name for name in (*chosen.run, *sorted(chosen.overrides.model_fields_set)) if name not in known), None)
+    wrong = next(
+        (
+            name
+            for name in (*chosen.run, *sorted(chosen.overrides.model_fields_set))
+            if name not in known
+        ),
+        None,
+    )
     if wrong is not None:
         there = ", ".join(sorted({*known, *BatchSettings.model_fields}))
-        raise click.UsageError(f"--set {wrong}: an evaluation has no such setting; available: {there}.")
+        raise click.UsageError(
+            f"--set {wrong}: an evaluation has no such setting; available: {there}."
+        )
     return dict(chosen.run)
 
 
 def _largest(package: Package, least: int, most: int, per_node: int, chosen: GivenSettings) -> int:
-    """The greatest number of nodes that a run can be planned for: the plans of the other sizes are made from that one."""
+    """The greatest number of nodes that a run can be planned for: the plans of the other sizes are
+    made from that one.
+    """
     if least == most:
         return most
     from trainload.sharding.planner.replan import largest_size
@@ -241,9 +369,15 @@ def _largest(package: Package, least: int, most: int, per_node: int, chosen: Giv
 def _check_ray(backend: Backend, address: str | None, *, detach: bool = False) -> None:
     """Check that no option of a cluster is given to a backend without one."""
     if backend != "ray" and (address is not None or detach):
-        raise click.UsageError(f"{'--detach' if detach else '--address'} requires Ray: omit it, or omit --backend {backend}.")
+        raise click.UsageError(
+            f"{'--detach' if detach else '--address'} requires Ray: omit it, or omit --backend"
+            f" {backend}."
+        )
     if detach != (address or "").startswith(("http://", "https://")):
-        raise click.UsageError("--detach and the --address of a cluster's dashboard, http://HOST:8265, must be used together.")
+        raise click.UsageError(
+            "--detach and the --address of a cluster's dashboard, http://HOST:8265, must be used"
+            " together."
+        )
 
 
 def _check_one_plan(
@@ -253,26 +387,43 @@ def _check_one_plan(
     chosen: GivenSettings,
     nodes: int | tuple[int, int] | None,
 ) -> None:
-    """Check that no option is given that the plan decides. `nodes`: a number of them, not a range."""
+    """Check that no option is given that the plan decides.
+
+    `nodes`: a number of them, not a range.
+    """
     if plan_file is not None and (workers is not None or strategy is not None):
-        raise click.UsageError("--plan sets the workers and the strategy: omit --workers and --strategy.")
+        raise click.UsageError(
+            "--plan sets the workers and the strategy: omit --workers and --strategy."
+        )
     if plan_file is not None and nodes is not None:
-        raise click.UsageError("--plan sets the number of nodes: omit --nodes, or make a plan for them.")
+        raise click.UsageError(
+            "--plan sets the number of nodes: omit --nodes, or make a plan for them."
+        )
     if plan_file is not None and chosen.batch:
         raise click.UsageError(f"--plan sets {' and '.join(chosen.batch)}: omit it from --set.")
 
 
 def _keep(run_dir: Path, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
-    """Drives a run on a cluster from a process of its own. `others`: what `resume` is asked for besides."""
+    """Drives a run on a cluster from a process of its own.
+
+    `others`: what `resume` is asked for besides.
+    """
     from trainload.launching.cluster.connection import answers
     from trainload.launching.run.run_spec import read_spec
 
-    return keep([*_driver(run_dir, address, as_json), *others], run_dir, lambda: answers(address), read_spec(run_dir).node_patience)
+    return keep(
+        [*_driver(run_dir, address, as_json), *others],
+        run_dir,
+        lambda: answers(address),
+        read_spec(run_dir).node_patience,
+    )
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """The folder of a run that somebody is to drive. made: by this process. handed: somebody else has been asked to drive it, and may."""
+    """The folder of a run that somebody is to drive. made: by this process. handed: somebody else
+    has been asked to drive it, and may.
+    """
 
     run_dir: Path
     made: bool = False
@@ -284,7 +435,8 @@ def _detach(prepared: _Prepared, address: str, as_json: bool, others: Sequence[s
     from trainload.launching.cluster.jobs import submit
 
     run_dir = prepared.run_dir
-    prepared.handed = True  # from here on a job may use the folder, whatever becomes of this process
+    # from here on a job may use the folder, whatever becomes of this process
+    prepared.handed = True
     try:
         job = submit(address, run_dir, [*_driver(run_dir, "auto", as_json=False), *others])
     except LostClusterError:
@@ -295,15 +447,19 @@ def _detach(prepared: _Prepared, address: str, as_json: bool, others: Sequence[s
     if as_json:
         shared.print_json({"run": run_dir, "job": job, "address": address})
         return DONE
-    shared.out().print(view.table([("run", str(run_dir)), ("job", job), ("watch", f"trainload status {run_dir}")]))
+    shared.out().print(
+        view.table([("run", str(run_dir)), ("job", job), ("watch", f"trainload status {run_dir}")])
+    )
     return DONE
 
 
 @contextmanager
 def _nothing_left(run_dir: Path) -> Iterator[_Prepared]:
-    """Remove a run's folder on exit, and those above that were made for it, if this process made it and no run has begun there or can.
+    """Remove a run's folder on exit, and those above that were made for it, if this process made it
+    and no run has begun there or can.
 
-    The block sets `made` once the folder is its own: of two launches into one folder, the one that loses leaves the other's alone.
+    The block sets `made` once the folder is its own: of two launches into one folder, the one that
+    loses leaves the other's alone.
     """
     from trainload.launching.run.journal import JOURNAL
     from trainload.launching.run.run_state import STATE_FILE
@@ -325,17 +481,38 @@ def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
     """The arguments by which a run is driven."""
     policy = shared.policy()
     options = [] if policy is None else ["--policy", str(policy.absolute())]
-    return [*options, "resume", str(run_dir), "--address", address, *(["--json"] if as_json else [])]
+    return [
+        *options,
+        "resume",
+        str(run_dir),
+        "--address",
+        address,
+        *(["--json"] if as_json else []),
+    ]
 
 
 @click.command(short_help="Continue a run.")
 @run_argument
-@click.option("--workers", type=positive, metavar="N", help="Number of workers. Default: as before.")
+@click.option(
+    "--workers", type=positive, metavar="N", help="Number of workers. Default: as before."
+)
 @strategy_option
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Another plan, instead of both.")
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Another plan, instead of both.",
+)
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
-@click.option("--set", "given", multiple=True, metavar="KEY=VALUE", help="Change a setting: see `trainload settings`.")
+@click.option(
+    "--set",
+    "given",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a setting: see `trainload settings`.",
+)
 @click.option("--detach", is_flag=True, help="Submit as a job of the cluster.")
 @json_option
 def resume(
@@ -352,7 +529,9 @@ def resume(
     """Continue a run from its last checkpoint, on the same or another number of workers."""
     if not run_dir.is_dir():
         raise StorageError(
-            "there is no such run", where=str(run_dir), hint="Pass the folder that was passed to `trainload launch --run-dir`."
+            "there is no such run",
+            where=str(run_dir),
+            hint="Pass the folder that was passed to `trainload launch --run-dir`.",
         )
     _check_ray(backend, address, detach=detach)
     check_supported_torch()
@@ -367,8 +546,17 @@ def resume(
             from trainload.launching.api.launch import change
 
             change(run_dir.absolute(), RunSettings(**changes))
-        asked = {"--workers": workers, "--strategy": strategy, "--plan": None if plan_file is None else plan_file.absolute()}
-        others = [word for option, value in asked.items() if value is not None for word in (option, str(value))]
+        asked = {
+            "--workers": workers,
+            "--strategy": strategy,
+            "--plan": None if plan_file is None else plan_file.absolute(),
+        }
+        others = [
+            word
+            for option, value in asked.items()
+            if value is not None
+            for word in (option, str(value))
+        ]
         if detach:
             return _detach(_Prepared(run_dir.absolute()), address, as_json, others)
         return _keep(run_dir.absolute(), address, as_json, others)
@@ -379,8 +567,20 @@ def resume(
 
     def work(report: Callable[[Event], None]) -> Any:
         place = run_dir.absolute()
-        options: dict[str, Any] = {"workers": workers, "strategy": strategy, "plan": plan, **changes}
-        return launching.resume(place, **options, backend=backend, address=address, policy=shared.policy(), on_event=report)
+        options: dict[str, Any] = {
+            "workers": workers,
+            "strategy": strategy,
+            "plan": plan,
+            **changes,
+        }
+        return launching.resume(
+            place,
+            **options,
+            backend=backend,
+            address=address,
+            policy=shared.policy(),
+            on_event=report,
+        )
 
     result = _watch(work, run_dir)
     if _leads(backend):
@@ -391,20 +591,30 @@ def resume(
 def _changes(given: tuple[str, ...]) -> dict[str, Any]:
     """Return the settings of a run that `--set` changes."""
     chosen = parse_settings(given, resuming=True)
-    return {**chosen.run, **({"overrides": chosen.overrides} if chosen.overrides.model_fields_set else {})}
+    return {
+        **chosen.run,
+        **({"overrides": chosen.overrides} if chosen.overrides.model_fields_set else {}),
+    }
 
 
 def _leads(backend: Backend) -> bool:
-    """Return True if this process prints the result of a run: the only one, or torchrun's rank 0."""
+    """Return True if this process prints the result of a run: the only one, or torchrun's rank
+    0.
+    """
     return backend != "torchrun" or os.environ.get("RANK", "0") == "0"
 
 
 def _watch(work: Callable[[Callable[[Event], None]], Any], run_dir: Path) -> Any:
     """Do `work` in view of the user. Ctrl-C ends it and says how to go on."""
     try:
-        with run_view.RunView(err(), run_dir) as report, redirect_stdout(sys.stderr):  # Ray prints there when a worker dies
+        # Ray prints there when a worker dies
+        with run_view.RunView(err(), run_dir) as report, redirect_stdout(sys.stderr):
             return work(report)
     except KeyboardInterrupt:
         begun = (run_dir / "run.json").exists()
-        hint = f"Continue with: trainload resume {shlex.quote(str(run_dir))}" if begun else "It had not started: launch it again."
+        hint = (
+            f"Continue with: trainload resume {shlex.quote(str(run_dir))}"
+            if begun
+            else "It had not started: launch it again."
+        )
         raise RunInterrupted("the run was interrupted", where=str(run_dir), hint=hint) from None

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from trainload.cli.view import tables as view
 from trainload.core.errors import PackageError, StorageError
@@ -43,13 +51,21 @@ class NamedCount(click.ParamType[tuple[str, int | None]]):
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, int | None]:
         """Reads what the user wrote."""
         if isinstance(value, tuple):
             return value
         name, slash, count = str(value).partition("/")
-        if name not in self._names or (slash and not (count.isdecimal() and 0 < int(count) <= 2**31)):
-            self.fail(f"{value!r} is not one of {', '.join(self._names)}, optionally followed by /N", param, ctx)
+        if name not in self._names or (
+            slash and not (count.isdecimal() and 0 < int(count) <= 2**31)
+        ):
+            self.fail(
+                f"{value!r} is not one of {', '.join(self._names)}, optionally followed by /N",
+                param,
+                ctx,
+            )
         return name, int(count) if slash else None
 
 
@@ -61,13 +77,22 @@ class CountOf(click.ParamType[tuple[int, str]]):
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, str]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, str]:
         """Reads what the user wrote."""
         if isinstance(value, tuple):
             return value
         count, slash, name = str(value).partition("/")
-        if not (count.isdecimal() and 0 < int(count) <= 2**31) or (slash and name not in self._names):
-            self.fail(f"{value!r} is not a positive integer, optionally followed by /{', /'.join(self._names)}", param, ctx)
+        if not (count.isdecimal() and 0 < int(count) <= 2**31) or (
+            slash and name not in self._names
+        ):
+            self.fail(
+                f"{value!r} is not a positive integer, optionally followed by"
+                f" /{', /'.join(self._names)}",
+                param,
+                ctx,
+            )
         return int(count), name if slash else self._names[0]
 
 
@@ -76,18 +101,26 @@ class Span(click.ParamType[tuple[int, int]]):
 
     name = "span"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
         """Reads what the user wrote."""
         if isinstance(value, tuple):
             return value
         least, colon, most = str(value).partition(":")
-        if not least.isdecimal() or (colon and not most.isdecimal()) or not 0 < int(least) <= int(most or least) <= 2**20:
+        if (
+            not least.isdecimal()
+            or (colon and not most.isdecimal())
+            or not 0 < int(least) <= int(most or least) <= 2**20
+        ):
             self.fail(f"{value!r} is not a positive integer or a range A:B", param, ctx)
         return int(least), int(most or least)
 
 
 class Transfer:
-    """Shows bytes as they move, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
+    """Shows bytes as they move, on stderr: a bar on a terminal, elsewhere a line every few
+    seconds.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -96,7 +129,13 @@ class Transfer:
         self._task: TaskID | None = None
         self._bar: Progress | None = None
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=self._console, transient=True)
 
     def __enter__(self) -> Self:
@@ -104,7 +143,12 @@ class Transfer:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -134,7 +178,9 @@ def open_package(path: Path) -> Package:
 
 
 def _warned(package: Package) -> Package:
-    """The package, once it was said how operator libraries differ from those that it was made with."""
+    """The package, once it was said how operator libraries differ from those that it was made
+    with.
+    """
     from trainload.launching.node.libraries import library_warnings
 
     for warning in library_warnings(package, libraries()):
@@ -148,7 +194,9 @@ def trusts_extensions() -> bool:
 
 
 def located(name: str) -> tuple[str | None, Path]:
-    """A package's name in a store or registry, None for a folder; and its folder, fetched into this machine's cache if need be."""
+    """A package's name in a store or registry, None for a folder; and its folder, fetched into this
+    machine's cache if need be.
+    """
     check_supported_torch()
     from trainload.launching.node.fetching import here
 
@@ -157,25 +205,35 @@ def located(name: str) -> tuple[str | None, Path]:
 
 
 def open_to_run(name: str) -> Package:
-    """`open_package`, once the policies let the package be run: before that no library is imported for it. One in a store is fetched."""
+    """`open_package`, once the policies let the package be run: before that no library is imported
+    for it.
+
+    One in a store is fetched.
+    """
     source, path = located(name)
     from trainload.launching.node.libraries import open_for_run
     from trainload.packaging.signatures.policy import find_policies
 
     if not path.exists():
         raise PackageError("there is no such package", where=name)
-    package = open_for_run(path, libraries(), find_policies(policy()), None, trust_extensions=trusts_extensions())
+    package = open_for_run(
+        path, libraries(), find_policies(policy()), None, trust_extensions=trusts_extensions()
+    )
     return _warned(replace(package, source=source))
 
 
 def libraries() -> dict[str, str | None]:
-    """Return the program's --library options: namespace -> module or file, None where it is only allowed."""
+    """Return the program's --library options: namespace -> module or file, None where it is only
+    allowed.
+    """
     named: tuple[str, ...] = click.get_current_context().find_root().params.get("library", ())
     found: dict[str, str | None] = {}
     for text in named:
         namespace, _, location = text.partition("=")
         if not namespace.isidentifier():
-            raise click.UsageError(f"--library {text}: expected NAMESPACE=MODULE, where MODULE may be a .py file.")
+            raise click.UsageError(
+                f"--library {text}: expected NAMESPACE=MODULE, where MODULE may be a .py file."
+            )
         found[namespace] = location or None
     return found
 
@@ -187,9 +245,16 @@ def policy() -> Path | None:
 
 
 def program_options() -> list[str]:
-    """The program's own options that a command run elsewhere needs too. Not --policy, which names a file of this machine."""
+    """The program's own options that a command run elsewhere needs too.
+
+    Not --policy, which names a file of this machine.
+    """
     named = libraries()
-    found = [word for name, place in named.items() for word in ("--library", name if place is None else f"{name}={place}")]
+    found = [
+        word
+        for name, place in named.items()
+        for word in ("--library", name if place is None else f"{name}={place}")
+    ]
     return [*found, *(["--trust-extensions"] if trusts_extensions() else [])]
 
 

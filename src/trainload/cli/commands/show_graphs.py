@@ -12,7 +12,14 @@ from rich.markup import escape
 from rich.text import Text
 
 from trainload.cli.commands import shared
-from trainload.cli.commands.shared import FAILED, err, json_option, out, package_argument, print_json
+from trainload.cli.commands.shared import (
+    FAILED,
+    err,
+    json_option,
+    out,
+    package_argument,
+    print_json,
+)
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.errors import PackageError
@@ -24,18 +31,23 @@ if TYPE_CHECKING:
     from trainload.transforms.operator_sets import OperatorUse
 
 data_option = click.option("--data", metavar="PATH", help="Rows to compare on. Default: generated.")
-allow_option = click.option("--allow-change", is_flag=True, help="Accept changed values, and record them.")
+allow_option = click.option(
+    "--allow-change", is_flag=True, help="Accept changed values, and record them."
+)
 
 
 @click.command(short_help="Show a module's graph.")
 @package_argument
-@click.option("--module", default="", metavar="PATH", help="Module, such as layers.3. Default: all.")
+@click.option(
+    "--module", default="", metavar="PATH", help="Module, such as layers.3. Default: all."
+)
 @click.option("--graph", metavar="NAME", help="Graph. Default: the main training graph.")
 @json_option
 def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
     """Show the graph of a module: its nodes next to its source lines.
 
-    Files and line numbers are shown if the source is available and unchanged; otherwise the lines at the time of the freeze.
+    Files and line numbers are shown if the source is available and unchanged; otherwise the lines
+    at the time of the freeze.
     """
     opened = shared.open_package(package)
     from trainload.transforms.listing import module_lines
@@ -57,17 +69,36 @@ def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
 @click.command(short_help="Apply passes to graphs.")
 @package_argument
 @click.option(
-    "--pass", "specs", multiple=True, required=True, metavar="MODULE:FUNCTION[,NAME=VALUE...]", help="Pass to apply; may be repeated."
+    "--pass",
+    "specs",
+    multiple=True,
+    required=True,
+    metavar="MODULE:FUNCTION[,NAME=VALUE...]",
+    help="Pass to apply; may be repeated.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="Path of the new package.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="PKG",
+    help="Path of the new package.",
+)
 @allow_option
 @data_option
 @json_option
-def transform(package: Path, specs: tuple[str, ...], output: Path, allow_change: bool, data: str | None, as_json: bool) -> None:
+def transform(
+    package: Path,
+    specs: tuple[str, ...],
+    output: Path,
+    allow_change: bool,
+    data: str | None,
+    as_json: bool,
+) -> None:
     """Apply passes to a package's graphs; write a new package.
 
-    A pass is your own code; MODULE may be a file. After each pass, loss, metrics, buffers and every gradient are compared with those
-    before it, and a pass that changes them is rejected.
+    A pass is your own code; MODULE may be a file. After each pass, loss, metrics, buffers and every
+    gradient are compared with those before it, and a pass that changes them is rejected.
     """
     opened = shared.open_package(package)
     from trainload.passes import load_pass
@@ -75,9 +106,22 @@ def transform(package: Path, specs: tuple[str, ...], output: Path, allow_change:
 
     done: list[Applied] = []
     with redirect_stdout(sys.stderr):  # a pass may print
-        made = apply(opened, [load_pass(spec) for spec in specs], output, allow_change=allow_change, data=data, on_pass=done.append)
+        made = apply(
+            opened,
+            [load_pass(spec) for spec in specs],
+            output,
+            allow_change=allow_change,
+            data=data,
+            on_pass=done.append,
+        )
     if as_json:
-        print_json({"package": output, "digest": made.digest, "passes": [_told(applied) for applied in done]})
+        print_json(
+            {
+                "package": output,
+                "digest": made.digest,
+                "passes": [_told(applied) for applied in done],
+            }
+        )
         return
     for applied in done:
         out().print(view.table(_effect(applied), title=applied.entry.name))
@@ -89,7 +133,13 @@ def transform(package: Path, specs: tuple[str, ...], output: Path, allow_change:
 @click.option("--set", "chosen", metavar="full|core|FILE", help="Operator set to decompose to.")
 @click.option("--interactive", is_flag=True, help="Choose operators one by one.")
 @click.option("--compat", is_flag=True, help="Compare operators with the installed torch.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PKG", help="Path of the new package.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="PKG",
+    help="Path of the new package.",
+)
 @allow_option
 @data_option
 @json_option
@@ -105,8 +155,8 @@ def ops(
 ) -> None:
     """List the operators of a package's graphs, or choose a set of them.
 
-    full: as captured. core: decompose to core ATen where torch can. FILE: decompose the operators that it names, one per line. The
-    resulting graphs are compared with the original ones.
+    full: as captured. core: decompose to core ATen where torch can. FILE: decompose the operators
+    that it names, one per line. The resulting graphs are compared with the original ones.
 
     --compat also works for packages that cannot be opened. It exits with 1 if graphs cannot run.
     """
@@ -118,7 +168,9 @@ def ops(
     if interactive and chosen is not None:
         raise click.UsageError("--interactive chooses the set: omit --set.")
     if output is not None and chosen is None and not interactive:
-        raise click.UsageError("-o writes a package with a chosen set: pass --set or --interactive.")
+        raise click.UsageError(
+            "-o writes a package with a chosen set: pass --set or --interactive."
+        )
     opened = shared.open_package(package)
     from trainload.transforms.apply import check_path
 
@@ -145,11 +197,24 @@ def _compare(path: Path, as_json: bool) -> None:
     allowed = import_for(path, shared.libraries(), trust_extensions=shared.trusts_extensions())
     manifest = Manifest.from_bytes(read_manifest(path), MANIFEST)
     compared = compare_operators(manifest)
-    counts = {verdict.value: sum(each.verdict is verdict for each in compared) for verdict in Verdict}
+    counts = {
+        verdict.value: sum(each.verdict is verdict for each in compared) for verdict in Verdict
+    }
     rows = [each for each in compared if each.verdict is not Verdict.SAME]
-    strange = {namespace: entry for namespace, entry in manifest.op_libraries.items() if namespace not in allowed}
+    strange = {
+        namespace: entry
+        for namespace, entry in manifest.op_libraries.items()
+        if namespace not in allowed
+    }
     if as_json:
-        print_json({"torch": torch.__version__, "counts": counts, "operators": rows, "libraries_not_allowed": strange})
+        print_json(
+            {
+                "torch": torch.__version__,
+                "counts": counts,
+                "operators": rows,
+                "libraries_not_allowed": strange,
+            }
+        )
     else:
         table = Columns(("operator", "was", "is", "verdict"))
         for each in rows:
@@ -158,7 +223,11 @@ def _compare(path: Path, as_json: bool) -> None:
         if rows:
             out().print(table)
         told = [
-            ("not imported", f"{name}, from {told_library(e)}. If you trust it, {ways_to_allow(name, e)}") for name, e in strange.items()
+            (
+                "not imported",
+                f"{name}, from {told_library(e)}. If you trust it, {ways_to_allow(name, e)}",
+            )
+            for name, e in strange.items()
         ]
         out().print(view.table([("torch", torch.__version__), *counts.items(), *told]))
     if not all(each.fits for each in compared):
@@ -175,10 +244,14 @@ def _list(package: Package, as_json: bool) -> None:
     graphs = [*package.manifest.graphs, UPDATE, STEP]
     table = Columns(("operator", *graphs, "core", "becomes"), right=graphs)
     for use in uses:
-        name = Text.assemble(use.name, (" " + use.schema.partition("(")[1] + use.schema.partition("(")[2], "dim"))
+        name = Text.assemble(
+            use.name, (" " + use.schema.partition("(")[1] + use.schema.partition("(")[2], "dim")
+        )
         core = "" if use.core is None else "yes" if use.core else "no"
         counts = [str(use.counts.get(graph, "")) for graph in graphs]
-        table.add(name, *counts, core + (" device" if use.device_specific else ""), ", ".join(use.becomes))
+        table.add(
+            name, *counts, core + (" device" if use.device_specific else ""), ", ".join(use.becomes)
+        )
     out().print(table)
     out().print(view.table(_sums(uses)))
 
@@ -192,7 +265,14 @@ def _sums(uses: tuple[OperatorUse, ...]) -> list[tuple[str, Any]]:
     ]
 
 
-def _choose(package: Package, chosen: str | None, output: Path | None, allow_change: bool, data: str | None, as_json: bool) -> None:
+def _choose(
+    package: Package,
+    chosen: str | None,
+    output: Path | None,
+    allow_change: bool,
+    data: str | None,
+    as_json: bool,
+) -> None:
     from trainload.transforms.apply import Transformation
     from trainload.transforms.operator_sets import counts_of, outside_core
 
@@ -201,11 +281,15 @@ def _choose(package: Package, chosen: str | None, output: Path | None, allow_cha
     applied = _ask(work, allow_change) if chosen is None else _apply_set(work, chosen, allow_change)
     made = work.write(output) if output is not None else None
     after, left = counts_of(work.program), outside_core(work.program)
-    changed = {name: (before.get(name, 0), after.get(name, 0)) for name in sorted({*before, *after})}
+    changed = {
+        name: (before.get(name, 0), after.get(name, 0)) for name in sorted({*before, *after})
+    }
     if as_json:
         print_json(
             {
-                "counts": {name: {"before": was, "after": now} for name, (was, now) in changed.items()},
+                "counts": {
+                    name: {"before": was, "after": now} for name, (was, now) in changed.items()
+                },
                 "outside_core": left,
                 "passes": [_told(one) for one in applied],
                 "package": output,
@@ -231,13 +315,17 @@ def _apply_set(work: Transformation, chosen: str, allow_change: bool) -> list[Ap
 
     if chosen == "full":
         return []
-    applied = work.apply(decompose, {"operators": "core" if chosen == "core" else read_operator_file(Path(chosen))})
+    applied = work.apply(
+        decompose, {"operators": "core" if chosen == "core" else read_operator_file(Path(chosen))}
+    )
     work.keep(applied, allow_change=allow_change)
     return [applied]
 
 
 def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
-    """Goes through what can be decomposed, most used first, until nothing is left or the user has enough."""
+    """Goes through what can be decomposed, most used first, until nothing is left or the user has
+    enough.
+    """
     from trainload.autograd_trace.derivation.decompose import becomes, spelled
     from trainload.capture.operators import calls_in
     from trainload.passes import decompose
@@ -249,7 +337,11 @@ def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
         into: dict[str, tuple[str, ...]] = {}
         for graph in work.program.graphs.values():
             for node in calls_in(graph.exported.graph_module):
-                if spelled(node.target) not in asked and spelled(node.target) not in into and (found := becomes(node)):
+                if (
+                    spelled(node.target) not in asked
+                    and spelled(node.target) not in into
+                    and (found := becomes(node))
+                ):
                     into[spelled(node.target)] = found
         if not into:
             return kept
@@ -257,7 +349,9 @@ def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
         name = min(into, key=lambda one: (-counts[one], one))
         asked.add(name)
         click.echo(f"{name}, {counts[name]} calls, becomes {', '.join(into[name])}", err=True)
-        answer = click.prompt("decompose it?", type=click.Choice(["y", "n", "q"]), default="n", err=True)
+        answer = click.prompt(
+            "decompose it?", type=click.Choice(["y", "n", "q"]), default="n", err=True
+        )
         if answer == "q":
             return kept
         if answer == "n":
@@ -265,7 +359,10 @@ def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
         applied = work.apply(decompose, {"operators": (name,)})
         err().print(view.table(_effect(applied)[1:]))
         if not applied.entry.preserving and not allow_change:
-            click.echo("It changes the results, so it is not kept. Use --allow-change to accept changes.", err=True)
+            click.echo(
+                "It changes the results, so it is not kept. Use --allow-change to accept changes.",
+                err=True,
+            )
         elif click.confirm("keep it?", default=True, err=True):
             work.keep(applied, allow_change=allow_change)
             kept.append(applied)
@@ -273,11 +370,23 @@ def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
 
 def _effect(applied: Applied) -> list[tuple[str, Any]]:
     worst = applied.worst
-    parity = "bit for bit" if worst.distance == 0 else f"{worst.distance:.2g} in the {worst.graph} graph's {worst.value}"
+    parity = (
+        "bit for bit"
+        if worst.distance == 0
+        else f"{worst.distance:.2g} in the {worst.graph} graph's {worst.value}"
+    )
     return [
-        ("options", escape(", ".join(f"{key} = {value}" for key, value in applied.entry.options.items())) or "none"),
+        (
+            "options",
+            escape(", ".join(f"{key} = {value}" for key, value in applied.entry.options.items()))
+            or "none",
+        ),
         ("calls", f"{applied.calls_before} before, {applied.calls_after} after"),
-        ("parity", f"{parity}; at most {worst.tolerance:g}" + ("" if applied.entry.preserving else ": changed")),
+        (
+            "parity",
+            f"{parity}; at most {worst.tolerance:g}"
+            + ("" if applied.entry.preserving else ": changed"),
+        ),
     ]
 
 

@@ -21,13 +21,23 @@ _pem = click.Path(path_type=Path)
 @click.option("--key", type=_pem, required=True, metavar="FILE", help="Private key, in PEM.")
 @click.option("--name", metavar="NAME", help="Name of the signature. Default: fingerprint.")
 @click.option("--certificate", type=_pem, metavar="FILE", help="Certificate of the key, in PEM.")
-@click.option("--chain", type=_pem, multiple=True, metavar="FILE", help="Intermediate certificates, in PEM.")
+@click.option(
+    "--chain", type=_pem, multiple=True, metavar="FILE", help="Intermediate certificates, in PEM."
+)
 @json_option
-def sign(package: Path, key: Path, name: str | None, certificate: Path | None, chain: tuple[Path, ...], as_json: bool) -> None:
+def sign(
+    package: Path,
+    key: Path,
+    name: str | None,
+    certificate: Path | None,
+    chain: tuple[Path, ...],
+    as_json: bool,
+) -> None:
     """Sign a package: write signatures/NAME.sig into it.
 
-    The digest and other signatures do not change. The password of an encrypted key is read from $TRAINLOAD_KEY_PASSWORD or from
-    the terminal. Keys must be elliptic curve keys: openssl ecparam -name prime256v1 -genkey -noout -out key.pem
+    The digest and other signatures do not change. The password of an encrypted key is read from
+    $TRAINLOAD_KEY_PASSWORD or from the terminal. Keys must be elliptic curve keys: openssl ecparam
+    -name prime256v1 -genkey -noout -out key.pem
     """
     if chain and certificate is None:
         raise click.UsageError("--chain requires --certificate.")
@@ -36,16 +46,32 @@ def sign(package: Path, key: Path, name: str | None, certificate: Path | None, c
     check_supported_torch()
     from trainload.publishing import trust
 
-    made = trust.sign(package, key, name=name, password=_password(key), certificate=certificate, chain=chain)
+    made = trust.sign(
+        package, key, name=name, password=_password(key), certificate=certificate, chain=chain
+    )
     if as_json:
-        print_json({"package": package, "file": made.file, "kind": made.kind, "signer": made.signer, "signed": len(made.files)})
+        print_json(
+            {
+                "package": package,
+                "file": made.file,
+                "kind": made.kind,
+                "signer": made.signer,
+                "signed": len(made.files),
+            }
+        )
         return
-    rows = [("signature", str(package / made.file)), (made.kind, made.signer), ("signed", f"{len(made.files)} files")]
+    rows = [
+        ("signature", str(package / made.file)),
+        (made.kind, made.signer),
+        ("signed", f"{len(made.files)} files"),
+    ]
     out().print(view.table(rows))
 
 
 def _password(key: Path) -> bytes | None:
-    """Return the password of an encrypted key, from the environment or a terminal; None if there is none, or none is needed."""
+    """Return the password of an encrypted key, from the environment or a terminal; None if there is
+    none, or none is needed.
+    """
     from trainload.packaging.signatures.keys import PASSWORD, is_encrypted
 
     given = os.environ.get(PASSWORD)

@@ -25,7 +25,9 @@ store_argument = click.argument("store", metavar="STORE")
 @click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
 @store_argument
 @click.option("--line", metavar="NAME", help="Line. Default: the only one, or main.")
-@click.option("--promote/--no-promote", default=None, help="Make the release current. Default: yes.")
+@click.option(
+    "--promote/--no-promote", default=None, help="Make the release current. Default: yes."
+)
 @click.option("--only-if", metavar="N", help="Promote only if release N (or none) is current.")
 @click.option("--reject", metavar="REASON", help="Publish the release as rejected.")
 @click.option("--message", metavar="TEXT", default="", help="Message in the list of releases.")
@@ -77,14 +79,21 @@ def push(
     rows: list[tuple[str, Any]] = [("store", report.store)]
     if isinstance(report, PushReport):
         rows += [
-            ("release", f"{report.line} {report.release}" + ("" if report.new else ", which already existed")),
+            (
+                "release",
+                f"{report.line} {report.release}"
+                + ("" if report.new else ", which already existed"),
+            ),
             ("current", report.current or "none"),
         ]
     else:
         rows.append(("artifact", report.artifact))
     rows += [
         ("digest", report.digest),
-        ("sent", f"{size(report.sent_bytes)} in {report.sent_files} files ({report.sent_bytes:,} bytes)"),
+        (
+            "sent",
+            f"{size(report.sent_bytes)} in {report.sent_files} files ({report.sent_bytes:,} bytes)",
+        ),
         ("there already", f"{size(report.present_bytes)} ({report.present_bytes:,} bytes)"),
     ]
     out().print(view.table(rows))
@@ -92,16 +101,36 @@ def push(
 
 @click.command(short_help="Fetch a package.")
 @store_argument
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="PKG", help="Path of the new package.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="PKG",
+    help="Path of the new package.",
+)
 @line_option
 @click.option("--release", metavar="N", help="Release number or latest. Default: current.")
-@click.option("--reuse", multiple=True, type=click.Path(path_type=Path), metavar="PKG", help="Reuse files of another package.")
+@click.option(
+    "--reuse",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="PKG",
+    help="Reuse files of another package.",
+)
 @click.option("--without-debug", is_flag=True, help="Do not fetch debug/.")
 @json_option
 def pull(
-    store: str, output: Path, line: str | None, release: str | None, reuse: tuple[Path, ...], without_debug: bool, as_json: bool
+    store: str,
+    output: Path,
+    line: str | None,
+    release: str | None,
+    reuse: tuple[Path, ...],
+    without_debug: bool,
+    as_json: bool,
 ) -> None:
-    """Fetch a release as a package: STORE, STORE#LINE or STORE#LINE/N. Every file is checked against its digest.
+    """Fetch a release as a package: STORE, STORE#LINE or STORE#LINE/N. Every file is checked
+    against its digest.
 
     Files that packages in the folder of PKG already have are linked, not fetched.
     """
@@ -109,7 +138,15 @@ def pull(
     from trainload.publishing import stores
 
     with Transfer("pull") as shown:
-        report = stores.pull(store, output, line=line, release=release, debug=not without_debug, reuse=reuse, on_progress=shown)
+        report = stores.pull(
+            store,
+            output,
+            line=line,
+            release=release,
+            debug=not without_debug,
+            reuse=reuse,
+            on_progress=shown,
+        )
     if as_json:
         print_json(report)
         return
@@ -117,7 +154,13 @@ def pull(
         ("package", str(report.path)),
         ("release", f"{report.line} {report.release}" if report.line else report.release),
         ("digest", report.digest),
-        ("fetched", f"{size(report.fetched_bytes)} in {report.fetched_files} files ({report.fetched_bytes:,} bytes)"),
+        (
+            "fetched",
+            (
+                f"{size(report.fetched_bytes)} in {report.fetched_files} files"
+                f" ({report.fetched_bytes:,} bytes)"
+            ),
+        ),
         ("here already", f"{size(report.local_bytes)} ({report.local_bytes:,} bytes)"),
     ]
     out().print(view.table(rows))
@@ -134,13 +177,31 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
 
     found = stores.releases(store, line=line)
     if as_json:
-        print_json({"store": store, "lines": {name: [_state_json(state) for state in states] for name, states in found.items()}})
+        print_json(
+            {
+                "store": store,
+                "lines": {
+                    name: [_state_json(state) for state in states] for name, states in found.items()
+                },
+            }
+        )
         return
     for name, states in found.items():
-        made = Columns(("release", "status", "package", "parent", "created", "bytes", "message"), title=f"line {name}", right={"bytes"})
+        made = Columns(
+            ("release", "status", "package", "parent", "created", "bytes", "message"),
+            title=f"line {name}",
+            right={"bytes"},
+        )
         for state in states:
             release = state.release
-            row = (release.name, state.status, release.package[:12], _name(release.parent), release.created, size(release.bytes))
+            row = (
+                release.name,
+                state.status,
+                release.package[:12],
+                _name(release.parent),
+                release.created,
+                size(release.bytes),
+            )
             made.add(*row, _said(state))
         out().print(made)
 
@@ -153,27 +214,59 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
 @click.option("--reason", metavar="TEXT", default="", help="Reason, stored in the history.")
 @click.option("--rejected", is_flag=True, help="Allow a rejected or rolled back release.")
 @json_option
-def promote(store: str, release: str, line: str | None, only_if: str | None, reason: str, rejected: bool, as_json: bool) -> None:
+def promote(
+    store: str,
+    release: str,
+    line: str | None,
+    only_if: str | None,
+    reason: str,
+    rejected: bool,
+    as_json: bool,
+) -> None:
     """Make release N the current release of its line: a candidate, or an earlier release."""
     check_supported_torch()
     from trainload.publishing import stores
 
-    pointer = stores.promote(store, release, line=line, only_if=only_if, reason=reason, rejected=rejected)
+    pointer = stores.promote(
+        store, release, line=line, only_if=only_if, reason=reason, rejected=rejected
+    )
     name = _name(pointer.release)
     if as_json:
-        print_json({"store": store, "line": pointer.line, "release": name, "digest": pointer.package, "created": pointer.created})
+        print_json(
+            {
+                "store": store,
+                "line": pointer.line,
+                "release": name,
+                "digest": pointer.package,
+                "created": pointer.created,
+            }
+        )
     else:
-        out().print(view.table([("line", pointer.line), ("current", name), ("digest", pointer.package)]))
+        out().print(
+            view.table([("line", pointer.line), ("current", name), ("digest", pointer.package)])
+        )
 
 
 @click.command(short_help="Clean a store.")
 @store_argument
-@click.option("--keep", type=positive, metavar="N", help="Keep files of the last N releases per line.")
-@click.option("--line", "lines", multiple=True, metavar="NAME", help="Only this line. Default: all.")
-@click.option("--grace", type=click.FloatRange(min=0), metavar="HOURS", default=24.0, help="Age of an abandoned push. Default: 24.")
+@click.option(
+    "--keep", type=positive, metavar="N", help="Keep files of the last N releases per line."
+)
+@click.option(
+    "--line", "lines", multiple=True, metavar="NAME", help="Only this line. Default: all."
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    metavar="HOURS",
+    default=24.0,
+    help="Age of an abandoned push. Default: 24.",
+)
 @click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
 @json_option
-def gc(store: str, keep: int | None, lines: tuple[str, ...], grace: float, dry_run: bool, as_json: bool) -> None:
+def gc(
+    store: str, keep: int | None, lines: tuple[str, ...], grace: float, dry_run: bool, as_json: bool
+) -> None:
     """Remove files that no release needs, and with --keep those of old releases.
 
     A current release keeps its files. Records are kept, so the history can still be read.

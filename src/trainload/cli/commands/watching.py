@@ -45,11 +45,20 @@ def runs(folder: Path, as_json: bool) -> None:
     from trainload.launching.run.run_state import read_state
 
     if not folder.is_dir():
-        raise StorageError("there is no such folder", where=str(folder), hint="Pass the folder that contains the folders of runs.")
+        raise StorageError(
+            "there is no such folder",
+            where=str(folder),
+            hint="Pass the folder that contains the folders of runs.",
+        )
     found = [(path.parent, read_state(path.parent)) for path in folder.glob(f"*/{RUN_FILE}")]
     found.sort(key=lambda each: each[1].time if each[1] is not None else 0.0, reverse=True)
     if as_json:
-        print_json([{"run": path, **({"phase": "unknown"} if state is None else _brief(state))} for path, state in found])
+        print_json(
+            [
+                {"run": path, **({"phase": "unknown"} if state is None else _brief(state))}
+                for path, state in found
+            ]
+        )
         return
     numbers = ("step", "loss", "checkpoint", "failures", "last seen")
     table = Columns(("run", "phase", *numbers), right=numbers)
@@ -60,7 +69,9 @@ def runs(folder: Path, as_json: bool) -> None:
 
 @click.command(short_help="Show a run's log.")
 @run_argument
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Output of this rank. Default: events.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="N", help="Output of this rank. Default: events."
+)
 @click.option("--follow", is_flag=True, help="Follow until the run is over.")
 @click.option("--last", type=positive, metavar="N", help="Print only the last N lines.")
 @json_option
@@ -73,12 +84,17 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
     _state(run_dir)
     path = run_dir / JOURNAL if rank is None else run_dir / LOGS / log_name(rank)
     if rank is not None and not path.exists() and not follow:
-        there = sorted(int(each.stem.partition("-")[2]) for each in (run_dir / LOGS).glob("rank-*.log"))
+        there = sorted(
+            int(each.stem.partition("-")[2]) for each in (run_dir / LOGS).glob("rank-*.log")
+        )
         raise StorageError(
             f"rank {rank} has printed nothing",
             where=str(path),
             expected=f"one of {', '.join(map(str, there))}" if there else "",
-            hint="Runs on Ray keep all output of their workers, other runs only the traceback of an error. torchrun has --log-dir.",
+            hint=(
+                "Runs on Ray keep all output of their workers, other runs only the traceback of an"
+                " error. torchrun has --log-dir."
+            ),
         )
     for line in _lines(path, run_dir, follow=follow, last=last):
         event = None if as_json or rank is not None else event_of(line)
@@ -95,13 +111,23 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
 
     state = _state(run_dir)
     if not state.alive:
-        raise StorageError("the run is not running", where=str(run_dir), got=f"phase {state.phase}", hint="There is nothing to stop.")
+        raise StorageError(
+            "the run is not running",
+            where=str(run_dir),
+            got=f"phase {state.phase}",
+            hint="There is nothing to stop.",
+        )
     try:
         (run_dir / Request.STOP.file).touch()
     except OSError as error:
-        raise StorageError(f"the request cannot be written: {error.strerror}", where=str(run_dir)) from error
+        raise StorageError(
+            f"the request cannot be written: {error.strerror}", where=str(run_dir)
+        ) from error
     if wait:
-        err().print("stop requested; the run ends after its current step, with a checkpoint", highlight=False)
+        err().print(
+            "stop requested; the run ends after its current step, with a checkpoint",
+            highlight=False,
+        )
         state = _over(run_dir)
     if as_json:
         print_json({"run": run_dir, **_brief(state)})
@@ -116,11 +142,17 @@ def _state(run_dir: Path) -> RunState:
 
     if not (run_dir / RUN_FILE).exists():
         raise StorageError(
-            "there is no such run", where=str(run_dir), hint="Pass the folder that was passed to `trainload launch --run-dir`."
+            "there is no such run",
+            where=str(run_dir),
+            hint="Pass the folder that was passed to `trainload launch --run-dir`.",
         )
     state = read_state(run_dir)
     if state is None:
-        raise StorageError("the run has not reported anything yet", where=str(run_dir), hint="Try again after it has started.")
+        raise StorageError(
+            "the run has not reported anything yet",
+            where=str(run_dir),
+            hint="Try again after it has started.",
+        )
     return state
 
 

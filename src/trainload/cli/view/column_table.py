@@ -18,7 +18,10 @@ _GAP = 2
 
 
 class Columns:
-    """Rows under titles. Where the longest words of all columns do not fit side by side, each row is a block of lines "title  value".
+    """Rows under titles.
+
+    If the longest words of all columns do not fit side by side, each row is a block of lines
+    "title  value".
 
         found = Columns(("operator", "calls"), right={"calls"})
         found.add("aten.add.Tensor", "12")
@@ -30,7 +33,9 @@ class Columns:
         right: titles of columns whose values stand at the right.
     """
 
-    def __init__(self, titles: Sequence[str], *, title: str | None = None, right: Collection[str] = ()) -> None:
+    def __init__(
+        self, titles: Sequence[str], *, title: str | None = None, right: Collection[str] = ()
+    ) -> None:
         self._titles, self._title, self._right = tuple(titles), title, frozenset(right)
         self._rows: list[tuple[tuple[Text, ...], str | Style]] = []
 
@@ -43,9 +48,13 @@ class Columns:
     def _widths(self, room: int) -> list[int] | None:
         """Return the width of each column, or None where words would break.
 
-        Each column gets the width of its longest line, or as much of it as there is room for, from the left.
+        Each column gets the width of its longest line, or as much of it as there is room for, from
+        the left.
         """
-        texts = [[title, *(str(cells[place]) for cells, _ in self._rows)] for place, title in enumerate(self._titles)]
+        texts = [
+            [title, *(str(cells[place]) for cells, _ in self._rows)]
+            for place, title in enumerate(self._titles)
+        ]
         widths = [max(map(_longest_word, column)) for column in texts]
         left = room - sum(widths) - _GAP * (len(widths) - 1)
         if left < 0:
@@ -61,7 +70,12 @@ class Columns:
         if widths is not None:
             made = Table(box=None, pad_edge=False, title=self._title, title_justify="left")
             for title, width in zip(self._titles, widths, strict=True):
-                made.add_column(title, justify="right" if title in self._right else "left", width=width, overflow="fold")
+                made.add_column(
+                    title,
+                    justify="right" if title in self._right else "left",
+                    width=width,
+                    overflow="fold",
+                )
             for cells, style in self._rows:
                 made.add_row(*cells, style=style)
             yield made

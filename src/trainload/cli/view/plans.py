@@ -1,4 +1,6 @@
-"""Shows what the planner has found: the candidates beside each other, and one of them node by node."""
+"""Shows what the planner has found: the candidates beside each other, and one of them node by
+node.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from trainload.core.formatting import size
 from trainload.sharding.planner.plan_costs import Memory, StepTime
 from trainload.sharding.planner.search import Candidate, Found
 
-_MEMORY = ("parameters", "gradients", "optimizer", "activations", "communication", "buffers", "reserved")
+_MEMORY = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+    "buffers",
+    "reserved",
+)
 _TIME = ("compute", "exposed", "bubble", "update")
 
 
@@ -23,15 +33,18 @@ def print_found(console: Console, found: Found, output: Path | None) -> None:
     device, best = found.device, found.best
     cluster = found.candidates[0].plan.cluster
     console.print(
-        f"{cluster.nodes} x {cluster.devices_per_node} {device.name}, {size(device.memory_bytes)} each; "
-        f"{found.candidates[0].plan.global_batch} rows per update; {found.judged} plans evaluated, {len(found.candidates)} simulated",
+        f"{cluster.nodes} x {cluster.devices_per_node} {device.name}, {size(device.memory_bytes)}"
+        f" each; {found.candidates[0].plan.global_batch} rows per update; {found.judged} plans"
+        f" evaluated, {len(found.candidates)} simulated",
         highlight=False,
     )
     titles = ("", "plan", "calls", "recompute", "memory", "time", "compute", "exposed", "bubble")
     table = Columns(titles, right={*titles} - {"plan", "recompute"})
     for number, candidate in enumerate(found.candidates, 1):
         choice, time = candidate.choice, candidate.costs.time
-        shares = [f"{getattr(time, name) / time.seconds:.0%}" for name in ("compute", "exposed", "bubble")]
+        shares = [
+            f"{getattr(time, name) / time.seconds:.0%}" for name in ("compute", "exposed", "bubble")
+        ]
         table.add(
             str(number),
             str(choice),
@@ -76,13 +89,19 @@ def seconds(value: float) -> str:
 
 
 def nothing_fits(found: Found, smallest: Candidate | None) -> PlanError:
-    """Return the message if no candidate fits. `smallest`: on the smallest cluster where one does."""
+    """Return the message if no candidate fits.
+
+    `smallest`: on the smallest cluster where one does.
+    """
     least = min(found.candidates, key=lambda candidate: candidate.costs.memory.peak)
     memory, there = least.costs.memory, found.device.memory_bytes
     hint = "Use another device, or a smaller model."
     if smallest is not None:
         cluster = smallest.plan.cluster
-        hint = f"It fits on {cluster.nodes} x {cluster.devices_per_node}: {smallest.choice}, {size(smallest.costs.memory.peak)}."
+        hint = (
+            f"It fits on {cluster.nodes} x {cluster.devices_per_node}: {smallest.choice},"
+            f" {size(smallest.costs.memory.peak)}."
+        )
     return PlanError(
         f"the package does not fit: {size(memory.peak - there)} too much",
         where=f"{least.choice}, recompute {least.choice.recompute}, {memory.at}",
@@ -99,7 +118,8 @@ def _spelled(memory: Memory) -> str:
 
 def _times(time: StepTime) -> str:
     return (
-        ", ".join(f"{name} {seconds(getattr(time, name))}" for name in _TIME) + f"; {time.flops / time.seconds / 1e12:.3g} TFLOP/s a device"
+        ", ".join(f"{name} {seconds(getattr(time, name))}" for name in _TIME)
+        + f"; {time.flops / time.seconds / 1e12:.3g} TFLOP/s a device"
     )
 
 
@@ -145,22 +165,54 @@ def explained(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_explained(console: Console, candidate: Candidate, most: int = 40) -> None:
-    """Prints, for each graph of a candidate, what takes its time: by operator, and the longest nodes."""
-    console.print(f"{candidate.choice}, recompute {candidate.choice.recompute}: {_times(candidate.costs.time)}", highlight=False)
+    """Prints, for each graph of a candidate, what takes its time: by operator, and the longest
+    nodes.
+    """
+    console.print(
+        f"{candidate.choice}, recompute {candidate.choice.recompute}:"
+        f" {_times(candidate.costs.time)}",
+        highlight=False,
+    )
     console.print(_spelled(candidate.costs.memory), highlight=False)
     for graph, line in candidate.costs.timelines.items():
-        console.print(f"\n{graph}: {line.seconds:.4g} s, {line.exposed:.4g} s exposed, {line.flops:.4g} operations", highlight=False)
+        console.print(
+            "\n"
+            f"{graph}: {line.seconds:.4g} s, {line.exposed:.4g} s exposed, {line.flops:.4g}"
+            f" operations",
+            highlight=False,
+        )
         by_operator: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
         for row in line.rows:
             entry = by_operator[row.operator, row.why]
             entry[0] += 1
             entry[1] += row.seconds
-        ranked = sorted(((seconds, count, *key) for key, (count, seconds) in by_operator.items() if seconds), reverse=True)
-        console.print(_rows(("time", "nodes", "operator", "bound by"), [[seconds(s), str(int(n)), *key] for s, n, *key in ranked[:12]]))
+        ranked = sorted(
+            ((seconds, count, *key) for key, (count, seconds) in by_operator.items() if seconds),
+            reverse=True,
+        )
+        console.print(
+            _rows(
+                ("time", "nodes", "operator", "bound by"),
+                [[seconds(s), str(int(n)), *key] for s, n, *key in ranked[:12]],
+            )
+        )
         longest = sorted(line.rows, key=lambda row: -row.seconds)[:most]
         shown = sorted((row for row in longest if row.seconds), key=lambda row: row.start)
-        cells = [[seconds(r.start), seconds(r.seconds), r.node, r.operator, r.why, f"{r.bytes:.3g}", f"{r.flops:.3g}"] for r in shown]
-        console.print(_rows(("start", "time", "node", "operator", "bound by", "bytes", "operations"), cells))
+        cells = [
+            [
+                seconds(r.start),
+                seconds(r.seconds),
+                r.node,
+                r.operator,
+                r.why,
+                f"{r.bytes:.3g}",
+                f"{r.flops:.3g}",
+            ]
+            for r in shown
+        ]
+        console.print(
+            _rows(("start", "time", "node", "operator", "bound by", "bytes", "operations"), cells)
+        )
 
 
 def _rows(titles: tuple[str, ...], rows: list[list[str]]) -> Columns:

@@ -1,4 +1,6 @@
-"""A run as it goes on: a panel at the bottom of a terminal, with what happens above it; plain lines elsewhere."""
+"""A run as it goes on: a panel at the bottom of a terminal, with what happens above it; plain lines
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,10 @@ _CURVE = 48
 class RunView:
     """Shows a run's events as they come. Used as a context manager; call it with each event.
 
-    On a terminal: a panel of where the run is, with the state of every rank, and a line for all that is not a step. Elsewhere: lines,
-    for steps one every `PLAIN_INTERVAL` seconds and one for the last step. Where the terminal is closed, or nobody reads the lines any
-    more, nothing is shown from then on, and the run goes on.
+    On a terminal: a panel of where the run is, with the state of every rank, and a line for all
+    that is not a step. Elsewhere: lines, for steps one every `PLAIN_INTERVAL` seconds and one for
+    the last step. Where the terminal is closed, or nobody reads the lines any more, nothing is
+    shown from then on, and the run goes on.
 
     Args:
         console: where.
@@ -50,7 +53,11 @@ class RunView:
     """
 
     def __init__(
-        self, console: Console, run_dir: Path | None = None, clock: Callable[[], float] = time.monotonic, past: Iterable[Event] = ()
+        self,
+        console: Console,
+        run_dir: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        past: Iterable[Event] = (),
     ) -> None:
         self._console, self._clock = console, clock
         self._last_line = -math.inf
@@ -61,7 +68,9 @@ class RunView:
         for event in past:
             self._panel.take(event)
         if console.is_terminal:
-            self._live = Live(console=console, get_renderable=self._panel.shown, refresh_per_second=_REFRESHES)
+            self._live = Live(
+                console=console, get_renderable=self._panel.shown, refresh_per_second=_REFRESHES
+            )
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -69,7 +78,12 @@ class RunView:
                 self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._unsaid is not None:
             self._say(step_line(self._unsaid))
         if self._live is not None:
@@ -176,7 +190,9 @@ class Panel:
 def _lines(told: Summary, losses: Sequence[float]) -> Iterator[str]:
     """The numbers of a run."""
     drawn = f"   {curve(losses, _CURVE)}" if len(losses) > 1 else ""
-    yield from filter(None, (_joined(_training(told)) + drawn, _joined(_speed(told)), _joined(_safety(told))))
+    yield from filter(
+        None, (_joined(_training(told)) + drawn, _joined(_speed(told)), _joined(_safety(told)))
+    )
     if told.last_failure:
         yield f"[dim]last failure[/dim] {escape(told.last_failure)}"
 
@@ -203,7 +219,11 @@ def _speed(told: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _safety(told: Summary) -> Iterator[tuple[str, str]]:
-    age = None if told.checkpoint_time is None else duration(max(0.0, time.time() - told.checkpoint_time))
+    age = (
+        None
+        if told.checkpoint_time is None
+        else duration(max(0.0, time.time() - told.checkpoint_time))
+    )
     yield "checkpoint", "none" if age is None else f"step {told.checkpoint}, {age} ago"
     yield "ranks", f"{told.world}, {told.strategy}"
     yield "failures", str(told.failures)
@@ -215,7 +235,9 @@ def _joined(pairs: Iterator[tuple[str, str]]) -> str:
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """The finite ones of some values as bars, each the mean of its share of them: `[3.0, 2.0, 1.0]` -> "█▅▁"."""
+    """The finite ones of some values as bars, each the mean of its share of them: `[3.0, 2.0, 1.0]`
+    -> "█▅▁".
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -223,4 +245,6 @@ def curve(values: Sequence[float], width: int) -> str:
     edges = [len(finite) * at // count for at in range(count + 1)]
     means = [sum(finite[first:last]) / (last - first) for first, last in pairwise(edges)]
     least, span = min(means), max(means) - min(means)
-    return "".join(_BARS[round((mean - least) / span * (len(_BARS) - 1)) if span else 0] for mean in means)
+    return "".join(
+        _BARS[round((mean - least) / span * (len(_BARS) - 1)) if span else 0] for mean in means
+    )

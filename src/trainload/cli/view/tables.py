@@ -1,4 +1,7 @@
-"""Lines, tables and JSON for people: events and state of a run, and any record. Progress of a run: `run_progress`."""
+"""Lines, tables and JSON for people: events and state of a run, and any record.
+
+Progress of a run: `run_progress`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ _QUIET = frozenset({"step", "steps", "kind", "name", "workers", "nodes"})
 
 
 class Event(Protocol):
-    """An event of a run: `kind` is stage, step, eval, checkpoint, warning or end; `data` says the rest."""
+    """An event of a run: `kind` is stage, step, eval, checkpoint, warning or end; `data` says the
+    rest.
+    """
 
     @property
     def kind(self) -> str: ...
@@ -38,12 +43,16 @@ class Event(Protocol):
 def step_line(data: Mapping[str, Any]) -> str:
     """One line about a step. Steps are counted from 0; people count what is done."""
     total = f"/{data['steps']}" if data.get("steps") is not None else ""
-    left = f"  {duration(data['seconds_left'])} left" if data.get("seconds_left") is not None else ""
+    left = (
+        f"  {duration(data['seconds_left'])} left" if data.get("seconds_left") is not None else ""
+    )
     return f"step {int(data['step']) + 1}{total}  {numbers(data)}{left}"
 
 
 def event_line(event: Event) -> str:
-    """One line about anything that is not a step; of a failure, one more for each rank: what it did."""
+    """One line about anything that is not a step; of a failure, one more for each rank: what it
+    did.
+    """
     data = event.data
     if event.kind == "failure":
         doing = [f"  rank {rank}: {text}" for rank, text in data["doing"].items()]
@@ -53,7 +62,11 @@ def event_line(event: Event) -> str:
     title = f"{event.kind} {data['name']}" if "name" in data else event.kind
     if "step" in data:
         title += f" at step {data['step']}"
-    rest = (f"{name.replace('_', ' ')} {_short(name, value)}" for name, value in data.items() if name not in _QUIET and value is not None)
+    rest = (
+        f"{name.replace('_', ' ')} {_short(name, value)}"
+        for name, value in data.items()
+        if name not in _QUIET and value is not None
+    )
     return "  ".join([f"{title}:", *rest]) if len(data.keys() - _QUIET) else title
 
 
@@ -67,7 +80,13 @@ def status_table(name: str, state: RunState) -> Table:
     """Return a table of a run's state."""
     told, now = state.summary, time.time()
     rows: list[tuple[str, Any]] = [("run", name), ("phase", state.phase)]
-    rows.append(("step", f"{told.step} of {told.steps}" + (f", {duration(told.seconds_left)} left" if told.seconds_left else "")))
+    rows.append(
+        (
+            "step",
+            f"{told.step} of {told.steps}"
+            + (f", {duration(told.seconds_left)} left" if told.seconds_left else ""),
+        )
+    )
     if told.loss is not None:
         rows.append(("loss", told.loss))
     if told.gradient_norm is not None:
@@ -83,22 +102,55 @@ def status_table(name: str, state: RunState) -> Table:
         rows.append(("memory", f"{size(told.memory)}, the largest of all ranks"))
     if told.data_wait is not None:
         rows.append(("waiting for data", f"{told.data_wait:.1%} of the time"))
-    saved = "none" if told.checkpoint is None else f"step {told.checkpoint}, {duration(now - (told.checkpoint_time or now))} ago"
-    rows += [("checkpoint", saved), ("ranks", f"{told.world}, {told.strategy}" if told.world else "none yet")]
-    rows.append(("failures", f"{told.failures}, the last: {told.last_failure}" if told.failures else "none"))
+    saved = (
+        "none"
+        if told.checkpoint is None
+        else f"step {told.checkpoint}, {duration(now - (told.checkpoint_time or now))} ago"
+    )
+    rows += [
+        ("checkpoint", saved),
+        ("ranks", f"{told.world}, {told.strategy}" if told.world else "none yet"),
+    ]
+    rows.append(
+        ("failures", f"{told.failures}, the last: {told.last_failure}" if told.failures else "none")
+    )
     if told.message:
         rows.append(("because", told.message))
-    rows.append(("driver", f"process {state.pid} on {state.host}, last seen {duration(now - state.time)} ago"))
+    rows.append(
+        (
+            "driver",
+            f"process {state.pid} on {state.host}, last seen {duration(now - state.time)} ago",
+        )
+    )
     return table(rows)
 
 
 def ranks_table(state: RunState, most: int | None = None) -> Columns:
-    """Return a table of ranks. `most`: maximum number; those furthest behind, or silent for longest, come first."""
-    made = Columns(("rank", "node", "pid", "last seen", "memory", "does"), right={"rank", "pid", "memory"})
-    behind = sorted(state.ranks.items(), key=lambda each: (each[1].step if each[1].step is not None else -1, -round(each[1].age), each[0]))
+    """Return a table of ranks.
+
+    `most`: maximum number; those furthest behind, or silent for longest, come first.
+    """
+    made = Columns(
+        ("rank", "node", "pid", "last seen", "memory", "does"), right={"rank", "pid", "memory"}
+    )
+    behind = sorted(
+        state.ranks.items(),
+        key=lambda each: (
+            each[1].step if each[1].step is not None else -1,
+            -round(each[1].age),
+            each[0],
+        ),
+    )
     for rank, seen in sorted(behind[:most]):
         does = seen.phase if seen.step is None else f"{seen.phase}, step {seen.step + 1}"
-        made.add(str(rank), seen.node[:12], str(seen.pid), f"{seen.age:.0f}s ago", size(seen.memory), does)
+        made.add(
+            str(rank),
+            seen.node[:12],
+            str(seen.pid),
+            f"{seen.age:.0f}s ago",
+            size(seen.memory),
+            does,
+        )
     if most is not None and len(behind) > most:
         made.add("", f"and {len(behind) - most} more")
     return made
@@ -109,13 +161,24 @@ def run_cells(state: RunState) -> tuple[str, ...]:
     told = state.summary
     loss = "" if told.loss is None else f"{told.loss:.4f}"
     saved = "" if told.checkpoint is None else str(told.checkpoint)
-    return (state.phase, f"{told.step}/{told.steps}", loss, saved, str(told.failures), f"{duration(time.time() - state.time)} ago")
+    return (
+        state.phase,
+        f"{told.step}/{told.steps}",
+        loss,
+        saved,
+        str(told.failures),
+        f"{duration(time.time() - state.time)} ago",
+    )
 
 
 def numbers(data: Mapping[str, Any]) -> str:
     """Loss, metrics and throughput of a step, in one short piece of text."""
     parts = [f"loss {data['loss']:.4f}"] if "loss" in data else []
-    parts += [f"{name} {value:.4f}" for name, value in data.get("metrics", {}).items() if not name.endswith(".gradient_norm")]
+    parts += [
+        f"{name} {value:.4f}"
+        for name, value in data.get("metrics", {}).items()
+        if not name.endswith(".gradient_norm")
+    ]
     for unit in ("tokens", "rows"):
         rate = data.get(f"{unit}_per_second")
         if rate is not None:
@@ -125,7 +188,8 @@ def numbers(data: Mapping[str, Any]) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """`value` in JSON's types: records become objects, paths and enums strings, NaN and infinities null.
+    """`value` in JSON's types: records become objects, paths and enums strings, NaN and infinities
+    null.
 
     Raises:
         TypeError: it holds something that has no such form.
@@ -143,7 +207,9 @@ def as_json(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [as_json(entry) for entry in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if hasattr(value, "model_dump"):
         return as_json(value.model_dump(mode="json"))
     raise TypeError(f"a {type(value).__name__} has no JSON form")
@@ -167,22 +233,34 @@ def table(rows: Iterable[tuple[str, Any]], title: str | None = None) -> Table:
 def record_table(record: Any, title: str | None = None) -> Table:
     """A table of a record's fields, without those that are None or empty."""
     fields = as_json(record)
-    return table(((name, value) for name, value in fields.items() if value not in (None, [], {}, "")), title)
+    return table(
+        ((name, value) for name, value in fields.items() if value not in (None, [], {}, "")), title
+    )
 
 
 def print_shapes(console: Console, report: ShapeReport) -> None:
-    """Prints what each dim of a job's inputs may be, what has it so, and what to write for more; then what torch refuses, if it does."""
-    made = Columns(("dim", "example", "may be", "declared", "because of", "for more"), title="sizes of the training graph")
+    """Prints what each dim of a job's inputs may be, what has it so, and what to write for more;
+    then what torch refuses, if it does.
+    """
+    made = Columns(
+        ("dim", "example", "may be", "declared", "because of", "for more"),
+        title="sizes of the training graph",
+    )
     for dim in report.dims:
         most = "" if dim.most is None else dim.most
         span = str(dim.least) if dim.symbol is None else f"{dim.symbol}: {dim.least}..{most}"
-        causes = "\n".join(f"{_near(cause.place)} {cause.condition}\n  {cause.line}" for cause in dim.causes)
+        causes = "\n".join(
+            f"{_near(cause.place)} {cause.condition}\n  {cause.line}" for cause in dim.causes
+        )
         relax = dim.relax
         for cause in dim.causes:
             relax = relax.replace(cause.place, _near(cause.place))
         made.add(f"{dim.input}[{dim.dim}]", str(dim.example), span, dim.declared, causes, relax)
     console.print(made)
-    for title, lines in (("refused", report.refused), ("torch suggests (--apply-suggested-fixes)", report.fixes)):
+    for title, lines in (
+        ("refused", report.refused),
+        ("torch suggests (--apply-suggested-fixes)", report.fixes),
+    ):
         for line in lines:
             console.print(f"{title}: {line}", markup=False, highlight=False, soft_wrap=True)
 
@@ -202,5 +280,7 @@ def _short(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_short(str(key), entry)}" for key, entry in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(_short(name, entry) for entry in value[:6]) + (f" and {len(value) - 6} more" if len(value) > 6 else "")
+        return ", ".join(_short(name, entry) for entry in value[:6]) + (
+            f" and {len(value) - 6} more" if len(value) > 6 else ""
+        )
     return str(value)

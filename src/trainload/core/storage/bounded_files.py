@@ -1,6 +1,7 @@
 """Files at a URL, with a time limit for every call.
 
-fsspec has no timeouts for files that are being written, and the libraries behind it may wait for ever.
+fsspec has no timeouts for files that are being written, and the libraries behind it may wait for
+ever.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def within_limit(function: Callable[..., T], *arguments: Any, where: str) -> T:
     """Call a function in a thread of its own, and return its result.
 
     Raises:
-        StorageError: it has not returned within `SECONDS`; its thread is left running. Otherwise what it raises.
+        StorageError: it has not returned within `SECONDS`; its thread is left running. Otherwise
+            what it raises.
     """
     results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -130,7 +132,9 @@ def within_limit(function: Callable[..., T], *arguments: Any, where: str) -> T:
     try:
         result, error = results.get(timeout=SECONDS)
     except queue.Empty:
-        raise StorageError("the store does not respond", where=where, expected=f"a response within {SECONDS:g} s") from None
+        raise StorageError(
+            "the store does not respond", where=where, expected=f"a response within {SECONDS:g} s"
+        ) from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]  # None is one of its values then

@@ -31,13 +31,23 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """
     protocol = url.partition("://")[0]
     try:
-        fs, path = fsspec.core.url_to_fs(resolve(url), **{"use_listings_cache": False, **resolve_options(options)})
+        fs, path = fsspec.core.url_to_fs(
+            resolve(url), **{"use_listings_cache": False, **resolve_options(options)}
+        )
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        hint = f'Install it: pip install "trainload[{extra}]".' if extra else "Install the library that fsspec names."
-        raise StorageError(f"the library for {protocol}:// is not installed: {error}", where=url, hint=hint) from without_secrets(error)
+        hint = (
+            f'Install it: pip install "trainload[{extra}]".'
+            if extra
+            else "Install the library that fsspec names."
+        )
+        raise StorageError(
+            f"the library for {protocol}:// is not installed: {error}", where=url, hint=hint
+        ) from without_secrets(error)
     except ValueError as error:
-        raise StorageError(f"fsspec does not support this URL: {error}", where=url) from without_secrets(error)
+        raise StorageError(
+            f"fsspec does not support this URL: {error}", where=url
+        ) from without_secrets(error)
     return fs, path
 
 
@@ -60,5 +70,11 @@ def failures() -> tuple[type[BaseException], ...]:
 def unreachable(where: str, error: BaseException) -> StorageError:
     """Return the StorageError for one of `failures`."""
     if isinstance(error, PermissionError):
-        return StorageError(f"the store denied access: {error}", where=where, hint="Check the credentials and their permissions.")
-    return StorageError(f"the store cannot be reached: {str(error) or type(error).__name__}", where=where)
+        return StorageError(
+            f"the store denied access: {error}",
+            where=where,
+            hint="Check the credentials and their permissions.",
+        )
+    return StorageError(
+        f"the store cannot be reached: {str(error) or type(error).__name__}", where=where
+    )

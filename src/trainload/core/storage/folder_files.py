@@ -10,7 +10,16 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
-from trainload.core.atomic import NO_LINKS, create_file, publish, replace_file, replacing, sync_folder, temporary_beside, temporary_file
+from trainload.core.atomic import (
+    NO_LINKS,
+    create_file,
+    publish,
+    replace_file,
+    replacing,
+    sync_folder,
+    temporary_beside,
+    temporary_file,
+)
 from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
 from trainload.core.paths import is_full, open_inside
 from trainload.core.storage.interface import BLOCK, Expected, OnBytes, StoredFile
@@ -53,7 +62,11 @@ class FolderFiles:
         with self._reading(path), open_inside(self._root, path) as file:
             data = file.read(limit + 1)
         if len(data) > limit:
-            raise UnsafePackageError("a file of the store is too large", where=f"{self.url}/{path}", expected=f"at most {limit} bytes")
+            raise UnsafePackageError(
+                "a file of the store is too large",
+                where=f"{self.url}/{path}",
+                expected=f"at most {limit} bytes",
+            )
         return data
 
     def size(self, path: str) -> int | None:
@@ -68,7 +81,9 @@ class FolderFiles:
         """Return the names in a folder; see `StoreFiles.names`."""
         with self._reading(folder):
             try:
-                return sorted(name for name in os.listdir(self._root / folder) if not name.startswith("."))
+                return sorted(
+                    name for name in os.listdir(self._root / folder) if not name.startswith(".")
+                )
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -79,7 +94,9 @@ class FolderFiles:
                 path = Path(inner) / name
                 with suppress(FileNotFoundError):  # another writer may have renamed it just now
                     status = path.lstat()
-                    yield StoredFile(path.relative_to(self._root).as_posix(), status.st_size, status.st_mtime)
+                    yield StoredFile(
+                        path.relative_to(self._root).as_posix(), status.st_size, status.st_mtime
+                    )
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a file unless it exists; see `StoreFiles.create`."""
@@ -107,7 +124,11 @@ class FolderFiles:
         It is read only once, so that exactly the checked bytes are written.
         """
         digest, size = hashlib.sha256(), 0
-        with self._writing(path), replacing(target := self._prepared(path)) as draft, open_inside(source.parent, source.name) as read:
+        with (
+            self._writing(path),
+            replacing(target := self._prepared(path)) as draft,
+            open_inside(source.parent, source.name) as read,
+        ):
             with draft.open("xb") as write:
                 while block := read.read(BLOCK):
                     digest.update(block)
@@ -161,7 +182,9 @@ class FolderFiles:
         if folder != self._root:
             self._make_folders(folder.parent)
         elif not folder.parent.is_dir():
-            raise StorageError("there is no such folder", where=str(folder.parent), hint="Create it first.")
+            raise StorageError(
+                "there is no such folder", where=str(folder.parent), hint="Create it first."
+            )
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
 
@@ -170,7 +193,9 @@ class FolderFiles:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"the store cannot be read: {error.strerror or error}", where=f"{self.url}/{path}") from error
+            raise StorageError(
+                f"the store cannot be read: {error.strerror or error}", where=f"{self.url}/{path}"
+            ) from error
 
     @contextmanager
     def _writing(self, path: str) -> Iterator[None]:
@@ -178,8 +203,15 @@ class FolderFiles:
             yield
         except OSError as error:
             if is_full(error):
-                raise StorageError("the disk is full", where=self.url, hint="Free some space; then repeat the command.") from error
-            raise StorageError(f"the store cannot be written: {error.strerror or error}", where=f"{self.url}/{path}") from error
+                raise StorageError(
+                    "the disk is full",
+                    where=self.url,
+                    hint="Free some space; then repeat the command.",
+                ) from error
+            raise StorageError(
+                f"the store cannot be written: {error.strerror or error}",
+                where=f"{self.url}/{path}",
+            ) from error
 
 
 class FolderUpload:

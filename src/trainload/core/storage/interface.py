@@ -45,7 +45,10 @@ class Sink(Protocol):
 
 
 class Upload(Protocol):
-    """A file that is being written. It appears, complete, when `finish` returns, and never after `abandon`."""
+    """A file that is being written.
+
+    It appears, complete, when `finish` returns, and never after `abandon`.
+    """
 
     def write(self, piece: bytes | memoryview, /) -> object:
         """Write the next bytes."""
@@ -133,4 +136,7 @@ class StoreFiles(Protocol):
         """Return how much can be written, or None if that is unknown."""
 
     def prune(self, folder: str) -> None:
-        """Remove a folder that has no files, with its empty subfolders. Nobody may write there at the same time."""
+        """Remove a folder that has no files, with its empty subfolders.
+
+        Nobody may write there at the same time.
+        """

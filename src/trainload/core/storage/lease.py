@@ -1,16 +1,17 @@
 """A numbered lease: one process at a time does something, on whatever machine.
 
-    FOLDER/leases/00000007.json       the seventh lease and its holder; the number is its fencing token
+    FOLDER/leases/00000007.json       the seventh lease and its holder; 7 is its fencing token
     FOLDER/heartbeats/00000007.json   its holder's last heartbeat, replaced
     FOLDER/stops/00000007.json        a request that its holder stops
 
-A lease is taken by creating the file of the next number, which exactly one process does. It is over when its holder says so, or has
-been silent for as long as the lease allows. A holder that was paused for that long cannot know, between checking and acting, that
-another one has taken its place: what must not happen twice compares the number where it acts.
+A lease is taken by creating the file of the next number, which exactly one process does. It is over
+when its holder says so, or has been silent for as long as the lease allows. A holder that was
+paused for that long cannot know, between checking and acting, that another one has taken its place:
+what must not happen twice compares the number where it acts.
 
     leases = Leases(files, "gc", where="the store", kinds=PLAIN, hint="Run it again.")
     held = leases.take(120.0)
-    if isinstance(held, OtherLease): ...     # held.left seconds until it is over, unless it is renewed
+    if isinstance(held, OtherLease): ...     # over in held.left seconds, unless it is renewed
     held.check()                             # before each action
     held.close()
 """
@@ -42,7 +43,9 @@ _BEATS = 6
 _SURE = 2 / 3
 """Share of a lease's time for which its holder acts after the last heartbeat that was written."""
 _WATCHED = 1 / 3
-"""Share of a lease's time for which a lease that seems to be over is watched: the clocks of two machines differ."""
+"""Share of a lease's time for which a lease that seems to be over is watched: the clocks of two
+machines differ.
+"""
 
 LeaseId = Annotated[str, Field(pattern=r"^[0-9]{8}$")]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -61,7 +64,8 @@ class LeaseRecord(Sealed):
 
     Attributes:
         owner: its holder, for people.
-        process: what distinguishes the holder from all other processes of its machine; "" if that is unknown.
+        process: what distinguishes the holder from all other processes of its machine; "" if that
+            is unknown.
         seconds: how long its holder may be silent.
     """
 
@@ -135,7 +139,9 @@ class HeldLease(Generic[R]):
         previous_returned: True if that was returned, or there was none.
     """
 
-    def __init__(self, leases: Leases[R], record: R, previous: str | None, *, previous_returned: bool) -> None:
+    def __init__(
+        self, leases: Leases[R], record: R, previous: str | None, *, previous_returned: bool
+    ) -> None:
         self._leases, self._record = leases, record
         self.id, self.owner = record.id, record.owner
         self.previous, self.previous_returned = previous, previous_returned
@@ -160,7 +166,10 @@ class HeldLease(Generic[R]):
                 with suppress(StorageError, IntegrityError):
                     self._look()
             else:
-                self._lost = f"it could not be renewed for {self._record.seconds:g} s, or this process was paused"
+                self._lost = (
+                    f"it could not be renewed for {self._record.seconds:g} s, or this process was"
+                    " paused"
+                )
         if self._lost:
             raise LeaseLostError(
                 "the lease is lost",
@@ -175,7 +184,9 @@ class HeldLease(Generic[R]):
         return self._stop
 
     def leave(self) -> None:
-        """Stop renewing, so that the lease is over when its time is, and whoever takes it knows that it was not returned."""
+        """Stop renewing, so that the lease is over when its time is, and whoever takes it knows
+        that it was not returned.
+        """
         self._over.set()
         self._thread.join()
 
@@ -215,7 +226,13 @@ class HeldLease(Generic[R]):
     def _say(self, *, over: bool) -> None:
         with self._lock:
             self._beat += 1
-            self._leases.say(self.id, self._record.nonce, beat=self._beat, until=time.time() + self._record.seconds, over=over)
+            self._leases.say(
+                self.id,
+                self._record.nonce,
+                beat=self._beat,
+                until=time.time() + self._record.seconds,
+                over=over,
+            )
 
 
 class Leases(Generic[R]):
@@ -229,8 +246,8 @@ class Leases(Generic[R]):
         hint: what the error of a lost lease advises.
         fields: values of the further fields that all records of these leases have.
         owner: name of this process. Default: its host and number.
-        regains: a holder that was silent for too long holds the lease again if nobody has taken it meanwhile. For work that outlives
-            failures of its storage, and checks the lease often.
+        regains: a holder that was silent for too long holds the lease again if nobody has taken it
+            meanwhile. For work that outlives failures of its storage, and checks the lease often.
     """
 
     def __init__(
@@ -290,14 +307,18 @@ class Leases(Generic[R]):
             )
             if self._files.create(f"{self._folder}/leases/{number}.json", record.to_bytes()):
                 beat = None if last is None else self._heartbeat(last)
-                return self._hold(record, last, previous_returned=last is None or (beat is not None and beat.over))
+                return self._hold(
+                    record, last, previous_returned=last is None or (beat is not None and beat.over)
+                )
 
     def _hold(self, record: R, previous: str | None, *, previous_returned: bool) -> HeldLease[R]:
         return HeldLease(self, record, previous, previous_returned=previous_returned)
 
     def ask_to_stop(self, lease: str) -> None:
         """Request that the holder of a lease stops."""
-        request = self._kinds.stop(**self._fields, id=lease, who=self.owner, created=now(), nonce=secrets.token_hex(16))
+        request = self._kinds.stop(
+            **self._fields, id=lease, who=self.owner, created=now(), nonce=secrets.token_hex(16)
+        )
         self._files.create(f"{self._folder}/stops/{lease}.json", request.to_bytes())
 
     def stop_of(self, lease: str) -> StopRequest | None:
@@ -306,11 +327,16 @@ class Leases(Generic[R]):
 
     def say(self, lease: str, nonce: str, *, beat: int, until: float, over: bool) -> None:
         """Write a heartbeat."""
-        written = self._kinds.heartbeat(**self._fields, id=lease, beat=beat, until=until, over=over, nonce=nonce)
+        written = self._kinds.heartbeat(
+            **self._fields, id=lease, beat=beat, until=until, over=over, nonce=nonce
+        )
         self._files.replace(f"{self._folder}/heartbeats/{lease}.json", written.to_bytes())
 
     def forget_before(self, lease: str) -> None:
-        """Remove the files of earlier leases. The last one stays, so that no number is taken twice."""
+        """Remove the files of earlier leases.
+
+        The last one stays, so that no number is taken twice.
+        """
         for folder in ("stops", "heartbeats", "leases"):
             for name in self._files.names(f"{self._folder}/{folder}"):
                 if name < f"{lease}.json":
@@ -325,7 +351,11 @@ class Leases(Generic[R]):
         if record is None:
             raise IntegrityError("a lease has no record", where=f"{self.where}, lease {int(lease)}")
         if record.id != lease:
-            raise IntegrityError("a lease record has the wrong number", where=f"{self.where}, lease {int(lease)}", got=record.id)
+            raise IntegrityError(
+                "a lease record has the wrong number",
+                where=f"{self.where}, lease {int(lease)}",
+                got=record.id,
+            )
         seen = self._heartbeat(lease)
         if (seen is not None and seen.over) or has_ended(record.process):
             return None
@@ -337,7 +367,9 @@ class Leases(Generic[R]):
             time.sleep(min(_POLL_SECONDS, record.seconds / _BEATS))
             again = self._heartbeat(lease)
             if again is not None and (seen is None or again.beat != seen.beat):
-                return None if again.over else OtherLease(record, max(0.0, again.until - time.time()))
+                return (
+                    None if again.over else OtherLease(record, max(0.0, again.until - time.time()))
+                )
         return None
 
     def _heartbeat(self, lease: str) -> Heartbeat | None:
@@ -350,7 +382,11 @@ class Leases(Generic[R]):
 
 def _seconds() -> float:
     """Return a clock that continues while a machine sleeps, if there is one."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+    return (
+        time.clock_gettime(time.CLOCK_BOOTTIME)
+        if hasattr(time, "CLOCK_BOOTTIME")
+        else time.monotonic()
+    )
 
 
 def _since_1970(created: str) -> float:

@@ -94,7 +94,11 @@ class RemoteFiles:
         except IntegrityError:
             return None
         if len(data) > limit:
-            raise UnsafePackageError("a file of the store is too large", where=f"{self.url}/{path}", expected=f"at most {limit} bytes")
+            raise UnsafePackageError(
+                "a file of the store is too large",
+                where=f"{self.url}/{path}",
+                expected=f"at most {limit} bytes",
+            )
         return data
 
     def size(self, path: str) -> int | None:
@@ -113,7 +117,11 @@ class RemoteFiles:
                 found = self._fs.ls(self._full(folder), detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        names = {str(path).rstrip("/").rpartition("/")[2] for path in found if str(path).strip("/") != self._full(folder).strip("/")}
+        names = {
+            str(path).rstrip("/").rpartition("/")[2]
+            for path in found
+            if str(path).strip("/") != self._full(folder).strip("/")
+        }
         return sorted(name for name in names if not name.startswith("."))
 
     def walk(self, folder: str) -> Iterator[StoredFile]:
@@ -126,8 +134,19 @@ class RemoteFiles:
         prefix = self._full("").lstrip("/")
         for path, info in sorted(found.items()):
             inner = str(path).lstrip("/").removeprefix(prefix).lstrip("/")
-            stamp = info.get("LastModified") or info.get("mtime") or info.get("updated") or info.get("created")
-            modified = stamp.timestamp() if hasattr(stamp, "timestamp") else stamp if isinstance(stamp, int | float) else None
+            stamp = (
+                info.get("LastModified")
+                or info.get("mtime")
+                or info.get("updated")
+                or info.get("created")
+            )
+            modified = (
+                stamp.timestamp()
+                if hasattr(stamp, "timestamp")
+                else stamp
+                if isinstance(stamp, int | float)
+                else None
+            )
             yield StoredFile(inner, int(info.get("size") or 0), modified)
 
     def create(self, path: str, data: bytes) -> bool:
@@ -145,7 +164,8 @@ class RemoteFiles:
                     break
                 if code in ("NotImplemented", "501"):
                     raise NotImplementedError(str(error)) from error
-                if code not in ("ConditionalRequestConflict", "409"):  # concurrent requests, none of which succeeded: retry
+                # concurrent requests, none of which succeeded: retry
+                if code not in ("ConditionalRequestConflict", "409"):
                     raise unreachable(f"{self.url}/{path}", error) from without_secrets(error)
         # A put whose response was lost is sent again, and then finds its own file.
         return self.size(path) == len(data) and self.read(path, len(data)) == data
@@ -176,7 +196,9 @@ class RemoteFiles:
         with self._reaching(path):
             try:
                 with self._under_its_name(path) as name:
-                    self._fs.put_file(str(source), name, callback=counter, **self._part_sizes(expected.size))
+                    self._fs.put_file(
+                        str(source), name, callback=counter, **self._part_sizes(expected.size)
+                    )
             except BaseException:
                 counter.take_back()
                 raise
@@ -184,7 +206,9 @@ class RemoteFiles:
             self.delete(path)
             counter.take_back()
             raise IntegrityError(
-                "a file changed while it was being sent", where=str(source), hint="Push it again, and do not change the package meanwhile."
+                "a file changed while it was being sent",
+                where=str(source),
+                hint="Push it again, and do not change the package meanwhile.",
             )
 
     def upload(self, path: str, size: int) -> RemoteUpload:
@@ -197,7 +221,12 @@ class RemoteFiles:
             part = max(_STREAM_PART, -(-size // _MAX_PARTS))
             if size < part or self._protocol == "memory":
                 return RemoteUpload(self, path, name, None)
-            return RemoteUpload(self, path, name, self._fs.open(name, "wb", block_size=part, autocommit=not self._atomic))
+            return RemoteUpload(
+                self,
+                path,
+                name,
+                self._fs.open(name, "wb", block_size=part, autocommit=not self._atomic),
+            )
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
         """Yield a file's bytes; see `StoreFiles.receive`.
@@ -206,7 +235,10 @@ class RemoteFiles:
         """
         starts = iter(range(0, size, BLOCK))
         with ThreadPoolExecutor(_AHEAD) as pool:
-            coming = deque(pool.submit(self.part, path, start, min(size, start + BLOCK)) for start in islice(starts, _AHEAD))
+            coming = deque(
+                pool.submit(self.part, path, start, min(size, start + BLOCK))
+                for start in islice(starts, _AHEAD)
+            )
             while coming:
                 block = coming.popleft().result()
                 if not block:
@@ -226,7 +258,9 @@ class RemoteFiles:
             try:
                 return bytes(self._fs.cat_file(self._full(path), start=start, end=stop))
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-                raise IntegrityError("a file of the store is missing", where=f"{self.url}/{path}") from without_secrets(error)
+                raise IntegrityError(
+                    "a file of the store is missing", where=f"{self.url}/{path}"
+                ) from without_secrets(error)
             except failures() as error:
                 if _code(error) in ("InvalidRange", "416") and (start or self.size(path) == 0):
                     return b""
@@ -246,7 +280,11 @@ class RemoteFiles:
         return _MEMORY if self._protocol == "memory" else nullcontext()
 
     def _part_sizes(self, size: int) -> dict[str, int]:
-        return {"chunksize": max(_PART, -(-size // _MAX_PARTS)), "max_concurrency": 4} if self._protocol in _S3 else {}
+        return (
+            {"chunksize": max(_PART, -(-size // _MAX_PARTS)), "max_concurrency": 4}
+            if self._protocol in _S3
+            else {}
+        )
 
     @contextmanager
     def _under_its_name(self, path: str) -> Iterator[str]:
@@ -316,7 +354,8 @@ class RemoteUpload:
             return
         with suppress(*failures()):
             if isinstance(self._file, AbstractBufferedFile):
-                self._file.closed = True  # otherwise it would upload its buffer when it is garbage collected
+                # otherwise it would upload its buffer when it is garbage collected
+                self._file.closed = True
             if self._files._atomic:
                 self._file.discard()
             else:

@@ -38,7 +38,9 @@ _LONGEST = timedelta(days=36500)
 
 
 def seconds_of(text: object) -> object:
-    """Convert a text such as "90s", "30m", "6h", "7d" or "2w" to a timedelta; return anything else unchanged."""
+    """Convert a text such as "90s", "30m", "6h", "7d" or "2w" to a timedelta; return anything else
+    unchanged.
+    """
     found = _SPAN.fullmatch(text) if isinstance(text, str) else None
     seconds = int(found[1]) * _UNITS[found[2]] if found else 0
     return timedelta(seconds=seconds) if 0 < seconds <= _LONGEST.total_seconds() else text
@@ -46,7 +48,10 @@ def seconds_of(text: object) -> object:
 
 def _check_span(value: object) -> object:
     if not isinstance(value, timedelta) or not timedelta(0) < value <= _LONGEST:
-        raise ValueError("a number of seconds, minutes, hours, days or weeks, such as 90s, 30m, 6h, 7d or 2w; at most 36500d")
+        raise ValueError(
+            "a number of seconds, minutes, hours, days or weeks, such as 90s, 30m, 6h, 7d or 2w; at"
+            " most 36500d"
+        )
     return value
 
 
@@ -95,9 +100,10 @@ class Window(_Section):
     """Selection of a tick's data.
 
     Attributes:
-        kind: "new": files that no earlier tick has used; "path": files whose paths have a time within
-            the last `span`, where `files` describes the time in a path, as in
-            "events/{time:%Y/%m/%d}/*.parquet"; "column": rows whose `column` is within the last `span`.
+        kind: "new": files that no earlier tick has used; "path": files whose paths have a time
+            within the last `span`, where `files` describes the time in a path, as in
+            "events/{time:%Y/%m/%d}/*.parquet"; "column": rows whose `column` is within the last
+            `span`.
         span: length of the window before the scheduled time, which is excluded.
         column: column with timestamps, or seconds since 1970.
         since: "tick": files that any earlier tick has used are not new; "promoted": only files of
@@ -126,8 +132,8 @@ class Data(_Section):
     Attributes:
         files: paths, folders, patterns or fsspec URLs, as for `trainload launch --data`.
         window: selection among them.
-        bad: treatment of files that lack a column, cannot be read or contain NaN: "refuse": the tick
-            ends without a release; "skip": they are left out.
+        bad: treatment of files that lack a column, cannot be read or contain NaN: "refuse": the
+            tick ends without a release; "skip": they are left out.
         least_rows: minimum number of rows; with fewer rows, there is no new data.
         drop: columns that are not inputs of the package.
         inspect_rows: number of rows, spread over the files, that are inspected for NaN and for the
@@ -163,8 +169,8 @@ class Evaluation(_Section):
 
     Attributes:
         files: held-out data, as `Data.files`. Alternatively,
-        hold_out: fraction of the tick's rows that are held out. They are selected by their positions
-            in their files.
+        hold_out: fraction of the tick's rows that are held out. They are selected by their
+            positions in their files.
         batches: maximum number of global batches.
         slices: groups with their own requirement.
     """
@@ -199,9 +205,10 @@ class Train(_Section):
     start: Literal["current", "first"] = "current"
     checkpoint_every: Positive | None = None
     optimizer: Literal["fresh", "kept"] = "fresh"
-    settings: Annotated[dict[str, str | int | float | bool | tuple[str, ...]], WithJsonSchema(settings_schema(without=KEYS_ELSEWHERE))] = (
-        Field(default_factory=dict, alias="set")
-    )
+    settings: Annotated[
+        dict[str, str | int | float | bool | tuple[str, ...]],
+        WithJsonSchema(settings_schema(without=KEYS_ELSEWHERE)),
+    ] = Field(default_factory=dict, alias="set")
 
     @model_validator(mode="after")
     def _one(self) -> Train:
@@ -243,12 +250,15 @@ class Resources(_Section):
     @model_validator(mode="after")
     def _whole(self) -> Resources:
         if self.backend == "local" and (self.nodes, self.workers, self.address) != (1, 1, None):
-            raise ValueError("no nodes, workers or address with backend: local, which is one process")
+            raise ValueError(
+                "no nodes, workers or address with backend: local, which is one process"
+            )
         return self
 
 
 class Drift(_Section):
-    """Thresholds for drift from the champion's training data. 0 means no drift, 0.1 little, 0.25 much.
+    """Thresholds for drift from the champion's training data. 0 means no drift, 0.1 little, 0.25
+    much.
 
     Attributes:
         warn: drift of a column from which there is a warning; None for no warnings.
@@ -307,7 +317,9 @@ class Timing(_Section):
         if (self.every is None) == (self.cron is None):
             raise ValueError("either every or cron")
         if self.every is not None and self.zone != "UTC":
-            raise ValueError("a zone only with cron: every counts from the beginning of 1970 in UTC")
+            raise ValueError(
+                "a zone only with cron: every counts from the beginning of 1970 in UTC"
+            )
         return self
 
 
@@ -317,9 +329,9 @@ class Retention(_Section):
     Attributes:
         runs: number of the newest runs whose folders are kept, in addition to the champion's.
         releases: number of the newest releases that were current whose files are kept, so that
-            `rollback` can use them; None to keep all. The files of the newest challenger, and of the
-            release from which each training starts, are kept as well. Other lines of the store are not
-            affected.
+            `rollback` can use them; None to keep all. The files of the newest challenger, and of
+            the release from which each training starts, are kept as well. Other lines of the store
+            are not affected.
     """
 
     runs: Positive = 3
@@ -331,8 +343,8 @@ class Handover(_Section):
 
     Attributes:
         form: format of the export, as for `trainload export`.
-        place: folder into which each release is exported under its own name. The link `current` in it
-            points to the newest one.
+        place: folder into which each release is exported under its own name. The link `current` in
+            it points to the newest one.
         graph: graph of the package, for pt2 and aoti; None for the prediction graph.
         command: command that is run afterwards. It receives the tick's record as JSON on standard
             input, and the export's path as its last argument.
@@ -348,12 +360,15 @@ class Handover(_Section):
     @model_validator(mode="after")
     def _whole(self) -> Handover:
         if self.form == "huggingface" and self.graph is not None:
-            raise ValueError("a graph only with the forms pt2 and aoti: huggingface contains only weights")
+            raise ValueError(
+                "a graph only with the forms pt2 and aoti: huggingface contains only weights"
+            )
         return self
 
 
 class Hook(_Section):
-    """A command that is notified of the end of a tick. It receives the tick's record as JSON on standard input.
+    """A command that is notified of the end of a tick. It receives the tick's record as JSON on
+    standard input.
 
     Attributes:
         command: the command and its arguments, run without a shell.
@@ -362,7 +377,10 @@ class Hook(_Section):
     """
 
     command: Some
-    outcomes: tuple[Literal["promoted", "rejected", "conflict", "bad data", "no data", "replaced", "failed"], ...] = (
+    outcomes: tuple[
+        Literal["promoted", "rejected", "conflict", "bad data", "no data", "replaced", "failed"],
+        ...,
+    ] = (
         "promoted",
         "rejected",
         "conflict",
@@ -381,8 +399,8 @@ class Config(_Section):
         package: package that is published as the line's first release if it has none: a folder, or
             STORE#LINE/N.
         runs: folder for runs, on storage that all nodes share.
-        attempts: number of failures after which a tick is given up, at most 20. A tick that is killed
-            from outside is begun up to 20 times.
+        attempts: number of failures after which a tick is given up, at most 20. A tick that is
+            killed from outside is begun up to 20 times.
     """
 
     store: str
@@ -407,30 +425,44 @@ class Config(_Section):
 
 
 OWN = ("store", "runs", "cluster", "schedule", "lease", "retention", "handover", "notify")
-"""Keys that each machine reads from its own file only. Commands and folders in records of the store are not used, since write
-access to the store must not imply permission to run commands here."""
+"""Keys that each machine reads from its own file only. Commands and folders in records of the store
+are not used, since write access to the store must not imply permission to run commands here.
+"""
 
 
 def read_config(path: Path) -> Config:
-    """Read the configuration of a retraining. Relative paths in the file are relative to its folder.
+    """Read the configuration of a retraining. Relative paths in the file are relative to its
+    folder.
 
     Raises:
-        RequestError: the file does not exist, is not valid YAML or TOML, or has a key or value that is not
-            allowed; names it and what is allowed.
+        RequestError: the file does not exist, is not valid YAML or TOML, or has a key or value that
+            is not allowed; names it and what is allowed.
     """
     if not path.is_file():
-        raise RequestError("there is no such file", where=str(path), hint="Create one with `trainload retrain init FILE`.")
+        raise RequestError(
+            "there is no such file",
+            where=str(path),
+            hint="Create one with `trainload retrain init FILE`.",
+        )
     data = path.read_bytes()
     if len(data) > MOST_BYTES:
-        raise RequestError("the file is too large for a retraining configuration", where=str(path), expected=f"at most {MOST_BYTES} bytes")
+        raise RequestError(
+            "the file is too large for a retraining configuration",
+            where=str(path),
+            expected=f"at most {MOST_BYTES} bytes",
+        )
     try:
         raw = tomllib.loads(data.decode()) if path.suffix == ".toml" else yaml.safe_load(data)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
         kind = "TOML" if path.suffix == ".toml" else "YAML"
-        raise RequestError(f"this is not valid {kind}: {' '.join(str(error).split())}", where=str(path)) from error
+        raise RequestError(
+            f"this is not valid {kind}: {' '.join(str(error).split())}", where=str(path)
+        ) from error
     if not isinstance(raw, dict):
         raise RequestError(
-            "the file does not contain a mapping", where=str(path), expected="keys and values: `trainload retrain init` writes them"
+            "the file does not contain a mapping",
+            where=str(path),
+            expected="keys and values: `trainload retrain init` writes them",
         )
     return _placed(checked(raw, str(path)), path.parent)
 
@@ -455,12 +487,24 @@ def _refusal(first: Any, place: Sequence[str], where: str) -> RequestError:
     if first["type"] == "extra_forbidden":
         known = _keys(place[:-1])
         close = difflib.get_close_matches(place[-1], known, n=1)
-        hint = f"Did you mean {close[0]}?" if close else "`trainload retrain init` writes a file with all keys."
-        return RequestError("unknown key", where=at, expected=f"one of {', '.join(known)}", got=place[-1], hint=hint)
+        hint = (
+            f"Did you mean {close[0]}?"
+            if close
+            else "`trainload retrain init` writes a file with all keys."
+        )
+        return RequestError(
+            "unknown key", where=at, expected=f"one of {', '.join(known)}", got=place[-1], hint=hint
+        )
     if first["type"] == "missing":
-        return RequestError("a key is missing", where=at, hint="`trainload retrain init` writes a file with all keys.")
+        return RequestError(
+            "a key is missing",
+            where=at,
+            hint="`trainload retrain init` writes a file with all keys.",
+        )
     allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return RequestError("a value is not allowed", where=at, expected=allowed, got=_spelled(first["input"])[:200])
+    return RequestError(
+        "a value is not allowed", where=at, expected=allowed, got=_spelled(first["input"])[:200]
+    )
 
 
 def _keys(place: Sequence[str]) -> list[str]:
@@ -477,21 +521,36 @@ def _keys(place: Sequence[str]) -> list[str]:
 def _section_of(kind: Any) -> Any:
     """Return the section in a type such as `Slices | None`."""
     if get_origin(kind) in (Union, UnionType):
-        return next((each for each in get_args(kind) if isinstance(each, type) and issubclass(each, BaseModel)), kind)
+        return next(
+            (
+                each
+                for each in get_args(kind)
+                if isinstance(each, type) and issubclass(each, BaseModel)
+            ),
+            kind,
+        )
     return kind
 
 
 def _spelled(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return ",".join(_spelled(each) for each in value) if isinstance(value, (list, tuple)) else str(value)
+    return (
+        ",".join(_spelled(each) for each in value)
+        if isinstance(value, (list, tuple))
+        else str(value)
+    )
 
 
 def _placed(config: Config, folder: Path) -> Config:
     """Return the configuration with relative paths resolved against the file's folder."""
 
     def whole(path: str) -> str:
-        return path if "://" in path or path.startswith("${") else str((folder / Path(path).expanduser()).absolute())
+        return (
+            path
+            if "://" in path or path.startswith("${")
+            else str((folder / Path(path).expanduser()).absolute())
+        )
 
     def reference(path: str) -> str:
         url, sharp, rest = path.partition("#")
@@ -501,7 +560,10 @@ def _placed(config: Config, folder: Path) -> Config:
         return tuple(whole(each) for each in paths)
 
     def command_of(words: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(whole(word) if number == 0 and "/" in word else word for number, word in enumerate(words))
+        return tuple(
+            whole(word) if number == 0 and "/" in word else word
+            for number, word in enumerate(words)
+        )
 
     evaluation, handover, cluster = config.evaluation, config.handover, config.cluster
     changed: dict[str, Any] = {
@@ -513,9 +575,13 @@ def _placed(config: Config, folder: Path) -> Config:
     if evaluation.files is not None:
         changed["evaluation"] = evaluation.model_copy(update={"files": all_of(evaluation.files)})
     if handover is not None:
-        changed["handover"] = handover.model_copy(update={"place": whole(handover.place), "command": command_of(handover.command)})
+        changed["handover"] = handover.model_copy(
+            update={"place": whole(handover.place), "command": command_of(handover.command)}
+        )
     if config.notify is not None:
-        changed["notify"] = config.notify.model_copy(update={"command": command_of(config.notify.command)})
+        changed["notify"] = config.notify.model_copy(
+            update={"command": command_of(config.notify.command)}
+        )
     if cluster.plan is not None:
         changed["cluster"] = cluster.model_copy(update={"plan": whole(cluster.plan)})
     return config.model_copy(update=changed)

@@ -1,12 +1,16 @@
-"""Expressions over metrics, such as "eval.loss <= champion.eval.loss * 1.01 and eval.steps >= 500": parsed into a tree, never executed.
+"""Expressions over metrics, parsed into a tree and never executed.
 
-    condition  = condition "or" condition | condition "and" condition | "not" condition | comparison | "(" condition ")"
+An example: "eval.loss <= champion.eval.loss * 1.01 and eval.steps >= 500".
+
+    condition  = condition "or" condition | condition "and" condition | "not" condition
+               | comparison | "(" condition ")"
     comparison = value (("<" | "<=" | ">" | ">=" | "==" | "!=") value)+
-    value      = number | name | "-" value | value ("+" | "-" | "*" | "/") value | ("abs" | "min" | "max") "(" value, ... ")"
-               | "(" value ")"
+    value      = number | name | "-" value | value ("+" | "-" | "*" | "/") value
+               | ("abs" | "min" | "max") "(" value, ... ")" | "(" value ")"
 
-A comparison with a non-finite number is unknown, and so are expressions that depend on it: `not`, `and` unless another
-part is false, `or` unless another part is true. An unknown condition does not hold.
+A comparison with a non-finite number is unknown, and so are expressions that depend on it: `not`,
+`and` unless another part is false, `or` unless another part is true. An unknown condition does not
+hold.
 """
 
 from __future__ import annotations
@@ -59,7 +63,9 @@ class Comparison:
 
     def __str__(self) -> str:
         verdict = {True: "true", False: "false", None: "unknown"}[self.holds]
-        sign = next(f" {sign} " for sign in ("<=", ">=", "==", "!=", "<", ">") if f" {sign} " in self.text)
+        sign = next(
+            f" {sign} " for sign in ("<=", ">=", "==", "!=", "<", ">") if f" {sign} " in self.text
+        )
         return f"{self.text}: {self.left:.6g}{sign}{self.right:.6g} is {verdict}"
 
 
@@ -74,14 +80,18 @@ class Expression:
     def __init__(self, text: str, where: str) -> None:
         self.text, self._where = text, where
         if len(text) > MAX_LENGTH:
-            raise self._wrong("it is too long", expected=f"at most {MAX_LENGTH} characters", got=f"{len(text)}")
+            raise self._wrong(
+                "it is too long", expected=f"at most {MAX_LENGTH} characters", got=f"{len(text)}"
+            )
         if nesting(text.replace("(", "[").replace(")", "]").encode()) > _MAX_DEPTH:
             raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
         try:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             column = getattr(error, "offset", None)
-            raise self._wrong("it is not an expression" + (f", at column {column}" if column else "")) from error
+            raise self._wrong(
+                "it is not an expression" + (f", at column {column}" if column else "")
+            ) from error
         self.names: frozenset[str] = frozenset(self._check(tree, 0))
         self._tree = tree
 
@@ -91,7 +101,11 @@ class Expression:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {close[0]}?" if close else ""
             raise RequestError(
-                "there is no such metric", where=self._where, expected=f"one of {', '.join(sorted(known))}", got=name, hint=hint
+                "there is no such metric",
+                where=self._where,
+                expected=f"one of {', '.join(sorted(known))}",
+                got=name,
+                hint=hint,
             )
 
     def evaluate(self, values: Mapping[str, float]) -> tuple[bool | None, tuple[Comparison, ...]]:
@@ -106,7 +120,12 @@ class Expression:
     # Parsing
 
     def _wrong(self, problem: str, *, expected: str = _FORM, got: str = "") -> RequestError:
-        return RequestError(f"an expression is not allowed: {problem}", where=self._where, expected=expected, got=got or self.text[:200])
+        return RequestError(
+            f"an expression is not allowed: {problem}",
+            where=self._where,
+            expected=expected,
+            got=got or self.text[:200],
+        )
 
     def _check(self, node: ast.expr, depth: int) -> set[str]:
         """Check a condition, and return its names."""
@@ -117,8 +136,12 @@ class Expression:
                 return {name for part in parts for name in self._check(part, depth + 1)}
             case ast.UnaryOp(op=ast.Not(), operand=part):
                 return self._check(part, depth + 1)
-            case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _COMPARE for op in ops):
-                return {name for part in (left, *rights) for name in self._check_value(part, depth + 1)}
+            case ast.Compare(left=left, ops=ops, comparators=rights) if all(
+                type(op) in _COMPARE for op in ops
+            ):
+                return {
+                    name for part in (left, *rights) for name in self._check_value(part, depth + 1)
+                }
         raise self._wrong(f"this is not a comparison: {self._spelled(node)}")
 
     def _check_value(self, node: ast.expr, depth: int) -> set[str]:
@@ -126,7 +149,9 @@ class Expression:
         if depth > _MAX_DEPTH:
             raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
         match node:
-            case ast.Constant(value=int() | float() as value) if type(value) is not bool and abs(value) < 1e300:
+            case ast.Constant(value=int() | float() as value) if (
+                type(value) is not bool and abs(value) < 1e300
+            ):
                 return set()
             case ast.Name() | ast.Attribute():
                 return {self._name(node)}
@@ -134,7 +159,9 @@ class Expression:
                 return self._check_value(part, depth + 1)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
                 return self._check_value(left, depth + 1) | self._check_value(right, depth + 1)
-            case ast.Call(func=ast.Name(id=function), args=[_, *_] as parts, keywords=[]) if function in _FUNCTIONS:
+            case ast.Call(func=ast.Name(id=function), args=[_, *_] as parts, keywords=[]) if (
+                function in _FUNCTIONS
+            ):
                 if (function == "abs") == (len(parts) == 1):
                     return {name for part in parts for name in self._check_value(part, depth + 1)}
         raise self._wrong(f"this is not a number: {self._spelled(node)}")
@@ -157,7 +184,9 @@ class Expression:
 
     # Evaluating
 
-    def _holds(self, node: ast.expr, values: Mapping[str, float], found: list[Comparison]) -> bool | None:
+    def _holds(
+        self, node: ast.expr, values: Mapping[str, float], found: list[Comparison]
+    ) -> bool | None:
         match node:
             case ast.BoolOp(op=op, values=parts):
                 told = [self._holds(part, values, found) for part in parts]
@@ -170,7 +199,13 @@ class Expression:
                 return self._compared([left, *rights], ops, values, found)
         raise AssertionError("it was checked when it was parsed")
 
-    def _compared(self, sides: list[ast.expr], ops: list[ast.cmpop], values: Mapping[str, float], found: list[Comparison]) -> bool | None:
+    def _compared(
+        self,
+        sides: list[ast.expr],
+        ops: list[ast.cmpop],
+        values: Mapping[str, float],
+        found: list[Comparison],
+    ) -> bool | None:
         numbers = [self._value(side, values) for side in sides]
         told: list[bool | None] = []
         for index, op in enumerate(ops):
@@ -190,15 +225,25 @@ class Expression:
             case ast.Name() | ast.Attribute():
                 return values[self._name(node)]
             case ast.UnaryOp(op=op, operand=part):
-                return -self._value(part, values) if isinstance(op, ast.USub) else self._value(part, values)
+                return (
+                    -self._value(part, values)
+                    if isinstance(op, ast.USub)
+                    else self._value(part, values)
+                )
             case ast.BinOp(left=left, op=op, right=right):
                 try:
-                    return _ARITHMETIC[type(op)](self._value(left, values), self._value(right, values))
+                    return _ARITHMETIC[type(op)](
+                        self._value(left, values), self._value(right, values)
+                    )
                 except ZeroDivisionError:
                     return math.nan
             case ast.Call(func=ast.Name(id=function), args=parts):
                 given = [self._value(part, values) for part in parts]
-                return math.nan if any(math.isnan(each) for each in given) else _FUNCTIONS[function](*given)
+                return (
+                    math.nan
+                    if any(math.isnan(each) for each in given)
+                    else _FUNCTIONS[function](*given)
+                )
         raise AssertionError("it was checked when it was parsed")
 
 

@@ -1,4 +1,4 @@
-"""The file that `retrain init` writes: every key with its meaning; optional keys are commented out."""
+"""The file that `retrain init` writes: every key; optional ones are commented out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ runs: retraining                    # folders of runs, on storage that all nodes
 data:
   files: data/*.parquet             # paths, folders, patterns or URLs; a list of them
   # window:
-  #   kind: new                     # new: files that no tick has used; path: files: data/{time:%Y/%m/%d}/*.parquet; column
+  #   kind: new                     # new: files that no tick has used
+  #                                 # path: files: data/{time:%Y/%m/%d}/*.parquet
+  #                                 # column: rows by their timestamps
   #   since: tick                   # tick, or promoted: files of rejected ticks are used again
   #   span: 7d                      # for path and column: period before the scheduled time
   #   column: time                  # for column: column with timestamps
-  # bad: refuse                     # files with a missing column or a NaN: refuse the tick, or skip the file
+  # bad: refuse                     # files with a missing column or a NaN: refuse, or skip the file
   # least_rows: 1                   # with fewer rows, there is no new data
   # drop: [id]                      # columns that are not inputs
   # inspect_rows: 1000000           # rows whose values are inspected
@@ -37,7 +39,7 @@ evaluation:
 # train:
 #   steps: 500                      # or epochs: 1; default: the package's
 #   start: current                  # or first: from the weights that the line started with
-#   optimizer: fresh                # or kept: continue with the optimizer state of the current release's run
+#   optimizer: fresh                # or kept: the optimizer state of the current release's run
 #   checkpoint_every: 100
 #   set: {lr: 3e-4}                 # as in `trainload launch --set`
 
@@ -76,7 +78,8 @@ schedule:
 #   place: serving
 #   graph: predict                  # only for pt2 and aoti
 #   timeout: 10m
-#   command: [./reload.sh]          # receives the tick's record on standard input, and the export's path as its last argument
+#   command: [./reload.sh]          # receives the tick's record on standard input,
+#                                   # and the export's path as its last argument
 
 # notify:
 #   command: [./tell.sh]            # receives the tick's record as JSON on standard input

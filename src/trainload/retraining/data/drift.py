@@ -1,9 +1,11 @@
-"""Drift of a column's values from the champion's training data: the population stability index (PSI).
+"""Drift of a column's values from the champion's training data: the population stability index
+(PSI).
 
-The index compares the shares p and q of two samples in the same bins: sum of (p - q) * ln(p / q). It is the symmetrized
-Kullback-Leibler divergence of the binned samples (Jeffreys 1946). Its name and rule of thumb are from credit scoring
-(Siddiqi, Credit Risk Scorecards, 2006): below 0.1 little has changed, from 0.25 on much. The bins are the deciles of the
-first sample; for integers with few values, each value is a bin.
+The index compares the shares p and q of two samples in the same bins: sum of (p - q) * ln(p / q).
+It is the symmetrized Kullback-Leibler divergence of the binned samples (Jeffreys 1946). Its name
+and rule of thumb are from credit scoring (Siddiqi, Credit Risk Scorecards, 2006): below 0.1 little
+has changed, from 0.25 on much. The bins are the deciles of the first sample; for integers with few
+values, each value is a bin.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ class ColumnStatistics(Record):
 
 
 class Sampled:
-    """Collector of a column's values, block by block. Of many values it keeps every n-th, deterministically."""
+    """Collector of a column's values, block by block.
+
+    Of many values it keeps every n-th, deterministically.
+    """
 
     def __init__(self, dtype: str) -> None:
         self._whole = "int" in dtype or dtype == "bool"
@@ -76,7 +81,10 @@ class Sampled:
         self._sum += float(finite.sum())
         with np.errstate(over="ignore"):  # on overflow the deviation is None
             self._squares += float(np.square(finite).sum())
-        self._least, self._greatest = min(self._least, float(finite.min())), max(self._greatest, float(finite.max()))
+        self._least, self._greatest = (
+            min(self._least, float(finite.min())),
+            max(self._greatest, float(finite.max())),
+        )
         self._kept.append(finite[:: self._every])
         self._held += self._kept[-1].size
         while self._held > _MOST_SAMPLES:
@@ -93,20 +101,34 @@ class Sampled:
         samples = np.concatenate(self._kept)
         values, counts = np.unique(samples, return_counts=True)
         few = self._whole and values.size <= MOST_VALUES
-        percentiles = () if few else tuple(float(each) for each in np.percentile(samples, np.arange(_PERCENTILES + 1)))
+        percentiles = (
+            ()
+            if few
+            else tuple(float(each) for each in np.percentile(samples, np.arange(_PERCENTILES + 1)))
+        )
         return ColumnStatistics(
             count=self._count,
             broken=self._broken,
             mean=_number(mean),
-            deviation=_number(math.sqrt(max(0.0, self._squares / good - mean * mean)) if math.isfinite(self._squares) else math.inf),
+            deviation=_number(
+                math.sqrt(max(0.0, self._squares / good - mean * mean))
+                if math.isfinite(self._squares)
+                else math.inf
+            ),
             least=self._least,
             greatest=self._greatest,
             percentiles=percentiles,
-            counts={str(int(value)): int(count) for value, count in zip(values, counts, strict=True)} if few else {},
+            counts=(
+                {str(int(value)): int(count) for value, count in zip(values, counts, strict=True)}
+                if few
+                else {}
+            ),
         )
 
 
-def drift_of(before: Mapping[str, ColumnStatistics], now: Mapping[str, ColumnStatistics]) -> dict[str, float]:
+def drift_of(
+    before: Mapping[str, ColumnStatistics], now: Mapping[str, ColumnStatistics]
+) -> dict[str, float]:
     """Return the index of each column that has finite values in both.
 
     Laws: it is finite and not negative, and 0 if the statistics are the same.
@@ -127,10 +149,16 @@ def _shares(first: ColumnStatistics, second: ColumnStatistics) -> tuple[Floats, 
     """Return the shares of two samples in the bins of the first one."""
     if first.counts and second.counts:
         values = sorted(first.counts.keys() | second.counts.keys())
-        both = [np.array([each.counts.get(value, 0) for value in values], dtype=np.float64) for each in (first, second)]
+        both = [
+            np.array([each.counts.get(value, 0) for value in values], dtype=np.float64)
+            for each in (first, second)
+        ]
         return both[0] / both[0].sum(), both[1] / both[1].sum()
     edges = np.unique(_percentiles(first)[10:-1:10])
-    found = [np.diff(np.concatenate([[0.0], _below(_percentiles(each), edges), [1.0]])) for each in (first, second)]
+    found = [
+        np.diff(np.concatenate([[0.0], _below(_percentiles(each), edges), [1.0]]))
+        for each in (first, second)
+    ]
     return found[0], found[1]
 
 
@@ -147,7 +175,8 @@ def _percentiles(statistics: ColumnStatistics) -> Floats:
 def _below(percentiles: Floats, edges: Floats) -> Floats:
     """Return the share of a sample that is at most each edge.
 
-    It is interpolated linearly between two percentiles; if several percentiles are equal, all of them count.
+    It is interpolated linearly between two percentiles; if several percentiles are equal, all of
+    them count.
     """
     levels = np.linspace(0.0, 1.0, percentiles.size)
     values, first = np.unique(percentiles, return_index=True)

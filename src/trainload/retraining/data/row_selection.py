@@ -1,4 +1,7 @@
-"""Select rows from a tick's files: by the time in a column, held-out rows, slices. The selection is deterministic."""
+"""Select rows from a tick's files: by the time in a column, held-out rows, slices.
+
+The selection is deterministic.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ _MOST_SLICES = 64
 _BATCH = 65_536
 _DONE = "rows.json"
 _LONGEST_SLICE, _DIGEST = 128, 16
-"""Maximum length of a slice's name, which is also a name in a mixture, and length of the digest at the end of a longer one."""
+"""Maximum length of a slice's name, which is also a name in a mixture, and length of the digest at
+the end of a longer one.
+"""
 _TICKS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """Unit of an Arrow timestamp -> number of units in a second."""
 
@@ -41,7 +46,12 @@ _TICKS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 def chosen_rows(config: Config) -> bool:
     """Return True if rows are selected, so that files cannot be used directly."""
     window, evaluation = config.data.window, config.evaluation
-    return bool(window.kind == "column" or config.data.drop or evaluation.hold_out is not None or evaluation.slices is not None)
+    return bool(
+        window.kind == "column"
+        or config.data.drop
+        or evaluation.hold_out is not None
+        or evaluation.slices is not None
+    )
 
 
 def extra_columns(config: Config, *, held: bool, trained: bool = True) -> tuple[str, ...]:
@@ -61,7 +71,9 @@ def extra_columns(config: Config, *, held: bool, trained: bool = True) -> tuple[
 
 
 def judged_slices(config: Config, found: Collection[str]) -> list[str]:
-    """Return the slices with a requirement: those of `evaluation.slices.values`, or else all that were `found`."""
+    """Return the slices with a requirement: those of `evaluation.slices.values`, or else all that
+    were `found`.
+    """
     slices = config.evaluation.slices
     if slices is None or slices.values is None:
         return sorted(found)
@@ -69,13 +81,21 @@ def judged_slices(config: Config, found: Collection[str]) -> list[str]:
 
 
 def check_tables(config: Config, files: Sequence[DataFile]) -> None:
-    """Raise RequestError if the configuration selects rows, and a file's format does not support that."""
+    """Raise RequestError if the configuration selects rows, and a file's format does not support
+    that.
+    """
     other = next((file for file in files if file.suffix not in TABLES), None)
     if other is not None and chosen_rows(config):
         raise RequestError(
-            "rows can only be selected from files in certain formats", where=other.name, expected=", ".join(TABLES), got=other.suffix,
-            hint="Write such files, or omit window.column, data.drop, evaluation.hold_out and evaluation.slices.",
-        )  # fmt: skip
+            "rows can only be selected from files in certain formats",
+            where=other.name,
+            expected=", ".join(TABLES),
+            got=other.suffix,
+            hint=(
+                "Write such files, or omit window.column, data.drop, evaluation.hold_out and"
+                " evaluation.slices."
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +107,10 @@ class TimeWindow:
     stop: float
 
     def holds(self, batch: Any, file: DataFile) -> Bools:
-        """Return a mask of the batch's rows in the window. Raises DataError if the column is not a time, or has nulls."""
+        """Return a mask of the batch's rows in the window.
+
+        Raises DataError if the column is not a time, or has nulls.
+        """
         seconds = _seconds(batch.column(self.column), f"{file.name}, column {self.column!r}")
         found: Bools = (seconds >= self.first) & (seconds < self.stop)
         return found
@@ -115,7 +138,8 @@ class RowFiles:
         return (self._folder / _DONE).is_file()
 
     def write(self) -> dict[str, int]:
-        """Write the files; return the numbers of training rows, of held-out rows without a slice, and of rows of each slice.
+        """Write the files; return the numbers of training rows, of held-out rows without a slice,
+        and of rows of each slice.
 
         Raises:
             RequestError: the format of the data does not support selecting rows.
@@ -133,11 +157,17 @@ class RowFiles:
                 counts = writers.close()
             replace_file(self._folder / _DONE, json.dumps(counts, sort_keys=True).encode())
         except OSError as error:
-            raise StorageError(f"the tick's rows cannot be written: {error.strerror or error}", where=str(self._folder)) from error
+            raise StorageError(
+                f"the tick's rows cannot be written: {error.strerror or error}",
+                where=str(self._folder),
+            ) from error
         return counts
 
     def source(self, which: str) -> str:
-        """Return the data for a run: a file of rows, or a mixture with a part for each slice. `which` is `TRAIN` or `HELD`."""
+        """Return the data for a run: a file of rows, or a mixture with a part for each slice.
+
+        `which` is `TRAIN` or `HELD`.
+        """
         counts: dict[str, int] = json.loads((self._folder / _DONE).read_bytes())
         if which == TRAIN:
             return str(self._folder / _file(TRAIN))
@@ -145,7 +175,12 @@ class RowFiles:
         if not slices:
             return str(self._folder / _file(HELD))
         path = self._folder / f"{HELD}.json"
-        replace_file(path, json.dumps({"parts": [{"data": _file(name), "name": name} for name in slices]}).encode())
+        replace_file(
+            path,
+            json.dumps(
+                {"parts": [{"data": _file(name), "name": name} for name in slices]}
+            ).encode(),
+        )
         return str(path)
 
     def _divide(self, told: FileOf, writers: _Writers, *, held: bool) -> None:
@@ -158,7 +193,11 @@ class RowFiles:
             start += batch.num_rows
             chosen = np.ones(batch.num_rows, dtype=bool) if held else self._in_window(batch, file)
             share = self._config.evaluation.hold_out
-            out = np.ones(batch.num_rows, dtype=bool) if held else _held_out(told.identity, numbers, share or 0.0)
+            out = (
+                np.ones(batch.num_rows, dtype=bool)
+                if held
+                else _held_out(told.identity, numbers, share or 0.0)
+            )
             if not held:
                 writers.add(TRAIN, self._kept(batch, held=False), chosen & ~out, file.name)
             if held or share is not None:
@@ -199,7 +238,10 @@ class RowFiles:
 
 
 class _Writers:
-    """Writers of Arrow files, by the name of their rows. The files are renamed when all of them are complete."""
+    """Writers of Arrow files, by the name of their rows.
+
+    The files are renamed when all of them are complete.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -215,14 +257,21 @@ class _Writers:
         return len(self._counts.keys() - {TRAIN, HELD})
 
     def add(self, name: str, batch: Any, rows: Bools, where: str) -> None:
-        """Write the masked rows of a batch. `where` is their source file. Raises DataError, as `_as_first` does."""
+        """Write the masked rows of a batch.
+
+        `where` is their source file. Raises DataError, as `_as_first` does.
+        """
         if not rows.any():
             return
         part = batch.filter(pa.array(rows))
         if name not in self._open:
-            self._schemas[name] = pa.schema([pa.field(field.name, field.type) for field in part.schema])
+            self._schemas[name] = pa.schema(
+                [pa.field(field.name, field.type) for field in part.schema]
+            )
             self._temporary[name] = temporary_beside(self._folder / _file(name))
-            self._open[name] = self._stack.enter_context(pa.ipc.new_file(str(self._temporary[name]), self._schemas[name]))
+            self._open[name] = self._stack.enter_context(
+                pa.ipc.new_file(str(self._temporary[name]), self._schemas[name])
+            )
         self._open[name].write_batch(_as_first(part, self._schemas[name], where))
         self._counts[name] = self._counts.get(name, 0) + part.num_rows
 
@@ -242,11 +291,18 @@ class _Writers:
 def _file(name: str) -> str:
     """Return the file name for training rows, held-out rows, or a slice, whose name is hashed."""
     plain = name in (TRAIN, HELD)
-    return f"{name}.arrow" if plain else f"slice-{hashlib.sha256(name.encode()).hexdigest()[:16]}.arrow"
+    return (
+        f"{name}.arrow"
+        if plain
+        else f"slice-{hashlib.sha256(name.encode()).hexdigest()[:16]}.arrow"
+    )
 
 
 def _slice(column: str, value: object, wanted: set[str] | None) -> str:
-    """Return the name of a slice. If it is too long for a mixture's part, it ends in a digest, so that names are unique."""
+    """Return the name of a slice.
+
+    If it is too long for a mixture's part, it ends in a digest, so that names are unique.
+    """
     text = str(value)
     name = f"{column}={OTHER}" if wanted is not None and text not in wanted else f"{column}={text}"
     if len(name) <= _LONGEST_SLICE:
@@ -256,7 +312,10 @@ def _slice(column: str, value: object, wanted: set[str] | None) -> str:
 
 
 def _as_first(batch: Any, schema: Any, where: str) -> Any:
-    """Return a batch with the column order and types of the first batch. Raises DataError if values would change."""
+    """Return a batch with the column order and types of the first batch.
+
+    Raises DataError if values would change.
+    """
     try:
         columns = [batch.column(field.name).cast(field.type) for field in schema]
         return pa.RecordBatch.from_arrays(columns, schema=schema)
@@ -270,25 +329,34 @@ def _as_first(batch: Any, schema: Any, where: str) -> Any:
 
 
 def _read(file: DataFile) -> Iterator[Any]:
-    """Yield the record batches of a table, with all columns. Raises DataError if it cannot be read."""
+    """Yield the record batches of a table, with all columns.
+
+    Raises DataError if it cannot be read.
+    """
     try:
         yield from _batches(file)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"a file cannot be read: {' '.join(str(error).split())}", where=file.name) from error
+        raise DataError(
+            f"a file cannot be read: {' '.join(str(error).split())}", where=file.name
+        ) from error
 
 
 def _batches(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[Any]:
     """Yield the record batches of a table, with at least the given columns, or with all of them."""
     if file.suffix == ".parquet":
         with file.opened() as stream, pq.ParquetFile(stream, pre_buffer=False) as opened:
-            yield from opened.iter_batches(batch_size=_BATCH, columns=None if columns is None else list(columns))
+            yield from opened.iter_batches(
+                batch_size=_BATCH, columns=None if columns is None else list(columns)
+            )
         return
     with record_batches(file) as (_, batches):
         yield from batches
 
 
 def _held_out(identity: str, numbers: npt.NDArray[np.uint64], share: float) -> Bools:
-    """Return a mask of a file's held-out rows, from a hash of the file and the row number: the same in every attempt."""
+    """Return a mask of a file's held-out rows, from a hash of the file and the row number: the same
+    in every attempt.
+    """
     seed = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
     with np.errstate(over="ignore"):  # splitmix64 (Steele, Lea, Flood 2014) computes modulo 2**64
         mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
@@ -305,7 +373,9 @@ def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
     Raises DataError if the column is not a time, or has nulls.
     """
     if column.null_count:
-        raise DataError("the time column contains nulls", where=where, hint="Fill them in or drop the rows.")
+        raise DataError(
+            "the time column contains nulls", where=where, hint="Fill them in or drop the rows."
+        )
     kind = column.type
     if pa.types.is_timestamp(kind):
         ticks: npt.NDArray[np.int64] = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
@@ -316,5 +386,8 @@ def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
         found: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False).astype(np.float64)
         return found
     raise DataError(
-        "this is not a time column", where=where, expected="timestamps (UTC if they have no time zone), or seconds", got=str(kind)
+        "this is not a time column",
+        where=where,
+        expected="timestamps (UTC if they have no time zone), or seconds",
+        got=str(kind),
     )

@@ -1,4 +1,6 @@
-"""Take the snapshot of a tick's data: find its files, check them, and compute statistics of their values."""
+"""Take the snapshot of a tick's data: find its files, check them, and compute statistics of their
+values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from trainload.launching.node.cache import default_cache_dir
 from trainload.packaging.format.entries import data_specs
 from trainload.retraining.config.config import Config
 from trainload.retraining.data.drift import ColumnStatistics, Sampled
-from trainload.retraining.data.row_selection import HELD, TRAIN, RowFiles, TimeWindow, check_tables, chosen_rows, extra_columns
+from trainload.retraining.data.row_selection import (
+    HELD,
+    TRAIN,
+    RowFiles,
+    TimeWindow,
+    check_tables,
+    chosen_rows,
+    extra_columns,
+)
 from trainload.retraining.data.snapshot_records import LONGEST_WORDS, FileOf, Snapshot
 from trainload.retraining.data.windows import TABLES, files_of, one_format
 
@@ -31,7 +41,13 @@ if TYPE_CHECKING:
     from trainload.packaging.package import Package
 
 
-def take(config: Config, scheduled: datetime, package: Package, had: Collection[tuple[str, str]], folder: Path) -> Snapshot:
+def take(
+    config: Config,
+    scheduled: datetime,
+    package: Package,
+    had: Collection[tuple[str, str]],
+    folder: Path,
+) -> Snapshot:
     """Take the snapshot of a tick's data.
 
     Args:
@@ -46,7 +62,9 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
         RequestError: the files' format does not support the configuration.
         StorageError: a URL cannot be reached, or the folder cannot be written.
     """
-    nothing = Snapshot(files=(), held_out=(), rows=0, held_out_rows=0, slices={}, statistics={}, made=False)
+    nothing = Snapshot(
+        files=(), held_out=(), rows=0, held_out_rows=0, slices={}, statistics={}, made=False
+    )
     try:
         files = files_of(config, scheduled)
     except MissingDataError as error:
@@ -56,7 +74,12 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
         files = tuple(file for file in files if (file.name, identities[file.name]) not in had)
     if not files:
         return nothing.model_copy(
-            update={"empty": _words(f"no new data: all files in {', '.join(config.data.files)} were in earlier ticks")}
+            update={
+                "empty": _words(
+                    f"no new data: all files in {', '.join(config.data.files)} were in earlier"
+                    " ticks"
+                )
+            }
         )
     specs = data_specs(package.manifest, "")
     looked = _look(config, specs, len(files), _window(config, scheduled))
@@ -79,7 +102,9 @@ def take(config: Config, scheduled: datetime, package: Package, had: Collection[
         return snapshot.model_copy(update={"refused": _words(" ".join(str(error).split()))})
 
 
-def newest(config: Config, scheduled: datetime, package: Package, most: int) -> tuple[int, tuple[FileOf, ...]]:
+def newest(
+    config: Config, scheduled: datetime, package: Package, most: int
+) -> tuple[int, tuple[FileOf, ...]]:
     """Inspect the latest files of a window, whether or not an earlier tick has used them.
 
     Args:
@@ -93,7 +118,8 @@ def newest(config: Config, scheduled: datetime, package: Package, most: int) -> 
 
     Raises:
         RequestError: the files' format does not support selecting rows.
-        DataError: there are no files, they have several formats, or the held-out files cannot be used.
+        DataError: there are no files, they have several formats, or the held-out files cannot be
+            used.
         StorageError: a URL cannot be reached.
     """
     files = files_of(config, scheduled)
@@ -118,10 +144,14 @@ def evaluation_source(config: Config, snapshot: Snapshot, folder: Path) -> str:
 
 
 def check_evaluable(config: Config, snapshot: Snapshot, folder: Path) -> None:
-    """Check that the held-out rows are those that the tick has read. The errors are those of `check_unchanged`."""
+    """Check that the held-out rows are those that the tick has read.
+
+    The errors are those of `check_unchanged`.
+    """
     if not snapshot.made:
         _check_same(snapshot.held_out)
-    elif not RowFiles(config, snapshot, _place(snapshot, folder)).there():  # they will be written again
+    elif not RowFiles(config, snapshot, _place(snapshot, folder)).there():
+        # they will be written again
         check_unchanged(snapshot)
 
 
@@ -153,7 +183,10 @@ def _found(wanted: FileOf) -> tuple[DataFile, ...]:
         return find_files(wanted.name, READERS)
     except MissingDataError as error:
         raise DataError(
-            "a file of the tick's data no longer exists", where=wanted.name, expected=wanted.identity, hint="Restore it."
+            "a file of the tick's data no longer exists",
+            where=wanted.name,
+            expected=wanted.identity,
+            hint="Restore it.",
         ) from error
 
 
@@ -164,7 +197,9 @@ def _identity(file: DataFile) -> str:
 
 
 def _identity_or_none(file: DataFile) -> str:
-    """Return a file's identity; "" if it cannot be read, which is reported when the file is inspected."""
+    """Return a file's identity; "" if it cannot be read, which is reported when the file is
+    inspected.
+    """
     try:
         return _identity(file)
     except OSError:
@@ -183,14 +218,31 @@ def _window(config: Config, scheduled: datetime) -> TimeWindow | None:
     return TimeWindow(window.column, (scheduled - window.span).timestamp(), scheduled.timestamp())
 
 
-def _look(config: Config, specs: Sequence[InputSpec], files: int, window: TimeWindow | None) -> _Look:
-    return _Look(specs, extra_columns(config, held=config.evaluation.hold_out is not None), config.data.inspect_rows, files, window)
+def _look(
+    config: Config, specs: Sequence[InputSpec], files: int, window: TimeWindow | None
+) -> _Look:
+    return _Look(
+        specs,
+        extra_columns(config, held=config.evaluation.hold_out is not None),
+        config.data.inspect_rows,
+        files,
+        window,
+    )
 
 
 class _Look:
-    """An inspector of files, one after another: checks that they fit, and collects statistics of their values."""
+    """An inspector of files, one after another: checks that they fit, and collects statistics of
+    their values.
+    """
 
-    def __init__(self, specs: Sequence[InputSpec], extra: Collection[str], rows: int, files: int, window: TimeWindow | None = None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[InputSpec],
+        extra: Collection[str],
+        rows: int,
+        files: int,
+        window: TimeWindow | None = None,
+    ) -> None:
         self._specs, self._extra, self._window = specs, extra, window
         self._each = max(1, -(-rows // files))
         self._sizes = Sizes(specs)
@@ -210,7 +262,11 @@ class _Look:
                 size = stream.seek(0, 2)
             schema = READERS[file.suffix].read_schema(file) if file.suffix in READERS else None
             if schema is None:
-                raise DataError("no reader supports this file name", where=file.name, expected=", ".join(READERS))
+                raise DataError(
+                    "no reader supports this file name",
+                    where=file.name,
+                    expected=", ".join(READERS),
+                )
             rows = schema.rows
             self._check(schema, sizes)
             problem = self._values(file, sizes, samples) if rows else ""
@@ -218,7 +274,8 @@ class _Look:
             problem = _words(" ".join(str(error).split()))
         except (OSError, pa.ArrowException) as error:
             problem = _words(f"{file.name} cannot be read: {' '.join(str(error).split())}")
-            identity = "" if isinstance(error, OSError) else identity  # it may be readable later, and counts as new then
+            # it may be readable later, and counts as new then
+            identity = "" if isinstance(error, OSError) else identity
         if not problem:
             self._sizes, self._samples = sizes, samples
         return FileOf(name=file.name, identity=identity, size=size, rows=rows, problem=problem)
@@ -226,25 +283,38 @@ class _Look:
     def _check(self, schema: FileSchema, sizes: Sizes) -> None:
         lacking = sorted(set(self._extra) - set(schema.columns))
         if lacking and schema.columns:
-            raise DataError(f"the data has no column {lacking[0]!r}", where=schema.name, got=", ".join(sorted(schema.columns)))
+            raise DataError(
+                f"the data has no column {lacking[0]!r}",
+                where=schema.name,
+                got=", ".join(sorted(schema.columns)),
+            )
         kept = {name: column for name, column in schema.columns.items() if name not in self._extra}
         if schema.rows or schema.columns:
             check_file(FileSchema(schema.name, schema.rows, kept), self._specs, sizes)
 
     def _values(self, file: DataFile, sizes: Sizes, samples: dict[str, Sampled]) -> str:
-        """Inspect the first rows of a file that are in the window; return a problem with them, or ""."""
-        chosen = None if self._window is None or file.suffix not in TABLES else self._window.rows(file)
+        """Inspect the first rows of a file that are in the window; return a problem with them, or
+        "".
+        """
+        chosen = (
+            None if self._window is None or file.suffix not in TABLES else self._window.rows(file)
+        )
         start = looked = 0
         for block in READERS[file.suffix].read_blocks(file, self._specs, sizes):
             rows = len(next(iter(block.values())))
-            numbers = np.arange(rows) if chosen is None else np.flatnonzero(chosen[start : start + rows])
+            numbers = (
+                np.arange(rows) if chosen is None else np.flatnonzero(chosen[start : start + rows])
+            )
             numbers = numbers[: self._each - looked]
             for name, values in block.items():
                 part = values[: len(numbers)] if chosen is None else values[numbers]
                 if part.dtype.kind == "f" and not np.isfinite(part).all():
                     broken = ~np.isfinite(part.reshape(len(part), -1)).all(axis=1)
                     row = start + int(numbers[np.flatnonzero(broken)[0]])
-                    return f"{file.name}, column {name!r}: {int(broken.sum())} rows hold NaN or infinity, the first is row {row}"
+                    return (
+                        f"{file.name}, column {name!r}: {int(broken.sum())} rows hold NaN or"
+                        f" infinity, the first is row {row}"
+                    )
                 samples[name].add(part)
             start, looked = start + rows, looked + len(numbers)
             if looked >= self._each:
@@ -271,7 +341,9 @@ def _held_out(config: Config, specs: Sequence[InputSpec]) -> tuple[tuple[FileOf,
         files = list_files(config.evaluation.files, READERS)
     except MissingDataError as error:
         return (), f"there is no held-out data: {error}"
-    look = _Look(specs, extra_columns(config, held=True, trained=False), config.data.inspect_rows, len(files))
+    look = _Look(
+        specs, extra_columns(config, held=True, trained=False), config.data.inspect_rows, len(files)
+    )
     told = tuple(look.at(file, _identity_or_none(file)) for file in files)
     bad = [file for file in told if file.problem]
     return told, _words(f"the held-out data is bad: {bad[0].problem}") if bad else ""
@@ -283,25 +355,42 @@ def _counted(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
         counts = RowFiles(config, snapshot, _place(snapshot, folder)).write()
         held = {name: rows for name, rows in counts.items() if name != TRAIN}
         slices = {name: rows for name, rows in held.items() if name != HELD}
-        changed = {"rows": counts.get(TRAIN, 0), "held_out_rows": sum(held.values()), "slices": slices, "made": True}
+        changed = {
+            "rows": counts.get(TRAIN, 0),
+            "held_out_rows": sum(held.values()),
+            "slices": slices,
+            "made": True,
+        }
     else:
-        changed = {"rows": sum(file.rows for file in snapshot.good), "held_out_rows": sum(file.rows for file in snapshot.held_out)}
+        changed = {
+            "rows": sum(file.rows for file in snapshot.good),
+            "held_out_rows": sum(file.rows for file in snapshot.held_out),
+        }
     snapshot = snapshot.model_copy(update=changed)
     least = config.data.least_rows
     if snapshot.rows < least:
-        return snapshot.model_copy(update={"empty": f"no new data: {snapshot.rows} rows, but a tick needs {least}"})
+        return snapshot.model_copy(
+            update={"empty": f"no new data: {snapshot.rows} rows, but a tick needs {least}"}
+        )
     if not snapshot.held_out_rows:
-        return snapshot.model_copy(update={"empty": f"no new data: none of {snapshot.rows} rows is held out"})
+        return snapshot.model_copy(
+            update={"empty": f"no new data: none of {snapshot.rows} rows is held out"}
+        )
     return snapshot
 
 
 def _place(snapshot: Snapshot, folder: Path) -> Path:
     """Return the folder for a snapshot's data within that of a tick.
 
-    It depends on the files, so that a process that was paused, and has seen other files, uses another folder.
+    It depends on the files, so that a process that was paused, and has seen other files, uses
+    another folder.
     """
-    files = [[(file.name, file.identity) for file in each] for each in (snapshot.good, snapshot.held_out)]
-    return folder / f"data-{sha256_bytes(canonical_json([files, snapshot.first, snapshot.stop]))[:16]}"
+    files = [
+        [(file.name, file.identity) for file in each] for each in (snapshot.good, snapshot.held_out)
+    ]
+    return (
+        folder / f"data-{sha256_bytes(canonical_json([files, snapshot.first, snapshot.stop]))[:16]}"
+    )
 
 
 def _source(config: Config, snapshot: Snapshot, folder: Path, which: str) -> str:

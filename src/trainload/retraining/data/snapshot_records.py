@@ -18,8 +18,8 @@ class FileOf(Record):
 
     Attributes:
         name: its path or URL.
-        identity: its SHA-256, or a hash of its version in a URL's file system; "" if it could not be
-            read.
+        identity: its SHA-256, or a hash of its version in a URL's file system; "" if it could not
+            be read.
         size: size in bytes.
         rows: number of rows.
         problem: reason why it cannot be used for training; "" if it can.
@@ -37,8 +37,8 @@ class Snapshot(Record):
 
     Attributes:
         files: training files, including bad ones that are left out.
-        held_out: files on which champion and challenger are compared; () if a fraction of `files` is
-            held out.
+        held_out: files on which champion and challenger are compared; () if a fraction of `files`
+            is held out.
         rows: number of training rows.
         held_out_rows: number of held-out rows.
         slices: slice -> number of its held-out rows.

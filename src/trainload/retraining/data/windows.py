@@ -37,11 +37,21 @@ def check_window(config: Config) -> None:
         if window.kind == "path":
             _form(text)
         elif _TIME.search(text):
-            raise RequestError("a path with a time requires a window of kind path", where="data.files", got=text)
+            raise RequestError(
+                "a path with a time requires a window of kind path", where="data.files", got=text
+            )
         if text.endswith(".json"):
-            raise RequestError("a retraining's data must be files, not a mixture", where="data.files", got=text)
-    if config.evaluation.files is not None and any(text.endswith(".json") for text in config.evaluation.files):
-        raise RequestError("held-out data must be files, not a mixture", where="evaluation.files", got=", ".join(config.evaluation.files))
+            raise RequestError(
+                "a retraining's data must be files, not a mixture", where="data.files", got=text
+            )
+    if config.evaluation.files is not None and any(
+        text.endswith(".json") for text in config.evaluation.files
+    ):
+        raise RequestError(
+            "held-out data must be files, not a mixture",
+            where="evaluation.files",
+            got=", ".join(config.evaluation.files),
+        )
 
 
 def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
@@ -70,7 +80,9 @@ def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
                 continue  # nothing was written at that time
     if not found:
         raise MissingDataError(
-            "there is no data for this time", where=", ".join(data.files), expected=f"data of the {data.window.span} up to {scheduled}"
+            "there is no data for this time",
+            where=", ".join(data.files),
+            expected=f"data of the {data.window.span} up to {scheduled}",
         )
     return tuple(found.values())
 
@@ -88,7 +100,10 @@ def one_format(files: Sequence[DataFile]) -> None:
 
 
 def _form(text: str) -> str:
-    """Return the time format in a path. Raises RequestError if there is not exactly one valid format."""
+    """Return the time format in a path.
+
+    Raises RequestError if there is not exactly one valid format.
+    """
     found = _TIME.findall(text)
     if len(found) != 1:
         raise RequestError(
@@ -101,7 +116,12 @@ def _form(text: str) -> str:
     unknown = [each for each in directives if each not in _STEPS]
     if unknown or not directives:
         allowed = ", ".join(f"%{each}" for each in _STEPS)
-        raise RequestError("this is not a time format", where="data.files", expected=f"some of {allowed}", got=found[0])
+        raise RequestError(
+            "this is not a time format",
+            where="data.files",
+            expected=f"some of {allowed}",
+            got=found[0],
+        )
     return str(found[0])
 
 
@@ -111,7 +131,11 @@ def _paths(text: str, start: datetime, stop: datetime) -> list[str]:
     step = min(_STEPS[each] for each in re.findall(r"%(.)", form))
     step = min(step, timedelta(days=1))  # months and years are found by their days
     if (stop - start) / step > _MOST_PATHS:
-        raise RequestError("the window has too many paths", where="data.window.span", expected=f"at most {_MOST_PATHS} of {form}")
+        raise RequestError(
+            "the window has too many paths",
+            where="data.window.span",
+            expected=f"at most {_MOST_PATHS} of {form}",
+        )
     found: dict[str, None] = {}
     at = _floor(start.astimezone(UTC), step)
     while at < stop:

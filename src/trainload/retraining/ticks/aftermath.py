@@ -1,4 +1,7 @@
-"""Actions after a tick: hand over a promoted release, remove old runs, notify a command. Their failures do not undo the tick."""
+"""Actions after a tick: hand over a promoted release, remove old runs, notify a command.
+
+Their failures do not undo the tick.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def name_at(handover: Handover, line: str, release: str) -> str:
 
 
 def hand_over(handover: Handover, package: Package, name: str, record: Mapping[str, Any]) -> None:
-    """Export a release unless that was done, make the link `current` point to it, and run the command.
+    """Export a release unless that was done, make the link `current` point to it, and run the
+    command.
 
     Args:
         handover: its configuration.
@@ -61,14 +65,19 @@ def hand_over(handover: Handover, package: Package, name: str, record: Mapping[s
             export(package, target, to=handover.form, graph=handover.graph)
         replace_link(place / CURRENT, target.name)
     except OSError as error:
-        raise StorageError(f"a release cannot be handed over: {error.strerror or error}", where=str(place)) from error
+        raise StorageError(
+            f"a release cannot be handed over: {error.strerror or error}", where=str(place)
+        ) from error
     if handover.command:
         tell((*handover.command, str(target)), record, handover.timeout)
 
 
 def record_of(ended: Ended) -> dict[str, Any]:
     """Return a tick's record in the form that commands receive."""
-    return {**ended.model_dump(mode="json"), "release": None if ended.release is None else shown(ended.release)}
+    return {
+        **ended.model_dump(mode="json"),
+        "release": None if ended.release is None else shown(ended.release),
+    }
 
 
 def tell(command: Sequence[str], record: Mapping[str, Any], timeout: timedelta) -> None:
@@ -90,16 +99,24 @@ def tell(command: Sequence[str], record: Mapping[str, Any], timeout: timedelta) 
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise StorageError(f"a command took more than {timeout.total_seconds():g} s", where=where) from error
+        raise StorageError(
+            f"a command took more than {timeout.total_seconds():g} s", where=where
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: a word contains NUL
-        raise StorageError(f"a command cannot be started: {getattr(error, 'strerror', None) or error}", where=where) from error
+        raise StorageError(
+            f"a command cannot be started: {getattr(error, 'strerror', None) or error}", where=where
+        ) from error
     if done.returncode != 0:
         raise StorageError(
-            f"a command failed with status {done.returncode}", where=where, got=(done.stderr or done.stdout)[-_TAIL:].strip()
+            f"a command failed with status {done.returncode}",
+            where=where,
+            got=(done.stderr or done.stdout)[-_TAIL:].strip(),
         )
 
 
-def clean_up(config: Config, ticks: Sequence[str], kept: str | None, needed: Collection[str]) -> None:
+def clean_up(
+    config: Config, ticks: Sequence[str], kept: str | None, needed: Collection[str]
+) -> None:
     """Remove the folders of old runs, and the files of old releases.
 
     Args:
@@ -123,11 +140,21 @@ def clean_up(config: Config, ticks: Sequence[str], kept: str | None, needed: Col
                 with suppress(FileNotFoundError):
                     shutil.rmtree(away)
     except OSError as error:
-        raise StorageError(f"the folder of an old run cannot be removed: {error.strerror or error}", where=str(root)) from error
+        raise StorageError(
+            f"the folder of an old run cannot be removed: {error.strerror or error}",
+            where=str(root),
+        ) from error
     if config.retention.releases is not None:
-        was_current = dict.fromkeys(entry.release for entry in reversed(Store(config.store).history(config.line)))
+        was_current = dict.fromkeys(
+            entry.release for entry in reversed(Store(config.store).history(config.line))
+        )
         kept_releases = {*list(was_current)[: config.retention.releases], *needed}
-        gc(config.store, keep=1, lines=(config.line,), spared={(config.line, each) for each in kept_releases})
+        gc(
+            config.store,
+            keep=1,
+            lines=(config.line,),
+            spared={(config.line, each) for each in kept_releases},
+        )
 
 
 def in_words(error: TrainloadError) -> str:

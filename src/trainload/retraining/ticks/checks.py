@@ -1,4 +1,6 @@
-"""Checks of a retraining's configuration file: by itself, and against the package that it trains."""
+"""Checks of a retraining's configuration file: by itself, and against the package that it
+trains.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +41,33 @@ def expressions(config: Config) -> dict[str, Expression]:
 
 
 def known_names(package: Package, *, sliced: bool) -> set[str]:
-    """Return the names that expressions about a package may use; with `sliced`, including those for slices."""
+    """Return the names that expressions about a package may use; with `sliced`, including those for
+    slices.
+    """
     metrics = _metrics(package)
-    scores = {f"{whose}.{name}" for whose in ("eval", "champion.eval") for name in ("loss", *metrics)}
-    return {*_ALWAYS, *scores, *(f"drift.{name}" for name in package.manifest.data_inputs()), *(("slice.rows",) if sliced else ())}
+    scores = {
+        f"{whose}.{name}" for whose in ("eval", "champion.eval") for name in ("loss", *metrics)
+    }
+    return {
+        *_ALWAYS,
+        *scores,
+        *(f"drift.{name}" for name in package.manifest.data_inputs()),
+        *(("slice.rows",) if sliced else ()),
+    }
 
 
 def _metrics(package: Package) -> list[str]:
     """Return the names of the metrics of a package's evaluation."""
     found: list[str] = []
     for graph in dict.fromkeys(turn.graph for turn in package.recipe.turns):
-        own = [output.name for output in package.manifest.graphs[graph].outputs if output.role == "metric"]
-        found += own if graph == package.recipe.main else [f"{graph}.{name}" for name in ("loss", *own)]
+        own = [
+            output.name
+            for output in package.manifest.graphs[graph].outputs
+            if output.role == "metric"
+        ]
+        found += (
+            own if graph == package.recipe.main else [f"{graph}.{name}" for name in ("loss", *own)]
+        )
     return found
 
 

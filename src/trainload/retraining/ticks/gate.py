@@ -83,7 +83,11 @@ def decide(
         RequestError: an expression is invalid, or uses a name without a value.
     """
     checks = [
-        Check(text=f"{name} is finite: {values[name]:.6g}", left=_finite(values[name]), holds=math.isfinite(values[name]))
+        Check(
+            text=f"{name} is finite: {values[name]:.6g}",
+            left=_finite(values[name]),
+            holds=math.isfinite(values[name]),
+        )
         for name in _FINITE
         if name in values
     ]
@@ -102,21 +106,44 @@ def decide(
         barred = drift_bar is not None and distance >= drift_bar
         text = f"column {column} has drifted: {distance:.3g}"
         if barred:
-            checks.append(Check(text=f"{text}, which reaches the bar of {drift_bar:g}", left=distance, right=drift_bar, holds=False))
+            checks.append(
+                Check(
+                    text=f"{text}, which reaches the bar of {drift_bar:g}",
+                    left=distance,
+                    right=drift_bar,
+                    holds=False,
+                )
+            )
             failed.append(checks[-1].text)
         elif drift_warn is not None and distance >= drift_warn:
             warnings.append(f"{text}, which reaches the warning level of {drift_warn:g}")
-    held = [f"{each.slice}: {each.text}" if each.slice else each.text for each in checks if each.right is not None and each.holds]
+    held = [
+        f"{each.slice}: {each.text}" if each.slice else each.text
+        for each in checks
+        if each.right is not None and each.holds
+    ]
     reason = _listed(failed or held) or "all requirements are met"
-    return Verdict(promote=not failed, reason=reason[:8192], checks=tuple(checks), warnings=tuple(warnings))
+    return Verdict(
+        promote=not failed, reason=reason[:8192], checks=tuple(checks), warnings=tuple(warnings)
+    )
 
 
-def _required(expression: Expression, values: Mapping[str, float], slice_name: str, checks: list[Check]) -> list[str]:
-    """Append an expression's comparisons to `checks`; return the reasons why it does not hold, [] if it does."""
+def _required(
+    expression: Expression, values: Mapping[str, float], slice_name: str, checks: list[Check]
+) -> list[str]:
+    """Append an expression's comparisons to `checks`; return the reasons why it does not hold, []
+    if it does.
+    """
     expression.check(values.keys())
     holds, comparisons = expression.evaluate(values)
     checks += [
-        Check(text=str(each), slice=slice_name, left=_finite(each.left), right=_finite(each.right), holds=each.holds)
+        Check(
+            text=str(each),
+            slice=slice_name,
+            left=_finite(each.left),
+            right=_finite(each.right),
+            holds=each.holds,
+        )
         for each in comparisons
     ]
     if holds:

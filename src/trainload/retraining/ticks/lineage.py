@@ -10,10 +10,22 @@ from typing import Any, Literal
 from trainload.core.errors import StorageError
 from trainload.packaging.stores.releases import Pointer, Release, ReleaseState, shown
 from trainload.packaging.stores.store import Store
-from trainload.retraining.ticks.tick_records import Begun, Decided, Ended, Evaluated, Failed, Pinned, Taken, Ticks, Trained
+from trainload.retraining.ticks.tick_records import (
+    Begun,
+    Decided,
+    Ended,
+    Evaluated,
+    Failed,
+    Pinned,
+    Taken,
+    Ticks,
+    Trained,
+)
 
 TICK, LINE, RELEASE, STORE = "tick", "migrated.line", "migrated.release", "migrated.store"
-"""Names of a release's facts: the tick that created it, or the line, release and store from which its weights were migrated."""
+"""Names of a release's facts: the tick that created it, or the line, release and store from which
+its weights were migrated.
+"""
 _READERS = 8
 
 How = Literal["frozen", "retrained", "migrated"]
@@ -21,7 +33,10 @@ How = Literal["frozen", "retrained", "migrated"]
 
 @dataclass(frozen=True, slots=True)
 class TickStory:
-    """A tick and its records. `begun` is the number of its attempts; a stage that was not reached is None."""
+    """A tick and its records.
+
+    `begun` is the number of its attempts; a stage that was not reached is None.
+    """
 
     name: str
     begun: int
@@ -63,8 +78,8 @@ class Ancestor:
         line: line of the release.
         state: the release and its state.
         tick: tick that created it; None if no tick did.
-        how: "frozen": it has no parent; "retrained": the next ancestor is its parent in the same line;
-            "migrated": its weights are from the next ancestor.
+        how: "frozen": it has no parent; "retrained": the next ancestor is its parent in the same
+            line; "migrated": its weights are from the next ancestor.
     """
 
     store: str
@@ -76,7 +91,11 @@ class Ancestor:
 
 def read_tick(ticks: Ticks, name: str) -> TickStory:
     """Read the records of a tick."""
-    failures = tuple(each for number in range(1, ticks.count(Failed, name) + 1) if (each := ticks.nth_failure(name, number)) is not None)
+    failures = tuple(
+        each
+        for number in range(1, ticks.count(Failed, name) + 1)
+        if (each := ticks.nth_failure(name, number)) is not None
+    )
     return TickStory(
         name=name,
         begun=ticks.count(Begun, name),
@@ -121,15 +140,27 @@ def ancestry(store: Store, line: str, release: str | int | None = None) -> tuple
     at: tuple[Store, str, Release] | None = (store, line, store.release(line, release))
     while at is not None:
         place, name, here = at
-        if any((step.store, step.line, step.state.release.id) == (place.url, name, here.id) for step in found):
-            raise StorageError("a release is its own ancestor", where=f"{place.url}, line {name}, release {here.name}")
+        if any(
+            (step.store, step.line, step.state.release.id) == (place.url, name, here.id)
+            for step in found
+        ):
+            raise StorageError(
+                "a release is its own ancestor",
+                where=f"{place.url}, line {name}, release {here.name}",
+            )
         if (place.url, name) not in states:
             states[place.url, name] = {state.release.id: state for state in place.releases(name)}
         known = states[place.url, name]
         tick = here.facts.get(TICK)
         story = read_tick(Ticks(place, name), tick) if isinstance(tick, str) else None
         before = _migrated_from(place, here)
-        how: How = "migrated" if before is not None else "retrained" if here.parent is not None else "frozen"
+        how: How = (
+            "migrated"
+            if before is not None
+            else "retrained"
+            if here.parent is not None
+            else "frozen"
+        )
         found.append(Ancestor(place.url, name, known[here.id], story, how))
         at = before or (None if here.parent is None else (place, name, known[here.parent].release))
     return tuple(found)
@@ -141,8 +172,8 @@ def rollback(store: Store, line: str, *, to: str | int | None = None, reason: st
     Args:
         store: store of the line.
         line: name of the line.
-        to: release to which to roll back; None for the last usable release that first became current
-            before the present one did.
+        to: release to which to roll back; None for the last usable release that first became
+            current before the present one did.
         reason: reason for the rollback. It is recorded with the rejected release, so that nobody
             promotes it by mistake.
 
@@ -157,16 +188,24 @@ def rollback(store: Store, line: str, *, to: str | int | None = None, reason: st
     left = history[-1].release
     if to is None:
         order = list(dict.fromkeys(entry.release for entry in history))
-        usable = [each for each in order[: order.index(left)] if states[each].status not in ("removed", "rejected")]
+        usable = [
+            each
+            for each in order[: order.index(left)]
+            if states[each].status not in ("removed", "rejected")
+        ]
         if not usable:
             raise StorageError(
-                "there is no earlier release to roll back to", where=f"{store.url}, line {line}", got=f"release {shown(left)}"
+                "there is no earlier release to roll back to",
+                where=f"{store.url}, line {line}",
+                got=f"release {shown(left)}",
             )
         target = shown(usable[-1])
     else:
         target = str(to)
     why = reason or f"release {shown(left)} was rolled back"
-    pointer = store.promote(line, target, after=history[-1].id, reason=f"rolled back from release {shown(left)}: {why}")
+    pointer = store.promote(
+        line, target, after=history[-1].id, reason=f"rolled back from release {shown(left)}: {why}"
+    )
     if pointer.release != left:
         store.mark(line, shown(left), "rejected", why)
     return pointer
@@ -178,7 +217,8 @@ def metrics_of(tick: TickStory | None) -> dict[str, Any]:
         return {}
     champion, challenger = tick.evaluated.champion, tick.evaluated.challenger
     return {
-        name: {"champion": champion.values.get(name), "challenger": challenger.values.get(name)} for name in ("loss", *challenger.metrics)
+        name: {"champion": champion.values.get(name), "challenger": challenger.values.get(name)}
+        for name in ("loss", *challenger.metrics)
     }
 
 
@@ -219,7 +259,9 @@ def as_json(ancestors: Sequence[Ancestor]) -> list[dict[str, Any]]:
 
 
 def _migrated_from(store: Store, release: Release) -> tuple[Store, str, Release] | None:
-    """Return store, line and release from which a release's weights were migrated; None if they were not."""
+    """Return store, line and release from which a release's weights were migrated; None if they
+    were not.
+    """
     line, number, url = (release.facts.get(name) for name in (LINE, RELEASE, STORE))
     if not isinstance(line, str) or not isinstance(number, str):
         return None

@@ -1,9 +1,12 @@
-"""A tick: one scheduled time, run once. Each stage writes a record, and a stage with a record is not repeated.
+"""A tick: one scheduled time, run once. Each stage writes a record, and a stage with a record is
+not repeated.
 
-    pin -> snapshot of the data -> train -> evaluate -> decide -> promote or reject -> hand over, clean up, notify -> ended
+    pin -> snapshot of the data -> train -> evaluate -> decide -> promote or reject -> hand over,
+    clean up, notify -> ended
 
-So a tick can be killed anywhere and run again, on this or another machine, with the same result. Effects outside of
-the store (runs, exports, notifications) are repeated if it is unknown whether they were completed.
+So a tick can be killed anywhere and run again, on this or another machine, with the same result.
+Effects outside of the store (runs, exports, notifications) are repeated if it is unknown whether
+they were completed.
 """
 
 from __future__ import annotations
@@ -15,7 +18,14 @@ from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
 from trainload.core.canonical_json import canonical_json, parse_canonical
-from trainload.core.errors import ConflictError, DivergedError, PackageError, RequestError, RunInterrupted, TrainloadError
+from trainload.core.errors import (
+    ConflictError,
+    DivergedError,
+    PackageError,
+    RequestError,
+    RunInterrupted,
+    TrainloadError,
+)
 from trainload.core.storage.lease import LeaseLostError, LeaseTakenError, OtherLease
 from trainload.launching.api.request import versions
 from trainload.launching.node.cache import in_use, leave
@@ -44,8 +54,9 @@ from trainload.retraining.ticks.tick_records import (
 
 _POLL_SECONDS = 1.0
 _LATE = 16
-"""Number of the latest ticks among which unfinished ones are searched. There is at most one, unless a process was paused at a
-bad moment."""
+"""Number of the latest ticks among which unfinished ones are searched. There is at most one, unless
+a process was paused at a bad moment.
+"""
 
 R = TypeVar("R", bound=TickRecord)
 Say = Callable[[str], None]
@@ -95,12 +106,19 @@ class Work(Protocol):
         """Inspect the data, and return its snapshot."""
 
     def train(self, trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
-        """Train a challenger and publish it as a candidate; return the fields of `Trained`. Raises DivergedError."""
+        """Train a challenger and publish it as a candidate; return the fields of `Trained`.
 
-    def evaluate(self, trail: TickContext, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
+        Raises DivergedError.
+        """
+
+    def evaluate(
+        self, trail: TickContext, snapshot: Snapshot, trained: Trained
+    ) -> tuple[Scores, Scores]:
         """Return the scores of champion and challenger."""
 
-    def decide(self, trail: TickContext, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
+    def decide(
+        self, trail: TickContext, snapshot: Snapshot, trained: Trained, evaluated: Evaluated
+    ) -> tuple[Verdict, dict[str, float]]:
         """Return the gate's verdict, and the drift of each column."""
 
     def after(self, trail: TickContext, ended: Ended) -> tuple[str, ...]:
@@ -133,26 +151,33 @@ class Scheduler:
         self._leases = LineLeases(self._store, config.line, owner)
 
     def last_done(self) -> datetime | None:
-        """Return the time of the last finished tick; None if there is none. An unfinished tick is still due."""
+        """Return the time of the last finished tick; None if there is none.
+
+        An unfinished tick is still due.
+        """
         ended = self._ticks.of_all(Ended, self._ticks.names()[-_LATE:])
         return time_of(max(ended)) if ended else None
 
     def tick(self, scheduled: datetime) -> Ended:
-        """Run the tick of a scheduled time, unless it is finished. Earlier unfinished ticks are run first.
+        """Run the tick of a scheduled time, unless it is finished. Earlier unfinished ticks are run
+        first.
 
         Raises:
             RequestError: the time is in the future, or a later tick was begun.
-            LeaseTakenError: another process runs a tick of the line, and the retraining does not wait
-                for it, or not any longer.
+            LeaseTakenError: another process runs a tick of the line, and the retraining does not
+                wait for it, or not any longer.
             LeaseLostError: this process was paused or did not renew its lease for too long; it has
                 done nothing since.
-            TrainloadError: an error of a stage. The tick can be run again until its maximum number of
-                attempts is reached.
+            TrainloadError: an error of a stage. The tick can be run again until its maximum number
+                of attempts is reached.
         """
         name = name_of(scheduled)
         if scheduled > self._now():
             raise RequestError(
-                "this time is in the future", where=name, expected=f"a time up to {self._now():%Y-%m-%dT%H:%M:%SZ}", got=name
+                "this time is in the future",
+                where=name,
+                expected=f"a time up to {self._now():%Y-%m-%dT%H:%M:%SZ}",
+                got=name,
             )
         done = self._ticks.read(Ended, name)
         if done is not None:
@@ -177,13 +202,18 @@ class Scheduler:
         rules = self._config.lease
         until = time.monotonic() + rules.patience.total_seconds()
         waits = False
-        while isinstance(found := self._leases.take_for(name, rules.seconds.total_seconds()), OtherLease):
+        while isinstance(
+            found := self._leases.take_for(name, rules.seconds.total_seconds()), OtherLease
+        ):
             if rules.taken == "forbid" or time.monotonic() > until:
                 raise LeaseTakenError(
                     "another tick is running",
                     where=self._leases.where,
                     got=f"tick {found.record.tick}, by {found.record.owner}",
-                    hint=f"Run this one again after it has ended, or in {max(1.0, found.left):.0f} s if its process no longer exists.",
+                    hint=(
+                        f"Run this one again after it has ended, or in {max(1.0, found.left):.0f} s"
+                        " if its process no longer exists."
+                    ),
                 )
             if rules.taken == "replace" and found.record.tick < name and asked != found.record.id:
                 self._leases.ask_to_stop(found.record.id)
@@ -196,13 +226,25 @@ class Scheduler:
         return found
 
     def _unfinished(self, before: str) -> list[str]:
-        """Return the unfinished ticks before a tick. Raises RequestError if a later one was begun and this one was not."""
+        """Return the unfinished ticks before a tick.
+
+        Raises RequestError if a later one was begun and this one was not.
+        """
         names = self._ticks.names()
         if before not in names and names and names[-1] > before:
-            raise RequestError("a later tick has already started", where=before, expected=f"a time after {names[-1]}", got=before)
+            raise RequestError(
+                "a later tick has already started",
+                where=before,
+                expected=f"a time after {names[-1]}",
+                got=before,
+            )
         late = [name for name in names if name < before][-_LATE:]
         ended = self._ticks.of_all(Ended, late)
-        return [name for name in late if name not in ended and self._ticks.read(Pinned, name) is not None]
+        return [
+            name
+            for name in late
+            if name not in ended and self._ticks.read(Pinned, name) is not None
+        ]
 
     # Stages
 
@@ -225,7 +267,13 @@ class Scheduler:
             raise
         except TrainloadError as error:
             if self._ticks.read(Decided, name) is None:
-                self._ticks.write(Failed, name, number=number, error=type(error).__name__, message=str(error)[:8192])
+                self._ticks.write(
+                    Failed,
+                    name,
+                    number=number,
+                    error=type(error).__name__,
+                    message=str(error)[:8192],
+                )
                 if why := self._hopeless(trail):
                     self._end(trail, "failed", why)
             raise
@@ -236,14 +284,26 @@ class Scheduler:
         If it cannot be read, return this machine's configuration and the reason.
         """
         try:
-            found = checked(parse_canonical(pinned.config.encode(), f"{pinned.tick}, pinned.json, config"), f"tick {pinned.tick}")
+            found = checked(
+                parse_canonical(pinned.config.encode(), f"{pinned.tick}, pinned.json, config"),
+                f"tick {pinned.tick}",
+            )
         except TrainloadError as error:  # another version of trainload wrote it
-            return self._config, f"its configuration cannot be read by this version of trainload: {' '.join(str(error).split())}"
+            return (
+                self._config,
+                (
+                    "its configuration cannot be read by this version of trainload:"
+                    f" {' '.join(str(error).split())}"
+                ),
+            )
         return found.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""
 
     def _hopeless(self, trail: TickContext) -> str:
         """Return the reason to give a tick up; "" if there is none."""
-        failures, begun = self._ticks.count(Failed, trail.name), self._ticks.count(Begun, trail.name)
+        failures, begun = (
+            self._ticks.count(Failed, trail.name),
+            self._ticks.count(Begun, trail.name),
+        )
         last = self._ticks.last_failure(trail.name)
         if last is not None and failures >= trail.config.attempts:
             return f"it failed {failures} times, the last time with: {last.message}"
@@ -252,8 +312,13 @@ class Scheduler:
     def _pin(self, name: str) -> Pinned:
         current = self._store.current(self._config.line)
         if current is None:
-            raise PackageError("no release is current", where=self._leases.where, hint="Promote one with `trainload promote`.")
-        self._work.check_fitting(self._config, current.release)  # before it is pinned, since a tick keeps its configuration
+            raise PackageError(
+                "no release is current",
+                where=self._leases.where,
+                hint="Promote one with `trainload promote`.",
+            )
+        # before it is pinned, since a tick keeps its configuration
+        self._work.check_fitting(self._config, current.release)
         return self._ticks.write(
             Pinned,
             name,
@@ -268,7 +333,10 @@ class Scheduler:
         held = trail.held
         taken = self._ticks.read(Taken, trail.name)
         if taken is None:
-            self._say(f"tick {trail.name}: release {shown(trail.pinned.parent)} is current; inspecting the data")
+            self._say(
+                f"tick {trail.name}: release {shown(trail.pinned.parent)} is current; inspecting"
+                " the data"
+            )
             snapshot = self._work.snapshot(trail)
             taken = self._write(held, Taken, trail.name, snapshot=snapshot)
         snapshot = taken.snapshot
@@ -283,9 +351,20 @@ class Scheduler:
                 try:
                     self._obey(held)
                     self._say(f"tick {trail.name}: training on {snapshot.rows:,} rows")
-                    trained = self._write(held, Trained, trail.name, **self._work.train(trail, snapshot))
+                    trained = self._write(
+                        held, Trained, trail.name, **self._work.train(trail, snapshot)
+                    )
                 except DivergedError as error:
-                    decided = self._write(held, Decided, trail.name, promote=False, reason=str(error), warnings=(), checks=(), drift={})
+                    decided = self._write(
+                        held,
+                        Decided,
+                        trail.name,
+                        promote=False,
+                        reason=str(error),
+                        warnings=(),
+                        checks=(),
+                        drift={},
+                    )
                 except RunInterrupted:
                     held.check()
                     if held.asked_to_stop is None:
@@ -301,7 +380,9 @@ class Scheduler:
         evaluated = self._ticks.read(Evaluated, trail.name)
         if evaluated is None:
             champion, challenger = self._work.evaluate(trail, snapshot, trained)
-            evaluated = self._write(held, Evaluated, trail.name, champion=champion, challenger=challenger)
+            evaluated = self._write(
+                held, Evaluated, trail.name, champion=champion, challenger=challenger
+            )
         verdict, drift = self._work.decide(trail, snapshot, trained, evaluated)
         return self._write(
             held,
@@ -323,23 +404,36 @@ class Scheduler:
             mark = self._store.mark_of(trail.line, trained.release)
             if mark is None:
                 self._store.mark(trail.line, shown(trained.release), "rejected", decided.reason)
-            return self._end(trail, "rejected", decided.reason, trained.release, warnings=decided.warnings)
+            return self._end(
+                trail, "rejected", decided.reason, trained.release, warnings=decided.warnings
+            )
         try:
             pointer = self._promote(trail, trained, decided)
         except LeaseLostError:
             raise
         except ConflictError as error:
-            return self._end(trail, "conflict", str(error), trained.release, warnings=decided.warnings)
-        return self._end(trail, "promoted", decided.reason, trained.release, pointer.id, warnings=decided.warnings)
+            return self._end(
+                trail, "conflict", str(error), trained.release, warnings=decided.warnings
+            )
+        return self._end(
+            trail,
+            "promoted",
+            decided.reason,
+            trained.release,
+            pointer.id,
+            warnings=decided.warnings,
+        )
 
     def _promote(self, trail: TickContext, trained: Trained, decided: Decided) -> Pointer:
         """Make the challenger current, unless that was done by an earlier attempt.
 
         Raises:
-            ConflictError: another release was made current since the tick began, or the challenger was
-                rejected or removed meanwhile.
+            ConflictError: another release was made current since the tick began, or the challenger
+                was rejected or removed meanwhile.
         """
-        since = [entry for entry in self._store.history(trail.line) if entry.id > trail.pinned.pointer]
+        since = [
+            entry for entry in self._store.history(trail.line) if entry.id > trail.pinned.pointer
+        ]
         for entry in since:
             if entry.release == trained.release:
                 return entry
@@ -348,7 +442,10 @@ class Scheduler:
                 raise ConflictError(
                     "another release has become current in the meantime",
                     where=f"tick {trail.name}",
-                    expected=f"release {shown(trail.pinned.parent)}, which the challenger was compared with",
+                    expected=(
+                        f"release {shown(trail.pinned.parent)}, which the challenger was compared"
+                        " with"
+                    ),
                     got=f"release {shown(entry.release)}: {entry.reason}",
                 )
         mark = self._store.mark_of(trail.line, trained.release)
@@ -361,7 +458,10 @@ class Scheduler:
             )
         trail.held.check()
         pointer = self._store.promote(
-            trail.line, shown(trained.release), after=trail.held.after, reason=f"tick {trail.name}: {decided.reason}"[:8192]
+            trail.line,
+            shown(trained.release),
+            after=trail.held.after,
+            reason=f"tick {trail.name}: {decided.reason}"[:8192],
         )
         trail.held.after = pointer.id
         return pointer
@@ -377,7 +477,12 @@ class Scheduler:
         warnings: tuple[str, ...] = (),
     ) -> Ended:
         trail.held.check()
-        fields: dict[str, Any] = {"outcome": outcome, "reason": reason[:8192], "release": release, "pointer": pointer}
+        fields: dict[str, Any] = {
+            "outcome": outcome,
+            "reason": reason[:8192],
+            "release": release,
+            "pointer": pointer,
+        }
         draft = self._ticks.draft(Ended, trail.name, **fields, warnings=warnings)
         wrong = self._work.after(trail, draft)
         ended = self._write(trail.held, Ended, trail.name, **fields, warnings=(*warnings, *wrong))

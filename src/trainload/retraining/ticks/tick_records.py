@@ -1,11 +1,12 @@
-"""Records of a line's ticks in a store: one for each stage, written once, in the order of the stages.
+"""Records of a line's ticks in a store: one for each stage, written once, in the order of the
+stages.
 
     lines/LINE/ticks/20261123T060000Z/pinned.json      configuration and parent
     .../data.json  begun-0001.json  trained.json  evaluated.json  decided.json  ended.json
 
-A stage with a record is done, regardless of the process that did it. So a tick that was interrupted resumes after its
-last record. If two processes write the same record, because one was suspended past the end of its lease, the first
-one counts.
+A stage with a record is done, regardless of the process that did it. So a tick that was interrupted
+resumes after its last record. If two processes write the same record, because one was suspended
+past the end of its lease, the first one counts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks.gate import Check
 
 Outcome = Literal["promoted", "rejected", "conflict", "bad data", "no data", "replaced", "failed"]
-"""Outcome of a tick. conflict: another release was made current manually meanwhile, and the challenger remains a candidate.
+"""Outcome of a tick. conflict: another release was made current manually meanwhile, and the
+challenger remains a candidate.
 replaced: a later tick requested a stop. failed: the maximum number of attempts was reached."""
 Name = Annotated[str, Field(pattern=r"^[0-9]{8}T[0-9]{6}Z$")]
 """Name of a tick: its scheduled time."""
@@ -37,7 +39,10 @@ _READERS = 32
 
 
 class TickRecord(Sealed):
-    """A record of a tick. `line` and `tick` must match its path; `created` is the time of writing."""
+    """A record of a tick.
+
+    `line` and `tick` must match its path; `created` is the time of writing.
+    """
 
     KIND: ClassVar[str]
 
@@ -123,8 +128,8 @@ class Trained(TickRecord):
         last_loss: training loss of the last step.
         rows: number of training rows.
         plan: strategy, number of ranks and global batch of the plan.
-        seconds: stage -> duration in seconds; "first step" is the time from the start of the tick in
-            this process to the end of the run's first step.
+        seconds: stage -> duration in seconds; "first step" is the time from the start of the tick
+            in this process to the end of the run's first step.
         sent_bytes: bytes that were published; the store had the others already.
         restarts: number of restarts of the run's workers.
     """
@@ -146,7 +151,10 @@ class Trained(TickRecord):
 
 
 class Scores(Record):
-    """Loss and metrics of a package on held-out rows, also for each slice. Non-finite values are None."""
+    """Loss and metrics of a package on held-out rows, also for each slice.
+
+    Non-finite values are None.
+    """
 
     loss: float | None
     metrics: dict[str, float | None]
@@ -234,14 +242,18 @@ class Ticks:
             return None
         found = kind.from_bytes(data, f"{self._files.url}/{path}")
         if (found.line, found.tick) != (self._line, tick):
-            raise IntegrityError("a record in the store belongs to something else", where=f"{self._files.url}/{path}")
+            raise IntegrityError(
+                "a record in the store belongs to something else", where=f"{self._files.url}/{path}"
+            )
         return found
 
     def read_required(self, kind: type[R], tick: str) -> R:
         """Read a record. Raises IntegrityError if it does not exist."""
         found = self.read(kind, tick)
         if found is None:
-            raise IntegrityError(f"a tick has no record {kind.KIND}", where=f"{self._files.url}/{self._root}/{tick}")
+            raise IntegrityError(
+                f"a tick has no record {kind.KIND}", where=f"{self._files.url}/{self._root}/{tick}"
+            )
         return found
 
     def of_all(self, kind: type[R], ticks: Sequence[str] | None = None) -> dict[str, R]:
@@ -249,11 +261,17 @@ class Ticks:
         asked = self.names() if ticks is None else ticks
         with ThreadPoolExecutor(_READERS) as pool:
             found = pool.map(lambda tick: self.read(kind, tick), asked)
-            return {tick: record for tick, record in zip(asked, found, strict=True) if record is not None}
+            return {
+                tick: record
+                for tick, record in zip(asked, found, strict=True)
+                if record is not None
+            }
 
     def draft(self, kind: type[R], tick: str, **fields: Any) -> R:
         """Create a record without writing it."""
-        return kind(line=self._line, tick=tick, created=now(), nonce=secrets.token_hex(16), **fields)
+        return kind(
+            line=self._line, tick=tick, created=now(), nonce=secrets.token_hex(16), **fields
+        )
 
     def write(self, kind: type[R], tick: str, **fields: Any) -> R:
         """Write a record unless it exists; return the record in the store.
@@ -273,7 +291,8 @@ class Ticks:
                 got=f"{len(data)} bytes",
                 hint="Use fewer files per tick: shorten the window, or write larger files.",
             )
-        kind.from_bytes(data, f"{self._files.url}/{path}")  # a record that cannot be read back would block the line forever
+        # a record that cannot be read back would block the line forever
+        kind.from_bytes(data, f"{self._files.url}/{path}")
         if self._files.create(path, data):
             return record
         there = self.read(kind, tick, record.file)
@@ -287,12 +306,22 @@ class Ticks:
 
     def last_failure(self, tick: str) -> Failed | None:
         """Return the last failure of a tick; None if it has not failed."""
-        return self.nth_failure(tick, self.count(Failed, tick)) if self.count(Failed, tick) else None
+        return (
+            self.nth_failure(tick, self.count(Failed, tick)) if self.count(Failed, tick) else None
+        )
 
     def nth_failure(self, tick: str, number: int) -> Failed | None:
         """Return the n-th failure of a tick (1-based); None if there were fewer."""
-        names = [name for name in self._files.names(f"{self._root}/{tick}") if name.startswith(f"{Failed.KIND}-")]
-        return self.read(Failed, tick, names[number - 1].removesuffix(".json")) if number <= len(names) else None
+        names = [
+            name
+            for name in self._files.names(f"{self._root}/{tick}")
+            if name.startswith(f"{Failed.KIND}-")
+        ]
+        return (
+            self.read(Failed, tick, names[number - 1].removesuffix(".json"))
+            if number <= len(names)
+            else None
+        )
 
     def begin(self, tick: str, lease: str, owner: str) -> Begun:
         """Record that an attempt of a tick begins."""
@@ -300,9 +329,16 @@ class Ticks:
 
 
 def name_of(scheduled: datetime) -> str:
-    """Return the name of the tick of a scheduled time. Raises RequestError if it has no time zone, or fractional seconds."""
+    """Return the name of the tick of a scheduled time.
+
+    Raises RequestError if it has no time zone, or fractional seconds.
+    """
     if scheduled.tzinfo is None or scheduled.microsecond:
-        raise RequestError("this is not a scheduled time", where=scheduled.isoformat(), expected="whole seconds, with a time zone")
+        raise RequestError(
+            "this is not a scheduled time",
+            where=scheduled.isoformat(),
+            expected="whole seconds, with a time zone",
+        )
     return scheduled.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
 
 

@@ -1,4 +1,6 @@
-"""The stages of a tick: inspect the data, train and publish a challenger, compare it with the champion, decide."""
+"""The stages of a tick: inspect the data, train and publish a challenger, compare it with the
+champion, decide.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from trainload.packaging.stores.store import NOBODY, Store
 from trainload.retraining.config.config import Config
 from trainload.retraining.data.drift import drift_of
 from trainload.retraining.data.row_selection import judged_slices
-from trainload.retraining.data.snapshot import check_evaluable, check_unchanged, evaluation_source, take
+from trainload.retraining.data.snapshot import (
+    check_evaluable,
+    check_unchanged,
+    evaluation_source,
+    take,
+)
 from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks import aftermath
 from trainload.retraining.ticks.checks import check_known_names
@@ -25,7 +32,13 @@ from trainload.retraining.ticks.gate import Verdict, decide
 from trainload.retraining.ticks.lineage import TICK
 from trainload.retraining.ticks.tick import Say, TickContext
 from trainload.retraining.ticks.tick_records import Ended, Evaluated, Scores, Taken, Ticks, Trained
-from trainload.retraining.ticks.training import TickRun, folder_of, plan_of, settings_of, training_plan
+from trainload.retraining.ticks.training import (
+    TickRun,
+    folder_of,
+    plan_of,
+    settings_of,
+    training_plan,
+)
 
 if TYPE_CHECKING:
     from trainload.launching.run.journal import Event
@@ -52,7 +65,9 @@ class Stages:
         on_event: called with the events of runs.
     """
 
-    def __init__(self, opening: Opening, say: Say, on_event: Callable[[Event], None] = lambda _event: None) -> None:
+    def __init__(
+        self, opening: Opening, say: Say, on_event: Callable[[Event], None] = lambda _event: None
+    ) -> None:
         self._opening, self._say, self._on_event = opening, say, on_event
         self._planned: tuple[Any, Plan] | None = None
 
@@ -73,7 +88,13 @@ class Stages:
         self._say(f"line {config.line} has no release: publishing {config.package}")
         _, path = here(config.package)
         with suppress(ConflictError):  # another process was first
-            push(path, config.store, line=config.line, only_if=NOBODY, message="the first of the line")
+            push(
+                path,
+                config.store,
+                line=config.line,
+                only_if=NOBODY,
+                message="the first of the line",
+            )
 
     def check_fitting(self, config: Config, release: str) -> None:
         """Check the names in expressions, and the plan, for a release.
@@ -97,7 +118,9 @@ class Stages:
 
         check_unchanged(snapshot)
         config, seconds = trail.config, {}
-        release = trail.pinned.parent if config.train.start == "current" else self._first_release(trail)
+        release = (
+            trail.pinned.parent if config.train.start == "current" else self._first_release(trail)
+        )
         package = self._release(config, release)
         plan = self._plan(config, package)
         run = TickRun(trail, snapshot, package, plan, self._run_options, self._say, self._on_event)
@@ -110,7 +133,12 @@ class Stages:
             line=config.line,
             promote=False,
             message=f"tick {trail.name}",
-            facts={TICK: trail.name, "steps": result.steps, "rows": snapshot.rows, "train.loss": result.last_loss},
+            facts={
+                TICK: trail.name,
+                "steps": result.steps,
+                "rows": snapshot.rows,
+                "train.loss": result.last_loss,
+            },
         )
         seconds = {**result.seconds, "publishing": round(time.monotonic() - began, 3)}
         if run.first_step is not None:
@@ -124,24 +152,32 @@ class Stages:
             "first_loss": result.first_loss,
             "last_loss": result.last_loss,
             "rows": snapshot.rows,
-            "plan": {"strategy": plan.strategy, "ranks": plan.world_size, "global_batch": plan.global_batch},
+            "plan": {
+                "strategy": plan.strategy,
+                "ranks": plan.world_size,
+                "global_batch": plan.global_batch,
+            },
             "seconds": seconds,
             "sent_bytes": report.sent_bytes,
             "restarts": result.restarts,
         }
 
-    def evaluate(self, trail: TickContext, snapshot: Snapshot, trained: Trained) -> tuple[Scores, Scores]:
+    def evaluate(
+        self, trail: TickContext, snapshot: Snapshot, trained: Trained
+    ) -> tuple[Scores, Scores]:
         """Return the scores of champion and challenger (see `Work.evaluate`).
 
-        The run itself has evaluated both if it started from the champion's weights; its results are used if its
-        folder still exists.
+        The run itself has evaluated both if it started from the champion's weights; its results are
+        used if its folder still exists.
         """
         found = _evaluated_by_run(Path(trained.run_dir))
         challenger = found.get(trained.steps) or self._evaluate(trail, snapshot, trained.release)
         champion = found.get(0) if trail.config.train.start == "current" else None
         return champion or self._evaluate(trail, snapshot, trail.pinned.parent), challenger
 
-    def decide(self, trail: TickContext, snapshot: Snapshot, trained: Trained, evaluated: Evaluated) -> tuple[Verdict, dict[str, float]]:
+    def decide(
+        self, trail: TickContext, snapshot: Snapshot, trained: Trained, evaluated: Evaluated
+    ) -> tuple[Verdict, dict[str, float]]:
         """Apply the gate to the scores (see `Work.decide`)."""
         gate, slices = trail.config.gate, trail.config.evaluation.slices
         drift = self._drift(trail, snapshot)
@@ -166,7 +202,8 @@ class Stages:
             if name in evaluated.champion.slices
         }
         by_slice = {
-            name: by_slice.get(name, {"slice.rows": 0.0}) for name in judged_slices(trail.config, by_slice.keys() | snapshot.slices)
+            name: by_slice.get(name, {"slice.rows": 0.0})
+            for name in judged_slices(trail.config, by_slice.keys() | snapshot.slices)
         }
         verdict = decide(
             gate.require,
@@ -186,15 +223,25 @@ class Stages:
         wrong: list[str] = []
         steps: list[Callable[[], object]] = []
         if config.handover is not None:
-            steps.append(lambda: self.hand_over(config, aftermath.record_of(ended), promoted=ended.outcome == "promoted"))
+            steps.append(
+                lambda: self.hand_over(
+                    config, aftermath.record_of(ended), promoted=ended.outcome == "promoted"
+                )
+            )
         needed = () if config.train.start == "current" else (self._first_release(trail),)
-        steps.append(lambda: aftermath.clean_up(config, _ticks(trail).names(), self._kept(trail, ended), needed))
+        steps.append(
+            lambda: aftermath.clean_up(
+                config, _ticks(trail).names(), self._kept(trail, ended), needed
+            )
+        )
         if config.notify is not None and ended.outcome in config.notify.outcomes:
             hook = config.notify
             steps.append(lambda: aftermath.tell(hook.command, told(), hook.timeout))
 
         def told() -> dict[str, Any]:
-            return aftermath.record_of(ended.model_copy(update={"warnings": (*ended.warnings, *wrong)}))
+            return aftermath.record_of(
+                ended.model_copy(update={"warnings": (*ended.warnings, *wrong)})
+            )
 
         for step in steps:
             try:
@@ -203,7 +250,9 @@ class Stages:
                 wrong.append(aftermath.in_words(error))
         return tuple(wrong)
 
-    def hand_over(self, config: Config, record: Mapping[str, Any], *, promoted: bool = True) -> str | None:
+    def hand_over(
+        self, config: Config, record: Mapping[str, Any], *, promoted: bool = True
+    ) -> str | None:
         """Hand the current release over to serving.
 
         Args:
@@ -232,7 +281,10 @@ class Stages:
         return self.open(f"{config.store}#{config.line}/{shown(release)}")
 
     def _plan(self, config: Config, package: Package) -> Plan:
-        """Return the plan for a package. A tick needs it before it begins and when it trains, so the last plan is cached."""
+        """Return the plan for a package.
+
+        A tick needs it before it begins and when it trains, so the last plan is cached.
+        """
         asked = (package.digest, config.cluster, config.train)
         if self._planned is None or self._planned[0] != asked:
             self._planned = asked, training_plan(config, package)
@@ -246,7 +298,13 @@ class Stages:
 
         source, path = here(reference)
         policies = find_policies(self._opening.policy)
-        opened = open_for_run(path, self._opening.libraries, policies, None, trust_extensions=self._opening.trust_extensions)
+        opened = open_for_run(
+            path,
+            self._opening.libraries,
+            policies,
+            None,
+            trust_extensions=self._opening.trust_extensions,
+        )
         return replace(opened, source=source)
 
     def _first_release(self, trail: TickContext) -> str:
@@ -265,7 +323,9 @@ class Stages:
         return tick if isinstance(tick, str) else None
 
     def _optimizer_from(self, trail: TickContext) -> str | None:
-        """Return the folder of the run that created the parent, whose optimizer state is kept; None for a fresh optimizer."""
+        """Return the folder of the run that created the parent, whose optimizer state is kept; None
+        for a fresh optimizer.
+        """
         if trail.config.train.optimizer == "fresh":
             return None
         tick = self._made_by(trail, trail.pinned.parent)
@@ -274,7 +334,8 @@ class Stages:
             return None
         if not Path(made.run_dir).exists():
             raise StorageError(
-                "the run that produced the current release no longer exists, and neither does its optimizer state",
+                "the run that produced the current release no longer exists, and neither does its"
+                " optimizer state",
                 where=f"{trail.config.line}, release {shown(trail.pinned.parent)}",
                 expected=made.run_dir,
                 hint="Restore the folder, or start with a fresh optimizer: train.optimizer: fresh.",
@@ -283,10 +344,14 @@ class Stages:
 
     def _kept(self, trail: TickContext, ended: Ended) -> str | None:
         """Return the tick whose run's folder must be kept."""
-        return trail.name if ended.outcome == "promoted" else self._made_by(trail, trail.pinned.parent)
+        return (
+            trail.name if ended.outcome == "promoted" else self._made_by(trail, trail.pinned.parent)
+        )
 
     def _drift(self, trail: TickContext, snapshot: Snapshot) -> dict[str, float]:
-        """Return the drift of each column from the data of the champion; {} if that data is unknown."""
+        """Return the drift of each column from the data of the champion; {} if that data is
+        unknown.
+        """
         tick = self._made_by(trail, trail.pinned.parent)
         before = None if tick is None else _ticks(trail).read(Taken, tick)
         return {} if before is None else drift_of(before.snapshot.statistics, snapshot.statistics)
@@ -297,7 +362,8 @@ class Stages:
 
         package = self._release(trail.config, release)
         cluster, settings = trail.config.cluster, settings_of(trail.config)
-        # Champion and challenger must be scored in the same precision, the one in which runs of this retraining evaluate.
+        # Champion and challenger must be scored in the same precision, the one in which runs of
+        # this retraining evaluate.
         overrides = Overrides(precision=settings.overrides.precision)
         check_evaluable(trail.config, snapshot, folder_of(trail))
         source = evaluation_source(trail.config, snapshot, folder_of(trail))
@@ -320,11 +386,16 @@ class Stages:
     def _run_options(self) -> dict[str, Any]:
         """Options for opening packages, as keyword arguments of runs."""
         opening = self._opening
-        return {"libraries": opening.libraries, "trust_extensions": opening.trust_extensions, "policy": opening.policy}
+        return {
+            "libraries": opening.libraries,
+            "trust_extensions": opening.trust_extensions,
+            "policy": opening.policy,
+        }
 
 
 def files_had(ticks: Ticks, before: str, since: str) -> set[tuple[str, str]]:
-    """Return names and identities of the files of earlier ticks: those of ticks that judged a challenger, and bad files.
+    """Return names and identities of the files of earlier ticks: those of ticks that judged a
+    challenger, and bad files.
 
     Args:
         ticks: ticks of the line.
@@ -337,14 +408,26 @@ def files_had(ticks: Ticks, before: str, since: str) -> set[tuple[str, str]]:
     had: set[tuple[str, str]] = set()
     for tick, taken in ticks.of_all(Taken, list(ended)).items():
         whole = ended[tick].outcome in judged
-        had |= {(file.name, file.identity) for file in taken.snapshot.files if whole or file.problem}
+        had |= {
+            (file.name, file.identity) for file in taken.snapshot.files if whole or file.problem
+        }
     return had
 
 
-def scores(loss: float, metrics: Mapping[str, float], parts: Mapping[str, Any], rows: int) -> Scores:
-    """Return the scores of an evaluation. `parts` has the results by name of each part of the held-out data."""
+def scores(
+    loss: float, metrics: Mapping[str, float], parts: Mapping[str, Any], rows: int
+) -> Scores:
+    """Return the scores of an evaluation.
+
+    `parts` has the results by name of each part of the held-out data.
+    """
     slices = {
-        name: Scores(loss=_finite(part["loss"]), metrics=_all_finite(part["metrics"]), rows=part["rows"], slices={})
+        name: Scores(
+            loss=_finite(part["loss"]),
+            metrics=_all_finite(part["metrics"]),
+            rows=part["rows"],
+            slices={},
+        )
         for name, part in parts.items()
     }
     return Scores(loss=_finite(loss), metrics=_all_finite(metrics), rows=rows, slices=slices)
@@ -360,12 +443,17 @@ def _evaluated_by_run(run_dir: Path) -> dict[int, Scores]:
     for event in stream_events(run_dir):
         if event.kind == "eval":
             data = event.data
-            found[int(data["step"])] = scores(data["loss"], data["metrics"], data.get("parts", {}), int(data.get("rows", 0)))
+            found[int(data["step"])] = scores(
+                data["loss"], data["metrics"], data.get("parts", {}), int(data.get("rows", 0))
+            )
     return found
 
 
 def _flat(prefix: str, found: Scores) -> dict[str, float]:
-    return {f"{prefix}.{name}": math.nan if value is None else value for name, value in found.values.items()}
+    return {
+        f"{prefix}.{name}": math.nan if value is None else value
+        for name, value in found.values.items()
+    }
 
 
 def _finite(value: float) -> float | None:

@@ -19,7 +19,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class Schedule(Protocol):
     """A sequence of scheduled times.
 
-    Laws: `last_until(next_after(t)) == next_after(t)`, and no scheduled time is between `t` and `next_after(t)`.
+    Laws: `last_until(next_after(t)) == next_after(t)`, and no scheduled time is between `t` and
+    `next_after(t)`.
     """
 
     def next_after(self, moment: datetime) -> datetime:
@@ -34,7 +35,9 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """A fixed interval, counted from the beginning of 1970 in UTC, so that it is the same on every machine."""
+    """A fixed interval, counted from the beginning of 1970 in UTC, so that it is the same on every
+    machine.
+    """
 
     span: timedelta
 
@@ -54,9 +57,9 @@ class Every:
 class Cron:
     """A crontab in a time zone.
 
-    When clocks go forward, a time in the gap runs at the first time after it; when they go back, a repeated time
-    runs only the first time. Hourly and more frequent times continue evenly in both cases. Debian's cron and
-    cronsim do the same.
+    When clocks go forward, a time in the gap runs at the first time after it; when they go back, a
+    repeated time runs only the first time. Hourly and more frequent times continue evenly in both
+    cases. Debian's cron and cronsim do the same.
 
     Args:
         text: five fields: minute, hour, day of the month, month, day of the week.
@@ -72,16 +75,27 @@ class Cron:
             self._zone = ZoneInfo(zone)
         except (ZoneInfoNotFoundError, ValueError, OSError) as error:
             raise RequestError(
-                "there is no such time zone", where="schedule.zone", expected="an IANA name, such as Europe/Berlin", got=zone
+                "there is no such time zone",
+                where="schedule.zone",
+                expected="an IANA name, such as Europe/Berlin",
+                got=zone,
             ) from error
         if len(text.split()) != 5:
-            raise RequestError("a crontab expression has five fields", where="schedule.cron", expected='such as "0 3 * * *"', got=text)
+            raise RequestError(
+                "a crontab expression has five fields",
+                where="schedule.cron",
+                expected='such as "0 3 * * *"',
+                got=text,
+            )
         try:
             self.next_after(datetime.now(UTC))
         except (CronSimError, StopIteration) as error:
             problem = str(error) or "it never occurs"
             raise RequestError(
-                f"this is not a crontab expression: {problem}", where="schedule.cron", expected='such as "0 3 * * *"', got=text
+                f"this is not a crontab expression: {problem}",
+                where="schedule.cron",
+                expected='such as "0 3 * * *"',
+                got=text,
             ) from error
 
     def next_after(self, moment: datetime) -> datetime:
@@ -94,7 +108,8 @@ class Cron:
 
     def last_until(self, moment: datetime) -> datetime:
         """Return the last scheduled time that is not after a moment, in UTC."""
-        # At clock changes cronsim's backward iteration yields other times than the forward one, so it only yields a start.
+        # At clock changes cronsim's backward iteration yields other times than the forward one, so
+        # it only yields a start.
         later = moment.astimezone(self._zone) + timedelta(days=1)
         for before in CronSim(self._text, later, reverse=True):
             start = before.astimezone(UTC) - timedelta(days=1)

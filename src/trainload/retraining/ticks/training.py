@@ -28,7 +28,8 @@ _WATCH_SECONDS = 0.5
 
 
 class TickRun:
-    """The training run of a tick, in a subfolder of the tick's folder. An existing run without a driver is resumed.
+    """The training run of a tick, in a subfolder of the tick's folder. An existing run without a
+    driver is resumed.
 
     Args:
         trail: context of the tick.
@@ -54,17 +55,24 @@ class TickRun:
         say: Say,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._trail, self._snapshot, self._package, self._plan, self._options = trail, snapshot, package, plan, options
+        self._trail, self._snapshot, self._package, self._plan, self._options = (
+            trail,
+            snapshot,
+            package,
+            plan,
+            options,
+        )
         self._say, self._on_event = say, on_event
         self._settings = settings_of(trail.config)
         self.folder = self._place()
         self.first_step: float | None = None
 
     def _place(self) -> Path:
-        """Return the first of the tick's run folders without a run, or whose run has no other driver.
+        """Return the first of the tick's run folders without a run, or whose run has no other
+        driver.
 
-        Another driver has lost the lease and will end, so this waits as long as it takes to notice the end of a
-        process on another machine.
+        Another driver has lost the lease and will end, so this waits as long as it takes to notice
+        the end of a process on another machine.
         """
         from trainload.launching.run.run_spec import RUN_FILE
         from trainload.launching.run.run_state import FRESH_SECONDS, read_state
@@ -81,11 +89,12 @@ class TickRun:
                 time.sleep(_WATCH_SECONDS)
 
     def result(self, optimizer_from: str | None) -> RunResult:
-        """Launch or resume the run, and return its result. `optimizer_from` is the run with the initial optimizer state.
+        """Launch or resume the run, and return its result. `optimizer_from` is the run with the
+        initial optimizer state.
 
         Raises:
-            LeaseLostError: on Ray, at the first event of the run after the lease was lost. The run is not
-                changed.
+            LeaseLostError: on Ray, at the first event of the run after the lease was lost. The run
+                is not changed.
             TrainloadError: as for `trainload.launch` and `trainload.resume`.
         """
         with _stopped_for(self._trail, self.folder):
@@ -96,10 +105,15 @@ class TickRun:
         from trainload.launching.run.run_spec import RUN_FILE
 
         config = self._trail.config
-        place: dict[str, Any] = {"backend": config.cluster.backend, "address": config.cluster.address}
+        place: dict[str, Any] = {
+            "backend": config.cluster.backend,
+            "address": config.cluster.address,
+        }
         if (self.folder / RUN_FILE).exists():
             self._say(f"tick {self._trail.name}: continuing with {self.folder}")
-            return resume(self.folder, on_event=self._heard, policy=self._options["policy"], **place)
+            return resume(
+                self.folder, on_event=self._heard, policy=self._options["policy"], **place
+            )
         folder = folder_of(self._trail)
         return launch(
             self._package,
@@ -127,8 +141,10 @@ class TickRun:
         return max(1, math.ceil(train.epochs * self._snapshot.rows / self._plan.global_batch))
 
     def _heard(self, event: Event) -> None:
-        if self._trail.config.cluster.backend == "ray":  # only on Ray this is called by the driver; a run in this process just ends
-            self._trail.held.check()  # otherwise another process may have resumed this run, and write to its folder
+        # only on Ray this is called by the driver; a run in this process just ends
+        if self._trail.config.cluster.backend == "ray":
+            # otherwise another process may have resumed this run, and write to its folder
+            self._trail.held.check()
         if event.kind == "step" and self.first_step is None:
             self.first_step = time.monotonic()
         self._on_event(event)
@@ -143,11 +159,17 @@ def settings_of(config: Config) -> GivenSettings:
     from trainload.launching.settings.parse import parse_settings
 
     if taken := next((name for name in KEYS_ELSEWHERE if name in config.train.settings), None):
-        raise RequestError("this setting has its own key", where=f"train.set.{taken}", expected=KEYS_ELSEWHERE[taken])
+        raise RequestError(
+            "this setting has its own key",
+            where=f"train.set.{taken}",
+            expected=KEYS_ELSEWHERE[taken],
+        )
     try:
         return parse_settings(config.train.given)
     except RequestError as error:
-        raise RequestError("a setting is not allowed", where="train.set", got=str(error).removeprefix("--set ")) from error
+        raise RequestError(
+            "a setting is not allowed", where="train.set", got=str(error).removeprefix("--set ")
+        ) from error
 
 
 def training_plan(config: Config, package: Package) -> Plan:
@@ -188,7 +210,9 @@ def folder_of(trail: TickContext) -> Path:
 
 @contextmanager
 def _stopped_for(trail: TickContext, run_dir: Path) -> Iterator[None]:
-    """Forward a request to stop the tick to its run within the context; the run stops with a checkpoint."""
+    """Forward a request to stop the tick to its run within the context; the run stops with a
+    checkpoint.
+    """
     from trainload.launching.run.contact import Request
 
     over = threading.Event()
@@ -197,7 +221,8 @@ def _stopped_for(trail: TickContext, run_dir: Path) -> Iterator[None]:
         while not over.wait(_WATCH_SECONDS):
             if trail.held.asked_to_stop is None or not run_dir.is_dir():
                 continue
-            with suppress(LeaseLostError, OSError):  # after losing the lease, the run may be another process's
+            # after losing the lease, the run may be another process's
+            with suppress(LeaseLostError, OSError):
                 trail.held.check()
                 (run_dir / Request.STOP.file).touch()
 
