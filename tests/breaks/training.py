@@ -60,7 +60,7 @@ TRAINING: tuple[Mutation, ...] = (
     Mutation(
         2,
         "two hooks on one tensor act in the other order",
-        "capture/watching/regions.py",
+        "capture/watching/mark_placement.py",
         "for hook in [n for n in reversed(graph.nodes) if n.target is marks.HOOK]:",
         "for hook in [n for n in graph.nodes if n.target is marks.HOOK]:",
         "../capture/watching/test_gradient_forms.py::test_a_form_is_captured_and_derived[hooked"
