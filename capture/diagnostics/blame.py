@@ -19,7 +19,7 @@ from trainload.capture.guards.guard_lines import listening
 from trainload.capture.job.definition import Job
 from trainload.capture.job.flat_function import Traced
 from trainload.capture.program import GraphCapture
-from trainload.capture.source import code_rewrite as rewrite
+from trainload.capture.source import control_flow_rewrite, state_rewrite
 from trainload.capture.source.causes import (
     ASKS,
     BACKWARD,
@@ -45,6 +45,12 @@ from trainload.capture.source.causes import (
     VALUES,
     Cause,
     cause_of,
+)
+from trainload.capture.source.expression_spot import sharpened, spot_of
+from trainload.capture.source.operator_registration import (
+    custom_operator,
+    derivative,
+    fake_kernel,
 )
 from trainload.capture.source.source_place import (
     chain,
@@ -271,7 +277,7 @@ def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
             "the captured graph fails on the example batch, but the model does not:"
             f" {raised(error.__cause__)}"
         )
-        finding = Finding(DIFFERENCE.anchor, problem, BREAK.advice, rewrite.custom_operator(), None)
+        finding = Finding(DIFFERENCE.anchor, problem, BREAK.advice, custom_operator(), None)
         return CaptureError(problem, where=error.where, hint=BREAK.advice, findings=[finding])
     return None
 
@@ -330,7 +336,7 @@ def own_backward(problem: str, advice: str) -> CaptureError:
     Call it below the user's frame.
     """
     place = place_here()
-    finding = Finding(BACKWARD.anchor, problem, advice, rewrite.custom_operator(), place)
+    finding = Finding(BACKWARD.anchor, problem, advice, custom_operator(), place)
     return CaptureError(problem, where=_where(place), hint=advice, findings=[finding])
 
 
@@ -357,7 +363,7 @@ def no_gradient(job: Job) -> CaptureError:
 def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
     """Yield the findings of one exception: one cause, in one or more places."""
     text = "\n".join(str(each) for each in chain(error))
-    cause, place = cause_of(chain(error)), rewrite.sharpened(place_of_error(error))
+    cause, place = cause_of(chain(error)), sharpened(place_of_error(error))
     if cause in (BRANCH, NUMBER):
         cause = _branch_or_number(place, text)
     if cause is DATA:
@@ -371,7 +377,7 @@ def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
             BREAK.anchor,
             f"{BREAK.sentence}: {raised(error)}",
             BREAK.advice,
-            rewrite.custom_operator(),
+            custom_operator(),
             place,
         )
 
@@ -391,7 +397,7 @@ def _data(watched: Watched) -> list[Finding]:
 
 
 def _branch_or_number(place: Place | None, text: str) -> Cause:
-    spot = rewrite.spot_of(place)
+    spot = spot_of(place)
     if spot is not None and spot.test_of is not None:
         return BRANCH
     if place is not None and re.match(r"(int|float|range|len|round)\(", place.expression):
@@ -404,28 +410,28 @@ def _branch_or_number(place: Place | None, text: str) -> Cause:
 
 
 def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -> Finding:
-    spot = rewrite.spot_of(place)
+    spot = spot_of(place)
     rewrites: dict[str, Callable[[], str]] = {
-        BRANCH.anchor: lambda: rewrite.branch(spot),
-        NUMBER.anchor: lambda: rewrite.number(spot),
-        VALUES.anchor: lambda: rewrite.values(spot),
-        BREAK.anchor: rewrite.custom_operator,
+        BRANCH.anchor: lambda: control_flow_rewrite.branch(spot),
+        NUMBER.anchor: lambda: control_flow_rewrite.number(spot),
+        VALUES.anchor: lambda: state_rewrite.values(spot),
+        BREAK.anchor: custom_operator,
         TENSOR_CLASS.anchor: lambda: (
             "y = scaled(x)  # a function of ordinary tensors, instead of a class"
         ),
-        DATA.anchor: lambda: rewrite.data(spot),
-        SPECIALISED.anchor: lambda: rewrite.size(spot, text, name),
-        CONSTRAINT.anchor: lambda: rewrite.size(spot, text, name),
-        OTHER_SIZE.anchor: lambda: rewrite.size(spot, "", name),
-        NO_FAKE_KERNEL.anchor: lambda: rewrite.fake_kernel(text),
+        DATA.anchor: lambda: state_rewrite.data(spot),
+        SPECIALISED.anchor: lambda: control_flow_rewrite.size(spot, text, name),
+        CONSTRAINT.anchor: lambda: control_flow_rewrite.size(spot, text, name),
+        OTHER_SIZE.anchor: lambda: control_flow_rewrite.size(spot, "", name),
+        NO_FAKE_KERNEL.anchor: lambda: fake_kernel(text),
         DEVICES.anchor: lambda: "torch.ones(size, device=x.device)",
         INPUT.anchor: lambda: 'Job(batch={"x": torch.tensor(values)}, ...)',
-        BACKWARD.anchor: rewrite.custom_operator,
-        NO_AUTOGRAD.anchor: lambda: rewrite.derivative(text),
-        GLOBAL.anchor: lambda: rewrite.outside(spot),
-        MODULE.anchor: lambda: rewrite.attribute(spot),
-        INPUT_WRITE.anchor: lambda: rewrite.input_write(spot),
-        PARAMETER_WRITE.anchor: lambda: rewrite.parameter_write(spot),
+        BACKWARD.anchor: custom_operator,
+        NO_AUTOGRAD.anchor: lambda: derivative(text),
+        GLOBAL.anchor: lambda: state_rewrite.outside(spot),
+        MODULE.anchor: lambda: state_rewrite.attribute(spot),
+        INPUT_WRITE.anchor: lambda: state_rewrite.input_write(spot),
+        PARAMETER_WRITE.anchor: lambda: state_rewrite.parameter_write(spot),
     }
     code = ""
     # the source may be anything; a place without a rewrite is better than none
@@ -436,8 +442,8 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
 
 def _of_deed(deed: Deed) -> Finding:
     if deed.cause is MODULE:
-        spot = rewrite.spot_of(deed.place)
-        code = rewrite.attribute(spot) if deed.sure else rewrite.outside(spot)
+        spot = spot_of(deed.place)
+        code = state_rewrite.attribute(spot) if deed.sure else state_rewrite.outside(spot)
         return Finding(
             MODULE.anchor,
             f"forward changes {deed.detail}, which a graph would freeze",

@@ -43,7 +43,7 @@ from trainload.capture.source.causes import (
     VALUES,
     Cause,
 )
-from trainload.capture.source.code_rewrite import operator_name
+from trainload.capture.source.operator_registration import operator_name
 from trainload.capture.source.source_place import is_users, place_here, place_in, place_of_frame
 from trainload.core.finding import Place
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainload.capture.operators import calls_in, is_overload
 from trainload.capture.source.causes import OWN_KERNEL
-from trainload.capture.source.code_rewrite import operator_name
+from trainload.capture.source.operator_registration import operator_name
 from trainload.capture.source.source_place import place_here, place_of_node
 from trainload.core.errors import CaptureError, raised
 from trainload.core.finding import Finding, Place

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trainload.capture.source import code_rewrite as rewrite
-from trainload.capture.source.code_rewrite import Spot
+from trainload.capture.source import control_flow_rewrite, state_rewrite
+from trainload.capture.source.control_flow_rewrite import text_of
+from trainload.capture.source.expression_spot import Spot, spot_of
+from trainload.capture.source.operator_registration import derivative, fake_kernel
 from trainload.capture.source.source_place import place_at
 
 Writer = Callable[[Spot | None], str]
@@ -25,7 +27,7 @@ def spot_in(source: str, path: Path) -> Spot:
     number = next(at for at, line in enumerate(lines) if "«" in line)
     start, end = lines[number].index("«"), lines[number].index("»") - 1
     path.write_text("".join(f"{line}\n" for line in lines).replace("«", "").replace("»", ""))
-    spot = rewrite.spot_of(place_at(str(path), "middle", (number + 1, start, number + 1, end)))
+    spot = spot_of(place_at(str(path), "middle", (number + 1, start, number + 1, end)))
     assert spot is not None
     return spot
 
@@ -46,11 +48,11 @@ BRANCHES = {
     ),
     "a return before other statements": (
         "if «x.sum() > 0»:\n    return x\ny = y * 2\nreturn y",
-        rewrite._WHERE,
+        control_flow_rewrite._WHERE,
     ),
     "what ends a loop": (
         "for row in y:\n    if «row.sum() > 0»:\n        break\n    x = x + row",
-        rewrite._WHERE,
+        control_flow_rewrite._WHERE,
     ),
     "several statements": (
         "if «x.sum() > 0»:\n    x = x * 2\n    y = x + 1",
@@ -118,9 +120,9 @@ BRANCHES = {
         "n = x.max().item()\nif «n > 1»:\n    x = y",
         "n = x.max()  # a 0-dim tensor\nx = torch.where(n > 1, y, x)",
     ),
-    "a number of entries": ("if «len(x[x > 0]) > 1»:\n    x = y", rewrite._MASK),
-    "a membership": ("if «x.sum() in (1, 2)»:\n    x = y", rewrite._WHERE),
-    "a value that nothing branches on": ("z = [«x.sum()»]", rewrite._WHERE),
+    "a number of entries": ("if «len(x[x > 0]) > 1»:\n    x = y", control_flow_rewrite._MASK),
+    "a membership": ("if «x.sum() in (1, 2)»:\n    x = y", control_flow_rewrite._WHERE),
+    "a value that nothing branches on": ("z = [«x.sum()»]", control_flow_rewrite._WHERE),
 }
 NUMBERS = {
     "a number": ("z = float(«x.max()»)", "z = x.max()  # a 0-dim tensor"),
@@ -136,7 +138,7 @@ NUMBERS = {
         "n = x.max().item()\nfor i in «range(n + 1)»:\n    y = y + 1",
         f"n = x.max()  # a 0-dim tensor\nfor i {ROUNDS}\n    y = torch.where(i < n + 1, y + 1, y)",
     ),
-    "an index": ("return y[«x.argmax().item()»]", rewrite.number(None)),
+    "an index": ("return y[«x.argmax().item()»]", control_flow_rewrite.number(None)),
 }
 VALUES = {
     "a file": (
@@ -216,14 +218,14 @@ PARAMETER_WRITES = {
     ),
 }
 WRITERS: dict[Writer, dict[str, tuple[str, str]]] = {
-    rewrite.branch: BRANCHES,
-    rewrite.number: NUMBERS,
-    rewrite.values: VALUES,
-    rewrite.data: DATA,
-    rewrite.attribute: ATTRIBUTES,
-    rewrite.outside: OUTSIDE,
-    rewrite.input_write: INPUT_WRITES,
-    rewrite.parameter_write: PARAMETER_WRITES,
+    control_flow_rewrite.branch: BRANCHES,
+    control_flow_rewrite.number: NUMBERS,
+    state_rewrite.values: VALUES,
+    state_rewrite.data: DATA,
+    state_rewrite.attribute: ATTRIBUTES,
+    state_rewrite.outside: OUTSIDE,
+    state_rewrite.input_write: INPUT_WRITES,
+    state_rewrite.parameter_write: PARAMETER_WRITES,
 }
 CASES = [
     pytest.param(writer, *case, id=f"{writer.__name__}-{name}")
@@ -237,7 +239,11 @@ def test_code_is_written_out_of_the_user_s_own_expressions(
     writer: Writer, source: str, expected: str, tmp_path: Path
 ) -> None:
     written = writer(spot_in(source, tmp_path / "model.py"))
-    assert written.endswith(expected) if writer is rewrite.parameter_write else written == expected
+    assert (
+        written.endswith(expected)
+        if writer is state_rewrite.parameter_write
+        else written == expected
+    )
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
@@ -278,25 +284,29 @@ SIZES = {
             ),
         ],
     ),
-    "a list of numbers": ("for n in «x.tolist()»:\n    y = y + n", "", [rewrite.number(None)]),
+    "a list of numbers": (
+        "for n in «x.tolist()»:\n    y = y + n",
+        "",
+        [control_flow_rewrite.number(None)],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_size_follows_the_input_or_is_declared(name: str, tmp_path: Path) -> None:
     source, said, expected = SIZES[name]
-    written = rewrite.size(spot_in(source, tmp_path / "model.py"), said, "x")
+    written = control_flow_rewrite.size(spot_in(source, tmp_path / "model.py"), said, "x")
     assert all(each in written for each in expected), written
 
 
 def test_a_condition_is_found_from_the_whole_branch(tmp_path: Path) -> None:
     spot = spot_in("«assert not x.isnan().any()»", tmp_path / "model.py")
-    assert (rewrite._text(spot.node), type(spot.test_of).__name__) == ("x.isnan().any()", "Assert")
+    assert (text_of(spot.node), type(spot.test_of).__name__) == ("x.isnan().any()", "Assert")
 
 
 def test_a_file_that_is_no_python_has_no_expressions(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def middle(:\n")
-    assert rewrite.spot_of(place_at(str(tmp_path / "model.py"), "middle", (1, 0, 1, 3))) is None
+    assert spot_of(place_at(str(tmp_path / "model.py"), "middle", (1, 0, 1, 3))) is None
 
 
 @pytest.mark.parametrize(
@@ -308,9 +318,9 @@ def test_a_file_that_is_no_python_has_no_expressions(tmp_path: Path) -> None:
     ],
 )
 def test_a_kernel_is_written_for_the_operator_that_torch_names(said: str, operator: str) -> None:
-    assert f'@torch.library.register_fake("{operator}")' in rewrite.fake_kernel(said)
-    assert f'torch.library.register_autograd("{operator}", backward' in rewrite.derivative(said)
+    assert f'@torch.library.register_fake("{operator}")' in fake_kernel(said)
+    assert f'torch.library.register_autograd("{operator}", backward' in derivative(said)
 
 
 def test_an_operator_of_torch_is_wrapped_in_one_of_the_user_s_own() -> None:
-    assert re.search(r'custom_op\("my_library::fft_c2c"', rewrite.fake_kernel("aten::_fft_c2c"))
+    assert re.search(r'custom_op\("my_library::fft_c2c"', fake_kernel("aten::_fft_c2c"))
