@@ -22,7 +22,7 @@ from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.run.contact import Contact
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
-from trainload.launching.worker.loop import set_threads
+from trainload.launching.worker.preparation import set_threads
 
 _DIE_WITH_PARENT = 1
 _LEAST_PRIORITY = 19

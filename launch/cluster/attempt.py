@@ -177,7 +177,7 @@ def _meet(backend: str, door: str, rank: int, world: int, timeout: int) -> None:
 
 
 def _prepare(orders: WorkerArgs, ranks: Sequence[int], quiet: bool) -> None:
-    from trainload.launching.worker.loop import (
+    from trainload.launching.worker.preparation import (
         # slow to import, and Ray Train's controller imports this module without needing it
         prepare_node,
     )

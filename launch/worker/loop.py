@@ -22,7 +22,6 @@ from trainload.autograd_trace.derivation.aot import begun_collectives, bind_grou
 from trainload.autograd_trace.optimizer.rounds import draws_before
 from trainload.core.errors import (
     CheckpointError,
-    CompileError,
     DataError,
     DivergedError,
     RunInterrupted,
@@ -33,19 +32,14 @@ from trainload.launching.checkpoints.load import load_sharded
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launching.data.prefetch import BatchStream, RankRows
-from trainload.launching.data.run_data import RunData, open_run_data, run_dispatcher
+from trainload.launching.data.run_data import RunData, run_dispatcher
 from trainload.launching.node.build import (
     Built,
     can_compile,
-    compile_build,
     device_of,
-    load_build,
-    threads_of,
-    uncompiled_build,
 )
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.determinism import deterministic
-from trainload.launching.node.libraries import library_warnings
 from trainload.launching.node.process_groups import gathered, group_of_stage
 from trainload.launching.node.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
 from trainload.launching.run.activity import Activity, Phase
@@ -57,10 +51,10 @@ from trainload.launching.worker.engine import Draw, Engine, GraphResult, StepRes
 from trainload.launching.worker.evaluation import Evaluation
 from trainload.launching.worker.explaining import Failing, explain, explain_without_rows
 from trainload.launching.worker.not_finite import first_not_finite
+from trainload.launching.worker.preparation import built_for, open_data, set_threads
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.launching.worker.verify_build import Comparison, Verifier
-from trainload.packaging.package import Package
 from trainload.sharding.planner.check_plan import check_plan
 from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
@@ -82,99 +76,6 @@ class Place:
     world: int
     local_world: int
     node: str = field(default_factory=socket.gethostname)
-
-
-def set_threads(local_world: int) -> None:
-    """Share a node's cores among its workers."""
-    torch.set_num_threads(threads_of(local_world))
-
-
-def prepare_node(
-    spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet: bool = False
-) -> None:
-    """Prepare a node before the process group is formed: compile into its cache, and convert the
-    data.
-
-    It runs once per node, and nothing in it depends on other nodes.
-
-    Args:
-        spec: the run.
-        ranks: ranks on this node.
-        contact: connection to the driver.
-        quiet: do not report how long it took.
-
-    Raises:
-        StorageError: this node cannot write the run's checkpoints.
-        TrainloadError: compiling or reading the data fails.
-    """
-    set_threads(len(ranks))
-    if spec.checkpoints is not None:
-        place_of(Path(spec.run_dir), spec.checkpoints).check_writable()
-    package = trained_package(spec)
-    check_plan(spec.plan, package)
-    for warning in library_warnings(package, spec.libraries):
-        contact.write("warning", message=f"{socket.gethostname()}: {warning}")
-    began = time.perf_counter()
-    open_data(spec, package)
-    if not quiet:
-        contact.write("stage", name="data", seconds=time.perf_counter() - began)
-    if spec.compile and can_compile():
-        began = time.perf_counter()
-        for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
-            compile_build(
-                package,
-                spec.plan,
-                device_of(spec.plan),
-                default_cache_dir(),
-                lambda *_: None,
-                index,
-                evaluates=spec.evaluates,
-            )
-        if not quiet:
-            contact.write("stage", name="compile", seconds=time.perf_counter() - began)
-
-
-def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:
-    """Open a run's data and held-out data, converting them into the node's cache if they are not in
-    it.
-    """
-    cache, rows = default_cache_dir() / "data", spec.plan.rows_per_call
-    train = open_run_data(spec.data, package, rows, cache)
-    return train, (
-        open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
-    )
-
-
-def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Built, Path | None]:
-    """Return the graphs that a rank calls, and the folder of their build; None if they are not
-    compiled.
-
-    They are compiled, or loaded from the node's cache, if the run wants that and the machine has a
-    compiler.
-
-    Raises:
-        CompileError: there is no compiler, and the run requires compiled graphs.
-    """
-    device, evaluates = device_of(spec.plan), spec.evaluates
-    if spec.compile and can_compile():
-        folder = compile_build(
-            package,
-            spec.plan,
-            device,
-            default_cache_dir(),
-            lambda *_: None,
-            pipeline_index,
-            evaluates=evaluates,
-        )
-        return load_build(folder, package, spec.plan, default_cache_dir()), folder
-    if spec.compile and spec.require_compiled:
-        raise CompileError(
-            "no C++ compiler was found",
-            where=socket.gethostname(),
-            expected="a C++ compiler for the run's graphs (require_compiled)",
-            hint="Install g++, or omit require_compiled to run the graphs interpreted.",
-        )
-    return uncompiled_build(package, spec.plan, device, pipeline_index, evaluates=evaluates), None
 
 
 def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:

@@ -21,7 +21,7 @@ from trainload.launching.node.determinism import deterministic
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.worker.engine import Engine
-from trainload.launching.worker.loop import built_for, open_data, set_threads
+from trainload.launching.worker.preparation import built_for, open_data, set_threads
 from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.launching.worker.verify_build import Comparison, Verifier
 from trainload.sharding.planner.check_plan import check_plan

@@ -31,7 +31,7 @@ from trainload.launching.checkpoints.index import published
 from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.node.build import uncompiled_build
 from trainload.launching.run.run_spec import RUN_FILE, read_spec
-from trainload.launching.worker import loop as worker
+from trainload.launching.worker import preparation
 from trainload.packaging.signatures.verify import verify_package
 from trainload.packaging.write import with_weights, write_package
 
@@ -162,7 +162,7 @@ def runs(folder: Path, seed: int, package: Path, data: Path, steps: int) -> None
     plan = trainload.plan(source, trainload.Cluster(), "single", bucket_bytes=6_000)
     built = uncompiled_build(source, plan, torch.device("cpu"))
     # children need not derive the same graphs again
-    patch.object(worker, "uncompiled_build", lambda *_, **__: built).start()
+    patch.object(preparation, "uncompiled_build", lambda *_, **__: built).start()
 
     def train_in(run_dir: Path) -> Callable[[], None]:
         def act() -> None:

@@ -23,7 +23,7 @@ from trainload.launching.run.contact import FileContact
 from trainload.launching.run.journal import read_events
 from trainload.launching.run.run_spec import read_spec
 from trainload.launching.run.run_state import Summary
-from trainload.launching.worker.loop import prepare_node
+from trainload.launching.worker.preparation import prepare_node
 from trainload.packaging.package import Package
 from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.keys import read_private_key

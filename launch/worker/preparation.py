@@ -1,0 +1,123 @@
+"""Prepare a node and its workers for a run: threads, data and compiled graphs."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from trainload.core.errors import CompileError
+from trainload.launching.checkpoints.checkpoint_place import place_of
+from trainload.launching.data.run_data import RunData, open_run_data
+from trainload.launching.node.build import (
+    Built,
+    can_compile,
+    compile_build,
+    device_of,
+    load_build,
+    threads_of,
+    uncompiled_build,
+)
+from trainload.launching.node.cache import default_cache_dir
+from trainload.launching.node.libraries import library_warnings
+from trainload.launching.run.contact import Contact
+from trainload.launching.run.opening import trained_package
+from trainload.launching.run.run_spec import RunSpec
+from trainload.packaging.package import Package
+from trainload.sharding.planner.check_plan import check_plan
+
+
+def set_threads(local_world: int) -> None:
+    """Share a node's cores among its workers."""
+    torch.set_num_threads(threads_of(local_world))
+
+
+def prepare_node(
+    spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet: bool = False
+) -> None:
+    """Prepare a node before the process group is formed: compile into its cache, and convert the
+    data.
+
+    It runs once per node, and nothing in it depends on other nodes.
+
+    Args:
+        spec: the run.
+        ranks: ranks on this node.
+        contact: connection to the driver.
+        quiet: do not report how long it took.
+
+    Raises:
+        StorageError: this node cannot write the run's checkpoints.
+        TrainloadError: compiling or reading the data fails.
+    """
+    set_threads(len(ranks))
+    if spec.checkpoints is not None:
+        place_of(Path(spec.run_dir), spec.checkpoints).check_writable()
+    package = trained_package(spec)
+    check_plan(spec.plan, package)
+    for warning in library_warnings(package, spec.libraries):
+        contact.write("warning", message=f"{socket.gethostname()}: {warning}")
+    began = time.perf_counter()
+    open_data(spec, package)
+    if not quiet:
+        contact.write("stage", name="data", seconds=time.perf_counter() - began)
+    if spec.compile and can_compile():
+        began = time.perf_counter()
+        for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
+            compile_build(
+                package,
+                spec.plan,
+                device_of(spec.plan),
+                default_cache_dir(),
+                lambda *_: None,
+                index,
+                evaluates=spec.evaluates,
+            )
+        if not quiet:
+            contact.write("stage", name="compile", seconds=time.perf_counter() - began)
+
+
+def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:
+    """Open a run's data and held-out data, converting them into the node's cache if they are not in
+    it.
+    """
+    cache, rows = default_cache_dir() / "data", spec.plan.rows_per_call
+    train = open_run_data(spec.data, package, rows, cache)
+    return train, (
+        open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
+    )
+
+
+def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Built, Path | None]:
+    """Return the graphs that a rank calls, and the folder of their build; None if they are not
+    compiled.
+
+    They are compiled, or loaded from the node's cache, if the run wants that and the machine has a
+    compiler.
+
+    Raises:
+        CompileError: there is no compiler, and the run requires compiled graphs.
+    """
+    device, evaluates = device_of(spec.plan), spec.evaluates
+    if spec.compile and can_compile():
+        folder = compile_build(
+            package,
+            spec.plan,
+            device,
+            default_cache_dir(),
+            lambda *_: None,
+            pipeline_index,
+            evaluates=evaluates,
+        )
+        return load_build(folder, package, spec.plan, default_cache_dir()), folder
+    if spec.compile and spec.require_compiled:
+        raise CompileError(
+            "no C++ compiler was found",
+            where=socket.gethostname(),
+            expected="a C++ compiler for the run's graphs (require_compiled)",
+            hint="Install g++, or omit require_compiled to run the graphs interpreted.",
+        )
+    return uncompiled_build(package, spec.plan, device, pipeline_index, evaluates=evaluates), None
