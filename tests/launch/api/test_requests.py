@@ -12,7 +12,7 @@ import pytest
 
 import trainload
 from trainload.cli import main as cli
-from trainload.cli.commands import runs
+from trainload.cli.commands import run_handover, runs
 from trainload.core.errors import ClusterError, RequestError
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.settings.parse import KEYS
@@ -126,7 +126,7 @@ def test_a_run_that_is_resumed_otherwise_on_a_cluster_is_kept(
         return 0
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "keep", keep)
+    monkeypatch.setattr(run_handover, "keep", keep)
     monkeypatch.setattr(
         "trainload.launching.run.run_spec.read_spec", lambda folder: RunSpec.model_construct()
     )

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainload.cli.commands import shared
-from trainload.cli.commands.keeping import is_kept, keep, stop_with_parent
+from trainload.cli.commands.keeping import is_kept, stop_with_parent
 from trainload.cli.commands.planning import KINDS, make_plan
+from trainload.cli.commands.run_handover import Prepared, detach_run, keep_run, nothing_left
 from trainload.cli.commands.shared import (
     DONE,
     Command,
@@ -30,14 +29,7 @@ from trainload.cli.commands.shared import (
     show_record,
 )
 from trainload.cli.view import run_progress as run_view
-from trainload.cli.view import tables as view
-from trainload.core.errors import (
-    ClusterError,
-    LostClusterError,
-    RunInterrupted,
-    StorageError,
-    TrainingError,
-)
+from trainload.core.errors import RunInterrupted, StorageError
 from trainload.core.versions import check_supported_torch
 from trainload.launching.settings.info import info_of
 from trainload.launching.settings.parse import GivenSettings, parse_settings
@@ -210,13 +202,13 @@ def launch(
         show_record(report, as_json)
         return DONE
     if backend == "ray" and address is not None:
-        with _nothing_left(run_dir.absolute()) as prepared:
+        with nothing_left(run_dir.absolute()) as prepared:
             launching.prepare(opened, made, data, **options)
             prepared.made = True
             return (
-                _detach(prepared, address, as_json)
+                detach_run(prepared, address, as_json)
                 if detach
-                else _keep(prepared.run_dir, address, as_json)
+                else keep_run(prepared.run_dir, address, as_json)
             )
     result = _watch(
         lambda report: launching.launch(opened, made, data, **options, on_event=report), run_dir
@@ -403,94 +395,6 @@ def _check_one_plan(
         raise click.UsageError(f"--plan sets {' and '.join(chosen.batch)}: omit it from --set.")
 
 
-def _keep(run_dir: Path, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
-    """Drives a run on a cluster from a process of its own.
-
-    `others`: what `resume` is asked for besides.
-    """
-    from trainload.launching.cluster.connection import answers
-    from trainload.launching.run.run_spec import read_spec
-
-    return keep(
-        [*_driver(run_dir, address, as_json), *others],
-        run_dir,
-        lambda: answers(address),
-        read_spec(run_dir).node_patience,
-    )
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """The folder of a run that somebody is to drive. made: by this process. handed: somebody else
-    has been asked to drive it, and may.
-    """
-
-    run_dir: Path
-    made: bool = False
-    handed: bool = False
-
-
-def _detach(prepared: _Prepared, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
-    """Has the cluster drive a run. `others`: what `resume` is asked for besides."""
-    from trainload.launching.cluster.jobs import submit
-
-    run_dir = prepared.run_dir
-    # from here on a job may use the folder, whatever becomes of this process
-    prepared.handed = True
-    try:
-        job = submit(address, run_dir, [*_driver(run_dir, "auto", as_json=False), *others])
-    except LostClusterError:
-        raise
-    except (ClusterError, TrainingError):  # there is no job, or none any more
-        prepared.handed = False
-        raise
-    if as_json:
-        shared.print_json({"run": run_dir, "job": job, "address": address})
-        return DONE
-    shared.out().print(
-        view.table([("run", str(run_dir)), ("job", job), ("watch", f"trainload status {run_dir}")])
-    )
-    return DONE
-
-
-@contextmanager
-def _nothing_left(run_dir: Path) -> Iterator[_Prepared]:
-    """Remove a run's folder on exit, and those above that were made for it, if this process made it
-    and no run has begun there or can.
-
-    The block sets `made` once the folder is its own: of two launches into one folder, the one that
-    loses leaves the other's alone.
-    """
-    from trainload.launching.run.journal import JOURNAL
-    from trainload.launching.run.run_state import STATE_FILE
-
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    prepared = _Prepared(run_dir)
-    try:
-        yield prepared
-    finally:
-        begun = (run_dir / JOURNAL).exists() or (run_dir / STATE_FILE).exists()
-        if made and prepared.made and not prepared.handed and not begun:
-            shutil.rmtree(run_dir)
-            for path in made[1:]:
-                with suppress(OSError):  # somebody else uses it meanwhile
-                    path.rmdir()
-
-
-def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
-    """The arguments by which a run is driven."""
-    policy = shared.policy()
-    options = [] if policy is None else ["--policy", str(policy.absolute())]
-    return [
-        *options,
-        "resume",
-        str(run_dir),
-        "--address",
-        address,
-        *(["--json"] if as_json else []),
-    ]
-
-
 @click.command(short_help="Continue a run.")
 @run_argument
 @click.option(
@@ -558,8 +462,8 @@ def resume(
             for word in (option, str(value))
         ]
         if detach:
-            return _detach(_Prepared(run_dir.absolute()), address, as_json, others)
-        return _keep(run_dir.absolute(), address, as_json, others)
+            return detach_run(Prepared(run_dir.absolute()), address, as_json, others)
+        return keep_run(run_dir.absolute(), address, as_json, others)
     from trainload.sharding.plans.plan import read_plan
 
     plan = read_plan(plan_file) if plan_file is not None else None
