@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from trainload.launching.settings.info import description_of
 from trainload.launching.settings.parse import GROUP_LR, KEYS, Key, adapter_of
 from trainload.launching.settings.run_settings import RunSettings
 
@@ -57,7 +58,7 @@ def _described(key: Key) -> Description:
         unit=key.info.unit,
         at_resume=not key.info.fixed,
         of_run=key.model is RunSettings,
-        text=" ".join((key.field_info.description or "").split()),
+        text=description_of(key.field_info),
     )
 
 

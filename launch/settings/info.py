@@ -35,6 +35,11 @@ class SettingInfo:
         return {**schema, **{name: value for name, value in extra.items() if value}}
 
 
+def description_of(field: FieldInfo) -> str:
+    """Return the description of a field in one line."""
+    return " ".join((field.description or "").split())
+
+
 def info_of(field: FieldInfo) -> SettingInfo:
     """Return the annotation of a field, or the default one if it has none."""
     return next((each for each in field.metadata if isinstance(each, SettingInfo)), SettingInfo())

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from trainload.core.arguments import out_of_range, shown
 from trainload.core.errors import RequestError
+from trainload.launching.settings.info import description_of
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=BaseModel)
@@ -98,7 +99,7 @@ def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestErr
             ),
         )
     if first["type"] == "missing":
-        return RequestError("is missing", where=name, expected=field.description or "a value")
+        return RequestError("is missing", where=name, expected=description_of(field) or "a value")
     if Path in get_args(field.annotation):
         return RequestError(
             "has the wrong type", where=name, expected="a path", got=shown(first["input"])

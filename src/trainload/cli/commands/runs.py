@@ -31,7 +31,7 @@ from trainload.cli.commands.shared import (
 from trainload.cli.view import run_progress as run_view
 from trainload.core.errors import RunInterrupted, StorageError
 from trainload.core.versions import check_supported_torch
-from trainload.launching.settings.info import info_of
+from trainload.launching.settings.info import description_of, info_of
 from trainload.launching.settings.parse import GivenSettings, parse_settings
 from trainload.launching.settings.run_settings import BatchSettings, EvaluationSettings, RunSettings
 from trainload.sharding.plans.strategies import STRATEGIES
@@ -67,7 +67,7 @@ def setting_option(name: str) -> Callable[[Command], Command]:
     Its help is the first sentence of the setting's description.
     """
     field = RunSettings.model_fields[name]
-    text = (field.description or "").partition(". ")[0].rstrip(".")
+    text = description_of(field).partition(". ")[0].rstrip(".")
     return click.option(info_of(field).option, name, type=positive, metavar="N", help=f"{text}.")
 
 
