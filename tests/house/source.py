@@ -17,6 +17,8 @@ PRIVATE_TORCH = frozenset(
         "autograd_trace/derivation/aot.py",
         "capture/job/torch_modes.py",
         "packaging/graphs/graph_json.py",
+        "packaging/graphs/graph_replacement.py",
+        "packaging/graphs/torch_operators.py",
     }
 )
 """The modules that may touch torch's private names."""

@@ -46,7 +46,8 @@ from trainload.exporting.weights_folder import (
     write_folder,
 )
 from trainload.packaging.format.package_files import new_file, new_folder, walk
-from trainload.packaging.graphs.graph_json import serialisable_values, with_graph
+from trainload.packaging.graphs.graph_json import serialisable_values
+from trainload.packaging.graphs.graph_replacement import with_graph
 from trainload.packaging.package import Package, check_weights
 from trainload.transforms.apply import check_path
 
