@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.derivation.aot import (
+from trainload.autograd_trace.derivation.inductor import (
     NotCompiled,
     compile_graph,
     has_cpp_compiler,

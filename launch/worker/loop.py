@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainload.autograd_trace.derivation.aot import begun_collectives, bind_groups
+from trainload.autograd_trace.derivation.named_groups import begun_collectives, bind_groups
 from trainload.autograd_trace.optimizer.rounds import draws_before
 from trainload.core.errors import (
     CheckpointError,

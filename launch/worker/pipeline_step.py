@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainload.autograd_trace.derivation.aot import group_named
+from trainload.autograd_trace.derivation.named_groups import group_named
 from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.optimizer.rounds import TurnCall
 from trainload.launching.node.build import BuiltStages

@@ -15,6 +15,8 @@ IMPORTED_AS = {**{stage: stage for stage in STAGES}, "launch": "launching"}
 PRIVATE_TORCH = frozenset(
     {
         "autograd_trace/derivation/aot.py",
+        "autograd_trace/derivation/inductor.py",
+        "autograd_trace/derivation/named_groups.py",
         "capture/job/torch_modes.py",
         "packaging/graphs/graph_json.py",
         "packaging/graphs/graph_replacement.py",
