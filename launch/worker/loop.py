@@ -34,15 +34,9 @@ from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import RunData, open_run_data, run_dispatcher
-from trainload.launching.node.build import (
-    Built,
-    can_compile,
-    compile_build,
-    device_of,
-    load_build,
-    threads_of,
-    uncompiled_build,
-)
+from trainload.launching.node.build import can_compile, compile_build, load_build, uncompiled_build
+from trainload.launching.node.build_key import device_of, threads_of
+from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.libraries import library_warnings
