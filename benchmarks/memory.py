@@ -57,7 +57,7 @@ def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     import trainload
-    from trainload.autograd_trace.derivation.aot import bind_groups
+    from trainload.autograd_trace.derivation.named_groups import bind_groups
     from trainload.launching.node.build import compile_build, load_build, uncompiled_build
     from trainload.launching.node.determinism import deterministic
     from trainload.launching.worker.calls import Microbatch

@@ -114,7 +114,7 @@ class Trainload:
     """trainload's engine in this process, as `trainload launch` runs it in a worker."""
 
     def __init__(self, place: Place, strategy: str) -> None:
-        from trainload.autograd_trace.derivation.aot import bind_groups
+        from trainload.autograd_trace.derivation.named_groups import bind_groups
         from trainload.launching.node.build import compile_build, load_build
         from trainload.launching.node.determinism import deterministic
         from trainload.launching.worker.engine import Engine

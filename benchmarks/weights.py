@@ -67,7 +67,7 @@ def write(folder: Path, count: int) -> dict[str, float]:
 
     Returns: seconds, and memory on top.
     """
-    from trainload.packaging.format.manifest import ParameterEntry
+    from trainload.packaging.format.manifest_records import ParameterEntry
     from trainload.packaging.tensors.safetensors_file import TensorSpec
     from trainload.packaging.tensors.weight_shards import write_weights
 
@@ -89,7 +89,8 @@ def manifest_of(folder: Path, count: int) -> Any:
     """A manifest that lists these weights. Only what a reader of weights asks is in it."""
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
     from trainload.core.canonical_json import sha256_file
-    from trainload.packaging.format.manifest import FileEntry, Manifest, ParameterEntry
+    from trainload.packaging.format.manifest import Manifest
+    from trainload.packaging.format.manifest_records import FileEntry, ParameterEntry
 
     names = list(Made(count))
     listed = {

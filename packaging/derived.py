@@ -27,7 +27,8 @@ from trainload.core.errors import IntegrityError, PackageError, StorageError, Un
 from trainload.core.paths import link_or_copy, open_inside, write_bytes
 from trainload.packaging.format.package_files import walk
 from trainload.packaging.format.user_key import user_key
-from trainload.packaging.graphs.graph_json import flat_from_json, flat_to_json, running_schema
+from trainload.packaging.graphs.graph_json import flat_from_json, flat_to_json
+from trainload.packaging.graphs.torch_operators import running_schema
 from trainload.packaging.graphs.validate import GraphFacts, parse_graph, validate_graph
 from trainload.packaging.package import Package
 

@@ -31,17 +31,10 @@ from trainload.packaging.format.entries import (
     parameter_spec,
     state_spec,
 )
-from trainload.packaging.format.manifest import (
-    CONSTANTS,
-    MANIFEST,
-    MAX_MANIFEST,
-    OUTSIDE,
-    BufferEntry,
-    Manifest,
-    OpLibraryEntry,
-    ParameterEntry,
-)
+from trainload.packaging.format.manifest import MAX_MANIFEST, Manifest
+from trainload.packaging.format.manifest_records import BufferEntry, OpLibraryEntry, ParameterEntry
 from trainload.packaging.format.package_files import read_checked, walk
+from trainload.packaging.format.package_paths import CONSTANTS, MANIFEST, OUTSIDE
 from trainload.packaging.graphs.graph_json import graph_from_json
 from trainload.packaging.graphs.graph_signature import check_signature
 from trainload.packaging.graphs.operator_compat import Verdict, compare_operators

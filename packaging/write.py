@@ -27,25 +27,23 @@ from trainload.packaging.format.entries import (
     parameter_spec,
     state_entry,
 )
-from trainload.packaging.format.manifest import (
-    BUILT_IN_NAMESPACES,
-    CONSTANTS,
-    EXTENSIONS,
-    MANIFEST,
-    OUTSIDE,
+from trainload.packaging.format.format_version import BUILT_IN_NAMESPACES
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import (
     AbstractEntry,
     ConstantEntry,
     FileEntry,
-    Manifest,
     OpLibraryEntry,
     PassEntry,
     TrainingEntry,
     UpdateEntry,
 )
 from trainload.packaging.format.package_files import new_folder, walk
+from trainload.packaging.format.package_paths import CONSTANTS, EXTENSIONS, MANIFEST, OUTSIDE
 from trainload.packaging.format.source_map import NAME as SOURCE_MAP
 from trainload.packaging.format.source_map import SourceMap, make_source_map, restore_traces
-from trainload.packaging.graphs.graph_json import graph_to_json, operator_namespaces, running_schema
+from trainload.packaging.graphs.graph_json import graph_to_json
+from trainload.packaging.graphs.torch_operators import operator_namespaces, running_schema
 from trainload.packaging.graphs.validate import GraphFacts, parse_graph, validate_graph
 from trainload.packaging.libraries.op_libraries import Libraries, describe_libraries
 from trainload.packaging.package import Package, check_graphs, open_package

@@ -1,34 +1,21 @@
-"""Derive step graphs and compile them.
+"""Derive step graphs with AOT autograd.
 
-This is the only module of this stage that uses private names of torch. It runs on torch 2.13.0.
-Private names used: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
-`torch._functorch.config`, `torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`,
-`torch._subclasses.fake_tensor`, `torch._inductor.standalone_compile`,
-`torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
-`torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`,
-`torch.fx._lazy_graph_module`, `ExportedProgram._guards_code`, `torch.utils._pytree`,
-`Graph._codegen`.
+Tested with torch 2.13.0. Private names used:
+`torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
+`torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`,
+`torch._subclasses.fake_tensor`, `torch.fx._lazy_graph_module`, `ExportedProgram._guards_code`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import functools
 import math
 import operator
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch._functorch.config
-import torch._inductor
-import torch._inductor.cpp_builder
-import torch._inductor.exc
-import torch._inductor.package.package
-import torch.distributed as dist
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
@@ -45,9 +32,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._inductor.standalone_compile import CompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed import ProcessGroup
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
@@ -55,10 +40,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
-from torch.utils._pytree import tree_structure
 
-from trainload.autograd_trace.derivation.indices import forbid_negative_indices
-from trainload.autograd_trace.derivation.operands import keep_operands_apart
 from trainload.autograd_trace.derivation.step_module import (
     StepModule,
     is_functional,
@@ -67,16 +49,13 @@ from trainload.autograd_trace.derivation.step_module import (
 )
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.autograd_trace.randomness.draws import is_random
-from trainload.autograd_trace.recompute.hold import hold_back
 from trainload.autograd_trace.recompute.rematerialisation import Regions, recompute, regions_of
 from trainload.capture.job.ambient import neutrally, one_at_a_time
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.watching.higher_order import differentiates, has_checkpoints
-from trainload.core.errors import CaptureError, raised
+from trainload.core.errors import CaptureError
 
-# its stubs type names as a NewType that not every supported torch has
-_C10D: Any = torch._C._distributed_c10d
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 
 
@@ -170,7 +149,7 @@ def derive(
         if traced is None:
             with (
                 preserve_node_meta(sources or has_checkpoints(capture.exported.graph_module)),
-                _whole_triton_operators(),
+                whole_triton_operators(),
             ):
                 traced = aot_export_joint_with_descriptors(
                     stack, module, tuple(inputs)
@@ -178,7 +157,7 @@ def derive(
     return _flatten(traced, module, graph)
 
 
-def _whole_triton_operators() -> contextlib.AbstractContextManager[None]:
+def whole_triton_operators() -> contextlib.AbstractContextManager[None]:
     """Return a context in which operators of `torch.library.triton_op` stay calls by name.
 
     Otherwise AOT autograd decomposes them into their Triton kernels, which cannot run on a CPU.
@@ -457,253 +436,3 @@ def trace_flat(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tenso
     with mode:
         traced: GraphModule = make_fx(function, tracing_mode="real")(*inputs)
     return traced
-
-
-class NotCompiled(Exception):
-    """Inductor cannot compile a graph. The message is the first line of Inductor's error."""
-
-
-def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
-    """Compile a flat graph with Inductor and save the artifact as one file.
-
-    Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache
-    (`TORCHINDUCTOR_CACHE_DIR`): keep both. It contains native code and pickles: never load one from
-    an untrusted source.
-
-    Args:
-        module: the graph; changed in place.
-        path: path of the artifact.
-        groups: logical name -> size of the process groups that the graph's collectives use. They
-            need not exist yet.
-
-    Raises:
-        NotCompiled: Inductor or the C++ compiler fails.
-    """
-    hold_back(module)
-    forbid_negative_indices(module)
-    keep_operands_apart(module)
-    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    output = next(n for n in module.graph.nodes if n.op == "output")
-    for node in output.args[0]:
-        node.meta["example_value"] = node.meta["val"]
-    module = GraphModule(module, module.graph)  # torch's own class, which Inductor's cache accepts
-    marked = dict.fromkeys(_CACHEABLE, True)
-    whole = (
-        _whole_triton_operators()
-        if all(value.device.type == "cpu" for value in inputs)
-        else contextlib.nullcontext()
-    )
-    try:
-        with (
-            torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked),
-            _stand_ins(groups),
-            _in_order(),
-            whole,
-        ):
-            artifact = torch._inductor.standalone_compile(
-                module, inputs, dynamic_shapes="from_graph", options={}, aot=True
-            )
-            artifact.save(path=str(path), format="binary")
-    except OSError:
-        raise
-    except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
-        raise NotCompiled(raised(error)) from error
-
-
-@contextlib.contextmanager
-def _in_order() -> Iterator[None]:
-    """Keep kernels after operators that write in place to their inputs, such as `wait_tensor`.
-
-    Inductor gives a buffer a new name for each operator that writes to it. To fuse CPU kernels with
-    different loops, it recomputes the loops and reads of one kernel, and there uses the buffer's
-    old name. Without this context a kernel (a dropout, for example) could run before the wait for
-    the collective whose result it reads.
-    """
-    from torch._inductor.scheduler import SchedulerNode  # imported here because it takes a second
-
-    computing = SchedulerNode.recompute_size_and_body
-
-    @functools.wraps(computing)
-    def recompute(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
-        computing(node, *args, **kwargs)
-        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
-
-    SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        SchedulerNode.recompute_size_and_body = computing  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
-    """Register process groups without members under names that have none yet.
-
-    Inductor asks for a group's size while it compiles, before groups exist, and calls nothing else.
-    """
-    made: dict[str, ProcessGroup] = {}  # the registry itself holds weak references
-    for name, size in groups.items():
-        try:
-            torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
-        except RuntimeError:
-            made[name] = _C10D.ProcessGroup(0, size)
-            torch._C._distributed_c10d._register_process_group(name, made[name])  # type: ignore[arg-type]  # as above
-    try:
-        yield
-    finally:
-        for name in made:
-            torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]  # as above
-
-
-def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
-    """Compile a program with AOTInductor into one file for torch's own loader.
-
-    Call it with `torch._inductor.aoti_load_package(path)(**batch)`.
-
-    Args:
-        exported: program of one dict, with its state and example inputs on the target device.
-        path: path of the file, which ends in .pt2. Its folder receives the build files too.
-        metadata: result of the loaded program's `get_metadata()`.
-    """
-    (batch,), _ = exported.example_inputs
-    module = exported.module(check_guards=False)
-    # The loader uses the tensors of a dict in the order in which they arrive and ignores their
-    # names, so two inputs of one shape could be swapped silently. Keyword arguments it does sort.
-    codegen: Any = module.graph._codegen
-    codegen.pytree_info = codegen.pytree_info._replace(in_spec=tree_structure(((), batch)))
-    options = {
-        "aot_inductor.package": True,
-        "aot_inductor.output_path": str(path.parent / "built"),
-        "aot_inductor.metadata": dict(metadata),
-        # Inductor's constant folding treats a one-element tensor as a constant, even a buffer that
-        # the graph writes to, which would then never change.
-        "joint_graph_constant_folding": not any(
-            buffer.numel() == 1 for buffer in _buffers(exported)
-        ),
-    }
-    with torch.no_grad():
-        files: Any = torch._inductor.aot_compile(module, (), batch, options=options)
-    torch._inductor.package.package.package_aoti(str(path), files)
-
-
-def _buffers(exported: ExportedProgram) -> Iterator[Tensor]:
-    """Yield the fake values of the buffers that the graph uses."""
-    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
-        if spec.kind is InputKind.BUFFER and node.users:
-            yield node.meta["val"]
-
-
-def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
-    """Load a file that `compile_ahead` wrote. It is native code: load trusted files only."""
-    loaded: Callable[..., Sequence[Tensor]] = torch._inductor.aoti_load_package(str(path))
-    return loaded
-
-
-def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
-    """Load an artifact that `compile_graph` saved, with the same torch build and Inductor cache."""
-    artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(
-        path=str(path), format="binary"
-    )
-    return artifact
-
-
-def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Make process groups under the logical names that rewritten graphs use.
-
-    With gloo all of them carry out one collective after another: on gloo's usual two threads
-    functional all-gathers beside other collectives in flight corrupt the heap.
-
-    Args:
-        groups: name -> the ranks of its groups. A rank is in at most one group of each name.
-    """
-    # gloo corrupts the heap if functional all-gathers are in flight beside other collectives on its
-    # usual two threads: a ZeRO-3 rank died within a thousand steps, and so did forty lines of plain
-    # torch. With one thread it does not. Nor does `all_gather_into_tensor_out` crash, but Inductor
-    # then moves a step's gathers to its beginning, and ZeRO-3 no longer saves memory.
-    serial = dist.get_backend() == dist.Backend.GLOO
-    if serial and not hasattr(dist.Backend, _SERIAL_GLOO.upper()):
-        dist.Backend.register_backend(_SERIAL_GLOO, _serial_gloo, devices=["cpu"])
-    backend = _SERIAL_GLOO if serial else dist.get_backend()
-    for name, parts in groups.items():
-        if len(parts) == 1 and len(parts[0]) == dist.get_world_size() and not serial:
-            _C10D._register_process_group(name, dist.group.WORLD)
-            continue
-        for ranks in parts:
-            group = dist.new_group(list(ranks), backend=backend)
-            if dist.get_rank() in ranks:
-                _C10D._register_process_group(name, group)
-
-
-@contextlib.contextmanager
-def alone_of(rank: int, world: int) -> Iterator[None]:
-    """Make this process a rank of a default process group whose other ranks do not exist.
-
-    Collectives then return at once, with meaningless values. Use it to try out a rank's calls.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:
-    """Return a function that counts the collectives that this rank has begun, by group name.
-
-    Names of groups without this rank are left out. Any thread may call it at any time.
-    """
-    backends: dict[str, Any] = {}
-    for name in names:
-        with contextlib.suppress(RuntimeError):  # this rank is in no group of that name
-            group: Any = _C10D._resolve_process_group(name)
-            # a group with our own gloo does not count, its backend does
-            backends[name] = group._get_backend(group._device_types[0])
-    return lambda: {
-        name: int(backend._get_sequence_number_for_group()) for name, backend in backends.items()
-    }
-
-
-def group_named(name: str) -> ProcessGroup:
-    """Return this rank's process group that is bound to a logical name."""
-    found: ProcessGroup = _C10D._resolve_process_group(name)
-    return found
-
-
-_SERIAL_GLOO = "trainload_gloo"
-
-
-def _serial_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
-    """Return a gloo backend with one thread, on the network interfaces that torch would choose."""
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options._devices = [gloo.create_device(interface=name) for name in names] or [
-        gloo.create_default_device()
-    ]
-    options._threads = 1
-    options._timeout = timeout
-    made: dist.Backend = gloo(store, rank, size, options)
-    return made
-
-
-_CONTROL_FLOW = (
-    "cond",
-    "scan",
-    "while_loop",
-    "while_loop_stack_output",
-    "map_impl",
-    "associative_scan",
-)
-_CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in _CONTROL_FLOW)
-
-
-def has_cpp_compiler() -> bool:
-    """Return True if Inductor finds a C++ compiler on this machine."""
-    try:
-        torch._inductor.cpp_builder.get_cpp_compiler()
-    except torch._inductor.exc.InvalidCxxCompiler:
-        return False
-    return True

@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 
-from trainload.launching.node.build import can_compile, compile_build, device_of
+from trainload.launching.node.build import can_compile, compile_build
+from trainload.launching.node.build_key import device_of
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.run.contact import Contact
 from trainload.launching.run.opening import trained_package

@@ -5,15 +5,12 @@ loaded by every rank.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.derivation.aot import (
+from trainload.autograd_trace.derivation.inductor import (
     NotCompiled,
     compile_graph,
     has_cpp_compiler,
@@ -32,10 +29,12 @@ from trainload.autograd_trace.graphs import Port, Role
 from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.errors import StorageError
+from trainload.launching.node.build_key import build_key, device_of, threads_of
+from trainload.launching.node.built_graphs import Built, BuiltGraph, BuiltStages, Call, Crossing
 from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launching.node.determinism import deterministic
+from trainload.launching.node.kernel_cache import own_kernels, use_inductor_cache
 from trainload.launching.node.utilisation import Work, work_of
-from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.collectives import Collective, as_json, of_json
 from trainload.sharding.pipeline.stages import Part, Value
@@ -51,206 +50,9 @@ from trainload.sharding.rewriting.rank_graphs import (
     update_name,
     update_owners,
 )
-from trainload.sharding.rewriting.rewrite import BETWEEN, Phase
 
-BUILD_VERSION = 14
-"""Part of every build key.
-
-Increase it when the graphs made from the same package and plan, or their compilation, change.
-"""
-_SHAPING = {
-    "strategy",
-    "shard_ranks",
-    "accumulate",
-    "prefetch",
-    "buckets",
-    "tensor_ranks",
-    "tensor_shards",
-    "divide",
-    "pipeline",
-    "batch_norm",
-    "recompute",
-}
 _INDEX = "index.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
-
-Call = Callable[..., Sequence[Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltGraph:
-    """A callable over flat tensors, with its name within the build and its input and output ports,
-    in order.
-    """
-
-    name: str
-    call: Call
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """Values that cross the boundaries of a graph's pipeline stages, as in `Stages`."""
-
-    up: tuple[tuple[Value, ...], ...]
-    down: tuple[tuple[Value, ...], ...]
-    symbols: Mapping[str, tuple[str, int]]
-
-    def at(self, boundary: int, *, up: bool) -> tuple[Value, ...]:
-        """Return the values that cross a boundary in one direction."""
-        return (self.up if up else self.down)[boundary]
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltStages:
-    """A pipeline rank's parts of a graph, by (stage, part).
-
-    Parts that have nothing to do are left out.
-    """
-
-    parts: dict[tuple[int, Part], BuiltGraph]
-    crossing: Crossing
-
-    def forget(self, stage: int, done: Part, between: dict[str, Tensor]) -> None:
-        """Delete those of a stage's values that nothing needs once a part of the stage is done."""
-        later = {
-            Part.FORWARD: (Part.BACKWARD, Part.INPUT, Part.WEIGHT),
-            Part.INPUT: (Part.WEIGHT,),
-        }[done]
-        graphs = [self.parts[stage, part] for part in later if (stage, part) in self.parts]
-        taken = {port.name for graph in graphs for port in graph.inputs if port.role in BETWEEN}
-        sent = {value.name for value in (self.crossing.down[stage - 1] if stage else ())}
-        for name in between.keys() - taken - sent:
-            del between[name]
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """All callables of a rank. Unless stated otherwise they are keyed by the name of the captured
-    graph.
-
-    Attributes:
-        train: a training graph for each phase of a step.
-        forward: graphs that compute evaluation totals over a batch, or outputs for other graphs.
-        update: results of `UpdateStep.trace`, which write in place.
-        update_names: names of the updates within the build.
-        compiled: True if they were compiled.
-        collectives: collectives of each graph, by the graph's name within the build.
-        work: operations of the captured graphs, before they are divided among ranks.
-        stages: replaces `train` and `forward` under a plan with a pipeline.
-        failed: graphs that could not be compiled -> the compiler's error. Calling one raises.
-    """
-
-    train: dict[str, dict[Phase, BuiltGraph]]
-    forward: dict[str, BuiltGraph]
-    update: dict[str, Call]
-    update_names: dict[str, str]
-    compiled: bool
-    collectives: dict[str, tuple[Collective, ...]]
-    work: Work
-    stages: dict[str, BuiltStages] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
-
-    def names(self) -> set[str]:
-        """Return the names of all graphs and updates, within the build."""
-        graphs = [graph for by_phase in self.train.values() for graph in by_phase.values()] + list(
-            self.forward.values()
-        )
-        graphs += [part for stages in self.stages.values() for part in stages.parts.values()]
-        return {graph.name for graph in graphs} | set(self.update_names.values())
-
-    def replaced(self, chosen: Callable[[BuiltGraph], Call]) -> Built:
-        """Return a copy in which `chosen` has replaced each callable.
-
-        It receives updates without inputs and outputs.
-        """
-
-        def graph(given: BuiltGraph) -> BuiltGraph:
-            return replace(given, call=chosen(given))
-
-        updates = {self.update_names[name]: call for name, call in self.update.items()}
-        replaced = {name: chosen(BuiltGraph(name, call, (), ())) for name, call in updates.items()}
-        return replace(
-            self,
-            train={
-                name: {phase: graph(each) for phase, each in by_phase.items()}
-                for name, by_phase in self.train.items()
-            },
-            forward={name: graph(each) for name, each in self.forward.items()},
-            update={name: replaced[self.update_names[name]] for name in self.update},
-            stages={
-                name: replace(each, parts={key: graph(part) for key, part in each.parts.items()})
-                for name, each in self.stages.items()
-            },
-        )
-
-
-def device_of(plan: Plan) -> torch.device:
-    """Return the device of every rank.
-
-    Each sees one GPU only, so that a compiled graph, which names its device, fits all.
-    """
-    return torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0)
-
-
-def build_key(
-    package: Package,
-    plan: Plan,
-    device: torch.device,
-    pipeline_index: int = 0,
-    *,
-    evaluates: bool = True,
-    threads: int | None = None,
-) -> str:
-    """Return a hash of all that a compiled build depends on.
-
-    That is the program, its graphs, the parts of the plan that determine them, torch, the hardware
-    and the number of threads of a worker (by default, those of this process).
-    """
-    hardware = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
-    )
-    parts = {
-        "build": BUILD_VERSION,
-        "program": _without_rates(package.manifest).program_digest,
-        "graphs": package.manifest.step_graphs(evaluates=evaluates),
-        "plan": (
-            plan.model_dump(mode="json", include=_SHAPING)
-            | {
-                "world": plan.world_size,
-                "index": pipeline_index,
-            }
-        ),
-        "torch": torch.__version__,
-        # Inductor writes the number of threads into CPU kernels
-        "device": [device.type, hardware, threads or torch.get_num_threads()],
-    }
-    return hashlib.sha256(canonical_json(parts)).hexdigest()[:32]
-
-
-def _without_rates(manifest: Manifest) -> Manifest:
-    """Return a manifest with neutral values for what no graph depends on: learning rates (inputs of
-    updates), seed, steps.
-    """
-    groups = tuple(
-        group.model_copy(update={"learning_rates": (0.0,), "schedule": None})
-        for group in manifest.recipe.groups
-    )
-    recipe = manifest.recipe.model_copy(
-        update={"groups": groups, "schedules": (), "seed": 0, "steps": 1}
-    )
-    return manifest.model_copy(update={"recipe": recipe})
-
-
-def threads_of(local_world: int) -> int:
-    """Return the number of threads of each worker on a node: its share of the cores.
-
-    CPU kernels are compiled for this number.
-    """
-    return max(1, len(os.sched_getaffinity(0)) // local_world)
 
 
 def is_compiled(package: Package, plan: Plan, cache_dir: Path, *, evaluates: bool) -> bool:
@@ -313,7 +115,7 @@ def compile_build(
             make_room(cache_dir)
             with (
                 new_folder(final) as temporary,
-                _own_kernels(cache_dir, temporary),
+                own_kernels(cache_dir, temporary),
                 deterministic(),
             ):
                 graphs, work = _make_graphs(
@@ -345,7 +147,7 @@ def _no_room_told(cache_dir: Path) -> Iterator[None]:
 def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> Built:
     """Load a build that `compile_build` made in the same cache."""
     index = json.loads((folder / _INDEX).read_bytes())
-    _use_inductor_cache(cache_dir)
+    use_inductor_cache(cache_dir)
 
     failed: dict[str, str] = index["failed"]
 
@@ -582,57 +384,3 @@ def _is_whole(folder: Path) -> bool:
         (folder / name).is_file() and sha256_file(folder / name) == digest
         for name, digest in digests.items()
     )
-
-
-def _use_inductor_cache(cache_dir: Path) -> None:
-    """Set Inductor's cache to the node's cache of kernels.
-
-    It is content-addressed, too, and shared by all builds, since plans of one package have most
-    kernels in common.
-    """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_kernels(cache_dir))
-
-
-def _kernels(cache_dir: Path) -> Path:
-    """Return the folder of the node's kernels, and mark it as used by this process.
-
-    There is one for each release of torch and each BUILD_VERSION, since Inductor would otherwise
-    find kernels that an earlier version has compiled.
-    """
-    folder = private_folder(cache_dir / "kernels") / f"torch-{torch.__version__}-{BUILD_VERSION}"
-    use(folder)
-    return private_folder(folder)
-
-
-@contextmanager
-def _own_kernels(cache_dir: Path, draft: Path) -> Iterator[None]:
-    """Make Inductor write new kernels into `draft` within the context, and add them to the node's
-    kernels if it succeeds.
-
-    Inductor's C++ compiler writes libraries in place, and an existing library counts as complete.
-    So a process that is killed would leave a partial library that fails every later run, and a
-    compiler that outlives it could overwrite a library of the next process.
-    """
-    shared, own = _kernels(cache_dir), draft / "kernels"
-    _link_files(shared, own)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
-    try:
-        yield
-        _link_files(own, shared)
-        shutil.rmtree(own)
-    finally:
-        _use_inductor_cache(cache_dir)
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Hard-link the files of `source` into `target`, each atomically; existing files of `target`
-    remain.
-    """
-    for folder, _, names in os.walk(source):
-        there = target / Path(folder).relative_to(source)
-        there.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name in names:
-            if not name.endswith(".lock"):
-                # another build of this node may run concurrently
-                with suppress(FileExistsError, FileNotFoundError):
-                    os.link(Path(folder) / name, there / name)

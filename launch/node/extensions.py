@@ -17,9 +17,10 @@ import filelock
 from trainload.core.atomic import temporary_folder
 from trainload.core.errors import PackageError, StorageError
 from trainload.launching.node.cache import LOCK_SECONDS, default_cache_dir, private_folder
-from trainload.packaging.format.manifest import FileEntry, Manifest, OpLibraryEntry
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import FileEntry, OpLibraryEntry
 from trainload.packaging.format.package_files import copy_checked
-from trainload.packaging.graphs.graph_json import running_schema
+from trainload.packaging.graphs.torch_operators import running_schema
 from trainload.packaging.libraries.providers import installed_version
 from trainload.packaging.libraries.wheels import (
     fits,

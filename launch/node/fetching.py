@@ -22,7 +22,8 @@ from trainload.launching.node.cache import (
     use,
 )
 from trainload.packaging.derived import share_derived
-from trainload.packaging.format.manifest import MANIFEST, Manifest
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import read_manifest
 from trainload.packaging.stores.oci import is_oci, pin_oci, pull_oci
 from trainload.packaging.stores.pull import pull

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from trainload.core.errors import IntegrityError, PackageError
 from trainload.launching.node.extensions import load_extensions, may_load_extensions
-from trainload.packaging.format.manifest import EXTENSIONS, MANIFEST, Manifest
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_paths import EXTENSIONS, MANIFEST
 from trainload.packaging.libraries.op_libraries import Libraries, differences
 from trainload.packaging.package import Package, open_package, read_manifest
 from trainload.packaging.signatures.policy import (

@@ -23,7 +23,9 @@ from trainload.launching.run.journal import Event, stream_events
 from trainload.launching.run.run_changes import settings_of
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.settings.adapter_weights import merged, write_adapters
-from trainload.packaging.format.manifest import MANIFEST, Manifest, TrainingEntry
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import TrainingEntry
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import Package, open_package, read_manifest
 from trainload.packaging.write import with_weights
 

@@ -12,7 +12,7 @@ from trainload.launching.run.run_spec import Change, RunSpec
 from trainload.launching.settings.info import info_of
 from trainload.launching.settings.overrides import Overrides
 from trainload.launching.settings.run_settings import RunSettings
-from trainload.packaging.format.manifest import SettingsEntry
+from trainload.packaging.format.manifest_records import SettingsEntry
 
 
 def changes_run(settings: RunSettings) -> bool:

@@ -13,7 +13,8 @@ from trainload.core.errors import JobError
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.low_rank import LowRank
-    from trainload.packaging.format.manifest import Manifest, ParameterEntry
+    from trainload.packaging.format.manifest import Manifest
+    from trainload.packaging.format.manifest_records import ParameterEntry
 
 
 class Adapters(BaseModel):

@@ -32,9 +32,10 @@ from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_fold
 from trainload.launching.settings.adapter_weights import first_values
 from trainload.launching.settings.adapters import Adapters
 from trainload.packaging.derived import write_derived
-from trainload.packaging.format.manifest import Option, PassEntry
+from trainload.packaging.format.field_types import Option
+from trainload.packaging.format.manifest_records import PassEntry
 from trainload.packaging.format.source_map import restore_traces
-from trainload.packaging.graphs.graph_json import with_graph, with_parameters
+from trainload.packaging.graphs.graph_replacement import with_graph, with_parameters
 from trainload.packaging.package import Package, check_weights, open_package
 from trainload.packaging.write import with_program
 from trainload.sharding.plans.device_step_graphs import DERIVATION, derived_key

@@ -18,7 +18,8 @@ from trainload.launching.settings.info import SettingInfo
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
-    from trainload.packaging.format.manifest import Manifest, Option
+    from trainload.packaging.format.field_types import Option
+    from trainload.packaging.format.manifest import Manifest
     from trainload.packaging.package import Package
 
 _SHAPES = ("constant", "linear", "cosine")

@@ -13,7 +13,7 @@ from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.optimizer.rounds import TurnCall
 from trainload.capture.program import MAIN
 from trainload.launching.data.sampler import Rows
-from trainload.launching.node.build import BuiltGraph
+from trainload.launching.node.built_graphs import BuiltGraph
 from trainload.launching.worker.rank_state import RankState
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan

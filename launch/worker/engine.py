@@ -14,7 +14,7 @@ from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.optimizer.rounds import TurnCall, calls_of, turns_before
 from trainload.capture.program import Mode, graph_name
 from trainload.launching.checkpoints.sharded_state import share
-from trainload.launching.node.build import Built, BuiltGraph
+from trainload.launching.node.built_graphs import Built, BuiltGraph
 from trainload.launching.worker.calls import Calls, Given, Microbatch, ignore
 from trainload.launching.worker.pipeline_step import PipelineRunner
 from trainload.launching.worker.rank_state import RankState

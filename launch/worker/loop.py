@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainload.autograd_trace.derivation.aot import begun_collectives, bind_groups
+from trainload.autograd_trace.derivation.named_groups import begun_collectives, bind_groups
 from trainload.autograd_trace.optimizer.rounds import draws_before
 from trainload.core.errors import (
     CheckpointError,
@@ -33,11 +33,9 @@ from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import RunData, run_dispatcher
-from trainload.launching.node.build import (
-    Built,
-    can_compile,
-    device_of,
-)
+from trainload.launching.node.build import can_compile
+from trainload.launching.node.build_key import device_of
+from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.process_groups import gathered, group_of_stage

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainload.autograd_trace.derivation.aot import group_named
+from trainload.autograd_trace.derivation.named_groups import group_named
 from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.optimizer.rounds import TurnCall
-from trainload.launching.node.build import BuiltStages
+from trainload.launching.node.built_graphs import BuiltStages
 from trainload.launching.worker.calls import Calls, Given, Microbatch
 from trainload.sharding.pipeline.pipeline_axis import dtype_of, shape_of
 from trainload.sharding.pipeline.stage_schedule import (

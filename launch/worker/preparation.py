@@ -12,15 +12,9 @@ import torch
 from trainload.core.errors import CompileError
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.data.run_data import RunData, open_run_data
-from trainload.launching.node.build import (
-    Built,
-    can_compile,
-    compile_build,
-    device_of,
-    load_build,
-    threads_of,
-    uncompiled_build,
-)
+from trainload.launching.node.build import can_compile, compile_build, load_build, uncompiled_build
+from trainload.launching.node.build_key import device_of, threads_of
+from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.libraries import library_warnings
 from trainload.launching.run.contact import Contact

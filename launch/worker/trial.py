@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-from trainload.autograd_trace.derivation.aot import alone_of, bind_groups
+from trainload.autograd_trace.derivation.named_groups import alone_of, bind_groups
 from trainload.core.errors import PlanError
 from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import run_dispatcher
-from trainload.launching.node.build import device_of
+from trainload.launching.node.build_key import device_of
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec

@@ -29,7 +29,8 @@ from trainload.capture.parity.distance import relative_distance
 from trainload.core.atomic import replace_file
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import CompileError, PackageError, raised
-from trainload.launching.node.build import Built, BuiltGraph, Call, uncompiled_graphs
+from trainload.launching.node.build import uncompiled_graphs
+from trainload.launching.node.built_graphs import Built, BuiltGraph, Call
 from trainload.launching.node.process_groups import gathered
 from trainload.launching.worker.departures import departing, named, recorded
 from trainload.launching.worker.out_of_memory import is_out_of_memory

@@ -16,7 +16,8 @@ from trainload.packaging.comparison.graph_difference import GraphDifference, gra
 from trainload.packaging.comparison.graph_lines import GraphLines, graph_lines
 from trainload.packaging.comparison.json_change import ABSENT, Change, changes
 from trainload.packaging.comparison.weight_distance import TensorDifference, weight_differences
-from trainload.packaging.format.manifest import FileEntry, Manifest
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.format.package_files import read_checked
 from trainload.packaging.package import Package, check_graph, open_to_look
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainload.packaging.format.manifest import CONSTANTS
+from trainload.packaging.format.package_paths import CONSTANTS
 from trainload.packaging.package import Package
 
 BLOCK = 2**20

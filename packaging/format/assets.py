@@ -18,8 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from trainload.capture.job.definition import Asset, AssetLike
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.paths import write_bytes, write_copy
-from trainload.packaging.format.manifest import Manifest, MediaType, safe_path
+from trainload.packaging.format.field_types import MediaType
+from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_files import copy_checked, new_file, new_folder
+from trainload.packaging.format.package_paths import safe_path
 
 ASSETS = "assets/"
 UNKNOWN = "application/octet-stream"

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError
 from trainload.core.paths import open_inside, write_bytes
-from trainload.packaging.format.manifest import FileEntry
+from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.format.package_files import read_checked, walk
 
 INDEX = "debug/index.json"

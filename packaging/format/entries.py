@@ -13,11 +13,11 @@ from trainload.capture.program import (
     ParameterSpec,
 )
 from trainload.packaging.format.guard_entries import guard_entry, guard_of
-from trainload.packaging.format.manifest import (
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import (
     BufferEntry,
     GraphEntry,
     InputEntry,
-    Manifest,
     OutputEntry,
     ParameterEntry,
     StateEntry,

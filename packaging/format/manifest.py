@@ -5,15 +5,12 @@ docs/format.md specifies every field.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from trainload.autograd_trace.graphs import Recipe
-from trainload.capture.job.names import is_dotted_name
-from trainload.capture.job.synthesise import QUANTILES
 from trainload.capture.program import (
     Mode,
     graph_name,
@@ -24,340 +21,34 @@ from trainload.capture.program import (
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.core.records import Record
-from trainload.packaging.format.guard_entries import GuardEntry, InputName, Size, check_guard
+from trainload.packaging.format.field_types import Identifier, Label, SafePath, Sha256
+from trainload.packaging.format.format_version import check_version
+from trainload.packaging.format.guard_entries import check_guard
+from trainload.packaging.format.manifest_records import (
+    AbstractEntry,
+    BufferEntry,
+    ConstantEntry,
+    FileEntry,
+    GraphEntry,
+    InputEntry,
+    OpLibraryEntry,
+    ParameterEntry,
+    PassEntry,
+    TrainingEntry,
+    UpdateEntry,
+)
+from trainload.packaging.format.package_paths import (
+    CHUNKS,
+    CONSTANTS,
+    EXTENSIONS,
+    INDEX,
+    MANIFEST,
+    OUTSIDE,
+)
 from trainload.packaging.format.upgrade import oldest_form, upgraded
 
-FORMAT_VERSION = 2
-"""History:
-
-    1 (2026-11-21)  First version.
-    2 (2026-11-22)  `op_libraries` describes what registers each namespace: distribution, version,
-                    digest, modules, Triton kernels, and wheels in extensions/; feature
-                    `extensions`. 2026-11-23: feature `training`.
-
-A reader upgrades older manifests: packaging/format/upgrade.py. tests/golden keeps a package of each
-version.
-"""
-FEATURES: Mapping[str, str] = {
-    "abstract": (
-        "the package has shapes and no weights, and cannot be trained: `abstract` says what was"
-        " proven"
-    ),
-    "custom-ops": (
-        "graphs call operators of other libraries, described in `op_libraries`; a reader needs"
-        " permission to run them"
-    ),
-    "extensions": (
-        "extensions/ holds wheels of operator libraries, which run code; a reader loads them only"
-        " with permission"
-    ),
-    "non-persistent-buffers": (
-        "weights/non-persistent.safetensors holds buffers that are not in the model's state dict"
-    ),
-    "clip-value": "the elements of the gradient are clipped: `clip_value` in the recipe",
-    "several-graphs": (
-        "several graphs are trained in turns: `loop`, `graphs`, `feeds` and `main` in the recipe,"
-        " `clock` in its groups"
-    ),
-    "ema": "a running mean of the parameters is kept: `ema_decay` in the recipe",
-    "loss-scale": "the loss is scaled: `loss_scale` in the recipe",
-    "schedules": (
-        "learning rates are one number for each group, multiplied by tables that groups share:"
-        " `schedules` in the recipe"
-    ),
-    "training": (
-        "the weights were trained from the parent's: `training` says how long, on what, and with"
-        " which settings"
-    ),
-    "variants": (
-        "graphs have variants, each with a guard, which are tried in the order of `variants`"
-    ),
-    "whole-updates": (
-        "the update of a group takes whole parameters of one shape, which the update states"
-    ),
-}
-"""Features that a package may require of its reader besides the version -> meaning.
-
-Unknown ones are rejected.
-"""
-
-MANIFEST = "manifest.json"
 MAX_MANIFEST = 64 * 2**20
 """Maximum size of manifest.json in bytes."""
-CONSTANTS = "constants.safetensors"
-INDEX = "weights/model.safetensors.index.json"
-NON_PERSISTENT = "weights/non-persistent.safetensors"
-CHUNKS = "weights/chunks.json"
-OUTSIDE = ("debug", "derived", "signatures")
-"""Folders whose files are not part of the package's identity."""
-EXTENSIONS = "extensions"
-"""The folder of wheels."""
-BUILT_IN_NAMESPACES = frozenset({"aten", "prims", "trainload"})
-"""Namespaces of operators that every reader has."""
-
-SAFE_PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
-"""Pattern of one part of a path, between slashes."""
-_PATH = re.compile(rf"{SAFE_PART}(/{SAFE_PART})*")
-_TOKEN = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"
-_RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
-
-
-def safe_path(path: str) -> str:
-    """Return `path` if a package may contain it.
-
-    Raises:
-        ValueError: it is not a safe relative path.
-    """
-    parts = path.split("/")
-    if (
-        len(path) > 512
-        or not _PATH.fullmatch(path)
-        or any(part.endswith(".") or _RESERVED.fullmatch(part) for part in parts)
-    ):
-        raise ValueError(
-            f"{path[:80]!r} is not a safe relative path (letters, digits and _ . + - between"
-            " slashes)"
-        )
-    return path
-
-
-def _of_64_bits(value: int | float) -> int | float:
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise ValueError(f"{value} does not fit into 64 bits")
-    return value
-
-
-def _fqn(name: str) -> str:
-    if not is_dotted_name(name):
-        raise ValueError(f"{name[:80]!r} is not a dotted name")
-    return name
-
-
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-SafePath = Annotated[str, AfterValidator(safe_path)]
-Fqn = Annotated[str, AfterValidator(_fqn)]
-MediaType = Annotated[str, Field(pattern=rf"^{_TOKEN}/{_TOKEN}(; charset={_TOKEN})?$")]
-"""A media type as in RFC 6838, with at most a charset: "text/plain", "text/csv; charset=utf-8"."""
-Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=64)]
-Symbolic = Annotated[str, Field(min_length=1, max_length=256)]
-ModuleName = Annotated[
-    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$", max_length=512)
-]
-DistributionName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=256)
-]
-DistributionVersion = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.!+-]+$", max_length=256)]
-Quantile = Annotated[int | float, AfterValidator(_of_64_bits)]
-Option = (
-    bool
-    | int
-    | float
-    | Annotated[str, Field(max_length=8192)]
-    | tuple[Annotated[str, Field(max_length=8192)], ...]
-    | None
-)
-"""Value of an option of a pass."""
-SettingName = Annotated[
-    str, Field(pattern=r"^[a-z][a-z_]{0,31}(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,63})?$")
-]
-"""A setting's name as for `--set`: "lr", "lr.group0", "adapters.rank"."""
-
-
-class FileEntry(Record):
-    """A file of the package; `size` is in bytes."""
-
-    media_type: MediaType
-    sha256: Sha256
-    size: Size
-
-
-class InputEntry(Record):
-    """One entry of a graph's batch; `quantiles` is as in `InputSpec`."""
-
-    name: InputName
-    dtype: Identifier
-    shape: tuple[Size | Symbolic, ...]
-    quantiles: Annotated[tuple[Quantile, ...], Field(max_length=QUANTILES)]
-
-
-class OutputEntry(Record):
-    """One output of a graph."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    role: Literal["loss", "weight", "metric", "prediction", "output"]
-
-
-class GraphEntry(Record):
-    """A captured graph and its file."""
-
-    later: ClassVar[frozenset[str]] = frozenset({"coupled", "guard", "reached"})
-
-    file: SafePath
-    inputs: tuple[InputEntry, ...]
-    outputs: tuple[OutputEntry, ...]
-    reached: tuple[Fqn, ...] | None = None
-    """Names of the parameters that the graph reaches; see `GraphCapture.reached`."""
-    guard: GuardEntry | None = None
-    coupled: Literal[True] | None = None
-    """True if the rows of a call depend on each other; see `GraphCapture.coupled`."""
-
-
-class ParameterEntry(Record):
-    """A parameter; one with `alias_of` has no tensor of its own."""
-
-    name: Fqn
-    dtype: Identifier
-    shape: tuple[Size, ...]
-    trainable: bool
-    alias_of: Fqn | None
-
-
-class BufferEntry(Record):
-    """A buffer."""
-
-    name: Fqn
-    dtype: Identifier
-    shape: tuple[Size, ...]
-    persistent: bool
-
-
-class ConstantEntry(Record):
-    """A tensor constant; `name` is "GRAPH/NAME_IN_THE_GRAPH"."""
-
-    name: SafePath
-    dtype: Identifier
-    shape: tuple[Size, ...]
-
-
-class StateEntry(Record):
-    """One entry of an optimizer's state."""
-
-    later: ClassVar[frozenset[str]] = frozenset({"shape"})
-
-    name: Label
-    dtype: Identifier
-    like_parameter: bool
-    shape: tuple[Size, ...] = ()
-    """Shape of the entry, if `like_parameter` is false."""
-
-
-class UpdateEntry(Record):
-    """The update of one parameter group: two graph files.
-
-    `shape` is the shape of the parameters that the update takes whole; None if the update is
-    elementwise.
-    """
-
-    later: ClassVar[frozenset[str]] = frozenset({"shape"})
-
-    group: Label
-    first: SafePath
-    following: SafePath
-    state: tuple[StateEntry, ...]
-    elementwise: bool
-    shape: tuple[Size, ...] | None = None
-
-
-class PassEntry(Record):
-    """A pass that made a package's graphs from its parent's.
-
-    Attributes:
-        name: MODULE:FUNCTION.
-        distribution: distribution that provides the module, if known, and its `version`.
-        source: sha256 of the module's source file, if it has one.
-        options: keyword arguments of the function.
-        preserving: True if the graphs before and after the pass computed the same values; if False,
-            the user who ran the pass allowed the change.
-    """
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+:[A-Za-z0-9_]+$", max_length=512)]
-    distribution: Annotated[str, Field(max_length=256)] | None
-    version: Annotated[str, Field(max_length=256)] | None
-    source: Sha256 | None
-    options: dict[Identifier, Option]
-    preserving: bool
-
-
-class KernelEntry(Record):
-    """A Triton kernel that an operator launches.
-
-    Attributes:
-        name: MODULE:FUNCTION.
-        distribution: distribution that provides the module, if known, and its `version`.
-        source: sha256 of the module's source file, if it has one.
-    """
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+:[A-Za-z0-9_]+$", max_length=512)]
-    distribution: DistributionName | None
-    version: DistributionVersion | None
-    source: Sha256 | None
-
-
-class OpLibraryEntry(Record):
-    """The library that registered the operators of a namespace where the package was written.
-
-    Attributes:
-        distribution: name of the distribution, with its `version`; None if unknown, or if modules
-            of several distributions register operators.
-        digest: `Provider.digest` of the distribution, or of the files if there is no distribution;
-            None if no module is known.
-        modules: modules to import in order to register the operators.
-        kernels: Triton kernels that the operators launch.
-        wheels: wheels of the library in extensions/: one, or one for each kind of Python and
-            machine.
-    """
-
-    distribution: DistributionName | None
-    version: DistributionVersion | None
-    digest: Sha256 | None
-    modules: tuple[ModuleName, ...]
-    kernels: tuple[KernelEntry, ...]
-    wheels: tuple[SafePath, ...]
-
-
-class AbstractEntry(Record):
-    """The proof for a package without weights.
-
-    Attributes:
-        reduced_parameters: number of parameter elements of the reduced job, which was compared with
-            eager mode instead.
-        reduced_program: sha256 of the canonical JSON of the reduced job's captured graphs, name ->
-            graph file.
-        structure: sha256 of the structure of the graphs, which is the same for both jobs.
-        check: check by which the reduced job was compared.
-    """
-
-    reduced_parameters: Size
-    reduced_program: Sha256
-    structure: Sha256
-    check: Literal["usual", "thorough"]
-
-
-class SettingsEntry(Record):
-    """Settings that override those of the package from a step of the run on.
-
-    Attributes:
-        step: step of the run; 0 for the settings of the launch.
-        settings: name, as for `--set` -> value.
-    """
-
-    step: Size
-    settings: dict[SettingName, Option]
-
-
-class TrainingEntry(Record):
-    """The training run that made a package's weights from its parent's.
-
-    Attributes:
-        steps: number of steps of the run.
-        data: fingerprint of the training data: a sha256 of all rows.
-        changed: changed settings in order of steps; () if the run used those of the parent.
-    """
-
-    steps: Size
-    data: Sha256
-    changed: Annotated[tuple[SettingsEntry, ...], Field(max_length=10_000)]
 
 
 class Manifest(Record):
@@ -410,7 +101,7 @@ class Manifest(Record):
         raw = parse_canonical(data, where)
         if not isinstance(raw, dict):
             raise IntegrityError("the manifest is not an object", where=where)
-        _check_version(raw, where)
+        check_version(raw, where)
         checksum = raw.pop("checksum", None)
         if checksum != sha256_bytes(canonical_json(raw)):
             raise IntegrityError(
@@ -736,43 +427,6 @@ class Manifest(Record):
                 raise PackageError(
                     "a graph is fed by an unknown output", where=where, got=lacking[0]
                 )
-
-
-def _check_version(raw: dict[str, Any], where: str) -> None:
-    version = raw.get("format_version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise PackageError(
-            "the manifest states no format version",
-            where=where,
-            expected=f"1 to {FORMAT_VERSION}",
-            got=repr(version),
-        )
-    if version > FORMAT_VERSION:
-        raise PackageError(
-            "the package was made in a newer format",
-            where=where,
-            expected=f"format 1 to {FORMAT_VERSION}",
-            got=f"format {version}",
-            hint="Update trainload.",
-        )
-    features = raw.get("features")
-    if not isinstance(features, list) or not all(isinstance(feature, str) for feature in features):
-        raise PackageError(
-            "the manifest states no features",
-            where=where,
-            expected="a list of names",
-            got=repr(features)[:80],
-        )
-    for feature in features:
-        if feature not in FEATURES:
-            raise PackageError(
-                f"the package needs the feature {feature[:80]!r}, which this version of trainload"
-                " does not support",
-                where=where,
-                expected=f"features among {', '.join(sorted(FEATURES))}",
-                got=feature[:80],
-                hint="Update trainload.",
-            )
 
 
 def _check_abstract(manifest: Manifest, where: str) -> None:

@@ -13,7 +13,8 @@ from trainload.core.atomic import sync_file, sync_folder, temporary_folder
 from trainload.core.canonical_json import MAX_BYTES, sha256_bytes
 from trainload.core.errors import IntegrityError, StorageError, UnsafePackageError
 from trainload.core.paths import check_name, is_full, open_inside
-from trainload.packaging.format.manifest import MANIFEST, OUTSIDE, FileEntry
+from trainload.packaging.format.manifest_records import FileEntry
+from trainload.packaging.format.package_paths import MANIFEST, OUTSIDE
 
 
 def read_checked(root: Path, path: str, entry: FileEntry) -> bytes:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Set
 
 from trainload.core.errors import UnsafePackageError
-from trainload.packaging.format.manifest import BUILT_IN_NAMESPACES
+from trainload.packaging.format.format_version import BUILT_IN_NAMESPACES
 
 HIGHER_ORDER = frozenset(
     {"cond", "while_loop", "while_loop_stack_output", "map_impl", "scan", "associative_scan"}

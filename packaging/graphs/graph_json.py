@@ -1,8 +1,7 @@
-"""Conversion of graphs to JSON and back. No other module of packaging/ uses torch's private names.
+"""Conversion of graphs to JSON and back.
 
 Run on torch 2.13.0. The private names are those of `torch._export.serde` (torch.export's own
-schema, major version 8), `torch._ops`, `torch._C.parse_schema`, `torch._C._dispatch_dump`, the
-registries of `torch._library` (who registered an operator), and the constructor of ExportedProgram.
+schema, major version 8), `torch._ops`, and the constructor of ExportedProgram.
 Nothing here reads pickles. Every document that is read must have passed `validate.validate_graph`.
 """
 
@@ -12,7 +11,6 @@ import builtins
 import functools
 import math
 import operator
-import os
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +30,6 @@ from torch._export.serde.serialize import (
 )
 from torch._export.serde.union import _Union
 from torch._export.verifier import SpecViolationError, load_verifier
-from torch._library import custom_ops, simple_registry
-from torch._library.triton import get_triton_kernels_for_op
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
@@ -49,13 +45,14 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from trainload.capture.operators import calls_in, nodes_in
+from trainload.capture.operators import calls_in
 from trainload.capture.source.quiet import quiet_torch
 from trainload.capture.watching import higher_order  # noqa: F401 - registers operators of graphs
 from trainload.core.errors import PackageError
 from trainload.packaging.graphs.graph_fields import plain_treespec, strip_graph
 
-_DIALECT = "TRAINING"
+DIALECT = "TRAINING"
+"""Name of the dialect of IR that graphs are in, as torch's verifiers know it."""
 _SYMBOL = re.compile(r"Symbol\('([a-z]+[0-9]+)'")
 """A symbol in a size, as in sympy's expressions."""
 _POSITIONAL, _KEYWORD = serde.ArgumentKind.POSITIONAL.value, serde.ArgumentKind.KEYWORD.value
@@ -92,7 +89,7 @@ def graph_to_json(exported: ExportedProgram, where: str = "graph") -> GraphJson:
     Raises:
         PackageError: torch's schema cannot express the graph; the message names the node.
     """
-    with _refused(where), serialisable_values(exported.graph_module):
+    with refused(where), serialisable_values(exported.graph_module):
         exported.validate()  # type: ignore[no-untyped-call]
     return _to_json(
         exported.graph_module,
@@ -140,7 +137,7 @@ def graph_from_json(
             spec.kind == InputKind.BUFFER and not spec.persistent
         )
         (held if separate else bound)[target] = source[target]
-    with _refused(where):
+    with refused(where):
         return ExportedProgram(
             root=module,
             graph=module.graph,
@@ -152,100 +149,7 @@ def graph_from_json(
             module_call_graph=calls,
             example_inputs=None,
             constants=held,
-            verifiers=[load_verifier(_DIALECT)],
-        )
-
-
-def with_graph(
-    exported: ExportedProgram, module: torch.fx.GraphModule, where: str = "graph"
-) -> ExportedProgram:
-    """Return the program with another graph of the same inputs and the same number of outputs.
-
-    Raises:
-        PackageError: the inputs differ, or torch rejects the graph.
-    """
-    signature = exported.graph_signature
-    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-    expected = [spec.arg.name for spec in signature.input_specs]
-    if names != expected:
-        changed = sorted(set(names) ^ set(expected)) or ["their order"]
-        raise PackageError(
-            "the inputs of the new graph differ",
-            where=where,
-            expected="those of the old graph",
-            got=f"a change of {', '.join(changed[:4])}",
-        )
-    return _of_graph(
-        exported, module, list(signature.input_specs), dict(exported.state_dict), where
-    )
-
-
-def with_parameters(
-    exported: ExportedProgram,
-    module: torch.fx.GraphModule,
-    added: Mapping[str, tuple[str, torch.Tensor]],
-    where: str = "graph",
-) -> ExportedProgram:
-    """Return the program with another graph, which has additional parameters.
-
-    Args:
-        exported: the program.
-        module: a graph with the program's inputs, in their order, those of `added` among them, and
-            the same number of outputs.
-        added: placeholder name -> name of the parameter, and a tensor of its shape, which may be a
-            meta tensor.
-        where: place for errors.
-
-    Raises:
-        PackageError: torch rejects the graph.
-    """
-    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
-    for name, (parameter, _) in added.items():
-        specs[name] = InputSpec(
-            kind=InputKind.PARAMETER, arg=TensorArgument(name=name), target=parameter
-        )
-    inputs = [specs[node.name] for node in module.graph.nodes if node.op == "placeholder"]
-    return _of_graph(
-        exported, module, inputs, {**exported.state_dict, **dict(added.values())}, where
-    )
-
-
-def _of_graph(
-    exported: ExportedProgram,
-    module: torch.fx.GraphModule,
-    inputs: list[InputSpec],
-    state: dict[str, torch.Tensor],
-    where: str,
-) -> ExportedProgram:
-    signature = exported.graph_signature
-    results = next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]
-    if not isinstance(results, tuple | list) or len(results) != len(signature.output_specs):
-        got = str(len(results)) if isinstance(results, tuple | list) else "something else"
-        raise PackageError(
-            "the new graph has a different number of outputs",
-            where=where,
-            expected=f"{len(signature.output_specs)} values",
-            got=got,
-        )
-    outputs = [
-        OutputSpec(
-            kind=spec.kind,
-            arg=_argument(node) if isinstance(node, torch.fx.Node) else spec.arg,
-            target=spec.target,
-        )
-        for spec, node in zip(signature.output_specs, results, strict=True)
-    ]
-    with _refused(where), serialisable_values(module):
-        return ExportedProgram(
-            root=module,
-            graph=module.graph,
-            graph_signature=ExportGraphSignature(inputs, outputs),
-            state_dict=state,
-            range_constraints=dict(exported.range_constraints),
-            module_call_graph=list(exported.module_call_graph),
-            example_inputs=None,
-            constants=dict(exported.constants),
-            verifiers=[load_verifier(_DIALECT)],
+            verifiers=[load_verifier(DIALECT)],
         )
 
 
@@ -259,11 +163,11 @@ def flat_to_json(module: torch.fx.GraphModule, where: str = "graph") -> GraphJso
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     output = next(node for node in module.graph.nodes if node.op == "output")
     inputs = [
-        InputSpec(kind=InputKind.USER_INPUT, arg=_argument(node), target=None)
+        InputSpec(kind=InputKind.USER_INPUT, arg=argument_of(node), target=None)
         for node in placeholders
     ]
     outputs = [
-        OutputSpec(kind=OutputKind.USER_OUTPUT, arg=_argument(node), target=None)
+        OutputSpec(kind=OutputKind.USER_OUTPUT, arg=argument_of(node), target=None)
         for node in output.args[0]
     ]
     return _to_json(module, ExportGraphSignature(inputs, outputs), [], _ranges(module), [], where)
@@ -280,99 +184,9 @@ def flat_from_json(document: Mapping[str, Any], where: str = "graph") -> torch.f
     return _from_json(document, where)[0]
 
 
-def running_schema(name: str) -> str | None:
-    """Return the running torch's schema of an operator ("torch.ops.aten.add.Tensor"), or None."""
-    overload = _overload(name)
-    return None if overload is None else str(overload._schema)
-
-
-def has_higher_order(name: str) -> bool:
-    """Return True if there is a higher-order operator of this name ("cond") in torch or
-    trainload.
-    """
-    return isinstance(getattr(torch.ops.higher_order, name, None), HigherOrderOperator)
-
-
-def schema_still_fits(name: str, recorded: str) -> bool:
-    """Return True if the running torch's operator accepts every call of the recorded schema."""
-    overload = _overload(name)
-    if overload is None:
-        return False
-    if str(overload._schema) == recorded:
-        return True
-    try:
-        running: Any = overload._schema  # the stubs lack its methods
-        return bool(running.is_backward_compatible_with(torch._C.parse_schema(recorded)))
-    except (RuntimeError, UnicodeDecodeError):
-        # not a schema; torch's message may be cut within a UTF-8 character
-        return False
-
-
-def registered_by(name: str) -> tuple[str, ...]:
-    """Return the modules or Python files that registered an operator, as far as torch knows, the
-    most certain first.
-
-    In this order: the module of the function passed to `torch.library.custom_op` or `triton_op`;
-    the file that created the `torch.library.Library` which defined the operator; the file that
-    registered its fake kernel, which libraries of C++ operators do in Python.
-
-    Args:
-        name: "torch.ops.my_library.double.default".
-    """
-    overload = _overload(name)
-    if overload is None:
-        return ()
-    qualified = name_of(overload).partition(".")[0]
-    found: list[str] = []
-    definition = custom_ops.OPDEFS.get(qualified)
-    if definition is not None:
-        found.append(str(definition._init_fn.__module__))
-    places = re.findall(
-        r"^debug: registered at (.+):\d+$", torch._C._dispatch_dump(name_of(overload)), re.MULTILINE
-    )
-    entry: Any = simple_registry.singleton.find(qualified)
-    kernel = getattr(getattr(entry, "fake_impl", None), "kernel", None)
-    places += [str(kernel.source).rpartition(":")[0]] if kernel is not None else []
-    own = os.path.dirname(torch.__file__) + os.sep
-    return (
-        *found,
-        *(place for place in places if place.endswith(".py") and not place.startswith(own)),
-    )
-
-
-def triton_kernels(name: str) -> tuple[Any, ...]:
-    """Return the Triton kernels that torch found in the source of a `triton_op`, otherwise ()."""
-    overload = _overload(name)
-    found = (
-        [] if overload is None else get_triton_kernels_for_op(name_of(overload).partition(".")[0])
-    )
-    functions = []
-    for kernel in found:
-        while hasattr(kernel, "fn"):  # unwrap autotuners and triton.jit
-            kernel = kernel.fn
-        functions.append(kernel)
-    return tuple(functions)
-
-
-def name_of(overload: OpOverload) -> str:
-    """Return torch's name of an operator: "aten::add.Tensor"."""
-    name: str = overload.name()  # type: ignore[no-untyped-call]
-    return name
-
-
-def _overload(name: str) -> OpOverload | None:
-    found: Any = torch.ops
-    for part in name.removeprefix("torch.ops.").split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            return None
-    if not isinstance(found, OpOverload):
-        return None
-    return found if torch._C._dispatch_has_kernel(name_of(found)) else None
-
-
 @contextmanager
-def _refused(where: str) -> Iterator[None]:
+def refused(where: str) -> Iterator[None]:
+    """Convert torch's errors within the context into a PackageError: torch rejects the graph."""
     try:
         yield
     except PackageError:
@@ -386,7 +200,8 @@ def _refused(where: str) -> Iterator[None]:
         ) from error
 
 
-def _argument(node: torch.fx.Node) -> TensorArgument | SymIntArgument:
+def argument_of(node: torch.fx.Node) -> TensorArgument | SymIntArgument:
+    """Return the description of a node's value in a graph's signature."""
     return (
         TensorArgument(name=node.name)
         if isinstance(node.meta["val"], torch.Tensor)
@@ -417,7 +232,7 @@ def _to_json(
     guards: list[str],
     where: str,
 ) -> GraphJson:
-    with _refused(where), serialisable_values(module), quiet_torch():
+    with refused(where), serialisable_values(module), quiet_torch():
         serialised = GraphModuleSerializer(signature, list(calls)).serialize(module)
         document = _plain(
             {
@@ -559,7 +374,7 @@ def _from_json(
     dict[str, Any],
     dict[str, ValueRanges[Any]],
 ]:
-    with _refused(where):
+    with refused(where):
         serialised = _decoded(serde.GraphModule, document["graph_module"])
         ranges = {
             name: ValueRanges(
@@ -695,10 +510,3 @@ def _forget_hints_of_expressions(module: torch.fx.GraphModule) -> None:
             for key in [k for k in hints if not k.is_Symbol]:
                 del hints[key]
             return
-
-
-def operator_namespaces(module: torch.fx.GraphModule) -> frozenset[str]:
-    """Return the namespaces of the operators that a graph and its bodies call."""
-    return frozenset(
-        node.target.namespace for node in nodes_in(module) if isinstance(node.target, OpOverload)
-    )

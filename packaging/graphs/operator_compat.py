@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from trainload.packaging.format.manifest import Manifest
-from trainload.packaging.graphs.graph_json import (
+from trainload.packaging.graphs.torch_operators import (
     has_higher_order,
     running_schema,
     schema_still_fits,

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from trainload.core.canonical_json import sha256_file
-from trainload.packaging.format.manifest import KernelEntry, Manifest, OpLibraryEntry
-from trainload.packaging.graphs.graph_json import registered_by, triton_kernels
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import KernelEntry, OpLibraryEntry
+from trainload.packaging.graphs.torch_operators import registered_by, triton_kernels
 from trainload.packaging.libraries.providers import (
     Provider,
     import_name,

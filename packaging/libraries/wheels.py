@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainload.core.errors import PackageError, StorageError, UnsafePackageError
-from trainload.packaging.format.manifest import SAFE_PART
+from trainload.packaging.format.package_paths import SAFE_PART
 from trainload.packaging.libraries.providers import Provider, digest_of
 
 MAX_FILES = 100_000

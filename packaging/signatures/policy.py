@@ -17,7 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import PolicyError
-from trainload.packaging.format.manifest import MANIFEST, Identifier, Manifest, Sha256
+from trainload.packaging.format.field_types import Identifier, Sha256
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.signatures.keys import identity_of, read_pem
 from trainload.packaging.signatures.vouching import Refused, vouched_for
 

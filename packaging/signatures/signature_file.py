@@ -25,8 +25,10 @@ from pydantic.alias_generators import to_camel
 from trainload.core.canonical_json import nesting
 from trainload.core.errors import IntegrityError, UnsafePackageError
 from trainload.core.paths import open_inside
-from trainload.packaging.format.manifest import MANIFEST, Manifest, SafePath, Sha256
+from trainload.packaging.format.field_types import SafePath, Sha256
+from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_files import walk
+from trainload.packaging.format.package_paths import MANIFEST
 
 FOLDER = "signatures"
 SUFFIX = ".sig"

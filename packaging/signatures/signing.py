@@ -10,7 +10,8 @@ from trainload.core.atomic import create_file, sync_folder
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import SignatureError, StorageError
 from trainload.core.paths import is_full
-from trainload.packaging.format.manifest import MANIFEST, OUTSIDE, Manifest
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_paths import MANIFEST, OUTSIDE
 from trainload.packaging.package import read_manifest
 from trainload.packaging.signatures.keys import PrivateKey, identity_of, library, read_pem
 from trainload.packaging.signatures.signature_file import (

@@ -11,8 +11,9 @@ from trainload.core.errors import PackageError, StorageError, UnsafePackageError
 from trainload.core.paths import open_inside
 from trainload.packaging.derived import derived_problems
 from trainload.packaging.format.debug import debug_problems
-from trainload.packaging.format.manifest import MANIFEST, OUTSIDE, Manifest
+from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_files import walk
+from trainload.packaging.format.package_paths import MANIFEST, OUTSIDE
 from trainload.packaging.libraries.wheels import read_wheel
 from trainload.packaging.package import check_graph, read_graph, read_manifest
 from trainload.packaging.signatures.keys import Identity

@@ -16,7 +16,8 @@ from typing import Any
 
 from trainload.core.errors import PackageError, SignatureError
 from trainload.core.paths import write_bytes
-from trainload.packaging.format.manifest import OUTSIDE, Manifest
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_paths import OUTSIDE
 from trainload.packaging.signatures.keys import Identity, certificate_key, library
 from trainload.packaging.signatures.signature_file import (
     FOLDER,

@@ -23,7 +23,7 @@ from trainload.core.storage.lease import (
     LeaseTakenError,
     OtherLease,
 )
-from trainload.packaging.format.manifest import Sha256
+from trainload.packaging.format.field_types import Sha256
 from trainload.packaging.stores.store import Store
 
 GC = "gc"

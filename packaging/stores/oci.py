@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import IntegrityError, StorageError, TrainloadError, UnsafePackageError
 from trainload.core.storage.interface import BLOCK, NO_OPTIONS
-from trainload.packaging.format.manifest import MANIFEST, FileEntry
+from trainload.packaging.format.manifest_records import FileEntry
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.stores.oci_records import (
     IMAGE_MANIFEST,
     MAX_MANIFEST,

@@ -17,7 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.core.errors import IntegrityError, UnsafePackageError
 from trainload.packaging.format.assets import media_type_of
-from trainload.packaging.format.manifest import MANIFEST, FileEntry, Manifest, SafePath
+from trainload.packaging.format.field_types import SafePath
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import FileEntry
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.stores.releases import check_files
 
 MAX_MANIFEST = 4 * 2**20

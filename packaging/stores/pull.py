@@ -15,8 +15,10 @@ from trainload.core.canonical_json import sha256_bytes, sha256_file
 from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.core.paths import link_or_copy, write_bytes
 from trainload.core.storage.interface import NO_OPTIONS
-from trainload.packaging.format.manifest import MANIFEST, MAX_MANIFEST, OUTSIDE, FileEntry, Manifest
+from trainload.packaging.format.manifest import MAX_MANIFEST, Manifest
+from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.format.package_files import new_folder
+from trainload.packaging.format.package_paths import MANIFEST, OUTSIDE
 from trainload.packaging.package import check_tree, read_manifest
 from trainload.packaging.stores.push import OnProgress, unwatched
 from trainload.packaging.stores.store import Store, blob_path

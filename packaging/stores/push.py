@@ -11,8 +11,11 @@ from trainload.core.canonical_json import sha256_bytes, sha256_file
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.storage.interface import NO_OPTIONS, Expected
 from trainload.packaging.format.assets import media_type_of
-from trainload.packaging.format.manifest import MANIFEST, FileEntry, Manifest, SafePath
+from trainload.packaging.format.field_types import SafePath
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.format.package_files import walk
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import check_tree, read_manifest
 from trainload.packaging.stores.leases import PushedBlobs, leased
 from trainload.packaging.stores.releases import TRAVELLING, Release, Verdict, check_files, shown

@@ -10,7 +10,9 @@ from pydantic import AfterValidator, Field
 
 from trainload.core.errors import StorageError, UnsafePackageError
 from trainload.core.records import Nonce, Sealed, Text, Time, check_finite
-from trainload.packaging.format.manifest import MANIFEST, FileEntry, SafePath, Sha256
+from trainload.packaging.format.field_types import SafePath, Sha256
+from trainload.packaging.format.manifest_records import FileEntry
+from trainload.packaging.format.package_paths import MANIFEST
 
 TRAVELLING = ("debug", "signatures")
 """Folders outside a package's identity that are published with it. derived/ is a cache of one

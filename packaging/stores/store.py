@@ -29,7 +29,8 @@ from trainload.core.errors import ConflictError, IntegrityError, StorageError
 from trainload.core.records import MAX_RECORD, Sealed, now
 from trainload.core.storage.interface import NO_OPTIONS
 from trainload.core.storage.open_files import open_files
-from trainload.packaging.format.manifest import FileEntry, Manifest
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.stores.releases import (
     Mark,
     Pointer,

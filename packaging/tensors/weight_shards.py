@@ -16,8 +16,9 @@ import torch
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import IntegrityError, PackageError
 from trainload.core.paths import open_inside, write_bytes
-from trainload.packaging.format.manifest import CHUNKS, INDEX, NON_PERSISTENT, Manifest
+from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_files import read_checked
+from trainload.packaging.format.package_paths import CHUNKS, INDEX, NON_PERSISTENT
 from trainload.packaging.tensors import chunks
 from trainload.packaging.tensors.safetensors_file import (
     DTYPES,

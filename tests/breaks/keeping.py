@@ -8,7 +8,7 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         5,
         "source paths are part of the identity",
-        "packaging/format/manifest.py",
+        "packaging/format/package_paths.py",
         'OUTSIDE = ("debug", "derived", "signatures")',
         'OUTSIDE = ("derived", "signatures")',
         "test_law_5.py::test_two_processes_in_two_folders_write_the_same_bytes",

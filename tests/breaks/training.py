@@ -19,9 +19,9 @@ TRAINING: tuple[Mutation, ...] = (
         1,
         "a run without Ray needs Ray",
         "launch/worker/loop.py",
-        "from trainload.autograd_trace.derivation.aot import begun_collectives, bind_groups\n",
+        "from trainload.autograd_trace.derivation.named_groups import begun_collectives",
         "import ray  # noqa: F401\n\n"
-        "from trainload.autograd_trace.derivation.aot import begun_collectives, bind_groups\n",
+        "from trainload.autograd_trace.derivation.named_groups import begun_collectives",
         "test_law_1.py::test_the_package_trains_alone",
     ),
     Mutation(

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainload.autograd_trace.derivation.aot import bind_groups, derive
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.named_groups import bind_groups
 from trainload.autograd_trace.graphs import Port, StepGraph
 from trainload.launching.node.process_groups import leave_groups
 from trainload.packaging.package import Package, open_package

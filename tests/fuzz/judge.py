@@ -16,7 +16,7 @@ from tests.hostile.guarded import watched
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import TrainloadError
 from trainload.packaging.derived import read_derived
-from trainload.packaging.format.manifest import NON_PERSISTENT, OUTSIDE
+from trainload.packaging.format.package_paths import NON_PERSISTENT, OUTSIDE
 from trainload.packaging.graphs.graph_json import flat_to_json, graph_to_json
 from trainload.packaging.package import Package, open_package
 

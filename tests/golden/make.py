@@ -21,7 +21,7 @@ from tests.golden.goldens import HERE, Golden, train
 from tests.golden.jobs import CASES, Case
 
 import trainload
-from trainload.packaging.format.manifest import FORMAT_VERSION
+from trainload.packaging.format.format_version import FORMAT_VERSION
 from trainload.packaging.package import Package
 
 APART = 0.01

@@ -13,7 +13,7 @@ from torch._export.serde.schema import GraphModule
 from torch._export.serde.serialize import _dict_to_dataclass
 
 import trainload
-from trainload.packaging.format.manifest import FEATURES, FORMAT_VERSION
+from trainload.packaging.format.format_version import FEATURES, FORMAT_VERSION
 from trainload.packaging.graphs.graph_json import _decoded
 from trainload.packaging.signatures.verify import verify_package
 

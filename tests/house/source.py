@@ -15,8 +15,12 @@ IMPORTED_AS = {**{stage: stage for stage in STAGES}, "launch": "launching"}
 PRIVATE_TORCH = frozenset(
     {
         "autograd_trace/derivation/aot.py",
+        "autograd_trace/derivation/inductor.py",
+        "autograd_trace/derivation/named_groups.py",
         "capture/job/torch_modes.py",
         "packaging/graphs/graph_json.py",
+        "packaging/graphs/graph_replacement.py",
+        "packaging/graphs/torch_operators.py",
     }
 )
 """The modules that may touch torch's private names."""

@@ -155,7 +155,7 @@ TEMPORARY = re.compile(
 """How temporary files are named and take a file's place."""
 TEMPORARY_ELSEWHERE = {
     "capture/job/hollow.py": "a file that nothing replaces",
-    "launch/node/build.py": "kernels that two folders share",
+    "launch/node/kernel_cache.py": "kernels that two folders share",
     "src/trainload/core/writable_folder.py": "whether a folder can be written",
     "src/trainload/core/paths.py": "files that two packages share",
     "src/trainload/core/storage/folder_files.py": "whether the file system has hard links",

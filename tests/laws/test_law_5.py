@@ -27,7 +27,7 @@ from trainload.launching.checkpoints.load import load_sharded
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.run.journal import read_events
 from trainload.packaging.comparison.package_difference import package_difference
-from trainload.packaging.format.manifest import OUTSIDE
+from trainload.packaging.format.package_paths import OUTSIDE
 from trainload.packaging.package import Package, open_package
 from trainload.packaging.signatures.verify import verify_package
 

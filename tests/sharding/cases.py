@@ -17,7 +17,8 @@ from tests.optimizers import optimizer_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainload.autograd_trace.derivation.aot import bind_groups, derive
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.named_groups import bind_groups
 from trainload.autograd_trace.graphs import Recipe, Role, StepGraph, UpdateGraph
 from trainload.capture.job.definition import Job, Loss
 from trainload.capture.program import Program

@@ -16,7 +16,8 @@ from tests.ranks import on_ranks
 from tests.sharding.given import value
 from torch import Tensor, nn
 
-from trainload.autograd_trace.derivation.aot import bind_groups, derive
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.named_groups import bind_groups
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.job.definition import Job
 from trainload.capture.program import Program

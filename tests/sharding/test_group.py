@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainload.autograd_trace.derivation.aot import bind_groups
+from trainload.autograd_trace.derivation.named_groups import bind_groups
 
 NAME = "a group of tests"
 

@@ -16,7 +16,8 @@ from tests.capture.jobs import job
 from tests.ranks import on_ranks
 from torch import Tensor
 
-from trainload.autograd_trace.derivation.aot import bind_groups, derive
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.derivation.named_groups import bind_groups
 from trainload.autograd_trace.graphs import Role, StepGraph
 from trainload.autograd_trace.recompute.hold import hold_back
 from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES

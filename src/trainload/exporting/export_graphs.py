@@ -16,12 +16,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.autograd_trace.derivation.aot import (
-    add_size_conditions,
-    compile_ahead,
-    has_cpp_compiler,
-    load_ahead,
-)
+from trainload.autograd_trace.derivation.aot import add_size_conditions
+from trainload.autograd_trace.derivation.inductor import compile_ahead, has_cpp_compiler, load_ahead
 from trainload.autograd_trace.derivation.plain import (
     custom_libraries,
     other_devices,
@@ -46,7 +42,8 @@ from trainload.exporting.weights_folder import (
     write_folder,
 )
 from trainload.packaging.format.package_files import new_file, new_folder, walk
-from trainload.packaging.graphs.graph_json import serialisable_values, with_graph
+from trainload.packaging.graphs.graph_json import serialisable_values
+from trainload.packaging.graphs.graph_replacement import with_graph
 from trainload.packaging.package import Package, check_weights
 from trainload.transforms.apply import check_path
 

@@ -23,7 +23,7 @@ from trainload.capture.tracing.abstract_job import capture_abstract, with_real_b
 from trainload.capture.tracing.targets import example_of, targets_of
 from trainload.core.errors import CaptureError, JobError
 from trainload.freezing.prove import keep_steps, prove
-from trainload.packaging.format.manifest import AbstractEntry
+from trainload.packaging.format.manifest_records import AbstractEntry
 from trainload.packaging.graphs.graph_digest import graphs_digest
 from trainload.packaging.libraries.op_libraries import Libraries
 from trainload.packaging.package import Package

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainload.core.errors import PackageError, StorageError
-from trainload.packaging.format.manifest import EXTENSIONS, Manifest, OpLibraryEntry
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import OpLibraryEntry
+from trainload.packaging.format.package_paths import EXTENSIONS
 from trainload.packaging.libraries.op_libraries import (
     Libraries,
     modules_of,

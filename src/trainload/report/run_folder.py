@@ -14,7 +14,8 @@ from trainload.core.errors import TrainloadError
 from trainload.launching.run.journal import stream_events
 from trainload.launching.run.run_spec import RunSpec, read_spec
 from trainload.launching.run.run_state import Phase, RunState, read_state
-from trainload.packaging.format.manifest import MANIFEST, Manifest
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import read_manifest
 from trainload.report.episodes import Attempt, attempts_of
 from trainload.report.failures import Failure, failures_of, time_spent

@@ -34,9 +34,9 @@ from trainload.freezing.prove import keep_steps
 from trainload.launching.data.dataset import Dataset
 from trainload.launching.data.run_data import open_run_data
 from trainload.launching.node.cache import default_cache_dir
-from trainload.packaging.format.manifest import PassEntry
+from trainload.packaging.format.manifest_records import PassEntry
 from trainload.packaging.format.source_map import restore_traces
-from trainload.packaging.graphs.graph_json import with_graph
+from trainload.packaging.graphs.graph_replacement import with_graph
 from trainload.packaging.libraries.providers import distributions_with
 from trainload.packaging.package import Package, check_weights
 from trainload.packaging.write import with_graphs

@@ -21,7 +21,7 @@ from trainload.capture.operators import calls_in, is_higher_order, is_overload
 from trainload.capture.program import Program
 from trainload.core.errors import PassError
 from trainload.packaging.derived import read_derived
-from trainload.packaging.graphs.graph_json import running_schema
+from trainload.packaging.graphs.torch_operators import running_schema
 from trainload.packaging.package import Package
 from trainload.sharding.plans.device_step_graphs import derived_key
 

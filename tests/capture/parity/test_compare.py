@@ -17,7 +17,7 @@ from trainload.capture.parity.compare_programs import Difference, compare
 from trainload.capture.program import Program
 from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CaptureError, DataError
-from trainload.packaging.graphs.graph_json import with_graph
+from trainload.packaging.graphs.graph_replacement import with_graph
 
 aten = torch.ops.aten
 Change = Callable[[GraphModule], None]

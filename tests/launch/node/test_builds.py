@@ -12,7 +12,7 @@ import torch
 from tests.launch.tiny import write_rows
 
 import trainload
-from trainload.autograd_trace.derivation.aot import compile_graph
+from trainload.autograd_trace.derivation.inductor import compile_graph
 from trainload.launching.node import build
 from trainload.launching.node.build import compile_build, is_compiled, uncompiled_build
 from trainload.launching.node.cache import SIZE_VARIABLE, in_use, leave, make_room

@@ -24,7 +24,8 @@ import trainload
 from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.extensions import may_load_extensions
-from trainload.packaging.format.manifest import MANIFEST, Manifest
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import read_manifest
 from trainload.packaging.signatures.verify import verify_package
 from trainload.publishing.trust import sign

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import trainload
 from trainload.cli import main as cli
 from trainload.core.errors import JobError, PackageError, PlanError
-from trainload.launching.node.build import build_key
+from trainload.launching.node.build_key import build_key
 from trainload.launching.run.journal import read_events
 from trainload.launching.run.run_spec import read_spec
 from trainload.launching.settings.adapter_weights import first_values

@@ -20,7 +20,7 @@ import trainload
 from trainload.cli import main as cli
 from trainload.core.errors import JobError
 from trainload.launching.data.dataset import open_dataset
-from trainload.launching.node.build import build_key
+from trainload.launching.node.build_key import build_key
 from trainload.launching.run.journal import losses, read_events
 from trainload.launching.run.run_spec import read_spec
 from trainload.packaging.format.entries import data_specs

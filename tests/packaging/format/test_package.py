@@ -22,7 +22,8 @@ from tests.ranks import ran
 
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
-from trainload.packaging.format.manifest import FORMAT_VERSION, Manifest
+from trainload.packaging.format.format_version import FORMAT_VERSION
+from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.package import Package, open_package
 from trainload.packaging.write import with_weights, write_package
 

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from trainload.autograd_trace.graphs import GraphRecipe, GroupRecipe, Recipe, TurnRecipe
 from trainload.core.errors import PackageError
-from trainload.packaging.format.manifest import Manifest, UpdateEntry
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import UpdateEntry
 from trainload.packaging.package import Package
 
 

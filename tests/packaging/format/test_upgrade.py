@@ -13,7 +13,9 @@ from tests.packaging.tampering import edit_manifest
 
 from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.core.errors import PackageError
-from trainload.packaging.format.manifest import FORMAT_VERSION, MANIFEST, Manifest
+from trainload.packaging.format.format_version import FORMAT_VERSION
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.format.upgrade import DOWNGRADES, UPGRADES, oldest_form, upgraded
 from trainload.packaging.package import open_package
 from trainload.packaging.write import with_weights

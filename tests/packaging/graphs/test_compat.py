@@ -11,7 +11,8 @@ from tests.packaging.tampering import edit_manifest
 
 from trainload.cli import main as cli
 from trainload.core.errors import PackageError
-from trainload.packaging.format.manifest import MANIFEST, Manifest
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.graphs.operator_compat import Comparison, Verdict, compare_operators
 from trainload.packaging.package import Package, open_package, read_manifest
 

@@ -12,12 +12,8 @@ from torch.export import Dim, ExportedProgram
 
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import PackageError
-from trainload.packaging.graphs.graph_json import (
-    graph_from_json,
-    graph_to_json,
-    running_schema,
-    schema_still_fits,
-)
+from trainload.packaging.graphs.graph_json import graph_from_json, graph_to_json
+from trainload.packaging.graphs.torch_operators import running_schema, schema_still_fits
 from trainload.packaging.graphs.validate import validate_graph
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from trainload.packaging.format.manifest import OpLibraryEntry
+from trainload.packaging.format.manifest_records import OpLibraryEntry
 from trainload.packaging.libraries.op_libraries import (
     describe_libraries,
     differences,

@@ -16,7 +16,7 @@ from tests.selection import selected
 from tests.sharding.given import FROZEN, captured, distances
 
 import trainload
-from trainload.autograd_trace.derivation.aot import bind_groups
+from trainload.autograd_trace.derivation.named_groups import bind_groups
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.job.definition import Job
 from trainload.capture.program import Program

@@ -29,7 +29,9 @@ from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GraphRecipe, TurnRecipe
-    from trainload.packaging.format.manifest import Manifest, OpLibraryEntry, Option
+    from trainload.packaging.format.field_types import Option
+    from trainload.packaging.format.manifest import Manifest
+    from trainload.packaging.format.manifest_records import OpLibraryEntry
     from trainload.packaging.package import Package
 
 

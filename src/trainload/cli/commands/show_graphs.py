@@ -190,7 +190,8 @@ def _compare(path: Path, as_json: bool) -> None:
     import torch
 
     from trainload.launching.node.libraries import import_for
-    from trainload.packaging.format.manifest import MANIFEST, Manifest
+    from trainload.packaging.format.manifest import Manifest
+    from trainload.packaging.format.package_paths import MANIFEST
     from trainload.packaging.graphs.operator_compat import Verdict, compare_operators
     from trainload.packaging.package import read_manifest, told_library, ways_to_allow
 

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from trainload.core.errors import IntegrityError, RequestError, StorageError
 from trainload.core.records import MAX_RECORD, Nonce, Record, Sealed, Text, Time, now
-from trainload.packaging.format.manifest import Sha256
+from trainload.packaging.format.field_types import Sha256
 from trainload.packaging.stores.releases import Line, ReleaseId
 from trainload.packaging.stores.store import Store
 from trainload.retraining.data.snapshot_records import Snapshot

@@ -1,0 +1,182 @@
+"""Compile graphs with Inductor, and load the compiled artifacts.
+
+Tested with torch 2.13.0. Private names used: `torch._inductor.standalone_compile`,
+`torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
+`torch._inductor.scheduler`, `torch.utils._pytree`, `Graph._codegen`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+import torch._inductor.cpp_builder
+import torch._inductor.exc
+import torch._inductor.package.package
+from torch import Tensor
+from torch._inductor.standalone_compile import CompiledArtifact
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_structure
+
+from trainload.autograd_trace.derivation.aot import whole_triton_operators
+from trainload.autograd_trace.derivation.indices import forbid_negative_indices
+from trainload.autograd_trace.derivation.named_groups import stand_ins
+from trainload.autograd_trace.derivation.operands import keep_operands_apart
+from trainload.autograd_trace.recompute.hold import hold_back
+from trainload.core.errors import raised
+
+
+class NotCompiled(Exception):
+    """Inductor cannot compile a graph. The message is the first line of Inductor's error."""
+
+
+def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+    """Compile a flat graph with Inductor and save the artifact as one file.
+
+    Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache
+    (`TORCHINDUCTOR_CACHE_DIR`): keep both. It contains native code and pickles: never load one from
+    an untrusted source.
+
+    Args:
+        module: the graph; changed in place.
+        path: path of the artifact.
+        groups: logical name -> size of the process groups that the graph's collectives use. They
+            need not exist yet.
+
+    Raises:
+        NotCompiled: Inductor or the C++ compiler fails.
+    """
+    hold_back(module)
+    forbid_negative_indices(module)
+    keep_operands_apart(module)
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    output = next(n for n in module.graph.nodes if n.op == "output")
+    for node in output.args[0]:
+        node.meta["example_value"] = node.meta["val"]
+    module = GraphModule(module, module.graph)  # torch's own class, which Inductor's cache accepts
+    marked = dict.fromkeys(_CACHEABLE, True)
+    whole = (
+        whole_triton_operators()
+        if all(value.device.type == "cpu" for value in inputs)
+        else contextlib.nullcontext()
+    )
+    try:
+        with (
+            torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked),
+            stand_ins(groups),
+            _in_order(),
+            whole,
+        ):
+            artifact = torch._inductor.standalone_compile(
+                module, inputs, dynamic_shapes="from_graph", options={}, aot=True
+            )
+            artifact.save(path=str(path), format="binary")
+    except OSError:
+        raise
+    except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
+        raise NotCompiled(raised(error)) from error
+
+
+@contextlib.contextmanager
+def _in_order() -> Iterator[None]:
+    """Keep kernels after operators that write in place to their inputs, such as `wait_tensor`.
+
+    Inductor gives a buffer a new name for each operator that writes to it. To fuse CPU kernels with
+    different loops, it recomputes the loops and reads of one kernel, and there uses the buffer's
+    old name. Without this context a kernel (a dropout, for example) could run before the wait for
+    the collective whose result it reads.
+    """
+    from torch._inductor.scheduler import SchedulerNode  # imported here because it takes a second
+
+    computing = SchedulerNode.recompute_size_and_body
+
+    @functools.wraps(computing)
+    def recompute(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        computing(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SchedulerNode.recompute_size_and_body = computing  # type: ignore[method-assign]
+
+
+def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
+    """Compile a program with AOTInductor into one file for torch's own loader.
+
+    Call it with `torch._inductor.aoti_load_package(path)(**batch)`.
+
+    Args:
+        exported: program of one dict, with its state and example inputs on the target device.
+        path: path of the file, which ends in .pt2. Its folder receives the build files too.
+        metadata: result of the loaded program's `get_metadata()`.
+    """
+    (batch,), _ = exported.example_inputs
+    module = exported.module(check_guards=False)
+    # The loader uses the tensors of a dict in the order in which they arrive and ignores their
+    # names, so two inputs of one shape could be swapped silently. Keyword arguments it does sort.
+    codegen: Any = module.graph._codegen
+    codegen.pytree_info = codegen.pytree_info._replace(in_spec=tree_structure(((), batch)))
+    options = {
+        "aot_inductor.package": True,
+        "aot_inductor.output_path": str(path.parent / "built"),
+        "aot_inductor.metadata": dict(metadata),
+        # Inductor's constant folding treats a one-element tensor as a constant, even a buffer that
+        # the graph writes to, which would then never change.
+        "joint_graph_constant_folding": not any(
+            buffer.numel() == 1 for buffer in _buffers(exported)
+        ),
+    }
+    with torch.no_grad():
+        files: Any = torch._inductor.aot_compile(module, (), batch, options=options)
+    torch._inductor.package.package.package_aoti(str(path), files)
+
+
+def _buffers(exported: ExportedProgram) -> Iterator[Tensor]:
+    """Yield the fake values of the buffers that the graph uses."""
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.BUFFER and node.users:
+            yield node.meta["val"]
+
+
+def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
+    """Load a file that `compile_ahead` wrote. It is native code: load trusted files only."""
+    loaded: Callable[..., Sequence[Tensor]] = torch._inductor.aoti_load_package(str(path))
+    return loaded
+
+
+def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
+    """Load an artifact that `compile_graph` saved, with the same torch build and Inductor cache."""
+    artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(
+        path=str(path), format="binary"
+    )
+    return artifact
+
+
+_CONTROL_FLOW = (
+    "cond",
+    "scan",
+    "while_loop",
+    "while_loop_stack_output",
+    "map_impl",
+    "associative_scan",
+)
+_CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in _CONTROL_FLOW)
+
+
+def has_cpp_compiler() -> bool:
+    """Return True if Inductor finds a C++ compiler on this machine."""
+    try:
+        torch._inductor.cpp_builder.get_cpp_compiler()
+    except torch._inductor.exc.InvalidCxxCompiler:
+        return False
+    return True

@@ -1,0 +1,100 @@
+"""The key of a build in the node's cache: a hash of all that the compiled graphs depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+
+import torch
+
+from trainload.core.canonical_json import canonical_json
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.package import Package
+from trainload.sharding.plans.plan import Plan
+
+BUILD_VERSION = 14
+"""Part of every build key.
+
+Increase it when the graphs made from the same package and plan, or their compilation, change.
+"""
+_SHAPING = {
+    "strategy",
+    "shard_ranks",
+    "accumulate",
+    "prefetch",
+    "buckets",
+    "tensor_ranks",
+    "tensor_shards",
+    "divide",
+    "pipeline",
+    "batch_norm",
+    "recompute",
+}
+
+
+def device_of(plan: Plan) -> torch.device:
+    """Return the device of every rank.
+
+    Each sees one GPU only, so that a compiled graph, which names its device, fits all.
+    """
+    return torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0)
+
+
+def build_key(
+    package: Package,
+    plan: Plan,
+    device: torch.device,
+    pipeline_index: int = 0,
+    *,
+    evaluates: bool = True,
+    threads: int | None = None,
+) -> str:
+    """Return a hash of all that a compiled build depends on.
+
+    That is the program, its graphs, the parts of the plan that determine them, torch, the hardware
+    and the number of threads of a worker (by default, those of this process).
+    """
+    hardware = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
+    )
+    parts = {
+        "build": BUILD_VERSION,
+        "program": _without_rates(package.manifest).program_digest,
+        "graphs": package.manifest.step_graphs(evaluates=evaluates),
+        "plan": (
+            plan.model_dump(mode="json", include=_SHAPING)
+            | {
+                "world": plan.world_size,
+                "index": pipeline_index,
+            }
+        ),
+        "torch": torch.__version__,
+        # Inductor writes the number of threads into CPU kernels
+        "device": [device.type, hardware, threads or torch.get_num_threads()],
+    }
+    return hashlib.sha256(canonical_json(parts)).hexdigest()[:32]
+
+
+def _without_rates(manifest: Manifest) -> Manifest:
+    """Return a manifest with neutral values for what no graph depends on: learning rates (inputs of
+    updates), seed, steps.
+    """
+    groups = tuple(
+        group.model_copy(update={"learning_rates": (0.0,), "schedule": None})
+        for group in manifest.recipe.groups
+    )
+    recipe = manifest.recipe.model_copy(
+        update={"groups": groups, "schedules": (), "seed": 0, "steps": 1}
+    )
+    return manifest.model_copy(update={"recipe": recipe})
+
+
+def threads_of(local_world: int) -> int:
+    """Return the number of threads of each worker on a node: its share of the cores.
+
+    CPU kernels are compiled for this number.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // local_world)
