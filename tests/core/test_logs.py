@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+
 from trainload.core.logs import log_handled, logged_suppress, logs_on_stderr
 
 LOGGER = logging.getLogger("trainload.tests")
