@@ -1,4 +1,4 @@
-"""Every public name has an example in its docstring, which runs as it stands."""
+"""Every public name has an example in its docstring, which runs (with fewer steps and workers)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ NAMES = [
     )
 ]
 ON_RAY = ("EvaluationResult", "RunResult", "evaluate", "launch", "resume", "write_rows")
+SMALLER = ("steps=1000", "steps=3"), ("workers=4", "workers=1")
 ON_WORKERS = """
 import shutil
 package = trainload.open("gpt.tl")
@@ -110,8 +111,10 @@ def run(name: str, workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     names: dict[str, Any] = {"__name__": "example", "shutil": shutil}
     before = SETTING + "job, numpy = gpt, np\npackage = trainload.open('gpt.tl')\n"
     exec(compile(before + BEFORE.get(name, ""), f"before {name}", "exec"), names)
-    code = example_of(name).replace("s3://models", str(folder / "models"))
-    exec(compile(code.replace("steps=1000", "steps=3"), f"the example of {name}", "exec"), names)
+    code = example_of(name)
+    for original, here in (("s3://models", str(folder / "models")), *SMALLER):
+        code = code.replace(original, here)
+    exec(compile(code, f"the example of {name}", "exec"), names)
 
 
 @pytest.mark.parametrize("name", NAMES)
