@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import errno
 import hmac
+import logging
 import re
 import shutil
 from collections.abc import Iterable, Set
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.core.atomic import temporary_folder
 from trainload.core.canonical_json import MAX_BYTES, canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.core.logs import log_handled, logged_suppress
 from trainload.core.paths import link_or_copy, open_inside, write_bytes
 from trainload.packaging.format.package_files import walk
 from trainload.packaging.format.user_key import user_key
@@ -31,6 +32,8 @@ from trainload.packaging.graphs.graph_json import flat_from_json, flat_to_json
 from trainload.packaging.graphs.torch_operators import running_schema
 from trainload.packaging.graphs.validate import GraphFacts, parse_graph, validate_graph
 from trainload.packaging.package import Package
+
+_log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _TAGS = ("partitioner_tag",)
@@ -130,8 +133,9 @@ def read_derived(package: Package, key: str) -> StepGraph | None:
     try:
         seal = _read_seal(package.path, key)
         data = _read_step(package.path, key, seal)
-    except PackageError:
-        return None  # damaged: derive again
+    except PackageError as error:
+        log_handled(_log, f"{folder} is damaged; the graph will be derived again", error)
+        return None
     expected = hmac.digest(secret, seal.message(), "sha256").hex()
     if (
         not hmac.compare_digest(expected, seal.mac)
@@ -160,8 +164,8 @@ def share_derived(package: Path, program: str, others: Iterable[Path]) -> tuple[
         for folder in (other / "derived").glob("[!.]*"):
             if folder.name in found:
                 continue
-            # damaged or being removed: the graph is derived again
-            with suppress(OSError, PackageError):
+            message = f"{folder} is damaged or being removed; not shared"
+            with logged_suppress(_log, message, OSError, PackageError, level=logging.DEBUG):
                 if _read_seal(other, folder.name).program == program:
                     for file in ("step.json", "seal.json"):
                         link_or_copy(folder / file, package / "derived" / folder.name / file)

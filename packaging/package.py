@@ -64,6 +64,10 @@ class Package:
         namespaces: trusted namespaces of operators of other libraries.
         source: reference in the store or registry from which the package was fetched, if any, so
             that other machines can fetch it too.
+
+    Example:
+        package = trainload.open("gpt.tl")
+        print(package.digest, package.manifest.graphs)
     """
 
     path: Path

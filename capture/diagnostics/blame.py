@@ -61,6 +61,10 @@ from trainload.capture.source.source_place import (
 from trainload.capture.source.user_kernels import without_kernel
 from trainload.core.errors import CaptureError, first_line, raised
 from trainload.core.finding import Finding, Place
+from trainload.core.logs import logged_suppress
+
+_log = logging.getLogger(__name__)
+_NO_RERUN = "the model was not run again for a more precise cause"
 
 Attempt = Callable[[AbstractContextManager[object]], object]
 """Captures once more, inside a context."""
@@ -97,7 +101,7 @@ def capture_error(
     findings = list(_findings(error, watched))
     # This runs the model's own code, which may raise anything; the first cause is reported in any
     # case.
-    with contextlib.suppress(Exception):
+    with logged_suppress(_log, _NO_RERUN, Exception, level=logging.DEBUG):
         if runs:
             with torch.set_grad_enabled(training):
                 watched = watch(function, batch)
@@ -199,7 +203,7 @@ def explained(
             or error
         )
     watched = Watched()
-    with contextlib.suppress(Exception):  # as above
+    with logged_suppress(_log, _NO_RERUN, Exception, level=logging.DEBUG):
         watched = watch(function, batch)
     if error.findings:
         place = next(
@@ -244,9 +248,8 @@ def _of_any_size(
     The number of rows is not the cause then.
     """
     watched = Watched()
-    # as above
     with (
-        contextlib.suppress(Exception),
+        logged_suppress(_log, _NO_RERUN, Exception, level=logging.DEBUG),
         torch.set_grad_enabled(function.get_submodule("model").training),
     ):
         watched = watch(function, batch)
@@ -435,7 +438,8 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
     }
     code = ""
     # the source may be anything; a place without a rewrite is better than none
-    with contextlib.suppress(Exception):
+    message = "no rewrite of the line is proposed"
+    with logged_suppress(_log, message, Exception, level=logging.DEBUG):
         code = rewrites[cause.anchor]() if cause.anchor in rewrites else ""
     return Finding(cause.anchor, cause.sentence, cause.advice, code, place)
 

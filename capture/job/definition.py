@@ -29,6 +29,14 @@ class Loss:
             gradient.
         outputs: tensors for other graphs of the job, which read them through `Graph.feeds`; one row
             for each row of the batch. No gradient flows through them.
+
+    Example:
+        def loss(model, batch):
+            logits, labels = model(batch["tokens"]), batch["labels"]
+            kept = labels != -100
+            mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            accuracy = ((logits.argmax(-1) == labels) & kept).sum() / kept.sum()
+            return trainload.Loss(mean, weight=kept.sum(), metrics={"accuracy": accuracy})
     """
 
     value: torch.Tensor
@@ -58,6 +66,9 @@ class Ema:
 
     Attributes:
         decay: between 0 and 1; 0.999 averages over roughly the last thousand updates.
+
+    Example:
+        job = trainload.Job(model, batch, optimizer, ema=trainload.Ema(decay=0.999))
     """
 
     decay: float
@@ -76,6 +87,9 @@ class LossScaling:
         growth_factor: factor by which the scale grows.
         backoff_factor: factor by which the scale shrinks.
         growth_interval: number of consecutive updates before the scale grows.
+
+    Example:
+        job = trainload.Job(model, batch, optimizer, loss_scaling=trainload.LossScaling())
     """
 
     init_scale: float = 2.0**16
@@ -106,6 +120,10 @@ class Graph:
         clip_value: like `Job.clip_value`. None: the job's.
         ema: moving average of the parameters that this graph trains, updated with them. None: the
             job's.
+
+    Example:
+        trainload.Graph(loss=generator_loss, inputs=("noise",), optimizer=generator_optimizer)
+        trainload.Graph(compute=lambda model, batch: {"features": model.encoder(batch["image"])})
     """
 
     loss: LossFunction | None = None
@@ -130,6 +148,9 @@ class Turn:
         start: the first such round, from 0.
         fresh: True: each run uses the next batch of the data. False: it uses the round's own batch,
             which all turns share that are not fresh.
+
+    Example:
+        loop = (trainload.Turn("discriminator", times=5, fresh=True), trainload.Turn("generator"))
     """
 
     graph: str
@@ -147,6 +168,10 @@ class Asset:
         source: its path, or its bytes. The path of a folder includes all files in it.
         media_type: media type of the file, or of each file in the folder: "text/markdown". None:
             derived from the file's name; docs/assets.md has the table.
+
+    Example:
+        trainload.Asset(b"free for research", media_type="text/plain")
+        trainload.Asset("runs/tokenizer/")
     """
 
     source: str | os.PathLike[str] | bytes
@@ -208,6 +233,16 @@ class Job:
             compares the graphs with eager mode.
         loop: the turns of a round, in order; the name of a graph stands for one run of it. None:
             every graph once, in the order of `graphs`.
+
+    Example:
+        job = trainload.Job(
+            model,
+            {"tokens": torch.zeros(4, 5, dtype=torch.uint8)},
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
+            loss=next_token,
+            steps=1000,
+            global_batch=64,
+        )
     """
 
     model: torch.nn.Module

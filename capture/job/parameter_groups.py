@@ -20,9 +20,6 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Sort a model's trained parameters into groups, for `torch.optim`'s optimizers.
 
-        torch.optim.AdamW(trainload.parameter_groups(model, {"*.bias": {"weight_decay": 0.0}},
-        rest={"weight_decay": 0.1}))
-
     Args:
         model: its parameters with `requires_grad` are sorted; a tied one has several names, and is
             in one group.
@@ -37,6 +34,12 @@ def parameter_groups(
 
     Raises:
         JobError: if a pattern selects no parameter.
+
+    Example:
+        groups = trainload.parameter_groups(
+            model, {"*.bias": {"weight_decay": 0.0}}, rest={"weight_decay": 0.1}
+        )
+        optimizer = torch.optim.AdamW(groups, lr=3e-4)
     """
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

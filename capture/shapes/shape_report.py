@@ -81,6 +81,11 @@ class ShapeReport:
         refused: torch's reasons for rejecting the declared sizes, a sentence each. `dims` then
             describes what the model could accept.
         fixes: declarations that torch suggests instead: "seq = Dim('seq', max=16)".
+
+    Example:
+        report = trainload.explain_shapes(job)
+        for dim in report.dims:
+            print(dim)
     """
 
     dims: tuple[DimReport, ...]
@@ -103,6 +108,10 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     Raises:
         JobError: if the job is inconsistent, or there is no such graph.
         CaptureError: if the model cannot be captured for a reason unrelated to sizes.
+
+    Example:
+        report = trainload.explain_shapes(job)
+        print(report.refused, report.fixes)
     """
     job, model = arranged(job), check_model(job.model)
     trained = [target for target in targets_of(job) if target.training]

@@ -12,18 +12,20 @@ before its shards, and an attempt of the run removes what others have left.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from trainload.core.canonical_json import MAX_BYTES
 from trainload.core.credentials import check_no_credentials
 from trainload.core.errors import CheckpointError, StorageError, TrainloadError
+from trainload.core.logs import logged_suppress
 from trainload.core.storage.bounded_files import BoundedFiles
 from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.interface import NO_OPTIONS, Sink, StoreFiles
@@ -39,6 +41,8 @@ from trainload.launching.checkpoints.index import (
     folder_name,
     step_of,
 )
+
+_log = logging.getLogger(__name__)
 
 _AT_ONCE = 8
 """Number of concurrent requests to a URL."""
@@ -287,7 +291,7 @@ class Draft:
             yield upload
             upload.finish()
         except BaseException:
-            with suppress(StorageError):
+            with logged_suppress(_log, "a failed upload was not removed", StorageError):
                 upload.abandon()
             raise
 
@@ -351,12 +355,14 @@ class Draft:
     def give_up(self, shard: str, notice: bytes) -> None:
         """Rank 0: leave the notice, and remove the rest. It raises nothing."""
         kept = _SHARD if self._perhaps_published else _NOTICE
-        with suppress(StorageError):
+        leftovers = "files of a failed checkpoint were not removed"
+        with logged_suppress(_log, leftovers, StorageError):
             if not self._perhaps_published:
                 self.drop(shard)  # room for the notice on a full disk
-        with suppress(StorageError):  # without a notice the other ranks wait for their timeout
+        unheard = "other ranks do not learn that a checkpoint failed, and wait for their timeout"
+        with logged_suppress(_log, unheard, StorageError):
             self._files.replace(f"{self._folder}/{_NOTICE}", notice)
-        with suppress(StorageError):
+        with logged_suppress(_log, leftovers, StorageError):
             inside = [file.path for file in self._files.walk(self._folder)]
             delete(self._files, [path for path in inside if not path.endswith((_NOTICE, kept))])
 
@@ -376,7 +382,7 @@ class Draft:
 
     def withdraw(self, rank: int, shard: str) -> None:
         """Remove the part of a rank that has read the notice. It raises nothing."""
-        with suppress(StorageError):
+        with logged_suppress(_log, "files of a failed checkpoint were not removed", StorageError):
             delete(
                 self._files, [f"{self._folder}/{shard}", f"{self._folder}/rank-{rank:05}{_DONE}"]
             )

@@ -8,7 +8,7 @@ that the next attempt removes. The storage is implemented in folder_place.py and
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import re
 import threading
 import time
@@ -20,6 +20,7 @@ import torch
 
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import CheckpointError, PackageError, StorageError, TrainloadError
+from trainload.core.logs import logged_suppress
 from trainload.core.paths import is_full
 from trainload.launching.checkpoints.checkpoint_files import Where
 from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Draft
@@ -38,6 +39,8 @@ from trainload.launching.checkpoints.retention import Retention
 from trainload.launching.checkpoints.shard import write_shard
 from trainload.launching.checkpoints.sharded_state import ShardedState, owned_slices
 from trainload.sharding.plans.plan import Bucket, Plan
+
+_log = logging.getLogger(__name__)
 
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -295,8 +298,8 @@ class CheckpointWriter:
             draft.give_up(shard, _mark_of(self._told(error, draft.where)))
             self._given_up.append(draft)
             raise
-        # leftovers are deleted after the next save, or by the next attempt
-        with contextlib.suppress(OSError, StorageError):
+        message = "old checkpoints were not removed; removed after the next save"
+        with logged_suppress(_log, message, OSError, StorageError):
             draft.release()
             while self._given_up:  # no rank waits for these any more
                 self._given_up[-1].forget()
@@ -316,9 +319,9 @@ class CheckpointWriter:
             draft.leave(_done(self._rank), canonical_json(done.model_dump(mode="json")))
         except (OSError, TrainloadError) as error:
             notice = None
-            # The mark saves rank 0 from waiting for its timeout. If even the mark cannot be
-            # written, it waits.
-            with contextlib.suppress(OSError, StorageError):
+            # the mark saves rank 0 from waiting for its timeout
+            message = "rank 0 does not learn that this rank failed, and waits for its timeout"
+            with logged_suppress(_log, message, OSError, StorageError):
                 notice = draft.notice()
                 if notice is None:
                     draft.drop(shard)

@@ -7,9 +7,10 @@ mailbox, not through the run's storage, so that a failure of storage is not mist
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from trainload.core.errors import (
     TrainloadError,
     first_line,
 )
+from trainload.core.logs import logged_suppress
 from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.cluster.attempt import RAY_FOLDER, Attempt, Fits
 from trainload.launching.cluster.buffered_journal import BufferedJournal
@@ -48,6 +50,8 @@ from trainload.launching.run.monitor import Hang, Monitor, in_words
 from trainload.launching.run.run_spec import RunSpec, least_plan, resume_command
 from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
 from trainload.sharding.plans.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 _LISTEN_SECONDS = 10.0
 _END_SECONDS = 20.0
@@ -144,7 +148,7 @@ class Supervisor:
 
     def _leave(self) -> None:
         """Say that the run has no driver any more."""
-        with suppress(OSError):
+        with logged_suppress(_log, "a request to the run was not withdrawn", OSError):
             take_back(self._run_dir)
         self._tell_state(over=True)
 
@@ -303,7 +307,7 @@ class Supervisor:
                     ),
                 )
         if news and not self._moving:
-            with suppress(OSError):
+            with logged_suppress(_log, "no checkpoint was requested before the move", OSError):
                 (self._run_dir / Request.CHECKPOINT.file).touch()
         if self._spec.plans and not self._moving:
             self._grow(leave)
@@ -474,7 +478,7 @@ class Supervisor:
         self._beats, self._order = found.beats or self._beats, found.order
         for beat in found.beats:
             monitor.hear(beat.rank, beat.doing, beat.age)
-        with suppress(OSError):
+        with logged_suppress(_log, "a fulfilled request was not withdrawn", OSError):
             for request in found.met:
                 take_back(self._run_dir, request)
         failure: TrainloadError | None = found.failure
@@ -489,7 +493,9 @@ class Supervisor:
             beat.rank: RankSeen.of(beat.node, beat.pid, beat.age, beat.doing)
             for beat in self._beats
         }
-        with suppress(OSError):
+        # repeated every second, so the next update may succeed
+        message = "the state of the run was not written"
+        with logged_suppress(_log, message, OSError, level=logging.DEBUG):
             write_state(self._run_dir, self._number, self._journal.summary, ranks, over=over)
 
     # Requirements of an attempt

@@ -38,7 +38,7 @@ def write_rows(batches: Iterable[Batch], path: str | Path) -> int:
         StorageError: the file cannot be written.
 
     Example:
-        tokens = numpy.random.randint(0, 1000, (64, 128))
+        tokens = numpy.random.randint(0, 12, (64, 5), dtype=numpy.uint8)
         trainload.write_rows([{"tokens": tokens}], "train.arrow")
         trainload.launch(package, plan, "train.arrow", run_dir="runs/first")
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainload.core.errors import LostClusterError, StorageError
+from trainload.core.logs import logged_suppress
 from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.run.activity import Activity
 from trainload.launching.run.driver import CheckDriver
@@ -24,6 +26,8 @@ from trainload.launching.run.run_state import (
     read_state,
     write_state,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class Request(IntEnum):
@@ -150,7 +154,8 @@ class FileContact:
         return asked_by_file(self._run_dir)
 
     def met(self, request: Request) -> None:
-        with suppress(OSError):  # if storage fails, the request is fulfilled once more
+        message = "a request was not withdrawn, so it is fulfilled again"
+        with logged_suppress(_log, message, OSError):
             take_back(self._run_dir, request)
 
     def report(self, activity: Activity) -> None:
@@ -162,7 +167,8 @@ class FileContact:
     def part(self, error: BaseException) -> None:
         """Write the error that ends the run to the journal, unless storage fails."""
         if self._rank == 0:
-            with suppress(StorageError, LeaseLostError):
+            message = "the error that ends the run was not written to its journal"
+            with logged_suppress(_log, message, StorageError, LeaseLostError):
                 self._take(last_word(error))
 
     def close(self) -> None:
@@ -191,7 +197,9 @@ class FileContact:
                     socket.gethostname(), os.getpid(), 0.0, self._activity.now()
                 )
             }
-        with suppress(OSError, LeaseLostError):  # if storage fails, this update is skipped
+        # repeated every second, so the next update may succeed
+        message = "the state of the run was not written"
+        with logged_suppress(_log, message, OSError, LeaseLostError, level=logging.DEBUG):
             if self._check_driver is not None:
                 self._check_driver()
             write_state(self._run_dir, 1, self._summary, ranks, over=over)

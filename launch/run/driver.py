@@ -5,11 +5,13 @@ driver/leases/00000003.json   the run's third driver; see `trainload.core.storag
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainload.core.errors import StorageError
+from trainload.core.logs import logged_suppress
 from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, OtherLease
 from trainload.launching.run.run_state import (
@@ -21,6 +23,8 @@ from trainload.launching.run.run_state import (
     read_state,
     write_state,
 )
+
+_log = logging.getLogger(__name__)
 
 FOLDER = "driver"
 CheckDriver = Callable[[], None]
@@ -65,7 +69,7 @@ def driving(run_dir: Path) -> Iterator[CheckDriver]:
     held = _claimed(run_dir)
     before = read_state(run_dir)
     said = None
-    with suppress(OSError):
+    with logged_suppress(_log, f"the state of {run_dir} was not written", OSError):
         summary = Summary() if before is None else before.summary
         said = write_state(
             run_dir,

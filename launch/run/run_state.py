@@ -4,6 +4,7 @@ readers.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -15,9 +16,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainload.core.atomic import replace_file
 from trainload.core.canonical_json import canonical_json
+from trainload.core.logs import log_handled
 from trainload.core.processes import has_ended, this_process
 from trainload.launching.run.activity import Doing
 from trainload.launching.run.journal import Event
+
+_log = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 STATE_SECONDS = 1.0
@@ -256,5 +260,8 @@ def read_state(run_dir: Path) -> RunState | None:
     """Return the last state that a driver wrote; None if there is none that can be read."""
     try:
         return RunState.model_validate_json((run_dir / STATE_FILE).read_bytes())
-    except (OSError, ValidationError):
+    except OSError:
+        return None
+    except ValidationError as error:
+        log_handled(_log, f"{run_dir / STATE_FILE} is damaged", error)
         return None

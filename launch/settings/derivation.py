@@ -9,9 +9,9 @@ follow from the package, from what is changed and from the run's seed.
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,7 @@ from trainload.autograd_trace.precision import in_precision
 from trainload.capture.program import GraphCapture, Mode, ParameterSpec, Program
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import JobError, PackageError, StorageError
+from trainload.core.logs import logged_suppress
 from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launching.settings.adapter_weights import first_values
 from trainload.launching.settings.adapters import Adapters
@@ -39,6 +40,8 @@ from trainload.packaging.graphs.graph_replacement import with_graph, with_parame
 from trainload.packaging.package import Package, check_weights, open_package
 from trainload.packaging.write import with_program
 from trainload.sharding.plans.device_step_graphs import DERIVATION, derived_key
+
+_log = logging.getLogger(__name__)
 
 Precision = Literal["bf16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -99,7 +102,7 @@ def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Pa
     with filelock.FileLock(folder / f"{path.name}.lock", timeout=LOCK_SECONDS):
         use(path)
         if path.exists():
-            with suppress(PackageError):  # what was damaged is made again
+            with logged_suppress(_log, "a cached package is damaged; derived again", PackageError):
                 return open_package(path, namespaces=package.namespaces)
             shutil.rmtree(path)
         make_room(cache_dir)
@@ -131,7 +134,8 @@ def _make(package: Package, changes: Changes, seed: int, path: Path) -> Package:
         package, path, made.program, updates, made.recipe, made.passes, made.values
     )
     for name, step in steps.items():
-        with suppress(StorageError):  # no place for keys: whoever needs the graph derives it again
+        message = f"the joint graph {name} was not stored; it will be derived again"
+        with logged_suppress(_log, message, StorageError):
             write_derived(written, derived_key(name, _CPU), step)
     return written
 

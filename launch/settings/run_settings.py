@@ -62,7 +62,12 @@ class EvaluationSettings(Settings):
 
 
 class RunSettings(EvaluationSettings):
-    """Settings of a training run."""
+    """Settings of a training run.
+
+    Example:
+        settings = trainload.RunSettings(steps=1000, checkpoint_every=100)
+        print(trainload.RunSettings.model_json_schema()["properties"]["hang_timeout"]["description"])
+    """
 
     steps: Annotated[int | None, SettingInfo(unit="updates", option="--steps")] = Field(
         default=None, ge=1, le=MAX_STEPS

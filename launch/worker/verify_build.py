@@ -12,6 +12,7 @@ continues with the same graphs.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,6 +30,7 @@ from trainload.capture.parity.distance import relative_distance
 from trainload.core.atomic import replace_file
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import CompileError, PackageError, raised
+from trainload.core.logs import log_handled
 from trainload.launching.node.build import uncompiled_graphs
 from trainload.launching.node.built_graphs import Built, BuiltGraph, Call
 from trainload.launching.node.process_groups import gathered
@@ -43,6 +45,8 @@ from trainload.sharding.plans.plan import Bucket, Plan
 from trainload.sharding.rewriting.rank_graphs import update_name
 from trainload.sharding.rewriting.rank_update import UPDATE_SCALARS, bucket_updates
 from trainload.sharding.rewriting.rewrite import BETWEEN
+
+_log = logging.getLogger(__name__)
 
 _FOLDER = "verified"
 Labelled = list[tuple[str, Tensor]]
@@ -339,7 +343,10 @@ class Verifier:
         path = self._folder / f"{name}.json"
         try:
             return Comparison(**parse_canonical(path.read_bytes(), str(path)))
-        except (FileNotFoundError, PackageError, TypeError):
+        except FileNotFoundError:
+            return None
+        except (PackageError, TypeError) as error:
+            log_handled(_log, f"{path} is damaged; the graph is verified again", error)
             return None
 
     def _slots(self, bucket: Bucket, value: Tensor, what: str) -> Labelled:

@@ -5,6 +5,7 @@ Not part of the package's identity; debug/index.json has the digests.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from pydantic import ValidationError
 
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError
+from trainload.core.logs import log_handled
 from trainload.core.paths import open_inside, write_bytes
 from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.format.package_files import read_checked, walk
+
+_log = logging.getLogger(__name__)
 
 INDEX = "debug/index.json"
 _MAX = 64 * 2**20
@@ -51,7 +55,8 @@ def read_debug(root: Path, name: str) -> Any:
         return parse_canonical(
             read_checked(root, path, FileEntry.model_validate(index[path])), path
         )
-    except (PackageError, ValidationError):
+    except (PackageError, ValidationError) as error:
+        log_handled(_log, f"{root / path} is damaged; graphs have no source lines", error)
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from trainload.core.canonical_json import sha256_bytes, sha256_file
 from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.core.logs import log_handled, logged_suppress
 from trainload.core.paths import link_or_copy, write_bytes
 from trainload.core.storage.interface import NO_OPTIONS
 from trainload.packaging.format.manifest import MAX_MANIFEST, Manifest
@@ -22,6 +24,8 @@ from trainload.packaging.format.package_paths import MANIFEST, OUTSIDE
 from trainload.packaging.package import check_tree, read_manifest
 from trainload.packaging.stores.push import OnProgress, unwatched
 from trainload.packaging.stores.store import Store, blob_path
+
+_log = logging.getLogger(__name__)
 
 Fetch = Callable[[FileEntry], Iterator[bytes]]
 """Yields the bytes of a listed file in blocks; they may be hostile."""
@@ -271,7 +275,8 @@ def _link(candidates: Sequence[Path], target: Path, entry: FileEntry) -> bool:
     Return False if none of them has the right bytes any more.
     """
     for source in candidates:
-        with suppress(OSError):
+        message = f"{source} cannot be reused; fetching its bytes"
+        with logged_suppress(_log, message, OSError, level=logging.DEBUG):
             link_or_copy(source, target)
             if target.stat().st_size == entry.size and sha256_file(target) == entry.sha256:
                 return True
@@ -303,7 +308,8 @@ def _local_files(
     for package in packages:
         try:
             entries = Manifest.from_bytes(read_manifest(package), MANIFEST).files
-        except (PackageError, StorageError):
+        except (PackageError, StorageError) as error:
+            log_handled(_log, f"{package} cannot be reused", error, level=logging.DEBUG)
             continue
         for file, digest in (
             *((file, entry.sha256) for file, entry in entries.items()),

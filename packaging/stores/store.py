@@ -67,6 +67,10 @@ class Store:
 
     Raises:
         StorageError: there is no store, or it cannot be reached.
+
+    Example:
+        store = trainload.Store("s3://models/gpt")
+        print(store.lines())
     """
 
     def __init__(

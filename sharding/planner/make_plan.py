@@ -89,6 +89,10 @@ def make_plan(
 
     Raises:
         PlanError: no such plan can be made; the message says what would be possible.
+
+    Example:
+        cluster = trainload.Cluster(nodes=2, devices_per_node=8)
+        plan = trainload.plan(package, cluster, "zero1", global_batch=256, tensor_ranks=2)
     """
     source = package if isinstance(package, Source) else Source(package)
     package = source.package

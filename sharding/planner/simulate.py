@@ -64,6 +64,11 @@ def simulate(package: Package | Source, plan: Plan, *, training_only: bool = Fal
 
     Raises:
         PlanError: the plan is not for the package, a graph cannot be made, or ranks would deadlock.
+
+    Example:
+        cluster = trainload.Cluster(nodes=512, devices_per_node=8)
+        plan = trainload.plan(package, cluster, "zero3", global_batch=8192)
+        print(trainload.simulate(package, plan))
     """
     source = package if isinstance(package, Source) else Source(package)
     check_plan(plan, source.package)

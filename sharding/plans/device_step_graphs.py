@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from contextlib import suppress
 
 import torch
 
@@ -11,9 +11,12 @@ from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.program import Program
 from trainload.core.errors import StorageError
+from trainload.core.logs import logged_suppress
 from trainload.packaging.derived import read_derived, write_derived
 from trainload.packaging.format.source_map import restore_traces, users_line
 from trainload.packaging.package import Package
+
+_log = logging.getLogger(__name__)
 
 DERIVATION = 4
 """Part of every derived graph's key: increase it whenever the same program yields other step
@@ -51,8 +54,8 @@ def step_graphs(
             kept = derive(program, name, device)
             # it is in the node's cache, whose next release has the same program
             if package.source is not None:
-                # without a place for the user's key, it is derived again
-                with suppress(StorageError):
+                message = f"the joint graph {name} was not stored; it will be derived again"
+                with logged_suppress(_log, message, StorageError):
                     write_derived(package, key, kept)
         found[name] = kept
     return found

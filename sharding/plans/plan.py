@@ -40,7 +40,11 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Cluster(_Record):
-    """Shape of a cluster: `nodes` x `devices_per_node` devices of one kind."""
+    """Shape of a cluster: `nodes` x `devices_per_node` devices of one kind.
+
+    Example:
+        trainload.Cluster(nodes=4, devices_per_node=8, device="cuda")
+    """
 
     nodes: Count = 1
     devices_per_node: Count = 1
@@ -235,6 +239,10 @@ class Plan(_Record):
     Laws: every parameter that is not an alias is in exactly one bucket; global_batch = data_ranks *
     accumulate * rows of one call; `shard_ranks` divides data_ranks and is set only for "hybrid";
     rank = (pipeline index * data_ranks + data index) * tensor_ranks + tensor index.
+
+    Example:
+        plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero1")
+        print(plan.world_size, plan.global_batch, len(plan.buckets))
     """
 
     version: int = 1

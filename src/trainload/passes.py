@@ -57,6 +57,17 @@ class Pass(Protocol):
         graph: the graph; `graph.meta[GRAPH]` is its name.
         program: all graphs before the pass, the parameters and the state. Must not be changed.
         options: the user's options: numbers, strings, booleans, tuples of strings.
+
+    Example:
+        def remove_dropout(graph, program):
+            for node in graph.graph.find_nodes(
+                op="call_function", target=torch.ops.aten.dropout.default
+            ):
+                node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)
+            return graph
+
+        trainload.transform(package, [remove_dropout], "new.tl", allow_change=True)
     """
 
     def __call__(

@@ -123,6 +123,14 @@ def test_the_console_script_is_the_command_line() -> None:
     assert script.load() is cli.main
 
 
+def test_the_level_of_log_messages_is_set_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRAINLOAD_LOG_LEVEL", "loud")
+    assert cli.run(["settings"]) == 2
+    assert "TRAINLOAD_LOG_LEVEL is 'loud', expected one of debug" in capsys.readouterr().err
+
+
 BAD_REQUESTS = {
     "no such package": ["inspect", "none.tl"],
     "no such package to verify": ["verify", "none.tl"],

@@ -11,6 +11,8 @@ once.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import sys
 import time
 import traceback
@@ -47,6 +49,7 @@ from trainload.cli.commands.shared import out as _out
 from trainload.cli.commands.shared import print_json as _print_json
 from trainload.cli.view import tables as view
 from trainload.core.errors import StorageError
+from trainload.core.logs import logs_on_stderr
 from trainload.core.redaction import redacted
 from trainload.core.versions import check_supported_torch
 
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
 
 _OBEYING = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
 """Commands that run packages, or say whether they may be run."""
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_LOG_VARIABLE = "TRAINLOAD_LOG_LEVEL"
 
 
 @click.group(
@@ -69,10 +74,21 @@ _OBEYING = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
 @click.pass_context
 def commands(
     context: click.Context, library: tuple[str, ...], trust_extensions: bool, policy: Path | None
-) -> None:  # read by commands.shared
+) -> None:  # the other options are read by commands.shared
     """Freeze a PyTorch training job; choose the parallelism at launch."""
+    context.with_resource(logs_on_stderr(_log_level()))
     if policy is not None and context.invoked_subcommand not in _OBEYING:
         raise click.UsageError(f"--policy can only be used with {', '.join(_OBEYING)}.")
+
+
+def _log_level() -> int:
+    value = os.environ.get(_LOG_VARIABLE) or "warning"
+    if value not in _LOG_LEVELS:
+        raise click.UsageError(
+            f"the environment variable {_LOG_VARIABLE} is {value!r}, expected one of"
+            f" {', '.join(_LOG_LEVELS)}."
+        )
+    return logging.getLevelNamesMapping()[value.upper()]
 
 
 @commands.command(short_help="Write a job's package.")

@@ -79,6 +79,10 @@ class Exported:
             and two synthetic batches; None if not compared.
         files: number of files.
         bytes: total size in bytes.
+
+    Example:
+        exported = trainload.export(package, "gpt.pt2", to="pt2")
+        print(exported.inputs, exported.outputs, exported.difference)
     """
 
     path: Path
@@ -134,7 +138,7 @@ def export(
 
     Example:
         trainload.export(package, "gpt.pt2", to="pt2")
-        logits, *_ = torch.export.load("gpt.pt2").module()({"ids": ids})
+        logits, *_ = torch.export.load("gpt.pt2").module()({"tokens": tokens})
     """
     path = Path(path)
     check_weights(package)

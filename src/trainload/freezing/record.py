@@ -53,7 +53,7 @@ def record(
         with trainload.record(model) as recording:
             for batch in loader:
                 model(**batch).backward()  # your own loop
-        package = trainload.freeze(recording.job(optimizer=...), "model.tl")
+        package = trainload.freeze(recording.job(optimizer=optimizer), "model.tl")
     """
     return Recording(model, loss, most_kept)
 

@@ -220,8 +220,8 @@ def promote(
         StorageError: there is no such release, it was rejected, or its files were removed.
 
     Example:
-        trainload.promote("s3://models/gpt", 7, only_if=6, reason="passed evaluation")
-        trainload.promote("s3://models/gpt", 6, reason="rollback of 7")
+        trainload.promote("s3://models/gpt", 2, only_if=1, reason="passed evaluation")
+        trainload.promote("s3://models/gpt", 1, reason="rollback of 2")
     """
     store, line = _line_named(store, line)
     place = Store(store, options)

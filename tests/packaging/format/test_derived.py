@@ -209,6 +209,16 @@ def test_a_flipped_bit_is_found_and_the_graph_not_used(
     assert read_derived(package, KEY) is None
 
 
+def test_a_damaged_derived_graph_is_logged(
+    copied: Path, step: StepGraph, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = open_package(copied)
+    write_derived(package, KEY, step)
+    flip(copied / "derived" / KEY / "step.json", 100)
+    read_derived(package, KEY)
+    assert f"derived/{KEY} is damaged; the graph will be derived again" in caplog.text
+
+
 def test_the_key_is_the_users_alone(copied: Path, step: StepGraph, state_dir: Path) -> None:
     write_derived(open_package(copied), KEY, step)
     key = state_dir / "derived.key"

@@ -18,6 +18,7 @@ what must not happen twice compares the number where it acts.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -33,9 +34,12 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import Field
 
 from trainload.core.errors import ConflictError, IntegrityError, StorageError
+from trainload.core.logs import log_handled, logged_suppress
 from trainload.core.processes import has_ended, this_process
 from trainload.core.records import MAX_RECORD, Nonce, Sealed, Text, Time, now
 from trainload.core.storage.interface import StoreFiles
+
+_log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _BEATS = 6
@@ -194,7 +198,8 @@ class HeldLease(Generic[R]):
         """Return the lease, if this process still holds it."""
         self.leave()
         if not self._lost and _seconds() <= self._sure_until:
-            with suppress(StorageError):  # then it is over when its time is
+            message = f"lease {int(self.id)} was not returned, so it ends by timeout"
+            with logged_suppress(_log, message, StorageError):
                 self._say(over=True)
 
     def _keep(self) -> None:
@@ -207,7 +212,8 @@ class HeldLease(Generic[R]):
                     return
                 self._renew()
                 stop = self._leases.stop_of(self.id)
-            except (StorageError, IntegrityError):
+            except (StorageError, IntegrityError) as error:
+                log_handled(_log, f"lease {int(self.id)} was not renewed; will retry", error)
                 continue
             if stop is not None:
                 self._stop = stop.who

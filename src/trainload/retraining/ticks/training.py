@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainload.core.errors import RequestError
+from trainload.core.logs import logged_suppress
 from trainload.core.storage.lease import LeaseLostError
 from trainload.retraining.config.config import KEYS_ELSEWHERE, Config
 from trainload.retraining.data.snapshot import evaluation_source, train_source
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from trainload.launching.settings.parse import GivenSettings
     from trainload.packaging.package import Package
     from trainload.sharding.plans.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 0.5
 
@@ -222,7 +226,8 @@ def _stopped_for(trail: TickContext, run_dir: Path) -> Iterator[None]:
             if trail.held.asked_to_stop is None or not run_dir.is_dir():
                 continue
             # after losing the lease, the run may be another process's
-            with suppress(LeaseLostError, OSError):
+            message = "a request to stop was not passed to the run"
+            with logged_suppress(_log, message, LeaseLostError, OSError):
                 trail.held.check()
                 (run_dir / Request.STOP.file).touch()
 

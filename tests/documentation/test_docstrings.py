@@ -1,0 +1,145 @@
+"""Every public name has an example in its docstring, which runs (with fewer steps and workers)."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.documentation.small_job import PACKAGE, ROWS, SETTING
+from tests.packaging.signers import Signers
+
+import trainload
+
+AS_DOCTEST = ("Adapters", "Overrides")
+"""Names whose examples are run as doctests, in tests/launch/settings."""
+NAMES = [
+    name
+    for name in trainload.__all__
+    if name not in AS_DOCTEST
+    and name != "__version__"
+    and not (
+        isinstance(getattr(trainload, name), type)
+        and issubclass(getattr(trainload, name), Exception)
+    )
+]
+ON_RAY = ("EvaluationResult", "RunResult", "evaluate", "launch", "resume", "write_rows")
+SMALLER = ("steps=1000", "steps=3"), ("workers=4", "workers=1")
+ON_WORKERS = """
+import shutil
+package = trainload.open("gpt.tl")
+plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero1", global_batch=4)
+shutil.copy("train.parquet", "test.parquet")
+"""
+LOSS_IN_MODEL = """
+class Model(Gpt):
+    def forward(self, tokens):
+        return super().forward(tokens.long()).square().mean()
+model = Model()
+loader = [{"tokens": torch.randint(0, 12, (rows, 5), dtype=torch.uint8)} for rows in (4, 4, 6)]
+"""
+SECOND = 'trainload.freeze(dataclasses.replace(gpt, seed=1), "second.tl")\n'
+RELEASES = """
+trainload.push("gpt.tl", "models/gpt", line="main", message="first")
+"""
+BEFORE = {
+    "EvaluationResult": ON_WORKERS,
+    "Graph": """
+def generator_loss(model, batch):
+    return model(batch["noise"]).square().mean()
+generator_optimizer = optimizer
+""",
+    "RunResult": ON_WORKERS,
+    "Store": RELEASES,
+    "dry_run": ON_WORKERS,
+    "diff": 'shutil.copytree("gpt.tl", "gpt-retrained.tl")',
+    "evaluate": ON_WORKERS,
+    "freeze": LOSS_IN_MODEL + 'shutil.rmtree("gpt.tl")\nbatch = loader[0]',
+    "gc": RELEASES,
+    "open": """
+trainload.push("gpt.tl", "models/store", line="gpt")
+trainload.push("second.tl", "models/store", line="gpt")
+Path("my_ops.py").write_text("")
+""",
+    "promote": RELEASES + 'trainload.push("second.tl", "models/gpt", line="main", promote=False)',
+    "pull": RELEASES + 'shutil.rmtree("gpt.tl")',
+    "record": LOSS_IN_MODEL,
+    "releases": RELEASES,
+    "resume": ON_WORKERS
+    + """
+trainload.launch(package, plan, "train.parquet", run_dir="runs/first", steps=2)
+""",
+    "verify": 'trainload.sign("gpt.tl", "release-key.pem", name="release")',
+    "write_rows": ON_WORKERS,
+}
+"""Names of which examples need more than the small job and its package."""
+
+
+def example_of(name: str) -> str:
+    """Return the code of the example in a public name's docstring."""
+    text = inspect.getdoc(getattr(trainload, name)) or ""
+    _, _, example = text.partition("\nExample:\n")
+    return textwrap.dedent(example.split("\n\nReturns:")[0])
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, signers: Signers) -> Path:
+    """A folder with the package, its data and a signing key."""
+    folder = tmp_path_factory.mktemp("workshop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        torch.manual_seed(0)
+        exec(
+            compile(SETTING + ROWS + PACKAGE + SECOND, "workshop", "exec"), {"__name__": "workshop"}
+        )
+    shutil.copy(signers.alice.key, folder / "release-key.pem")
+    shutil.copy(signers.alice.public, folder / "release-key.pub.pem")
+    return folder
+
+
+def run(name: str, workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the example of a name in a copy of the workshop."""
+    shutil.copytree(workshop, folder, dirs_exist_ok=True)
+    (folder / "models").mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "example", "shutil": shutil}
+    before = SETTING + "job, numpy = gpt, np\npackage = trainload.open('gpt.tl')\n"
+    exec(compile(before + BEFORE.get(name, ""), f"before {name}", "exec"), names)
+    code = example_of(name)
+    for original, here in (("s3://models", str(folder / "models")), *SMALLER):
+        code = code.replace(original, here)
+    exec(compile(code, f"the example of {name}", "exec"), names)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_has_an_example(name: str) -> None:
+    assert "trainload." in example_of(name)
+    compile(example_of(name), name, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ON_RAY])
+@pytest.mark.filterwarnings("ignore")  # examples are of small models
+def test_an_example_runs(
+    name: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(name, workshop, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_RAY)
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_an_example_trains_on_ray(
+    name: str,
+    ray_cluster: None,
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run(name, workshop, tmp_path, monkeypatch)
