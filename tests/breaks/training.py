@@ -362,6 +362,6 @@ TRAINING: tuple[Mutation, ...] = (
         "        key = RandomKey.of(torch.tensor(seed), torch.tensor(0), torch.tensor(0), 1)\n",
         "        key = RandomKey.of(torch.randint(2**40, ()), torch.tensor(0), torch.tensor(0),"
         " 1)\n",
-        "../launch/settings/test_adapters.py::test_its_bytes_follow_from_the_package_and_the_seed",
+        "../launch/settings/test_adapter_packages.py::test_its_bytes_follow_from_the_package_and_the_seed",
     ),
 )

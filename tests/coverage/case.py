@@ -25,7 +25,7 @@ class Case:
 
     Attributes:
         name: unique; what the table's row is called.
-        family: the file that it stands in.
+        family: the name of its `Family`.
         build: makes the job. Called under one seed, it makes the same job each time, and imports
             what it needs itself.
         refused: why no sound capture of it exists, so that the freeze must refuse it; "": it must

@@ -1,13 +1,15 @@
-"""A small package, and days of data for it."""
+"""A small package, days of data for it, and a line that was retrained with them."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.retraining.ticking import config_of, tick
 from tests.shared import frozen_once
 from torch import nn
 from torch.nn import functional
@@ -15,6 +17,7 @@ from torch.nn import functional
 import trainload
 from trainload.cli import main as cli
 from trainload.packaging.package import Package
+from trainload.packaging.stores.store import Store
 
 
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:
@@ -73,6 +76,26 @@ def write_day(
 def folder(small: Package, tmp_path: Path) -> Path:
     write_day(tmp_path / "data" / "0.arrow", rows=60)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def lived(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A line of three ticks: promoted, without new data, promoted. No test changes it."""
+    folder = tmp_path_factory.mktemp("lived")
+    config = config_of(folder, small)
+    write_day(folder / "data" / "0.arrow", rows=120)
+    tick(config, 0)
+    tick(config, 1)
+    write_day(folder / "data" / "2.arrow", rows=120, seed=2, shift=0.6)
+    tick(config, 2)
+    return folder
+
+
+@pytest.fixture
+def store(lived: Path, tmp_path: Path) -> Store:
+    """A copy of the line's store."""
+    shutil.copytree(lived / "store", tmp_path / "store")
+    return Store(tmp_path / "store")
 
 
 @pytest.fixture

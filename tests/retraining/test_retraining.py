@@ -1,6 +1,4 @@
-"""Retraining from end to end: real runs in this process, a store in a folder, and what follows a
-promotion.
-"""
+"""Retraining from end to end: real runs in this process, and a store in a folder."""
 
 from __future__ import annotations
 
@@ -15,14 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import yaml
-from safetensors.torch import load_file
 from tests.retraining.conftest import write_day
 from tests.retraining.ticking import LINE, config_of, day, name, tick
 
 import trainload
-from trainload.core.errors import PackageError, RequestError, StorageError
+from trainload.core.errors import RequestError
 from trainload.core.storage import lease
 from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.run.journal import Event, read_events
@@ -30,29 +25,15 @@ from trainload.packaging.package import Package
 from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store
 from trainload.retraining.config.config import Config
-from trainload.retraining.migrate import migrate
 from trainload.retraining.ticks import tick_stages as stages
 from trainload.retraining.ticks import training
 from trainload.retraining.ticks.line_lease import Held, LineLeases
-from trainload.retraining.ticks.lineage import ancestry, read_line, rollback
+from trainload.retraining.ticks.lineage import read_line, rollback
 from trainload.retraining.ticks.tick import Scheduler
 from trainload.retraining.ticks.tick_records import Decided, Ended, Evaluated, Ticks, Trained
 from trainload.retraining.ticks.tick_stages import Opening, Stages
 from trainload.retraining.ticks.training import training_plan
 from trainload.sharding.plans.plan import Plan
-
-
-@pytest.fixture(scope="module")
-def lived(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A line of three ticks: promoted, without new data, promoted. No test changes it."""
-    folder = tmp_path_factory.mktemp("lived")
-    config = config_of(folder, small)
-    write_day(folder / "data" / "0.arrow", rows=120)
-    tick(config, 0)
-    tick(config, 1)
-    write_day(folder / "data" / "2.arrow", rows=120, seed=2, shift=0.6)
-    tick(config, 2)
-    return folder
 
 
 @pytest.fixture
@@ -106,20 +87,6 @@ def test_only_weights_and_records_are_sent_again(lived: Path, ticks: Ticks) -> N
     )
     manifest = (lived / "runs" / LINE / name(2) / "run-1.tl" / "manifest.json").stat().st_size
     assert ticks.read_required(Trained, name(2)).sent_bytes <= weights + manifest
-
-
-def test_a_lineage_goes_back_to_the_first_freeze(lived: Path) -> None:
-    found = ancestry(Store(lived / "store"), LINE)
-    assert [(step.state.release.name, step.how) for step in found] == [
-        ("3", "retrained"),
-        ("2", "retrained"),
-        ("1", "frozen"),
-    ]
-    assert [None if step.tick is None else step.tick.name for step in found] == [
-        name(2),
-        name(0),
-        None,
-    ]
 
 
 def test_a_finished_tick_is_the_same_when_it_is_run_again(small: Package, lived: Path) -> None:
@@ -399,176 +366,6 @@ def test_a_line_without_a_package_is_refused(small: Package, folder: Path) -> No
         tick(config, 0)
 
 
-@pytest.fixture
-def store(lived: Path, tmp_path: Path) -> Store:
-    """A copy of the line's store."""
-    shutil.copytree(lived / "store", tmp_path / "store")
-    return Store(tmp_path / "store")
-
-
-def test_a_rollback_goes_to_the_release_before_and_marks_the_one_that_it_leaves(
-    store: Store,
-) -> None:
-    assert rollback(store, LINE, reason="worse on Mondays").release == "00000002"
-    assert [state.status for state in store.releases(LINE)] == ["promoted", "current", "rejected"]
-    assert store.releases(LINE)[-1].reason == "worse on Mondays"
-
-
-def test_a_second_one_goes_further_back(store: Store) -> None:
-    rollback(store, LINE)
-    assert rollback(store, LINE).release == "00000001"
-    with pytest.raises(StorageError, match="there is no earlier release to roll back to"):
-        rollback(store, LINE)
-
-
-def test_what_was_rolled_back_is_promoted_again_where_that_is_asked_for(store: Store) -> None:
-    rollback(store, LINE, reason="worse on Mondays")
-    with pytest.raises(StorageError, match=r"rejected.*worse on Mondays.*promote --rejected"):
-        trainload.promote(store.url, 3, line=LINE)
-    assert trainload.promote(store.url, 3, line=LINE, rejected=True).release == "00000003"
-    assert [state.status for state in store.releases(LINE)] == ["promoted", "promoted", "current"]
-
-
-def test_a_rollback_goes_where_it_is_told(store: Store) -> None:
-    assert rollback(store, LINE, to=1).release == "00000001"
-
-
-@pytest.mark.slow
-def test_weights_are_carried_to_new_code_by_name(
-    wider: Package, store: Store, tmp_path: Path
-) -> None:
-    old = trainload.open(f"{store.url}#{LINE}/3")
-    found = migrate(wider, old, tmp_path / "carried.tl")
-    assert (found.matched, [each.name for each in found.reshaped], found.missing) == (
-        ("2.bias",),
-        ["0.weight", "0.bias", "2.weight"],
-        (),
-    )
-    carried = trainload.open(tmp_path / "carried.tl")
-    assert carried.weights.tensor("2.bias").equal(old.weights.tensor("2.bias"))
-    assert carried.weights.tensor("0.weight").equal(wider.weights.tensor("0.weight"))
-
-
-@pytest.mark.slow
-def test_of_other_shapes_the_part_that_both_have_can_be_carried(
-    wider: Package, store: Store, tmp_path: Path
-) -> None:
-    old = trainload.open(f"{store.url}#{LINE}/3")
-    found = migrate(wider, old, tmp_path / "carried.tl", overlap=True)
-    carried = trainload.open(tmp_path / "carried.tl").weights
-    assert carried.tensor("0.weight")[:8].equal(old.weights.tensor("0.weight"))
-    assert carried.tensor("0.weight")[8:].equal(wider.weights.tensor("0.weight")[8:])
-    assert found.carried == sum(old.weights.tensor(each).numel() for each in old.weights.names())
-
-
-def test_strictly_all_must_be_carried(wider: Package, store: Store, tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match=r"reshaped: 0\.weight, 0\.bias, 2\.weight"):
-        migrate(
-            wider, trainload.open(f"{store.url}#{LINE}/3"), tmp_path / "carried.tl", strict=True
-        )
-
-
-def test_names_can_be_changed(small: Package, store: Store, tmp_path: Path) -> None:
-    old = trainload.open(f"{store.url}#{LINE}/3")
-    found = migrate(small, old, tmp_path / "carried.tl", rename={"2.*": "head.*"})
-    assert (found.matched, found.missing, found.left) == (
-        ("0.weight", "0.bias"),
-        ("2.weight", "2.bias"),
-        ("2.bias", "2.weight"),
-    )
-    with pytest.raises(RequestError, match="no tensor has this name"):
-        migrate(small, old, tmp_path / "again.tl", rename={"encoder.*": "backbone.*"})
-
-
-def test_a_new_line_goes_on_where_the_weights_are_from(
-    wider: Package, store: Store, tmp_path: Path, commands: Any
-) -> None:
-    arguments = [
-        "migrate",
-        str(wider.path),
-        "--from",
-        f"{store.url}#{LINE}/3",
-        "--store",
-        store.url,
-        "--line",
-        "wide",
-        "--json",
-    ]
-    status, out, _ = commands(*arguments)
-    assert (status, json.loads(out)["release"], json.loads(out)["matched"]) == (0, "1", ["2.bias"])
-    found = ancestry(store, "wide")
-    assert [(step.line, step.state.release.name, step.how) for step in found] == [
-        ("wide", "1", "migrated"),
-        (LINE, "3", "retrained"),
-        (LINE, "2", "retrained"),
-        (LINE, "1", "frozen"),
-    ]
-
-
-def test_the_commands_of_a_line(store: Store, commands: Any) -> None:
-    status, out, _ = commands("history", store.url, "--json")
-    assert (status, [row["what"] for row in json.loads(out)["history"]]) == (
-        0,
-        ["current", "promoted", "no data", "promoted"],
-    )
-    status, out, _ = commands("lineage", f"{store.url}#{LINE}/2")
-    assert (status, out.count("eval.loss <= champion.eval.loss * 1.05"), "frozen" in out) == (
-        0,
-        1,
-        True,
-    )
-    status, out, _ = commands("rollback", store.url, "--json")
-    assert (status, json.loads(out)["release"]) == (0, "2")
-
-
-def test_a_file_is_written_checked_and_run(small: Package, folder: Path, commands: Any) -> None:
-    status, _, _ = commands("retrain", "init", str(folder / "new.yaml"))
-    assert (status, (folder / "new.yaml").is_file()) == (0, True)
-    config = config_of(folder, small, schedule={"every": "1d"})
-    (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
-    status, out, _ = commands("retrain", "check", str(folder / "retrain.yaml"), "--json")
-    assert (status, json.loads(out)["plan"], json.loads(out)["data"]) == (
-        0,
-        "single on 1",
-        "files: 1; rows of the last 1: 60",
-    )
-    status, out, said = commands(
-        "retrain", "tick", str(folder / "retrain.yaml"), "--at", "2026-01-01T00:00:00Z", "--json"
-    )
-    assert (status, json.loads(out)["outcome"]) == (0, "promoted"), said
-    status, out, _ = commands("retrain", "run", str(folder / "retrain.yaml"), "--ticks", "1")
-    assert (status, "no data" in out) == (0, True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--at", "yesterday"), "a time such as 2026-11-23T06:00:00Z"),
-        (("--at", "2026-01-01T00:00:00"), "the time has no time zone"),
-        ((), "Set the key `schedule`"),
-    ],
-)
-def test_a_time_that_is_none_is_refused(
-    small: Package, folder: Path, commands: Any, arguments: tuple[str, ...], words: str
-) -> None:
-    (folder / "retrain.yaml").write_text(yaml.safe_dump(config_of(folder, small).to_json()))
-    status, _, said = commands("retrain", "tick", str(folder / "retrain.yaml"), *arguments)
-    assert (status, words in said) == (2, True), said
-
-
-def test_a_metric_that_there_is_not_is_found_by_check(
-    small: Package, folder: Path, commands: Any
-) -> None:
-    config = config_of(folder, small, gate={"require": "eval.acuracy > 0.5"})
-    (folder / "retrain.yaml").write_text(yaml.safe_dump(config.to_json()))
-    status, _, said = commands("retrain", "check", str(folder / "retrain.yaml"))
-    assert (
-        status,
-        "gate.require: there is no such metric" in said,
-        "Did you mean eval.accuracy?" in said,
-    ) == (2, True, True), said
-
-
 def test_a_plan_and_a_setting_that_it_says_are_not_both_taken(small: Package, folder: Path) -> None:
     plan = trainload.plan(small, trainload.Cluster(), "single")
     (folder / "plan.json").write_text(plan.model_dump_json())
@@ -635,73 +432,6 @@ def test_a_tick_that_cannot_be_right_is_not_begun(small: Package, folder: Path) 
     assert tick(config_of(folder, small), 0).outcome == "promoted"
 
 
-def test_data_that_cannot_be_trained_on_is_found_by_check(
-    small: Package, folder: Path, commands: Any
-) -> None:
-    trainload.write_rows([{"x": np.zeros((4, 5), np.float32)}], folder / "data" / "0.arrow")
-    (folder / "retrain.yaml").write_text(yaml.safe_dump(config_of(folder, small).to_json()))
-    status, _, said = commands("retrain", "check", str(folder / "retrain.yaml"))
-    assert (
-        status,
-        "data.files: none of the data files can be used for training" in said,
-        "'cls'" in said,
-    ) == (2, True, True), said
-
-
-def test_an_old_release_is_exported_from_its_store(
-    lived: Path, tmp_path: Path, commands: Any
-) -> None:
-    name = f"{lived / 'store'}#{LINE}/2"
-    status, _, said = commands("export", name, "--to", "huggingface")
-    assert (status, "pass --output" in said) == (2, True), said
-    status, _, said = commands(
-        "export", name, "--to", "huggingface", "--output", str(tmp_path / "old"), "--json"
-    )
-    assert status == 0, said
-    found = load_file(tmp_path / "old" / "model.safetensors")
-    assert torch.equal(found["0.weight"], trainload.open(name).weights.tensor("0.weight"))
-
-
-def test_a_store_has_a_page(store: Store, tmp_path: Path, commands: Any) -> None:
-    status, out, _ = commands(
-        "report", store.url, "--output", str(tmp_path / "page.html"), "--json"
-    )
-    assert (status, json.loads(out)["lines"]) == (
-        0,
-        {LINE: {"current": "3", "releases": 3, "ticks": 3}},
-    )
-    page = (tmp_path / "page.html").read_text()
-    assert all(
-        each in page
-        for each in (
-            "2026-01-01 00:00:00",
-            "no data",
-            "evaluation loss",
-            "accuracy",
-            "drift",
-            "frozen",
-        )
-    )
-    assert "<script" not in page
-
-
-def test_what_people_have_written_is_text_in_it(
-    store: Store, tmp_path: Path, commands: Any
-) -> None:
-    store.promote(LINE, 2, reason="<img src=x onerror=alert(1)>")
-    commands("report", f"{store.url}#{LINE}", "--output", str(tmp_path / "page.html"))
-    page = (tmp_path / "page.html").read_text()
-    assert ("<img" in page, "&lt;img src=x" in page) == (False, True)
-
-
-def test_a_file_that_is_no_report_is_not_written_over(
-    store: Store, tmp_path: Path, commands: Any
-) -> None:
-    (tmp_path / "thesis.html").write_text("years of work")
-    status, _, said = commands("report", store.url, "--output", str(tmp_path / "thesis.html"))
-    assert (status, "it exists already and is not a report" in said) == (2, True)
-
-
 def test_drift_may_be_named_before_there_is_anything_that_it_could_be_told_against(
     once: Once,
 ) -> None:
@@ -764,41 +494,3 @@ def test_a_process_that_lost_its_lease_asks_no_run_to_stop(
             config_of(folder, small, train={"steps": 4}), Stages(Opening(), print, heard), print
         ).tick(day(0))
     assert seen == [False]
-
-
-def test_a_migration_into_a_line_that_has_releases_publishes_nothing(
-    wider: Package, store: Store, tmp_path: Path, commands: Any
-) -> None:
-    before = store.release_ids(LINE)
-    status, _, said = commands(
-        "migrate",
-        str(wider.path),
-        "--from",
-        f"{store.url}#{LINE}/3",
-        "--store",
-        store.url,
-        "--line",
-        LINE,
-    )
-    assert (status, "the line already has releases" in said, store.release_ids(LINE)) == (
-        2,
-        True,
-        before,
-    ), said
-
-
-def test_a_lineage_goes_on_where_its_store_was_moved(
-    wider: Package, store: Store, tmp_path: Path, commands: Any
-) -> None:
-    commands(
-        "migrate",
-        str(wider.path),
-        "--from",
-        f"{store.url}#{LINE}/3",
-        "--store",
-        store.url,
-        "--line",
-        "wide",
-    )
-    moved = Path(store.url).rename(tmp_path / "moved")
-    assert [step.line for step in ancestry(Store(moved), "wide")] == ["wide", LINE, LINE, LINE]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autograd_trace.optimizer.test_optimizer import (
+from tests.autograd_trace.optimizer.captured_updates import (
     Make,
     capture_of_the_model,
     captured,

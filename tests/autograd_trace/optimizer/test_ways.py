@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autograd_trace.optimizer.test_optimizer import capture_of_the_model, captured
+from tests.autograd_trace.optimizer.captured_updates import capture_of_the_model, captured
 from torch import Tensor, optim
 
 from trainload.autograd_trace.optimizer import value_branches as ways

@@ -14,82 +14,29 @@ import torch
 from safetensors.torch import load_file
 from tests.golden.goldens import goldens
 from tests.launch import graph_jobs
-from tests.launch.optimizer_jobs import STEPS, Model, adam, eager, frozen, make_job, write_data
+from tests.launch.optimizer_jobs import STEPS, adam, eager, frozen, make_job, write_data
+from tests.launch.settings.adapters_by_hand import (
+    ADAPTERS,
+    LAYERS,
+    WITH_NORM,
+    Regions,
+    adam_of_trained,
+    by_hand,
+)
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.selection import selected
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import trainload
 from trainload.cli import main as cli
-from trainload.core.errors import JobError, PackageError, PlanError
-from trainload.launching.node.build_key import build_key
+from trainload.core.errors import JobError
 from trainload.launching.run.journal import read_events
 from trainload.launching.run.run_spec import read_spec
-from trainload.launching.settings.adapter_weights import first_values
 from trainload.launching.settings.adapters import Adapters
 from trainload.packaging.package import Package
-from trainload.packaging.signatures.verify import verify_package
 
-LAYERS = ("second.weight", "third.weight", "last.weight")
-ADAPTERS = Adapters(rank=3, layers=("*d.weight", "last.weight"), alpha=6.0)
-WITH_NORM = ADAPTERS.model_copy(update={"also": ("norm.*",)})
 TWO = trainload.Cluster(devices_per_node=2)
 Capture = pytest.CaptureFixture[str]
-
-
-class ByHand(nn.Module):
-    """A linear layer with an adapter, as anyone would write it."""
-
-    def __init__(self, layer: nn.Linear, down: Tensor, up: Tensor, scale: float) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down, self.up, self.scale = nn.Parameter(down), nn.Parameter(up), scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) + self.scale * functional.linear(
-            functional.linear(x, self.down), self.up
-        )
-        return out
-
-    def merged(self) -> Tensor:
-        return self.layer.weight.detach() + self.scale * (self.up @ self.down).detach()
-
-
-class Regions(Model):
-    """The same layers, some under autocast, some in a checkpoint."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        def inner(x: Tensor) -> Tensor:
-            out: Tensor = self.third(torch.tanh(self.second(self.norm(x))))
-            return out
-
-        x = torch.tanh(self.first(x))
-        hidden: Tensor = checkpoint(inner, x, use_reentrant=False)
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            out: Tensor = self.last(x + functional.gelu(hidden))
-        return out
-
-
-def by_hand(
-    job: trainload.Job, package: Package, adapters: Adapters, seed: int | None = None
-) -> trainload.Job:
-    """The job with adapters in its model; all else is frozen but for what the adapters name."""
-    chosen = adapters.chosen(package.manifest)
-    values = first_values(chosen, package.manifest, package.recipe.seed if seed is None else seed)
-    kept = adapters.kept(package.manifest)
-    for name, parameter in job.model.named_parameters():
-        parameter.requires_grad_(name in kept)
-    for each in chosen:
-        name = each.weight.removesuffix(".weight")
-        layer: Any = job.model.get_submodule(name)
-        job.model.set_submodule(name, ByHand(layer, values[each.down], values[each.up], each.scale))
-    return job
-
-
-def adam_of_trained(model: nn.Module) -> torch.optim.Optimizer:
-    return adam(nn.ParameterList(p for p in model.parameters() if p.requires_grad))
 
 
 def launched(
@@ -251,28 +198,6 @@ def test_two_workers_train_the_same_adapters(pair: Path, alone: Path, name: str)
         torch.testing.assert_close(found[parameter], expected[parameter], rtol=1e-4, atol=1e-6)
 
 
-def test_the_tensor_axis_divides_adapters_with_their_layers(package: Package) -> None:
-    plan = trainload.plan(
-        trainload.Overrides(adapters=ADAPTERS).apply(package), TWO, tensor_ranks=2
-    )
-    shards = {name: shard.dim for name, shard in plan.tensor_shards.items()}
-    assert {"second.weight", "third.weight"} <= shards.keys()
-    assert shards["second.weight"] == shards["second.lora_B.weight"] == 0  # out is divided
-    assert shards["third.weight"] == shards["third.lora_A.weight"] == 1  # in is divided
-
-
-def test_the_optimizer_has_state_for_what_is_trained_alone(package: Package) -> None:
-    whole = trainload.plan(package, trainload.Cluster(), "single").estimate
-    changed = trainload.Overrides(adapters=ADAPTERS).apply(package)
-    few = trainload.plan(changed, trainload.Cluster(), "single").estimate
-    trained = [ADAPTERS.rank * side for name in LAYERS for side in package.weights.shape(name)]
-    assert few.optimizer_bytes == 2 * 4 * sum(
-        -(-length // 16) * 16 for length in trained
-    )  # Adam's moments; each begins at a multiple of 16
-    assert few.optimizer_bytes < whole.optimizer_bytes / 2
-    assert few.gradient_bytes < whole.gradient_bytes / 2
-
-
 def test_a_checkpoint_holds_state_for_what_is_trained_alone(alone: Path) -> None:
     from trainload.launching.checkpoints.checkpoint_place import place_of
     from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
@@ -291,24 +216,6 @@ def test_a_checkpoint_holds_state_for_what_is_trained_alone(alone: Path) -> None
         for name in LAYERS
         for each in (name.replace(".w", ".lora_A.w"), name.replace(".w", ".lora_B.w"))
     }
-
-
-def test_a_gradient_of_a_frozen_matrix_is_nowhere_in_the_graph(package: Package) -> None:
-    from trainload.sharding.plans.device_step_graphs import step_graphs
-
-    changed = trainload.Overrides(adapters=ADAPTERS).apply(package)
-    step = step_graphs(changed, torch.device("cpu"))["train"]
-    shapes = [
-        tuple(node.meta["val"].shape)
-        for node in step.module.graph.nodes
-        if isinstance(node.meta.get("val"), Tensor)
-    ]
-    computed = [
-        n for n in step.module.graph.nodes if n.op == "call_function" and "mm" in str(n.target)
-    ]
-    assert shapes and all(
-        tuple(node.meta["val"].shape) not in [(12, 12), (8, 12)] for node in computed
-    )
 
 
 @pytest.mark.slow
@@ -344,143 +251,6 @@ def test_layers_in_regions_get_adapters(held: Package, rows: Path, tmp_path: Pat
     adapters = Adapters(rank=2, layers=("second.weight", "last.weight"))
     plain = eager(by_hand(make_job(adam_of_trained, Regions), held, adapters))
     assert difference(plain.losses, launched(held, rows, tmp_path / "run", adapters)) <= TOLERANCE
-
-
-def test_the_changed_package_is_a_sound_one(package: Package) -> None:
-    changed = trainload.Overrides(adapters=ADAPTERS).apply(package)
-    assert not verify_package(changed.path).problems
-    assert changed.manifest.parent == package.digest
-    assert [entry.options["rank"] for entry in changed.manifest.passes] == [3]
-    batch = {"x": torch.randn(5, 8), "y": torch.randn(5, 8)}
-    (loss,) = changed.graph("eval").module(check_guards=False)(batch)
-    (before,) = package.graph("eval").module(check_guards=False)(batch)
-    torch.testing.assert_close(loss, before)
-
-
-def test_the_changed_package_is_made_once(package: Package) -> None:
-    overrides = trainload.Overrides(adapters=ADAPTERS)
-    first = overrides.apply(package)
-    made = (first.path / "manifest.json").stat().st_mtime_ns
-    assert trainload.Overrides(adapters=ADAPTERS, lr=0.1).apply(package).path == first.path
-    assert (overrides.apply(package).path / "manifest.json").stat().st_mtime_ns == made
-
-
-@pytest.mark.slow
-def test_its_bytes_follow_from_the_package_and_the_seed(
-    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = trainload.Overrides(adapters=ADAPTERS).apply(package)
-    other = trainload.Overrides(adapters=ADAPTERS, seed=11).apply(package)
-    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path))
-    there = trainload.Overrides(adapters=ADAPTERS).apply(package)
-    assert there.path != here.path and there.digest == here.digest
-    plan = trainload.plan(here, trainload.Cluster(), "single")
-    assert other.digest != here.digest
-    # nothing is compiled again
-    assert build_key(other, plan, torch.device("cpu")) == build_key(here, plan, torch.device("cpu"))
-
-
-@pytest.mark.slow
-def test_one_that_was_damaged_is_made_again(package: Package) -> None:
-    adapters = trainload.Overrides(adapters=ADAPTERS.model_copy(update={"rank": 2}))
-    made = adapters.apply(package)
-    (made.path / "manifest.json").write_bytes(b"{}")
-    assert adapters.apply(package).digest == made.digest
-
-
-def test_adapters_begin_within_kaiming_s_bound(package: Package) -> None:
-    values = first_values(ADAPTERS.chosen(package.manifest), package.manifest, 3)
-    for name in ("second", "third", "last"):
-        down, up = values[f"{name}.lora_A.weight"], values[f"{name}.lora_B.weight"]
-        bound = nn.init.calculate_gain("leaky_relu", 5**0.5) * 3**0.5 / down.shape[1] ** 0.5
-        assert not up.any()
-        assert 0.5 * bound < down.abs().max() <= bound and down.min() < 0 < down.max()
-    assert not torch.equal(values["second.lora_A.weight"], values["third.lora_A.weight"])
-
-
-class Strange(Model):
-    """Its layers' weights are used in several ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, 8)
-        self.unused = nn.Linear(8, 8)
-        self.still = nn.Linear(8, 8)
-        self.tied = nn.Linear(12, 8, bias=False)
-        self.tied.weight = self.last.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            still = self.still(x)
-        penalty = self.second.weight.square().mean()
-        out: Tensor = super().forward(x + self.table.weight.sum(0)) + penalty + still.detach()
-        return out
-
-
-@pytest.fixture(scope="module")
-def strange(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return adam(
-            nn.ParameterList(
-                p
-                for name, p in model.named_parameters()
-                if not name.startswith(("unused", "still"))
-            )
-        )
-
-    with pytest.warns(UserWarning, match="4 parameters get no gradient"):
-        return trainload.freeze(
-            make_job(optimizer, Strange), tmp_path_factory.mktemp("strange") / "job.tl"
-        )
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (
-            {"layers": ("secnd.weight",)},
-            r"no parameter matches 'secnd.weight' \(expected second.weight",
-        ),
-        (
-            {"layers": ("first.*",)},
-            r"first.bias is not the weight of a linear layer .*got shape \(12,\)",
-        ),
-        (
-            {"layers": ("table.weight",)},
-            r"not only used as the weight of a linear layer .*got aten.sum.dim_IntList at File",
-        ),
-        (
-            {"layers": ("second.weight",)},
-            (
-                r"not only used as the weight of a linear layer .*got aten.square.default at File"
-                r" .*line \d+, in forward"
-            ),
-        ),
-        ({"layers": ("last.weight",)}, "last.weight and tied.weight are the same parameter"),
-        ({"layers": ("unused.weight",)}, "no training graph uses unused.weight"),
-        ({"layers": ("still.weight",)}, "still.lora_A.weight gets no gradient from graph train"),
-        (
-            {"layers": ("third.weight",), "rank": 13},
-            (
-                r"adapters.rank: the rank is greater than that of a layer \(expected at most 12,"
-                r" .*got 13\)"
-            ),
-        ),
-        (
-            {"layers": ("third.weight",), "also": ("nrm.weight",)},
-            r"no trained parameter matches 'nrm.weight' \(expected norm.weight",
-        ),
-        (
-            {"layers": ("third.weight",), "also": ("third.*",)},
-            "is selected for an adapter and for training",
-        ),
-    ],
-)
-def test_adapters_that_do_not_fit_are_refused(
-    strange: Package, options: dict[str, Any], line: str
-) -> None:
-    with pytest.raises(JobError, match=line):
-        trainload.Overrides(adapters=Adapters(**{"rank": 2, **options})).apply(strange)
 
 
 @pytest.mark.slow
@@ -559,30 +329,6 @@ def test_every_variant_has_the_adapters_that_it_reaches(tmp_path: Path) -> None:
     )
 
 
-def test_a_graph_that_would_train_nothing_is_refused() -> None:
-    golden = next(each for each in goldens() if each.name == "turns")
-    overrides = trainload.Overrides(adapters=Adapters(rank=1, layers=("judge.0.weight",)))
-    with pytest.raises(JobError, match="graph generator would have no trained parameters"):
-        overrides.apply(trainload.open(golden.package))
-
-
-def test_a_plan_for_the_frozen_package_is_refused(
-    package: Package, rows: Path, tmp_path: Path
-) -> None:
-    plan = trainload.plan(package, trainload.Cluster(), "single")
-    with pytest.raises(
-        PlanError, match="for the unmodified package, but this run changes the package's graphs"
-    ):
-        trainload.launch(
-            package,
-            plan,
-            rows,
-            run_dir=tmp_path / "run",
-            backend="local",
-            overrides=trainload.Overrides(adapters=ADAPTERS),
-        )
-
-
 def commanded(package: Package, rows: Path, *settings: str) -> list[str]:
     return [
         "launch",
@@ -626,12 +372,6 @@ def test_settings_of_adapters_that_are_wrong_are_told(
 ) -> None:
     assert cli.run(commanded(package, rows, *settings)) == 2
     assert line in capsys.readouterr().err
-
-
-def test_an_abstract_package_is_refused() -> None:
-    abstract = next(each for each in goldens() if each.name == "shapes")
-    with pytest.raises(PackageError, match="this package is abstract"):
-        trainload.Overrides(adapters=ADAPTERS).apply(trainload.open(abstract.package))
 
 
 def test_a_plan_of_its_own_is_made_with_the_same_settings(
