@@ -85,7 +85,7 @@ def test_a_file_with_the_name_of_a_loaded_module_is_loaded(write: Write) -> None
             "needs",
             "needs.. failed: TypeError: .*missing 1 required positional argument: 'argument'",
         ),
-        ("breaks", r"the_users_job.py:17: breaks\(\) failed: ZeroDivisionError: division by zero"),
+        ("breaks", r"the_users_job.py:18: breaks\(\) failed: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_name_that_is_no_job_is_refused(name: str, problem: str, write: Write) -> None:
