@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autograd_trace.test_derive import CPU
+from tests.autograd_trace.step_graph_calls import CPU
 from tests.capture.jobs import Batch, Model, job
 from torch import nn
 

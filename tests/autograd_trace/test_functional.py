@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autograd_trace.test_derive import CPU, program_of, run
+from tests.autograd_trace.step_graph_calls import CPU, program_of, run
 from tests.capture.jobs import Batch, Model, job
 from torch import Tensor, nn
 from torch.nn import functional

@@ -17,7 +17,7 @@ from tests.autograd_trace.checkpoints import (
     reentrant,
 )
 from tests.autograd_trace.memory import peak_bytes
-from tests.autograd_trace.test_derive import program_of, run
+from tests.autograd_trace.step_graph_calls import program_of, run
 from tests.capture.jobs import job
 from tests.optimizers import optimizer_of
 from torch import nn

@@ -165,7 +165,7 @@ TRAINING: tuple[Mutation, ...] = (
         "autograd_trace/randomness/random_key.py",
         "                if self.stacks > 1:\n",
         "                if False:\n",
-        "../autograd_trace/test_derive.py::test_a_split_batch_gives_the_gradients_of_the_whole[two"
+        "../autograd_trace/randomness/test_step_graph_draws.py::test_a_split_batch_gives_the_gradients_of_the_whole[two"
         " stacked views]",
     ),
     Mutation(
