@@ -219,14 +219,14 @@ def explained(
         else:
             findings = [Finding(DIFFERENCE.anchor, DIFFERENCE.sentence, error.hint)]
         where = error.where
-    found = list(_unique(findings))
+    distinct = list(_unique(findings))
     return CaptureError(
         error.problem,
         where=where,
         expected=error.expected,
         got=error.got,
         hint=error.hint,
-        findings=found,
+        findings=distinct,
     )
 
 
@@ -356,7 +356,7 @@ def no_gradient(job: Job) -> CaptureError:
 
 def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
     """Yield the findings of one exception: one cause, in one or more places."""
-    text = "\n".join(str(each) for each in chain(error))
+    text = "\n".join(str(exception) for exception in chain(error))
     cause, place = cause_of(chain(error)), rewrite.sharpened(place_of_error(error))
     if cause in (BRANCH, NUMBER):
         cause = _branch_or_number(place, text)
@@ -445,14 +445,14 @@ def _of_deed(deed: Deed) -> Finding:
             code,
             deed.place,
         )
-    found = _finding(deed.cause, deed.place, "")
+    finding = _finding(deed.cause, deed.place, "")
     if deed.cause is GLOBAL:
         sentence = (
             f"forward uses {deed.detail}, which is not part of the model and which a graph would"
             " freeze"
         )
-        return replace(found, sentence=sentence)
-    return found
+        return replace(finding, sentence=sentence)
+    return finding
 
 
 def _unique(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -529,7 +529,7 @@ def _of_sizes(
     """
     guards = _Guards()
     _raised(attempt, guards.heard(answers))
-    text = "\n".join(str(each) for each in chain(error))
+    text = "\n".join(str(exception) for exception in chain(error))
     # a size used as a key fails in place
     key = place_of_error(error) if "unhashable" in text else None
     places = [key] if key is not None else guards.places

@@ -200,9 +200,9 @@ class _Calls:
     The calls are those of clocks, random generators, and containers that outlive the call.
     """
 
-    def __init__(self, watched: Watched, held: dict[int, str]) -> None:
+    def __init__(self, watched: Watched, attribute_names: dict[int, str]) -> None:
         self._watched = watched
-        self._held = held
+        self._attribute_names = attribute_names
         self.codes: dict[CodeType, dict[str, Any]] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -235,12 +235,14 @@ class _Calls:
         if modules & _SOURCES:
             self._watched.add(Deed(GLOBAL, place, f"{min(modules & _SOURCES)}.{name}"))
         elif name in _CHANGES and isinstance(owner, list | dict | set):
-            if id(owner) in self._held:
-                self._watched.add(Deed(MODULE, place, self._held[id(owner)]))
+            if id(owner) in self._attribute_names:
+                self._watched.add(Deed(MODULE, place, self._attribute_names[id(owner)]))
             else:
-                known = next((n for n, value in frame.f_globals.items() if value is owner), None)
-                if known is not None:
-                    self._watched.add(Deed(GLOBAL, place, known))
+                global_name = next(
+                    (n for n, value in frame.f_globals.items() if value is owner), None
+                )
+                if global_name is not None:
+                    self._watched.add(Deed(GLOBAL, place, global_name))
 
 
 @contextlib.contextmanager
@@ -278,13 +280,13 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
     model = function.get_submodule("model")
     watched = Watched(input=next(iter(batch)))
     copied = {name: value.clone() for name, value in batch.items()}
-    held = {
+    attribute_names = {
         id(value): f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, list | dict | set) and not name.startswith("_")
     }
-    calls = _Calls(watched, held)
+    calls = _Calls(watched, attribute_names)
     profile = sys.getprofile()
     with (
         contextlib.redirect_stdout(io.StringIO()),
@@ -326,11 +328,11 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
         if holder not in after.attributes and all(
             deed.detail != variable for deed in watched.deeds
         ):
-            used = (
+            places = (
                 _stored(calls.codes, operation, variable)
                 for operation in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_FAST")
             )
-            watched.add(Deed(GLOBAL, next(filter(None, used), None), holder.name, sure=True))
+            watched.add(Deed(GLOBAL, next(filter(None, places), None), holder.name, sure=True))
     return watched
 
 

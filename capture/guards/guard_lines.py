@@ -73,15 +73,15 @@ class Guards:
     def alike(self, symbol: str) -> frozenset[str]:
         """Return the symbols that were found to be equal to it, and the symbol itself."""
         pairs = [(name, value) for name, (value, _) in self.made.items()]
-        known = {symbol}
+        equal = {symbol}
         while (
             more := {
-                other for pair in pairs if known & {*pair} for other in pair if other.isidentifier()
+                other for pair in pairs if equal & {*pair} for other in pair if other.isidentifier()
             }
-            - known
+            - equal
         ):
-            known |= more
-        return frozenset(known)
+            equal |= more
+        return frozenset(equal)
 
     def about(self, symbol: str) -> list[Guard]:
         """Return the guards about a symbol or its equals.
@@ -120,8 +120,10 @@ class _Listener(logging.Handler):
         text = record.getMessage()
         if guard := _GUARD.match(text):
             self._guards.found.append(Guard(guard["expression"], *_users_line()))
-        elif (made := _REPLACEMENT.match(text)) and self._guards.found:
-            self._guards.made.setdefault(made["symbol"], (made["value"], self._guards.found[-1]))
+        elif (replacement := _REPLACEMENT.match(text)) and self._guards.found:
+            self._guards.made.setdefault(
+                replacement["symbol"], (replacement["value"], self._guards.found[-1])
+            )
 
 
 @contextmanager

@@ -173,14 +173,14 @@ def default_dtype_hint() -> str:
 
 @contextmanager
 def _set(
-    get: Callable[..., Any], put: Callable[..., Any], value: object, *key: object
+    get: Callable[..., Any], assign: Callable[..., Any], value: object, *key: object
 ) -> Iterator[None]:
     before = get(*key)
-    put(*key, value)
+    assign(*key, value)
     try:
         yield
     finally:
-        put(*key, before)
+        assign(*key, before)
 
 
 @contextmanager

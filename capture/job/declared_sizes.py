@@ -170,7 +170,7 @@ def _cure(leaves: Mapping[str, Tensor]) -> str:
     return f"Declare {'; '.join(advice[:3])}. See docs/shapes.md."
 
 
-def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
+def dims_said(name: str, declaration: Any, leaf: Tensor) -> dict[int, Any]:
     """Return the declarations of `Job.dynamic` for one input, by non-negative dim.
 
     Sizes and None have become Dim.STATIC.
@@ -178,29 +178,29 @@ def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
     Raises:
         JobError: if it contradicts itself or the example.
     """
-    if said is None:
+    if declaration is None:
         return {}
     where = f"Job.dynamic[{name!r}]"
-    if isinstance(said, Mapping):
-        given = list(said.items())
-    elif isinstance(said, Sequence) and not isinstance(said, str):
-        if len(said) != leaf.ndim:
+    if isinstance(declaration, Mapping):
+        entries = list(declaration.items())
+    elif isinstance(declaration, Sequence) and not isinstance(declaration, str):
+        if len(declaration) != leaf.ndim:
             raise JobError(
                 "declares a different number of dims from the example",
                 where=where,
                 expected=f"{leaf.ndim} entries",
-                got=str(len(said)),
+                got=str(len(declaration)),
             )
-        given = list(enumerate(said))
+        entries = list(enumerate(declaration))
     else:
         raise JobError(
             "does not declare sizes by dim",
             where=where,
             expected="{dim: ...}, or one entry for each dim",
-            got=repr(said),
+            got=repr(declaration),
         )
     dims: dict[int, Any] = {}
-    for dim, spec in given:
+    for dim, spec in entries:
         if type(dim) is not int or not -leaf.ndim <= dim < leaf.ndim:
             raise JobError(
                 "the input has no such dim",
@@ -266,20 +266,22 @@ def _checked(spec: Any, size: int, where: str) -> Any:
 
 def _batch_dim(shapes: Shapes) -> Any:
     """Return the common declaration of all leading dims: the one that the job has for any."""
-    said = {f"Job.dynamic[{name!r}][0]": dims[0] for name, dims in shapes.items() if 0 in dims}
-    if any(spec is Dim.STATIC for spec in said.values()):
+    declarations = {
+        f"Job.dynamic[{name!r}][0]": dims[0] for name, dims in shapes.items() if 0 in dims
+    }
+    if any(spec is Dim.STATIC for spec in declarations.values()):
         return Dim.STATIC
-    if len({spelled(spec) for spec in said.values()}) > 1:
+    if len({spelled(spec) for spec in declarations.values()}) > 1:
         raise JobError(
             "declares the batch dim in different ways",
             where="Job.dynamic",
             expected="one Dim for dim 0",
-            got=", ".join(map(spelled, said.values())),
+            got=", ".join(map(spelled, declarations.values())),
             hint="Every input has the same rows: declare dim 0 once.",
         )
-    if not said:
+    if not declarations:
         return Dim("batch", min=1)
-    where, spec = next(iter(said.items()))
+    where, spec = next(iter(declarations.items()))
     if hasattr(spec, "root"):
         raise JobError(
             "the batch dim is derived from another dim",
@@ -319,12 +321,12 @@ def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
                         " on it."
                     ),
                 )
-            other, known = ranges.setdefault(root.__name__, (where, root))
-            if spelled(known) != spelled(root):
+            other, first_root = ranges.setdefault(root.__name__, (where, root))
+            if spelled(first_root) != spelled(root):
                 raise JobError(
                     f"the dim {root.__name__!r} has two ranges",
                     where=where,
-                    expected=f"{spelled(known)}, as in {other}",
+                    expected=f"{spelled(first_root)}, as in {other}",
                     got=spelled(root),
                 )
             factor, offset = affine(spec)

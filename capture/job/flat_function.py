@@ -180,10 +180,10 @@ class TensorsFunction(Traced):
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         (function,) = self._function
         result = function(self.model, batch)
-        named: dict[str, Any] = (
+        tensors: dict[str, Any] = (
             dict(result) if isinstance(result, Mapping) else {self._role.value: result}
         )
-        for name, value in named.items():
+        for name, value in tensors.items():
             if not isinstance(value, Tensor):
                 raise JobError(
                     f"its {name!r} is not a tensor",
@@ -191,10 +191,10 @@ class TensorsFunction(Traced):
                     expected="a tensor, or a flat mapping of names to tensors",
                     got=type(value).__name__,
                 )
-        _check_names(named, self._where)
-        names = sorted(named)
+        _check_names(tensors, self._where)
+        names = sorted(tensors)
         self._note(tuple(OutputSpec(name, self._role) for name in names))
-        return tuple(named[name] for name in names)
+        return tuple(tensors[name] for name in names)
 
     def functions(self) -> tuple[Callable[..., Any], ...]:
         return self._function

@@ -43,16 +43,16 @@ def arranged(job: Job) -> Job:
             if name not in examples or leaf.ndim > examples[name].ndim
         }
     shared = _shared(job, examples)
-    said = {
+    declared = {
         name: dims_said(name, job.dynamic[name], leaf)
         for name, leaf in examples.items()
         if name in job.dynamic
     }
-    places = dict(_places(said))
+    places = dict(_places(declared))
     if not shared and not places:
         return job
     dynamic = dict(job.dynamic) | {
-        name: _moved(said[name], place) for name, place in places.items()
+        name: _moved(declared[name], place) for name, place in places.items()
     }
 
     def placed(batch: Batch) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
             expected="a list of names",
             got=repr(job.shared),
         )
-    found: set[str] = set()
+    selected: set[str] = set()
     for entry in job.shared:
         names = {name for name in examples if name == entry or name.startswith(f"{entry}.")}
         if not names:
@@ -96,30 +96,30 @@ def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
                 where=f"Job.dynamic[{sized[0]!r}]",
                 hint="Remove it from Job.dynamic or from Job.shared.",
             )
-        found |= names
-    if found and found >= set(examples):
+        selected |= names
+    if selected and selected >= set(examples):
         raise JobError(
             "every input is shared, so none has a batch dim",
             where="Job.shared",
             expected="at least one input that differs from row to row",
-            got=", ".join(sorted(found)),
+            got=", ".join(sorted(selected)),
         )
-    return found
+    return selected
 
 
-def _places(said: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[str, int]]:
+def _places(declared: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[str, int]]:
     """Yield (input, dim of its rows) for inputs whose batch dim is not the leading one."""
-    named = {
+    dim_names = {
         name: {dim: spec.__name__ for dim, spec in dims.items() if _is_plain(spec)}
-        for name, dims in said.items()
+        for name, dims in declared.items()
     }
-    leading = {dims[0] for dims in named.values() if 0 in dims}
+    leading = {dims[0] for dims in dim_names.values() if 0 in dims}
     rows = (
         next(iter(leading))
-        if len(leading) == 1 and not any(_USUAL in dims.values() for dims in named.values())
+        if len(leading) == 1 and not any(_USUAL in dims.values() for dims in dim_names.values())
         else _USUAL
     )
-    for name, dims in named.items():
+    for name, dims in dim_names.items():
         places = [dim for dim, of in dims.items() if of == rows]
         if len(places) == 1 and places[0] > 0:
             yield name, places[0]

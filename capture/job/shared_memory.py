@@ -134,9 +134,9 @@ def check_sharing(
         for spec in exported.graph_signature.input_specs:
             if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
                 user = next(iter(inputs[spec.arg.name].users), None)
-                used = f"{_USED} at {place_of_node(user)}"
+                label = f"{_USED} at {place_of_node(user)}"
                 # a line may use several
-                fixed[used if used not in fixed else f"{used} ({spec.target})"] = (
+                fixed[label if label not in fixed else f"{label} ({spec.target})"] = (
                     exported.constants[spec.target]
                 )
     check_memory(changing, fixed)
@@ -164,10 +164,10 @@ def _cure(one: str, other: str) -> str:
     )
 
 
-def _overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of names whose tensors have an element in common."""
     memories = sorted(
-        ((_Memory(t), name) for name, t in named.items() if t.numel()),
+        ((_Memory(t), name) for name, t in tensors.items() if t.numel()),
         key=lambda pair: (pair[0].device, pair[0].start),
     )
     active: list[tuple[_Memory, str]] = []

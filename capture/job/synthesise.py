@@ -138,13 +138,15 @@ def _values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Te
                 hint=_CURE,
             )
         return torch.randn(shape, generator=generator).to(dtype)
-    held = np.asarray(spec.quantiles)
-    rank = torch.rand(shape, generator=generator, dtype=torch.float64).numpy() * (len(held) - 1)
+    quantiles = np.asarray(spec.quantiles)
+    rank = torch.rand(shape, generator=generator, dtype=torch.float64).numpy() * (
+        len(quantiles) - 1
+    )
     # a mask of 0.0 and 1.0 has no values in between
     whole = all(float(value).is_integer() for value in spec.quantiles)
-    made = (
-        held[rank.round().astype(np.int64)]
+    numbers = (
+        quantiles[rank.round().astype(np.int64)]
         if whole
-        else np.interp(rank, np.arange(len(held)), held)
+        else np.interp(rank, np.arange(len(quantiles)), quantiles)
     )
-    return torch.from_numpy(np.asarray(made)).to(dtype)
+    return torch.from_numpy(np.asarray(numbers)).to(dtype)

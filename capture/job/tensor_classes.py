@@ -81,13 +81,13 @@ def behaviour_of(cls: type) -> tuple[str, ...]:
 
     () for a class that computes what a tensor computes.
     """
-    known = set(dir(Tensor)) - _HARMLESS
-    own = [
+    overridable = set(dir(Tensor)) - _HARMLESS
+    bases = [
         base
         for base in cls.__mro__
         if issubclass(base, Tensor) and base not in (Tensor, nn.Parameter, nn.Buffer)
     ]
-    return tuple(sorted({name for base in own for name in vars(base)} & known))
+    return tuple(sorted({name for base in bases for name in vars(base)} & overridable))
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -109,11 +109,13 @@ def check_tensors(entries: Iterable[tuple[str, str, Tensor]]) -> None:
     Raises:
         CaptureError: if it cannot hold some of them; lists all of these, with their classes.
     """
-    found = [(entry, special) for entry in entries if (special := _special(entry[2])) is not None]
-    if found:
-        (what, _, tensor), _ = found[0]
+    unsupported = [
+        (entry, special) for entry in entries if (special := _special(entry[2])) is not None
+    ]
+    if unsupported:
+        (what, _, tensor), _ = unsupported[0]
         raise _error(
-            [_finding(*entry, special) for entry, special in found],
+            [_finding(*entry, special) for entry, special in unsupported],
             tensor,
             "Job.batch" if what == "input" else "Job.model",
         )
@@ -219,21 +221,23 @@ def _special(tensor: Tensor) -> _Special | None:
         return _DISTRIBUTED
     if cls.__module__.startswith("torch.masked."):
         return _MASKED
-    named = behaviour_of(cls)
+    overridden = behaviour_of(cls)
     if hasattr(cls, "__tensor_flatten__"):
         return _wrapper(tensor)
-    if "__torch_dispatch__" in named:
+    if "__torch_dispatch__" in overridden:
         return _Special(
             TENSOR_CLASS,
             "decides in Python what torch's operators do (__torch_dispatch__)",
             _PLAIN_ADVICE,
             _plain_code,
         )
-    if named:
-        said = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+    if overridden:
+        listed = ", ".join(overridden[:3]) + (
+            f" and {len(overridden) - 3} more" if len(overridden) > 3 else ""
+        )
         return _Special(
             TENSOR_CLASS,
-            f"overrides the behaviour of torch.Tensor ({said}), which a trace loses",
+            f"overrides the behaviour of torch.Tensor ({listed}), which a trace loses",
             _PLAIN_ADVICE,
             _plain_code,
         )
@@ -305,11 +309,11 @@ def _inner_code(inner: Mapping[str, Tensor], reached: str, what: str) -> str:
     )
 
 
-def _of_input(name: str, made: str) -> Callable[[str, str], str]:
+def _of_input(name: str, template: str) -> Callable[[str, str], str]:
     def code(reached: str, what: str) -> str:
         if what == "input":
             key = reached[7:-2]
-            return f"Job(batch={{{made.format(key=key, x=name)}}}, ...)"
+            return f"Job(batch={{{template.format(key=key, x=name)}}}, ...)"
         return _kept(reached, what, f"{reached}.{name}")
 
     return code

@@ -50,7 +50,7 @@ def check_parity(
     function: Traced,
     batches: Sequence[dict[str, Tensor]],
     constants: Mapping[str, Tensor],
-    kept: list[Replayed] | None = None,
+    replays: list[Replayed] | None = None,
 ) -> set[str]:
     """Compare outputs, gradients and buffers on batches, each with its own seed.
 
@@ -59,7 +59,7 @@ def check_parity(
         function: the captured function, in the same mode; its model's buffers are changed.
         batches: result of `replays.replay_batches`.
         constants: tensor constants by "graph/name".
-        kept: receives a training graph's results on each batch on which they depend only on the
+        replays: receives a training graph's results on each batch on which they depend only on the
             batch and the model's initial state.
 
     Returns:
@@ -77,12 +77,12 @@ def check_parity(
             _same(value, initial[name])
             for name, value in function.model.named_buffers(remove_duplicate=False)
         )
-        found, counted, loss = _compare(
-            captured, function, batch, constants, seed, kept if is_initial else None
+        without_gradient, changed_numbers, loss = _compare(
+            captured, function, batch, constants, seed, replays if is_initial else None
         )
         finite = finite or bool(loss.isfinite().all())
-        missing = found if missing is None else missing & found
-        moving = counted if moving is None else moving & counted
+        missing = without_gradient if missing is None else missing & without_gradient
+        moving = changed_numbers if moving is None else moving & changed_numbers
     if moving:
         first = min(moving)
         raise CaptureError(
@@ -119,7 +119,7 @@ def _compare(
     batch: dict[str, Tensor],
     constants: Mapping[str, Tensor],
     seed: int,
-    kept: list[Replayed] | None,
+    replays: list[Replayed] | None,
 ) -> tuple[set[str], set[Holder], Tensor]:
     """Return the parameters without a gradient, the changed Python numbers, and the eager loss."""
     model = function.get_submodule("model")
@@ -153,10 +153,12 @@ def _compare(
         captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter"
     )
     after = kept_by(function)
-    counted = {holder for holder in numbers.changed_in(after) if after.values[holder] != rows}
+    changed_numbers = {
+        holder for holder in numbers.changed_in(after) if after.values[holder] != rows
+    }
     # a checkpoint policy may count calls without changing the result
     if has_checkpoints(captured.exported.graph_module):
-        counted &= after.attributes
+        changed_numbers &= after.attributes
     eager_outputs = [v.detach().clone() for v in expected]
     for spec, value in zip(captured.outputs, eager_outputs, strict=True):
         if spec.role is OutputRole.WEIGHT and not 0 <= value.item() < math.inf:
@@ -212,8 +214,8 @@ def _compare(
     tolerance = tolerance_of(captured)
 
     def where() -> str:
-        if counted:
-            return min(counted).where
+        if changed_numbers:
+            return min(changed_numbers).where
         fresh = {name: value.clone() for name, value in before.items()}
         with torch.no_grad():
             for name, value in model.named_buffers(remove_duplicate=False):
@@ -232,13 +234,13 @@ def _compare(
 
     def moved() -> dict[str, Tensor | None]:
         """Return the graph's gradients at weights that differ in their last bit."""
-        beside = nudged(own)
+        nudged_weights = nudged(own)
         fresh = {name: value.clone() for name, value in before.items()}
         with replaying(training, seed):
             outputs = captured.exported.graph_module(
-                *_arguments(captured, batch, {**beside, **fresh}, constants)
+                *_arguments(captured, batch, {**nudged_weights, **fresh}, constants)
             )
-            return _gradients(outputs, captured, beside)
+            return _gradients(outputs, captured, nudged_weights)
 
     @functools.cache
     def exact() -> Reference | None:
@@ -265,10 +267,10 @@ def _compare(
         )
 
     def allows(
-        kind: str, name: str, expected: Tensor | None, found: Tensor | None, floor: float = 0.0
+        kind: str, name: str, expected: Tensor | None, actual: Tensor | None, floor: float = 0.0
     ) -> bool:
         reference = exact()
-        return reference is not None and reference.allows((kind, name), expected, found, floor)
+        return reference is not None and reference.allows((kind, name), expected, actual, floor)
 
     for spec, a, b in zip(captured.outputs, eager_outputs, got, strict=True):
         allowed = partial(allows, spec.role, spec.name, a, b.detach())
@@ -309,17 +311,17 @@ def _compare(
         allowed_gradient,
     )
     if (
-        kept is not None
+        replays is not None
         and training
         and not drew
         and all(_same(value, replayed[name]) for name, value in before.items())
     ):
-        kept.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
+        replays.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
     missing = {name for name, gradient in eager_gradients.items() if gradient is None}
     # a parameter of the other branch alone has gradient zero in the graph, None in eager
     if has_branches(captured.exported.graph_module):
         missing = {name for name in missing if graph_gradients[name] is None}
-    return missing, counted, eager_outputs[0]
+    return missing, changed_numbers, eager_outputs[0]
 
 
 def _buffers(function: nn.Module) -> dict[str, Tensor]:
@@ -340,10 +342,10 @@ def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     A parameter's hook is part of the graph, and must not run a second time.
     """
     # contiguous, as in a package
-    made = {
+    copies = {
         id(p): p.detach().contiguous().requires_grad_(p.requires_grad) for p in parameters.values()
     }
-    return {name: made[id(p)] for name, p in parameters.items()}
+    return {name: copies[id(p)] for name, p in parameters.items()}
 
 
 def _check_no_python_draws(modules: Sequence[str]) -> None:
@@ -483,10 +485,12 @@ def _gradients(
     if not loss.requires_grad:
         return dict.fromkeys((n for n, p in parameters.items() if p.requires_grad), None)
     owners = {id(p): n for n, p in reversed(list(parameters.items())) if p.requires_grad}
-    wanted = {n: parameters[n] for n in owners.values()}
+    differentiated = {n: parameters[n] for n in owners.values()}
     return dict(
         zip(
-            wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True
+            differentiated,
+            torch.autograd.grad(loss, list(differentiated.values()), allow_unused=True),
+            strict=True,
         )
     )
 
@@ -549,10 +553,10 @@ def _check_gradients(
         if not distance <= tolerance_for(expected[name], tolerance)
     }
     if wrong:
-        total, beside = norm_of(expected.values()), moved()
+        total, nudged_gradients = norm_of(expected.values()), moved()
         # a sum in another order has no more digits than the weights' last bit determines
         for name in list(wrong):
-            first, other = got[name], beside[name]
+            first, other = got[name], nudged_gradients[name]
             if first is not None and other is not None:
                 wrong[name] = relative_distance(
                     expected[name], first, digits_floor(first, other, tolerance, total)

@@ -73,14 +73,14 @@ def replay_batches(
             default=rows + 1,
         )
         sizes = [rows + 1 if rows < most else max(rows - 1, _LEAST), rows]
-    found = [
+    batches = [
         {n: t[torch.arange(size, device=t.device) % t.shape[0]] for n, t in batch.items()}
         for size in sizes
     ]
     if check is Check.THOROUGH:
         generator = torch.Generator().manual_seed(0)
-        found = [_varied(captured, batch, generator) for _ in range(_VARIED)] + found
-    return found
+        batches = [_varied(captured, batch, generator) for _ in range(_VARIED)] + batches
+    return batches
 
 
 def _varied(
@@ -103,22 +103,22 @@ def _varied(
                 chosen[size] = int(
                     torch.randint(least, max(most, least) + 1, (), generator=generator)
                 )
-    found = {}
+    varied = {}
     for name, tensor in batch.items():
         value = tensor
         for dim, size in enumerate(shapes[name]):
             if isinstance(size, int) or not size.free_symbols <= chosen.keys():
                 continue
-            wanted, present = int(size.subs(chosen)), value.shape[dim]
+            length, present = int(size.subs(chosen)), value.shape[dim]
             if dim == 0:
-                index = torch.randint(0, present, (wanted,), generator=generator)
+                index = torch.randint(0, present, (length,), generator=generator)
             else:
                 index = (
-                    torch.arange(wanted) + int(torch.randint(0, present, (), generator=generator))
+                    torch.arange(length) + int(torch.randint(0, present, (), generator=generator))
                 ) % present
             value = value.index_select(dim, index.to(value.device))
-        found[name] = value
-    return found
+        varied[name] = value
+    return varied
 
 
 def _symbolic_shapes(captured: GraphCapture) -> dict[str, list[Any]]:

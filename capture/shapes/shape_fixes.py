@@ -95,8 +95,8 @@ def refusals(error: CaptureError) -> tuple[str, ...]:
     text = str(error.__cause__)
     if not _REFUSED.search(text):
         return ()
-    named = _SOURCE.sub(r"\1[\2]", text)
-    return tuple(dict.fromkeys(_REASON.findall(named))) or (error.got or error.problem,)
+    readable = _SOURCE.sub(r"\1[\2]", text)
+    return tuple(dict.fromkeys(_REASON.findall(readable))) or (error.got or error.problem,)
 
 
 def suggested_fixes(error: CaptureError) -> tuple[Fix, ...]:
@@ -110,8 +110,8 @@ def suggested_fixes(error: CaptureError) -> tuple[Fix, ...]:
         )
         for m in _HINTED.finditer(text)
     ]
-    _, found, suggestions = text.partition("Suggested fixes:\n")
-    for line in suggestions.split("\n\n")[0].splitlines() if found else ():
+    _, heading, suggestions = text.partition("Suggested fixes:\n")
+    for line in suggestions.split("\n\n")[0].splitlines() if heading else ():
         m = _FIX.fullmatch(line)
         if m is None:
             continue
@@ -181,7 +181,7 @@ def apply_fixes(
         for root in (_root(spec),)
     }
     changed: Shapes = {}
-    found: dict[tuple[str, str, str], list[str]] = {}
+    places_by_change: dict[tuple[str, str, str], list[str]] = {}
     for name, dims in shapes.items():
         changed[name] = {}
         for dim, spec in dims.items():
@@ -191,11 +191,13 @@ def apply_fixes(
             new = spec if fix is None else _line(_after(about, by_name, roots), *affine(spec))
             changed[name][dim] = new
             if fix is not None and spelled(new) != spelled(spec):
-                found.setdefault((fix.text, spelled(spec), spelled(new)), []).append(place)
+                places_by_change.setdefault((fix.text, spelled(spec), spelled(new)), []).append(
+                    place
+                )
     _check_rows(changed, graph)
     return changed, tuple(
         AppliedFix(graph, text, tuple(places), old, new)
-        for (text, old, new), places in found.items()
+        for (text, old, new), places in places_by_change.items()
     )
 
 

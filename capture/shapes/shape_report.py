@@ -264,17 +264,17 @@ class _Writer:
         symbol = self._guards.symbols.get(place)
         if symbol is None:
             return ()
-        found = []
+        causes = []
         for guard in self._guards.about(symbol):
             left, sign, right = _sides(guard.expression)
             condition = self._worded(f"{left} {sign} {right}" if sign else left)
             if guard.place and not (sign == "==" and self._worded(left) == self._worded(right)):
-                found.append(Cause(guard.place, guard.line, condition))
-        return tuple(dict.fromkeys(found))
+                causes.append(Cause(guard.place, guard.line, condition))
+        return tuple(dict.fromkeys(causes))
 
     def _worded(self, expression: str) -> str:
-        named = re.sub(r"[a-z]+\d+", lambda m: self._labels.get(m[0], m[0]), expression)
-        return re.sub(r"Mod\(([^(),]+), (\d+)\)", r"\1 % \2", named)
+        labelled = re.sub(r"[a-z]+\d+", lambda m: self._labels.get(m[0], m[0]), expression)
+        return re.sub(r"Mod\(([^(),]+), (\d+)\)", r"\1 % \2", labelled)
 
     def _relax(self, place: Place, causes: tuple[Cause, ...]) -> str:
         name, dim = place
@@ -354,10 +354,10 @@ class _Writer:
             if not simple and not self._could.fixed(place)
             else f"Dim('{name.replace('.', '_')}_{dim}'{limits})"
         )
-        said: dict[str, list[str]] = {}
+        dims_by_input: dict[str, list[str]] = {}
         for other, number in together:
-            said.setdefault(other, []).append(f"{number}: {text}")
-        entries = [f"{other!r}: {{{', '.join(dims)}}}" for other, dims in said.items()]
+            dims_by_input.setdefault(other, []).append(f"{number}: {text}")
+        entries = [f"{other!r}: {{{', '.join(dims)}}}" for other, dims in dims_by_input.items()]
         return f"dynamic={{{', '.join(entries)}}}"
 
 
@@ -383,16 +383,16 @@ def _sides(expression: str) -> tuple[str, str, str]:
 
     Anything else is returned as itself, "", "".
     """
-    found = re.fullmatch(r"(Eq|Ne)\((.*)\)", expression)
-    if found is None:
+    match = re.fullmatch(r"(Eq|Ne)\((.*)\)", expression)
+    if match is None:
         return expression, "", ""
     depth = 0
-    for index, character in enumerate(found[2]):
+    for index, character in enumerate(match[2]):
         depth += (character == "(") - (character == ")")
         if character == "," and depth == 0:
             return (
-                found[2][:index],
-                "==" if found[1] == "Eq" else "!=",
-                found[2][index + 1 :].strip(),
+                match[2][:index],
+                "==" if match[1] == "Eq" else "!=",
+                match[2][index + 1 :].strip(),
             )
     return expression, "", ""

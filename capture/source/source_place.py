@@ -39,10 +39,10 @@ def is_users(file: str) -> bool:
 
 def chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and those that led to it, the last one first."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def place_of_error(error: BaseException) -> Place | None:
@@ -50,15 +50,15 @@ def place_of_error(error: BaseException) -> Place | None:
 
     Exceptions that led to it are searched too.
     """
-    for each in chain(error):
-        found = None
-        trace = each.__traceback__
+    for exception in chain(error):
+        place = None
+        trace = exception.__traceback__
         while trace is not None:
             if is_users(trace.tb_frame.f_code.co_filename):
-                found = place_in(trace.tb_frame.f_code, trace.tb_lasti)
+                place = place_in(trace.tb_frame.f_code, trace.tb_lasti)
             trace = trace.tb_next
-        if found is not None:
-            return found
+        if place is not None:
+            return place
     return None
 
 

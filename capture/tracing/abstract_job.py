@@ -78,14 +78,14 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
         for name, graph in program.graphs.items()
     }
     program = replace(program, graphs=graphs, parameters=parameters, state={})
-    found = difference(program, reduced)
-    if found is not None:
+    mismatch = difference(program, reduced)
+    if mismatch is not None:
         raise CaptureError(
             "the abstract program differs from the reduced one in more than sizes and repetition,"
             " so nothing is proven about it",
-            where=found.where,
-            expected=f"as in the reduced job: {found.reduced}",
-            got=found.abstract,
+            where=mismatch.where,
+            expected=f"as in the reduced job: {mismatch.reduced}",
+            got=mismatch.abstract,
             hint=(
                 "Build the reduced job from the same code and settings, so that it takes every"
                 " branch that the abstract one takes: smaller sizes, fewer layers of each kind, the"
@@ -129,8 +129,8 @@ def _real(batch: Batch) -> Batch:
     leaves = leaves_of(batch, values=False)
     if all(has_values(leaf) for leaf in leaves.values()):
         return batch
-    made = {
+    real_leaves = {
         name: leaf if has_values(leaf) else torch.zeros(leaf.shape, dtype=leaf.dtype)
         for name, leaf in leaves.items()
     }
-    return rebuild(batch, made)
+    return rebuild(batch, real_leaves)

@@ -124,24 +124,24 @@ def _check_no_marks(function: Traced, batch: dict[str, Tensor]) -> None:
 
     Each mark represents something that strict mode does not see.
     """
-    seen = _Marks()
+    recorder = _Marks()
     copied = {name: value.clone() for name, value in batch.items()}
     with contextlib.redirect_stdout(io.StringIO()), quiet_torch(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with seen, _watching(function, seen):
+            with recorder, _watching(function, recorder):
                 function(copied)
         except CaptureError:
-            if not seen.found:
+            if not recorder.errors:
                 raise
-    if seen.found:  # the model's own code may have caught the exception
-        raise seen.found[0]
+    if recorder.errors:  # the model's own code may have caught the exception
+        raise recorder.errors[0]
 
 
 @contextmanager
-def _watching(function: Traced, seen: _Marks) -> Iterator[None]:
+def _watching(function: Traced, recorder: _Marks) -> Iterator[None]:
     def watched(_: object) -> Any:
-        return _run(function.model, seen)
+        return _run(function.model, recorder)
 
     before, function.watched = function.watched, watched
     try:
@@ -151,9 +151,9 @@ def _watching(function: Traced, seen: _Marks) -> Iterator[None]:
 
 
 @contextmanager
-def _run(model: nn.Module, seen: _Marks) -> Iterator[None]:
-    with _Audit(seen).tracing(model, {}):
-        held = [
+def _run(model: nn.Module, recorder: _Marks) -> Iterator[None]:
+    with _Audit(recorder).tracing(model, {}):
+        buffers = [
             (module, name, value)
             for module in model.modules()
             for name, value in module._buffers.items()
@@ -161,10 +161,13 @@ def _run(model: nn.Module, seen: _Marks) -> Iterator[None]:
         ]
         yield
         changed = next(
-            (name for module, name, value in held if module._buffers.get(name) is not value), None
+            (name for module, name, value in buffers if module._buffers.get(name) is not value),
+            None,
         )
         if changed is not None:
-            seen.found.append(_lost(f"forward assigns a new tensor to the buffer {changed}", None))
+            recorder.errors.append(
+                _lost(f"forward assigns a new tensor to the buffer {changed}", None)
+            )
 
 
 class _Marks(TorchFunctionMode):
@@ -172,7 +175,7 @@ class _Marks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[CaptureError] = []
+        self.errors: list[CaptureError] = []
 
     def __torch_function__(
         self,
@@ -182,37 +185,37 @@ class _Marks(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if getattr(func, "namespace", "") == marks.NAMESPACE:
-            self.found.append(_lost(_mark_in_words(func, args), place_here()))
-            raise self.found[-1]
+            self.errors.append(_lost(_mark_in_words(func, args), place_here()))
+            raise self.errors[-1]
         return func(*args, **(kwargs or {}))
 
 
 class _Audit(Watch):
     """A watch that names called autograd functions, and rejects all hooks on saved tensors."""
 
-    def __init__(self, seen: _Marks) -> None:
+    def __init__(self, recorder: _Marks) -> None:
         super().__init__()
-        self._seen = seen
+        self._recorder = recorder
 
     def _apply(self, cls: type, *args: Any, **kwargs: Any) -> Any:
-        self._seen.found.append(
+        self._recorder.errors.append(
             _lost(f"forward calls the autograd function {cls.__name__}", place_here())
         )
-        raise self._seen.found[-1]
+        raise self._recorder.errors[-1]
 
     def _saved_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         marked = super()._saved_enter(original)
 
         def enter(context: Any) -> Any:
             if type(context).__module__ != CHECKPOINT_MODULE:
-                self._seen.found.append(
+                self._recorder.errors.append(
                     _lost(
                         "forward changes the tensors that are saved for backward"
                         f" ({type(context).__name__})",
                         place_here(),
                     )
                 )
-                raise self._seen.found[-1]
+                raise self._recorder.errors[-1]
             return marked(context)
 
         return enter
@@ -287,11 +290,18 @@ def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Sh
             spec = shapes[name].get(dim, Dim.STATIC)
             if spec is Dim.STATIC or (dim > 0 and is_hint(spec)):
                 continue
-            size, said = str(value.shape[dim]), "the batch dim" if is_hint(spec) else spelled(spec)
+            size, declaration = (
+                str(value.shape[dim]),
+                "the batch dim" if is_hint(spec) else spelled(spec),
+            )
             if size.isdigit() and not is_hint(spec):
-                raise _unsound(f"{name}[{dim}] is {size} in its graph, but is declared as {said}")
-            if declared.setdefault(size, said) != said:
-                raise _unsound(f"its graph uses one size for both {declared[size]} and {said}")
+                raise _unsound(
+                    f"{name}[{dim}] is {size} in its graph, but is declared as {declaration}"
+                )
+            if declared.setdefault(size, declaration) != declaration:
+                raise _unsound(
+                    f"its graph uses one size for both {declared[size]} and {declaration}"
+                )
     # Conditions are matched by symbol: strict mode names inputs `L['flat_args'][0]` in them.
     symbols = {word for size in declared for word in _words(size)}
     for guard in environment.guards:

@@ -82,33 +82,37 @@ def difference(abstract: Program, reduced: Program) -> Difference | None:
         if ours.get(name) != theirs.get(name):
             return Difference(name, ours.get(name, "none"), theirs.get(name, "none"))
     for name, graph in sorted(abstract.graphs.items()):
-        found = _parting(_tree(graph), _tree(reduced.graphs[name]))
-        if found is not None:
-            return Difference(f"the {name} graph, {found.where}", found.abstract, found.reduced)
+        mismatch = _parting(_tree(graph), _tree(reduced.graphs[name]))
+        if mismatch is not None:
+            return Difference(
+                f"the {name} graph, {mismatch.where}", mismatch.abstract, mismatch.reduced
+            )
     return None
 
 
 def _declared(program: Program) -> dict[str, str]:
     """Return a program's declarations other than its nodes, as subject -> text."""
-    found: dict[str, set[str]] = {}
+    declarations: dict[str, set[str]] = {}
     for p in program.parameters:
         alias = "" if p.alias_of is None else f", tied to {pattern(p.alias_of)}"
         trained = "trained" if p.trainable else "not trained"
-        found.setdefault(f"parameter {pattern(p.name)}", set()).add(
+        declarations.setdefault(f"parameter {pattern(p.name)}", set()).add(
             f"{p.dtype} of {len(p.shape)} dims, {trained}{alias}"
         )
     for b in program.buffers:
-        kept = "persistent" if b.persistent else "not persistent"
-        found.setdefault(f"buffer {pattern(b.name)}", set()).add(
-            f"{b.dtype} of {len(b.shape)} dims, {kept}"
+        persistence = "persistent" if b.persistent else "not persistent"
+        declarations.setdefault(f"buffer {pattern(b.name)}", set()).add(
+            f"{b.dtype} of {len(b.shape)} dims, {persistence}"
         )
     for name, graph in program.graphs.items():
-        found[f"graph {name}"] = {"captured"}
+        declarations[f"graph {name}"] = {"captured"}
         for i in graph.inputs:
             dims = ", ".join("dynamic" if isinstance(size, str) else "fixed" for size in i.shape)
-            found[f"input {i.name} of {name}"] = {f"{i.dtype} of dims [{dims}]"}
-        found[f"outputs of {name}"] = {", ".join(f"{o.role.value} {o.name}" for o in graph.outputs)}
-    return {name: "; ".join(sorted(texts)) for name, texts in found.items()}
+            declarations[f"input {i.name} of {name}"] = {f"{i.dtype} of dims [{dims}]"}
+        declarations[f"outputs of {name}"] = {
+            ", ".join(f"{o.role.value} {o.name}" for o in graph.outputs)
+        }
+    return {name: "; ".join(sorted(texts)) for name, texts in declarations.items()}
 
 
 def _tree(graph: GraphCapture) -> _Call:
@@ -163,15 +167,15 @@ def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iter
     bodies = bodies_of(module, node)
     inputs = _inputs_of_body(node, bodies, names)
     schema = node.target._schema.arguments if is_overload(node.target) else ()
-    called = [*(argument.name for argument in schema), *[""] * len(node.args)]
-    taken = [
+    parameter_names = [*(argument.name for argument in schema), *[""] * len(node.args)]
+    named_arguments = [
         (a, name)
-        for a, name in zip(node.args, called, strict=False)
+        for a, name in zip(node.args, parameter_names, strict=False)
         if inputs is None or not isinstance(a, Node)
     ]
-    given = [_argument(a, names, name) for a, name in taken]
-    given += [f"{name}={_argument(a, names, name)}" for name, a in sorted(node.kwargs.items())]
-    yield f"{node.target}({', '.join(given)}) -> {_value(node.meta.get('val'))}"
+    arguments = [_argument(a, names, name) for a, name in named_arguments]
+    arguments += [f"{name}={_argument(a, names, name)}" for name, a in sorted(node.kwargs.items())]
+    yield f"{node.target}({', '.join(arguments)}) -> {_value(node.meta.get('val'))}"
     for body in bodies.values():
         call = _Call(f"<a graph of {getattr(node.target, '__name__', node.target)}>")
         _fill(call, body, dict(inputs or {}))
@@ -197,9 +201,9 @@ def _inputs_of_body(
     return {n: _argument(a, names) for n, a in zip(placeholders, operands, strict=True)}
 
 
-def _argument(value: Any, names: Mapping[Node, str], called: str = "") -> str:
+def _argument(value: Any, names: Mapping[Node, str], parameter: str = "") -> str:
     """Return the source of an argument, or "number" if it may follow from sizes."""
-    if called.startswith(_NOT_SIZES) and isinstance(value, int | list | tuple):
+    if parameter.startswith(_NOT_SIZES) and isinstance(value, int | list | tuple):
         return str(value)
     if isinstance(value, Node):
         return names.get(value, "a graph or a constant")
@@ -238,11 +242,11 @@ def _once(events: list[str | _Call]) -> list[str | _Call]:
     """
     labels = [event.label if isinstance(event, _Call) else event for event in events]
     numbered = [isinstance(event, _Call) and pattern(event.path) != event.path for event in events]
-    kept = list(range(len(events)))
+    indices = list(range(len(events)))
     length = 1
-    while any(numbered) and length <= len(kept) // 2:
+    while any(numbered) and length <= len(indices) // 2:
         shorter: list[int] = []
-        for at in kept:
+        for at in indices:
             shorter.append(at)
             last, before = shorter[-length:], shorter[-2 * length : -length]
             if (
@@ -252,9 +256,9 @@ def _once(events: list[str | _Call]) -> list[str | _Call]:
                 and all(labels[i] == labels[j] for i, j in zip(last, before, strict=True))
             ):
                 del shorter[-length:]
-        length = 1 if len(shorter) < len(kept) else length + 1
-        kept = shorter
-    return [events[i] for i in kept]
+        length = 1 if len(shorter) < len(indices) else length + 1
+        indices = shorter
+    return [events[i] for i in indices]
 
 
 def _parting(ours: _Call, theirs: _Call) -> Difference | None:
@@ -267,26 +271,26 @@ def _parting(ours: _Call, theirs: _Call) -> Difference | None:
             and isinstance(theirs_event, _Call)
             and pattern(ours_event.path) == pattern(theirs_event.path)
         ):
-            found = _parting(ours_event, theirs_event)
-            if found is not None:
-                return found
+            mismatch = _parting(ours_event, theirs_event)
+            if mismatch is not None:
+                return mismatch
         elif (
             isinstance(ours_event, _Call)
             or isinstance(theirs_event, _Call)
             or ours_event != theirs_event
         ):
-            return Difference(_where(ours), _told(ours_event), _told(theirs_event))
+            return Difference(_where(ours), _event_text(ours_event), _event_text(theirs_event))
     rest = len(theirs.events), len(ours.events)
     longer = ours.events[rest[0]] if rest[0] < rest[1] else None
     missing = theirs.events[rest[1]] if rest[1] < rest[0] else None
-    return Difference(_where(ours), _told(longer), _told(missing))
+    return Difference(_where(ours), _event_text(longer), _event_text(missing))
 
 
 def _where(call: _Call) -> str:
     return f"module {pattern(call.path)}" if call.path else "the loss and the model itself"
 
 
-def _told(event: str | _Call | None) -> str:
+def _event_text(event: str | _Call | None) -> str:
     if event is None:
         return "nothing more"
     return f"a call of {pattern(event.path)}" if isinstance(event, _Call) else event
@@ -302,7 +306,7 @@ def trainable_patterns(program: Program) -> Mapping[str, bool]:
 
     Mixed patterns are left out.
     """
-    found: dict[str, set[bool]] = {}
+    flags: dict[str, set[bool]] = {}
     for p in program.parameters:
-        found.setdefault(pattern(p.name), set()).add(p.trainable)
-    return {name: kinds.pop() for name, kinds in found.items() if len(kinds) == 1}
+        flags.setdefault(pattern(p.name), set()).add(p.trainable)
+    return {name: kinds.pop() for name, kinds in flags.items() if len(kinds) == 1}

@@ -48,7 +48,7 @@ _PREFIX = "model."
 def capture(
     job: Job,
     check: Check | None = Check.USUAL,
-    kept: dict[str, list[Replayed]] | None = None,
+    replays: dict[str, list[Replayed]] | None = None,
     strict: bool | None = None,
 ) -> Program:
     """Capture the job's graphs and check that they equal eager mode.
@@ -59,7 +59,7 @@ def capture(
         job: the job to capture.
         check: how much is compared; None: nothing, and the model is not run, since the job's
             tensors have no values. See `abstract_job.py`.
-        kept: receives, by training graph, its results on the replayed batches, for `check_step`.
+        replays: receives, by training graph, its results on the replayed batches, for `check_step`.
         strict: True: use only torch.export's strict mode; False: only its non-strict mode; None:
             the non-strict mode, and if that cannot follow the model, the strict mode if it loses
             nothing. See `strict.py`.
@@ -81,25 +81,27 @@ def capture(
                 warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
             set_training(target.training)
             target.function.runs = check is not None
-            given = (
-                kept.setdefault(target.name, []) if kept is not None and target.training else None
+            target_replays = (
+                replays.setdefault(target.name, [])
+                if replays is not None and target.training
+                else None
             )
-            proven = _capture_graph(target, batch, shapes, check, given, strict)
+            proven = _capture_graph(target, batch, shapes, check, target_replays, strict)
             graphs[target.name] = proven.captured
             constants |= proven.constants
             if target.training:
                 unreached[target.name] = proven.without_gradient
-            for each in targets:
-                each.function.differentiates = each.function.differentiates or differentiates(
+            for other in targets:
+                other.function.differentiates = other.function.differentiates or differentiates(
                     proven.captured.exported.graph_module
                 )
         set_training(True)  # an overridden train() may change which parameters are trained
         _check_variants(graphs.values())
         without_gradient = set[str].intersection(*unreached.values())
         graphs |= {
-            name: replace(graphs[name], reached=_reached(model, found))
-            for name, found in unreached.items()
-            if found - without_gradient
+            name: replace(graphs[name], reached=_reached(model, names))
+            for name, names in unreached.items()
+            if names - without_gradient
         }
         if without_gradient:
             warnings.warn(
@@ -163,7 +165,7 @@ def _capture_graph(
     batch: dict[str, Tensor],
     shapes: Shapes,
     check: Check | None,
-    kept: list[Replayed] | None,
+    replays: list[Replayed] | None,
     strict: bool | None,
 ) -> _Proven:
     """Capture one graph and compare it with eager mode, unless `check` is None.
@@ -176,7 +178,7 @@ def _capture_graph(
         with state_kept(target.function.model):
             exported = _asked_strictly(target, batch, shapes)
         return _proven(
-            target, batch, exported, check, kept, Tracing(strict=True, why="it was asked for")
+            target, batch, exported, check, replays, Tracing(strict=True, why="it was asked for")
         )
     try:
         with state_kept(target.function.model):
@@ -184,7 +186,7 @@ def _capture_graph(
     except CaptureError as refused:
         stepped_in = None
         if strict is None and check is not None and could_help(refused):
-            stepped_in = _stepped_in(target, batch, shapes, check, kept, refused)
+            stepped_in = _stepped_in(target, batch, shapes, check, replays, refused)
         if stepped_in is None:
             raise
         return stepped_in
@@ -193,7 +195,7 @@ def _capture_graph(
         if strict is False
         else "it follows the model, and everything that forward does is watched"
     )
-    return _proven(target, batch, exported, check, kept, Tracing(strict=False, why=why))
+    return _proven(target, batch, exported, check, replays, Tracing(strict=False, why=why))
 
 
 def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:
@@ -219,7 +221,7 @@ def _stepped_in(
     batch: dict[str, Tensor],
     shapes: Shapes,
     check: Check,
-    kept: list[Replayed] | None,
+    replays: list[Replayed] | None,
     refused: CaptureError,
 ) -> _Proven | None:
     """Capture in strict mode after the non-strict mode rejected the model.
@@ -228,7 +230,7 @@ def _stepped_in(
         The graph; None if strict mode cannot follow the model either, loses something, or differs
         from eager mode.
     """
-    given: list[Replayed] | None = None if kept is None else []
+    strict_replays: list[Replayed] | None = None if replays is None else []
     why = f"the non-strict mode does not follow the model: {refused.findings[0].sentence}"
     place = refused.findings[0].place
     tracing = Tracing(
@@ -237,12 +239,12 @@ def _stepped_in(
     try:
         with state_kept(target.function.model):
             exported = export_strictly(target, batch, shapes)
-        proven = _proven(target, batch, exported, check, given, tracing)
+        proven = _proven(target, batch, exported, check, strict_replays, tracing)
     except Exception as error:  # noqa: BLE001  # the first error remains valid, and the caller raises it
         tried_too(refused, error)
         return None
-    if kept is not None and given is not None:
-        kept += given
+    if replays is not None and strict_replays is not None:
+        replays += strict_replays
     return proven
 
 
@@ -251,7 +253,7 @@ def _proven(
     batch: dict[str, Tensor],
     exported: ExportedProgram,
     check: Check | None,
-    kept: list[Replayed] | None,
+    replays: list[Replayed] | None,
     tracing: Tracing,
 ) -> _Proven:
     """Return the captured graph, compared with eager mode unless `check` is None."""
@@ -267,7 +269,7 @@ def _proven(
     with state_kept(function.model):
         try:
             missing = check_parity(
-                captured, function, replay_batches(captured, batch, check), constants, kept
+                captured, function, replay_batches(captured, batch, check), constants, replays
             )
             return _Proven(captured, constants, missing)
         except CaptureError as error:
@@ -342,9 +344,9 @@ def _export(
                 "Change the gradient with parameter.register_hook, or in the optimizer.",
             )
         hooks = {
-            n: list(found.values())
+            n: list(backward_hooks.values())
             for n, p in function.model.named_parameters()
-            if (found := p._backward_hooks)
+            if (backward_hooks := p._backward_hooks)
         }
         watch = Watch()
         with (
@@ -461,7 +463,7 @@ def input_specs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple
 
 
 def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
@@ -476,7 +478,7 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
                         " requires_grad_(False)."
                     ),
                 )
-            found[f"{name}/{spec.target}"] = value.detach().cpu().clone()
+            constants[f"{name}/{spec.target}"] = value.detach().cpu().clone()
         elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT):
             raise CaptureError(
                 "an input of this kind is not supported",
@@ -488,4 +490,4 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
                     " does not pass to operators."
                 ),
             )
-    return found
+    return constants

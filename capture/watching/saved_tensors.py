@@ -61,9 +61,9 @@ def _watched(context: Any) -> tuple[Any, Any]:
     def packed(x: Tensor) -> Any:
         return pack(x), x.detach().clone()
 
-    def unpacked(kept: tuple[Any, Tensor]) -> Tensor:
-        result: Tensor = unpack(kept[0])
-        _check_same(kept[1], result, page)
+    def unpacked(saved: tuple[Any, Tensor]) -> Tensor:
+        result: Tensor = unpack(saved[0])
+        _check_same(saved[1], result, page)
         return result
 
     return packed, unpacked

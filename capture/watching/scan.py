@@ -71,8 +71,8 @@ def _scan_by(vmap: Callable[..., Any], original: Callable[..., Any]) -> Callable
 
         first = [x.movedim(dim, 0) for x in leaves]
         scanned = _scan(combined, [x.flip(0) for x in first] if reverse else first)
-        found = iter([(x.flip(0) if reverse else x).movedim(0, dim) for x in scanned])
-        return mapped(xs, lambda _: next(found))
+        results = iter([(x.flip(0) if reverse else x).movedim(0, dim) for x in scanned])
+        return mapped(xs, lambda _: next(results))
 
     return associative_scan
 
@@ -83,9 +83,9 @@ def _has_length(x: Tensor, dim: int) -> bool:
 
 
 def _leaves(tree: Any) -> Leaves:
-    found: Leaves = []
-    mapped(tree, found.append)
-    return found
+    tensors: Leaves = []
+    mapped(tree, tensors.append)
+    return tensors
 
 
 def _scan(combined: Callable[[Leaves, Leaves], Leaves], entries: Leaves) -> Leaves:

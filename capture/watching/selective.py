@@ -52,14 +52,14 @@ class Answers:
 
     def text(self) -> str:
         """Return the decisions in the format of this module."""
-        found = {name: [True] for name in self._listed} | self._calls
+        answers_by_name = {name: [True] for name in self._listed} | self._calls
         digits = {
             name: "".join("01"[answer] for answer in answers)
-            for name, answers in found.items()
+            for name, answers in answers_by_name.items()
             if any(answers)
         }
         return " ".join(
-            f"{name}={'1' if '0' not in said else said}" for name, said in sorted(digits.items())
+            f"{name}={'1' if '0' not in bits else bits}" for name, bits in sorted(digits.items())
         )
 
 
@@ -81,7 +81,7 @@ def kept_operators(text: str) -> dict[str, str]:
     Raises:
         CaptureError: if the text is malformed.
     """
-    found: dict[str, str] = {}
+    answers_by_name: dict[str, str] = {}
     for entry in text.split():
         name, equals, answers = entry.rpartition("=")
         if not equals or not answers or set(answers) - {"0", "1"}:
@@ -91,5 +91,5 @@ def kept_operators(text: str) -> dict[str, str]:
                 expected="an operator, =, and a 0 or 1 for each call",
                 got=entry[:80],
             )
-        found[name] = answers
-    return found
+        answers_by_name[name] = answers
+    return answers_by_name
