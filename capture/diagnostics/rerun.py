@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainload.capture.diagnostics.python_state import kept_by
+from trainload.capture.diagnostics.python_state import take_snapshot
 from trainload.capture.job.flat_function import Traced
 from trainload.capture.source.causes import (
     ASKS,
@@ -67,7 +67,7 @@ _SOURCES = frozenset(
     {"random", "time", "datetime", "numpy.random.mtrand", "numpy.random._generator"}
 )
 """Modules whose builtin functions or objects' methods return another value at every call."""
-_ASKING = frozenset(
+_COMPILER_QUERIES = frozenset(
     asks.__code__
     for asks in (
         torch.compiler.is_compiling,
@@ -211,16 +211,16 @@ class _Calls:
             self.codes[code] = frame.f_globals
         elif event == "call" and code is torch.manual_seed.__code__ and _by_user(frame):
             self._watched.add(Deed(GLOBAL, place_of_frame(frame), "torch.manual_seed"))
-        elif event == "call" and code in _ASKING and _by_user(frame):
+        elif event == "call" and code in _COMPILER_QUERIES and _by_user(frame):
             self._watched.add(Deed(ASKS, place_of_frame(frame), code.co_name))
         elif event == "c_call":
             while code.co_filename == random.__file__ and frame.f_back is not None:
                 frame = frame.f_back
                 code = frame.f_code
             if is_users(code.co_filename):
-                self._builtin(frame, argument)
+                self._record_builtin(frame, argument)
 
-    def _builtin(self, frame: FrameType, called: Any) -> None:
+    def _record_builtin(self, frame: FrameType, called: Any) -> None:
         owner = getattr(called, "__self__", None)
         name = getattr(called, "__name__", "")
         place = place_in(frame.f_code, frame.f_lasti)
@@ -246,7 +246,7 @@ class _Calls:
 
 
 @contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
+def _garbage_collection_disabled() -> Iterator[None]:
     """Disable garbage collection inside the block.
 
     `gc.callbacks` and finalizers would be called from the middle of forward.
@@ -295,25 +295,25 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
     ):
         warnings.simplefilter("ignore")
         try:
-            with _Conversions(watched, list(copied.values())), _garbage_kept():
+            with _Conversions(watched, list(copied.values())), _garbage_collection_disabled():
                 sys.setprofile(calls)
                 try:
                     function(copied)
                 finally:
                     sys.setprofile(profile)
-            before = kept_by(function)
+            before = take_snapshot(function)
             function({name: value.clone() for name, value in batch.items()})
         except Exception as error:  # noqa: BLE001  # returned in the result
             watched.error = error
             return watched
-    after = kept_by(function)
+    after = take_snapshot(function)
     moving = sorted(before.changed_in(after))
     for holder in moving:
         if holder in after.attributes:
             watched.add(
                 Deed(
                     MODULE,
-                    _stored(calls.codes, "STORE_ATTR", holder.name.rpartition(".")[2]),
+                    _first_place(calls.codes, "STORE_ATTR", holder.name.rpartition(".")[2]),
                     holder.name,
                     sure=True,
                 )
@@ -329,7 +329,7 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
             deed.detail != variable for deed in watched.deeds
         ):
             places = (
-                _stored(calls.codes, operation, variable)
+                _first_place(calls.codes, operation, variable)
                 for operation in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_FAST")
             )
             watched.add(Deed(GLOBAL, next(filter(None, places), None), holder.name, sure=True))
@@ -353,7 +353,7 @@ def _numpy_draws(code: CodeType, names: dict[str, Any]) -> Iterator[Place]:
             yield place_in(code, second.offset)
 
 
-def _stored(codes: Iterable[CodeType], operation: str, name: str) -> Place | None:
+def _first_place(codes: Iterable[CodeType], operation: str, name: str) -> Place | None:
     return next(
         (place for code in codes for written, place in _stores(code, operation) if written == name),
         None,

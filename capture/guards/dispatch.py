@@ -25,8 +25,8 @@ Facts = Mapping[str, "tuple[torch.dtype, Sequence[int]]"]
 Constants = Mapping[str, FixedValue]
 """Constants by name; those that are None are left out."""
 
-_CONSTANTS = (str, int, float, enum.Enum)
-_REMEMBERED = 4096
+_CONSTANT_TYPES = (str, int, float, enum.Enum)
+_MAX_OUTCOMES = 4096
 """Number of cached outcomes of a variant's conditions: a run sees few different lengths."""
 
 
@@ -120,7 +120,7 @@ class Dispatcher:
                 return self._pick_nested(batch)
             if isinstance(value, Tensor):
                 facts[name] = (value.dtype, value.shape)
-            elif isinstance(value, _CONSTANTS):
+            elif isinstance(value, _CONSTANT_TYPES):
                 constants[name] = fixed_value(value)
             elif value is not None:
                 return self._pick_nested(batch)
@@ -282,7 +282,7 @@ class _Matcher:
             if (
                 name in facts
                 or constant is None
-                or (constant != value and not _named_member(constant, value))
+                or (constant != value and not _is_named_member(constant, value))
             ):
                 return False
         for name, dtype, shape in self._whole:
@@ -311,17 +311,17 @@ class _Matcher:
         key = (*bound, *(facts[name][1][dim] for name, dim, _ in self._derived))
         outcome = self._outcomes.get(key)
         if outcome is None:
-            if len(self._outcomes) >= _REMEMBERED:
+            if len(self._outcomes) >= _MAX_OUTCOMES:
                 self._outcomes.clear()
             outcome = self._outcomes[key] = not any(
-                True for _ in self._unequal(facts, dict(zip(self._slots, bound, strict=True)))
+                True for _ in self._size_misfits(facts, dict(zip(self._slots, bound, strict=True)))
             )
         return outcome
 
     def misfits(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
         """Yield all reasons: entries of the batch, then sizes, then conditions on several sizes."""
         before = True
-        for misfit in self._differences(facts, constants):
+        for misfit in self._entry_misfits(facts, constants):
             before = False
             yield misfit
         if before:
@@ -332,18 +332,18 @@ class _Matcher:
                 ):
                     if isinstance(size, str) and size in self._slots:
                         values[size] = actual_size
-            yield from self._unequal(facts, values)
+            yield from self._size_misfits(facts, values)
 
-    def _differences(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
+    def _entry_misfits(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
         for name in self._nothing:
             if name in facts or name in constants:
-                yield Misfit(name, "nothing", _seen(name, facts, constants), coarse=True)
+                yield Misfit(name, "nothing", _describe_entry(name, facts, constants), coarse=True)
         for name, value, usual in self._constants:
             constant = constants.get(name, usual)
             if (
                 name in facts
                 or constant is None
-                or (constant != value and not _named_member(constant, value))
+                or (constant != value and not _is_named_member(constant, value))
             ):
                 usually = (
                     f"nothing, which means {usual}"
@@ -351,7 +351,10 @@ class _Matcher:
                     else ""
                 )
                 yield Misfit(
-                    name, str(value), usually or _seen(name, facts, constants), coarse=True
+                    name,
+                    str(value),
+                    usually or _describe_entry(name, facts, constants),
+                    coarse=True,
                 )
         dims_of = {name: dims for name, _, _, dims in self._parts}
         shown = {
@@ -366,7 +369,9 @@ class _Matcher:
         for name, dtype, ndim in checked:
             fact = facts.get(name)
             if fact is None or fact[0] is not dtype or len(fact[1]) != ndim:
-                yield Misfit(name, shown[name], _seen(name, facts, constants), coarse=True)
+                yield Misfit(
+                    name, shown[name], _describe_entry(name, facts, constants), coarse=True
+                )
                 continue
             for dim, expected_size in enumerate(fixed.get(name, ())):
                 if fact[1][dim] != expected_size:
@@ -390,7 +395,7 @@ class _Matcher:
                         coarse=False,
                     )
 
-    def _unequal(self, facts: Facts, values: dict[str, int]) -> Iterator[Misfit]:
+    def _size_misfits(self, facts: Facts, values: dict[str, int]) -> Iterator[Misfit]:
         """Yield the reasons from derived sizes and conditions.
 
         values: values of the symbols that appear alone among the sizes.
@@ -410,7 +415,7 @@ class _Matcher:
                 return
             values[symbol] = value
         for name, dim, expression in self._derived:
-            expected_size = _value(expression.value, values)
+            expected_size = _evaluate(expression.value, values)
             size = facts[name][1][dim]
             if size != expected_size:
                 yield Misfit(
@@ -420,12 +425,14 @@ class _Matcher:
                     coarse=False,
                 )
         for condition in self._conditions:
-            if not _value(condition.value, values):
+            if not _evaluate(condition.value, values):
                 got = ", ".join(f"{symbol} = {values[symbol]}" for symbol in condition.symbols)
                 yield Misfit("sizes", condition.text, got, coarse=False)
 
 
-def _value(function: Callable[[Mapping[str, int]], int], values: Mapping[str, int]) -> int | None:
+def _evaluate(
+    function: Callable[[Mapping[str, int]], int], values: Mapping[str, int]
+) -> int | None:
     """Return the value; None for a division by zero, which no size satisfies."""
     try:
         return function(values)
@@ -433,12 +440,12 @@ def _value(function: Callable[[Mapping[str, int]], int], values: Mapping[str, in
         return None
 
 
-def _named_member(constant: FixedValue, value: FixedValue) -> bool:
+def _is_named_member(constant: FixedValue, value: FixedValue) -> bool:
     """Return True if a string names the Enum member: a package is used without the Enum's class."""
     return value.kind == "enum" and constant.kind == "str" and constant.text == value.text
 
 
-def _seen(name: str, facts: Facts, constants: Constants) -> str:
+def _describe_entry(name: str, facts: Facts, constants: Constants) -> str:
     if name in facts:
         dtype, sizes = facts[name]
         return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"

@@ -46,7 +46,7 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
             got=", ".join(map(repr, unknown)),
         )
     _check_rows(leaves)
-    shapes = {name: dims_said(name, dynamic.get(name), leaf) for name, leaf in leaves.items()}
+    shapes = {name: declared_dims(name, dynamic.get(name), leaf) for name, leaf in leaves.items()}
     rows = _batch_dim(shapes)
     count = next(iter(leaves.values())).shape[0]
     if count < 2 and rows is not Dim.STATIC:
@@ -60,7 +60,7 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
         )
     for dims in shapes.values():
         dims[0] = rows
-    _check_named(shapes, leaves)
+    _check_named_dims(shapes, leaves)
     return shapes
 
 
@@ -144,11 +144,11 @@ def _check_rows(leaves: Mapping[str, Tensor]) -> None:
             where="Job.batch",
             expected="the same leading size for all",
             got=str(rows),
-            hint=_cure(leaves),
+            hint=_leading_size_hint(leaves),
         )
 
 
-def _cure(leaves: Mapping[str, Tensor]) -> str:
+def _leading_size_hint(leaves: Mapping[str, Tensor]) -> str:
     """Return a hint for inputs with different leading sizes.
 
     The number of rows is assumed to be a size that most inputs have in some dim.
@@ -170,7 +170,7 @@ def _cure(leaves: Mapping[str, Tensor]) -> str:
     return f"Declare {'; '.join(advice[:3])}. See docs/shapes.md."
 
 
-def dims_said(name: str, declaration: Any, leaf: Tensor) -> dict[int, Any]:
+def declared_dims(name: str, declaration: Any, leaf: Tensor) -> dict[int, Any]:
     """Return the declarations of `Job.dynamic` for one input, by non-negative dim.
 
     Sizes and None have become Dim.STATIC.
@@ -213,11 +213,11 @@ def dims_said(name: str, declaration: Any, leaf: Tensor) -> dict[int, Any]:
             raise JobError(
                 "declares one dim twice", where=f"{where}[{dim}]", got=f"{place} and {dim}"
             )
-        dims[place] = _checked(spec, leaf.shape[place], f"{where}[{dim}]")
+        dims[place] = _check_spec(spec, leaf.shape[place], f"{where}[{dim}]")
     return dims
 
 
-def _checked(spec: Any, size: int, where: str) -> Any:
+def _check_spec(spec: Any, size: int, where: str) -> Any:
     if spec is None:
         return Dim.STATIC
     if type(spec) is int:
@@ -296,7 +296,7 @@ def _batch_dim(shapes: Shapes) -> Any:
     return spec
 
 
-def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
+def _check_named_dims(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
     """Check that each name has one range and one size in the example.
 
     No other dim may have the batch dim's name.

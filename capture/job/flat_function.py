@@ -119,7 +119,7 @@ class StepFunction(Traced):
                 "the loss is not a scalar",
                 where=self._where,
                 expected="a 0-dim floating-point tensor, or trainload.Loss with one",
-                got=_described(value),
+                got=_describe(value),
                 hint="Reduce it with .mean(), or use a loss function that returns the scalar.",
             )
         outputs = [OutputSpec("loss", OutputRole.LOSS)]
@@ -138,7 +138,7 @@ class StepFunction(Traced):
                     "not a 0-dim tensor",
                     where=f"{self._where}: {spec.role} {spec.name!r}",
                     expected="a 0-dim tensor",
-                    got=_described(entry),
+                    got=_describe(entry),
                 )
         for name in sorted(loss.outputs):
             outputs.append(OutputSpec(name, OutputRole.OUTPUT))
@@ -234,12 +234,12 @@ def _check_names(values: Mapping[Any, Any], where: str) -> None:
 def _detached(value: Any, where: str) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim == 0:
         raise JobError(
-            "not a tensor with one row per row of the batch", where=where, got=_described(value)
+            "not a tensor with one row per row of the batch", where=where, got=_describe(value)
         )
     return value.detach()
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     return (
         f"shape {tuple(value.shape)}, {value.dtype}"
         if isinstance(value, Tensor)

@@ -41,7 +41,7 @@ def hollow(model: nn.Module) -> Iterator[None]:
     with _sparse_file(largest) as path:
         for _, _, value in replaced:
             if id(value) not in plain_tensors:
-                plain_tensors[id(value)] = _mapped(value, path)
+                plain_tensors[id(value)] = _map_file(value, path)
     try:
         for registry, name, value in replaced:
             registry[name] = plain_tensors[id(value)]
@@ -51,7 +51,7 @@ def hollow(model: nn.Module) -> Iterator[None]:
             registry[name] = value
 
 
-def _mapped(value: Tensor, path: str) -> Tensor:
+def _map_file(value: Tensor, path: str) -> Tensor:
     if value.numel() == 0:
         plain = torch.empty(value.shape, dtype=value.dtype)
     else:

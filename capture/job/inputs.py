@@ -121,7 +121,7 @@ def with_tensors(
     def replace_tensor(name: str, value: Any) -> Any:
         return replaced(name, value) if isinstance(value, Tensor) else value
 
-    return {name: _mapped(value, str(name), replace_tensor) for name, value in batch.items()}
+    return {name: _map_entries(value, str(name), replace_tensor) for name, value in batch.items()}
 
 
 def structure_of(value: Any) -> str:
@@ -161,15 +161,15 @@ def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str,
             )
         return leaves[name] if isinstance(value, Tensor) else value
 
-    return {name: _mapped(value, str(name), restore) for name, value in batch.items()}
+    return {name: _map_entries(value, str(name), restore) for name, value in batch.items()}
 
 
-def _mapped(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
+def _map_entries(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
     """Return a value with each non-container entry replaced by `function(name, entry)`."""
     parts = _parts(value)
     if parts is None:
         return function(name, value)
-    entries = {key: _mapped(part, f"{name}.{key}", function) for key, part in parts.items()}
+    entries = {key: _map_entries(part, f"{name}.{key}", function) for key, part in parts.items()}
     if dataclasses.is_dataclass(value):
         twin = copy.copy(value)
         for key, part in entries.items():

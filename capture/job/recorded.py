@@ -103,7 +103,7 @@ class Families:
         family.seen[shapes] = family.seen.get(shapes, 0) + 1
         if shapes not in family.kept and len(family.kept) < self._most:
             family.kept[shapes] = rebuild(
-                batch, {name: _copied(leaf) for name, leaf in leaves.items()}
+                batch, {name: _copy(leaf) for name, leaf in leaves.items()}
             )
 
     def all(self) -> tuple[Family, ...]:
@@ -111,5 +111,5 @@ class Families:
         return tuple(sorted(self._families.values(), key=lambda family: -family.count))
 
 
-def _copied(leaf: Tensor) -> Tensor:
+def _copy(leaf: Tensor) -> Tensor:
     return leaf.detach().contiguous().clone()

@@ -85,7 +85,7 @@ def compare(
                 got=f"{loss:g}",
             )
         got = _replay(second, after, state, batch, seed, "the graph after the pass")
-        if all(_same(value, got.get(key)) for key, value in expected.items()):
+        if all(_is_equal(value, got.get(key)) for key, value in expected.items()):
             continue
         nudged_state = nudged_state or nudged(state)
         moved = _replay(first, before, nudged_state, batch, seed, "the graph before the pass")
@@ -170,7 +170,7 @@ def _replay(
     return results | {f"buffer {name}": value for name, value in buffers.items()}
 
 
-def _same(expected: Tensor | None, got: Tensor | None) -> bool:
+def _is_equal(expected: Tensor | None, got: Tensor | None) -> bool:
     return (expected is None and got is None) or (
         expected is not None and got is not None and torch.equal(expected, got)
     )

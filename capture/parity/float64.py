@@ -165,13 +165,13 @@ def in_float64(capture: GraphCapture) -> GraphCapture:
             if is_seeded(node.target) and not draws_nothing(node.target, node.args, node.kwargs):
                 _draw_as_before(module, node)
             elif is_overload(node.target):
-                node.args = tuple(_raised(value) for value in node.args)
-                node.kwargs = {name: _raised(value) for name, value in node.kwargs.items()}
+                node.args = tuple(_to_float64(value) for value in node.args)
+                node.kwargs = {name: _to_float64(value) for name, value in node.kwargs.items()}
         module.recompile()
     return replace(capture, exported=twin)
 
 
-def _raised(value: Any) -> Any:
+def _to_float64(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 

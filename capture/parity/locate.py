@@ -122,7 +122,7 @@ def first_divergent_module(
     wrong = [
         place
         for place, (name, gradient) in enumerate(zip(names, expected, strict=True))
-        if _differ(gradient, got.get(name), distance, most)
+        if _is_different(gradient, got.get(name), distance, most)
     ]
     if not wrong:
         return ""
@@ -131,7 +131,9 @@ def first_divergent_module(
     return f"module {names[wrong[-1] + 1]}, or between module {names[wrong[-1]]} and it"
 
 
-def _differ(expected: Tensor | None, got: Tensor | None, distance: Distance, most: float) -> bool:
+def _is_different(
+    expected: Tensor | None, got: Tensor | None, distance: Distance, most: float
+) -> bool:
     return expected is not None and (got is None or not distance(expected, got) <= most)
 
 

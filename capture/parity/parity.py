@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.diagnostics.blame import replay_error
-from trainload.capture.diagnostics.python_state import Holder, drawn_from, generators, kept_by
+from trainload.capture.diagnostics.python_state import Holder, drawn_from, generators, take_snapshot
 from trainload.capture.job.ambient import default_dtype_hint, outside_dtype
 from trainload.capture.job.flat_function import Traced
 from trainload.capture.job.shared_memory import check_sharing
@@ -35,7 +35,7 @@ from trainload.capture.source.quiet import ignore_torchs_warnings
 from trainload.capture.source.source_place import place_of_node
 from trainload.capture.watching.higher_order import has_branches, has_checkpoints
 from trainload.capture.watching.leaked import check_no_leaks
-from trainload.capture.watching.saved_tensors import given_back
+from trainload.capture.watching.saved_tensors import saved_tensors_checked
 from trainload.core.errors import CaptureError, JobError, RequestError
 
 FULL_PRECISION_TOLERANCE = 1e-5
@@ -71,10 +71,10 @@ def check_parity(
     missing: set[str] | None = None
     moving: set[Holder] | None = None
     finite = False
-    initial = _buffers(function)
+    initial = _copy_buffers(function)
     for seed, batch in enumerate(batches, _SEED):
         is_initial = all(
-            _same(value, initial[name])
+            _is_equal(value, initial[name])
             for name, value in function.model.named_buffers(remove_duplicate=False)
         )
         without_gradient, changed_numbers, loss = _compare(
@@ -126,12 +126,12 @@ def _compare(
     training = captured.training
     rows = next(iter(batch.values())).shape[0]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    before = _buffers(function)
+    before = _copy_buffers(function)
 
     updated: dict[str, Tensor] = {}
-    numbers, states = kept_by(function), generators()
+    numbers, states = take_snapshot(function), generators()
     versions = {name: value._version for name, value in parameters.items()}
-    with replaying(training, seed), given_back():
+    with replaying(training, seed), saved_tensors_checked():
         try:
             with outside_dtype():
                 expected = function(batch)
@@ -152,7 +152,7 @@ def _compare(
     _check_no_writes(
         captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter"
     )
-    after = kept_by(function)
+    after = take_snapshot(function)
     changed_numbers = {
         holder for holder in numbers.changed_in(after) if after.values[holder] != rows
     }
@@ -189,21 +189,21 @@ def _compare(
         {
             n
             for n, value in before.items()
-            if n in eager_buffers and not _same(value, eager_buffers[n])
+            if n in eager_buffers and not _is_equal(value, eager_buffers[n])
         },
     )
 
     replayed = {
         name: value.clone(memory_format=torch.contiguous_format) for name, value in before.items()
     }
-    own = _without_hooks(parameters)
-    arguments = _arguments(captured, batch, {**own, **replayed}, constants)
+    weights = _leaf_copies(parameters)
+    arguments = _arguments(captured, batch, {**weights, **replayed}, constants)
     constant_versions = {name: value._version for name, value in constants.items()}
     with replaying(training, seed):
         generator = torch.get_rng_state()
         try:
             got = captured.exported.graph_module(*arguments)
-            graph_gradients = _gradients(got, captured, own) if training else {}
+            graph_gradients = _gradients(got, captured, weights) if training else {}
         except Exception as error:  # torch's kernels may raise anything
             raise replay_error(captured, rows, "the captured graph", error) from error
         drew = not torch.equal(generator, torch.get_rng_state())
@@ -221,7 +221,7 @@ def _compare(
             for name, value in model.named_buffers(remove_duplicate=False):
                 if name in before and value.shape == before[name].shape:
                     value.copy_(before[name])
-        again = _arguments(captured, batch, {**own, **fresh}, constants)
+        again = _arguments(captured, batch, {**weights, **fresh}, constants)
         with replaying(training, seed):
             return first_divergent_module(
                 captured.exported.graph_module,
@@ -234,7 +234,7 @@ def _compare(
 
     def moved() -> dict[str, Tensor | None]:
         """Return the graph's gradients at weights that differ in their last bit."""
-        nudged_weights = nudged(own)
+        nudged_weights = nudged(weights)
         fresh = {name: value.clone() for name, value in before.items()}
         with replaying(training, seed):
             outputs = captured.exported.graph_module(
@@ -245,7 +245,7 @@ def _compare(
     @functools.cache
     def exact() -> Reference | None:
         def call(twin: GraphCapture) -> dict[Key, Tensor | None]:
-            state = doubled({**own, **{name: value.clone() for name, value in before.items()}})
+            state = doubled({**weights, **{name: value.clone() for name, value in before.items()}})
             with replaying(training, seed):
                 outputs = twin.exported.graph_module(
                     *_arguments(twin, doubled(batch), state, doubled(constants))
@@ -314,7 +314,7 @@ def _compare(
         replays is not None
         and training
         and not drew
-        and all(_same(value, replayed[name]) for name, value in before.items())
+        and all(_is_equal(value, replayed[name]) for name, value in before.items())
     ):
         replays.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
     missing = {name for name, gradient in eager_gradients.items() if gradient is None}
@@ -324,7 +324,7 @@ def _compare(
     return missing, changed_numbers, eager_outputs[0]
 
 
-def _buffers(function: nn.Module) -> dict[str, Tensor]:
+def _copy_buffers(function: nn.Module) -> dict[str, Tensor]:
     """Return copies of the model's buffers by name."""
     return {
         name: value.detach().clone()
@@ -332,11 +332,11 @@ def _buffers(function: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _is_equal(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and torch.equal(first, second)
 
 
-def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _leaf_copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return copies as leaf tensors.
 
     A parameter's hook is part of the graph, and must not run a second time.

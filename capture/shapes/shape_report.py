@@ -121,7 +121,7 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     with modes_kept(model) as set_training:
         set_training(True)
         with state_kept(model):
-            watched, guards = _watched(step, batch, shapes)
+            watched, guards = _trace_with_guards(step, batch, shapes)
         try:
             with state_kept(model):
                 exported = export_graph(step, batch, shapes)
@@ -139,7 +139,7 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     return ShapeReport(dims, refused, fixes)
 
 
-def _watched(
+def _trace_with_guards(
     step: Target, batch: dict[str, Tensor], shapes: Shapes
 ) -> tuple[ExportedProgram | None, Guards]:
     """Return the program with every dim left to torch, and the recorded guards.

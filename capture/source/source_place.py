@@ -95,7 +95,7 @@ def place_of_function(function: object) -> Place | None:
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return (
         Place(
-            _shown(code.co_filename),
+            _relative_path(code.co_filename),
             code.co_firstlineno,
             code.co_name,
             linecache.getline(code.co_filename, code.co_firstlineno).strip(),
@@ -128,7 +128,7 @@ def place_at(file: str, function: str, span: tuple[int, int, int, int]) -> Place
     source = text.strip()
     indent = len(text) - len(text.lstrip())
     return Place(
-        _shown(file),
+        _relative_path(file),
         line,
         function,
         source,
@@ -138,7 +138,7 @@ def place_at(file: str, function: str, span: tuple[int, int, int, int]) -> Place
     )
 
 
-def _shown(file: str) -> str:
+def _relative_path(file: str) -> str:
     """Return the path relative to the working directory if it is inside of it."""
     folder = os.getcwd() + os.sep
     return file.removeprefix(folder)

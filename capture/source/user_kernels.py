@@ -25,7 +25,7 @@ from trainload.core.errors import CaptureError, raised
 from trainload.core.finding import Finding, Place
 
 _BUILT_IN = frozenset({"aten", "prims", "trainload"})
-_RAW = (
+_RAW_KERNEL_REWRITE = (
     '@torch.library.triton_op("my_library::{name}", mutates_args={{}})\n'
     "def {name}_op(x: torch.Tensor) -> torch.Tensor:\n"
     "    y = torch.empty_like(x)\n"
@@ -112,7 +112,7 @@ def no_raw_kernels() -> Iterator[None]:
     before = interface.__getitem__
 
     def refuse(kernel: Any, grid: Any) -> Any:
-        raise _raw(
+        raise _raw_kernel_error(
             getattr(kernel, "__name__", "")
             or getattr(getattr(kernel, "fn", None), "__name__", "kernel"),
             place_here(),
@@ -133,18 +133,18 @@ def check_no_wrapped_kernels(module: GraphModule) -> None:
     """
     for node in calls_in(module):
         if str(node.target).startswith("triton_kernel_wrapper"):
-            error = _raw("kernel", None)
+            error = _raw_kernel_error("kernel", None)
             error.where = place_of_node(node)
             raise error
 
 
-def _raw(name: str, place: Place | None) -> CaptureError:
+def _raw_kernel_error(name: str, place: Place | None) -> CaptureError:
     kernel = "a Triton kernel" if name == "kernel" else f"the Triton kernel {name}"
     sentence = f"forward launches {kernel} directly, which a package cannot contain"
     return _error(
         sentence,
         "Wrap it in an operator with torch.library.triton_op, which a graph can call by name.",
-        _RAW.format(name=name),
+        _RAW_KERNEL_REWRITE.format(name=name),
         place,
     )
 

@@ -74,7 +74,7 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
         for p in program.parameters
     )
     graphs = {
-        name: _as_in(reduced.graphs.get(name), graph, program)
+        name: _with_measured_properties(reduced.graphs.get(name), graph, program)
         for name, graph in program.graphs.items()
     }
     program = replace(program, graphs=graphs, parameters=parameters, state={})
@@ -95,14 +95,18 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
     return program, AbstractProof(parameter_count(reduced), structure_of(program))
 
 
-def _as_in(reduced: GraphCapture | None, graph: GraphCapture, program: Program) -> GraphCapture:
+def _with_measured_properties(
+    reduced: GraphCapture | None, graph: GraphCapture, program: Program
+) -> GraphCapture:
     """Return the graph with the properties measured on its counterpart in the reduced job."""
     return replace(
-        graph, reached=_reached(reduced, program), coupled=reduced is not None and reduced.coupled
+        graph,
+        reached=_reached_parameters(reduced, program),
+        coupled=reduced is not None and reduced.coupled,
     )
 
 
-def _reached(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] | None:
+def _reached_parameters(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] | None:
     """Return the parameters whose counterpart receives a gradient in the reduced job."""
     if reduced is None or reduced.reached is None:
         return None
@@ -120,12 +124,12 @@ def with_real_batch(job: Job) -> Job:
     """Return the job with zeros in place of the example tensors that have no values."""
     return replace(
         job,
-        batch=_real(job.batch),
-        variants={name: _real(batch) for name, batch in job.variants.items()},
+        batch=_with_zeros(job.batch),
+        variants={name: _with_zeros(batch) for name, batch in job.variants.items()},
     )
 
 
-def _real(batch: Batch) -> Batch:
+def _with_zeros(batch: Batch) -> Batch:
     leaves = leaves_of(batch, values=False)
     if all(has_values(leaf) for leaf in leaves.values()):
         return batch

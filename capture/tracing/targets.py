@@ -147,7 +147,7 @@ def targets_of(job: Job) -> tuple[Target, ...]:
         needed = {source for graph in graphs.values() for source in graph.feeds.values()}
         for name, graph in graphs.items():
             where = f"Job.graphs[{name!r}]" if job.graphs else "Job"
-            example = _selected(job, batch, graph.inputs, f"{where}.inputs") | {
+            example = _select_entries(job, batch, graph.inputs, f"{where}.inputs") | {
                 e: outputs[source] for e, source in graph.feeds.items()
             }
             function: Traced
@@ -179,7 +179,7 @@ def targets_of(job: Job) -> tuple[Target, ...]:
                         got=lacking[0],
                     )
         if job.predict is not None:
-            example = _selected(job, batch, job.predict_inputs, "Job.predict_inputs")
+            example = _select_entries(job, batch, job.predict_inputs, "Job.predict_inputs")
             function = TensorsFunction(
                 job.model, example, job.predict, OutputRole.PREDICTION, "Job.predict"
             )
@@ -232,7 +232,7 @@ def _check_name(name: str, where: str) -> None:
         )
 
 
-def _selected(
+def _select_entries(
     job: Job, batch: Mapping[str, Any], names: Collection[str] | None, where: str
 ) -> dict[str, Any]:
     """Return the entries of one of the job's batches that a function reads.

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.diagnostics.blame import capture_error, explained, no_gradient, of_hook
+from trainload.capture.diagnostics.blame import (
+    capture_error,
+    explain_difference,
+    no_gradient,
+    of_hook,
+)
 from trainload.capture.job.declared_sizes import Shapes, warn_of_special_lengths
 from trainload.capture.job.definition import Job
 from trainload.capture.job.flat_function import Around, Traced, nothing_around
@@ -99,7 +104,7 @@ def capture(
         _check_variants(graphs.values())
         without_gradient = set[str].intersection(*unreached.values())
         graphs |= {
-            name: replace(graphs[name], reached=_reached(model, names))
+            name: replace(graphs[name], reached=_reached_parameters(model, names))
             for name, names in unreached.items()
             if names - without_gradient
         }
@@ -125,7 +130,7 @@ def capture(
 
 
 @dataclass(frozen=True, slots=True)
-class _Proven:
+class _ComparedGraph:
     """A graph that was compared with eager mode.
 
     Attributes:
@@ -139,7 +144,7 @@ class _Proven:
     without_gradient: set[str]
 
 
-def _reached(model: nn.Module, unreached: set[str]) -> tuple[str, ...]:
+def _reached_parameters(model: nn.Module, unreached: set[str]) -> tuple[str, ...]:
     return tuple(
         sorted(n for n, p in model.named_parameters() if p.requires_grad and n not in unreached)
     )
@@ -167,7 +172,7 @@ def _capture_graph(
     check: Check | None,
     replays: list[Replayed] | None,
     strict: bool | None,
-) -> _Proven:
+) -> _ComparedGraph:
     """Capture one graph and compare it with eager mode, unless `check` is None.
 
     Raises:
@@ -176,29 +181,31 @@ def _capture_graph(
     """
     if strict:
         with state_kept(target.function.model):
-            exported = _asked_strictly(target, batch, shapes)
-        return _proven(
+            exported = _export_strictly_as_requested(target, batch, shapes)
+        return _compare_graph(
             target, batch, exported, check, replays, Tracing(strict=True, why="it was asked for")
         )
     try:
         with state_kept(target.function.model):
             exported = export_graph(target, batch, shapes)
     except CaptureError as refused:
-        stepped_in = None
+        strictly_captured = None
         if strict is None and check is not None and could_help(refused):
-            stepped_in = _stepped_in(target, batch, shapes, check, replays, refused)
-        if stepped_in is None:
+            strictly_captured = _try_strictly(target, batch, shapes, check, replays, refused)
+        if strictly_captured is None:
             raise
-        return stepped_in
+        return strictly_captured
     why = (
         "it was asked for"
         if strict is False
         else "it follows the model, and everything that forward does is watched"
     )
-    return _proven(target, batch, exported, check, replays, Tracing(strict=False, why=why))
+    return _compare_graph(target, batch, exported, check, replays, Tracing(strict=False, why=why))
 
 
-def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:
+def _export_strictly_as_requested(
+    target: Target, batch: dict[str, Tensor], shapes: Shapes
+) -> ExportedProgram:
     """Export in strict mode because the caller requested it."""
     try:
         return export_strictly(target, batch, shapes)
@@ -216,14 +223,14 @@ def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
         ) from error
 
 
-def _stepped_in(
+def _try_strictly(
     target: Target,
     batch: dict[str, Tensor],
     shapes: Shapes,
     check: Check,
     replays: list[Replayed] | None,
     refused: CaptureError,
-) -> _Proven | None:
+) -> _ComparedGraph | None:
     """Capture in strict mode after the non-strict mode rejected the model.
 
     Returns:
@@ -239,7 +246,7 @@ def _stepped_in(
     try:
         with state_kept(target.function.model):
             exported = export_strictly(target, batch, shapes)
-        proven = _proven(target, batch, exported, check, strict_replays, tracing)
+        proven = _compare_graph(target, batch, exported, check, strict_replays, tracing)
     except Exception as error:  # noqa: BLE001  # the first error remains valid, and the caller raises it
         tried_too(refused, error)
         return None
@@ -248,14 +255,14 @@ def _stepped_in(
     return proven
 
 
-def _proven(
+def _compare_graph(
     target: Target,
     batch: dict[str, Tensor],
     exported: ExportedProgram,
     check: Check | None,
     replays: list[Replayed] | None,
     tracing: Tracing,
-) -> _Proven:
+) -> _ComparedGraph:
     """Return the captured graph, compared with eager mode unless `check` is None."""
     name, function = target.name, target.function
     _strip_prefix(exported)
@@ -265,16 +272,16 @@ def _proven(
     )
     constants = _constants(name, exported)
     if check is None:
-        return _Proven(captured, constants, set())
+        return _ComparedGraph(captured, constants, set())
     with state_kept(function.model):
         try:
             missing = check_parity(
                 captured, function, replay_batches(captured, batch, check), constants, replays
             )
-            return _Proven(captured, constants, missing)
+            return _ComparedGraph(captured, constants, missing)
         except CaptureError as error:
             compare = partial(check_parity, captured, function, [batch], constants)
-            raise explained(error, function, batch, compare) from error
+            raise explain_difference(error, function, batch, compare) from error
 
 
 def export_graph(
@@ -298,10 +305,10 @@ def export_graph(
         raise
     except Exception as error:
         # a model's own code may raise anything; each becomes a report that names the place
-        raise _page(target, error, batch, shapes) from error
+        raise _report_error(target, error, batch, shapes) from error
 
 
-def _page(
+def _report_error(
     target: Target, error: Exception, batch: dict[str, Tensor], shapes: Shapes
 ) -> CaptureError:
     def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
@@ -352,7 +359,7 @@ def _export(
         with (
             torch.set_grad_enabled(training),
             inside or nullcontext(),
-            _watched(watch, function, hooks if training else {}, around),
+            _watch_forward(watch, function, hooks if training else {}, around),
         ):
             # Not with prefer_deferred_runtime_asserts_over_guards: the graph of a model that splits
             # the batch in halves would then assert `s // 2 != 1`, and fail on two and three rows,
@@ -388,7 +395,7 @@ def _drop_failed(exported: ExportedProgram) -> None:
 
 
 @contextmanager
-def _watched(
+def _watch_forward(
     watch: Watch,
     function: Traced,
     hooks: dict[str, list[Callable[[Tensor], Tensor | None]]],

@@ -63,10 +63,10 @@ def _cond(pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] 
     traced = _TRACED.get()
     if traced is None:
         return (true_fn if pred else false_fn)(*operands)
-    return _traced(*traced, pred, (true_fn, false_fn), operands)
+    return _trace_branches(*traced, pred, (true_fn, false_fn), operands)
 
 
-def _traced(
+def _trace_branches(
     watch: Recorder,
     model: nn.Module,
     pred: Tensor,
@@ -76,7 +76,7 @@ def _traced(
     buffers = list({id(value): value for value in model.buffers()}.values())
     # backward runs a branch again, after the buffers have been written to
     before = [value.clone() for value in buffers]
-    traced = [_Traced(watch, model, buffers, before, branch, operands) for branch in branches]
+    traced = [_TracedBranch(watch, model, buffers, before, branch, operands) for branch in branches]
     changed = sorted(traced[0].used | traced[1].used)
     values = [
         [*branch_region.values, *(branch_region.buffers[place] for place in changed)]
@@ -116,7 +116,7 @@ def _as_before(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.view(dtype) if dtype is torch.int64 else x.to(dtype)
 
 
-class _Traced:
+class _TracedBranch:
     """A branch that was traced as a region of the graph.
 
     Attributes:
@@ -140,7 +140,7 @@ class _Traced:
         copies = [value.clone() for value in before]
         own = {id(value): copy for value, copy in zip(buffers, copies, strict=True)}
         places = {id(copy): place for place, copy in enumerate(copies)}
-        with _Uses(places) as uses, _held(model, own) as replaced_buffers:
+        with _Uses(places) as uses, _buffers_replaced(model, own) as replaced_buffers:
             self.result = mapped(
                 branch(*mapped(operands, lambda x: own.get(id(x), x))), torch.clone
             )
@@ -161,7 +161,7 @@ class _Traced:
 
 
 @contextlib.contextmanager
-def _held(
+def _buffers_replaced(
     model: nn.Module, own: Mapping[int, Tensor]
 ) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
     """Replace the model's buffers inside the block.

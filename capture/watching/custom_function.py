@@ -83,10 +83,10 @@ def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict
             cls.setup_context(context, inputs, result)
         else:
             result = cls.forward(context, *inputs, **kwargs)
-    connected = _connected(watch, cls, context, args, result)
+    connected = _connect(watch, cls, context, args, result)
     if not context.dirty:
         return connected
-    return _written(cls, context, args, inputs, result, connected)
+    return _write_back(cls, context, args, inputs, result, connected)
 
 
 def _may_write(cls: Any) -> bool:
@@ -102,7 +102,7 @@ def _may_write(cls: Any) -> bool:
     )
 
 
-def _written(
+def _write_back(
     cls: Any,
     context: Context,
     args: tuple[Any, ...],
@@ -128,7 +128,7 @@ def _written(
     return tuple(after) if isinstance(result, tuple) else after[0]
 
 
-def _connected(
+def _connect(
     watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...], result: Any
 ) -> Any:
     """Return the outputs of forward, connected to the gradients that backward computes."""
@@ -148,7 +148,7 @@ def _connected(
         return result
     if context.materialize:
         try:
-            number, gradients = _traced_backward(watch, cls, context, len(args), values, places)
+            number, gradients = _trace_backward(watch, cls, context, len(args), values, places)
         except RuntimeError as error:
             if _NO_FORMULA not in str(error):
                 raise
@@ -164,13 +164,13 @@ def _connected(
             [values[i] for i in places], [a for a, _ in pairs], [g for _, g in pairs], number
         )
     else:
-        connected = _connected_by_use(watch, cls, context, args, values, places)
+        connected = _connect_by_use(watch, cls, context, args, values, places)
     for place, value in zip(places, connected, strict=True):
         values[place] = value
     return tuple(values) if isinstance(result, tuple) else values[0]
 
 
-def _traced_backward(
+def _trace_backward(
     watch: Recorder,
     cls: Any,
     context: Context,
@@ -178,7 +178,7 @@ def _traced_backward(
     values: list[Any],
     used_outputs: list[int],
 ) -> tuple[int, list[Tensor | None]]:
-    """Trace a backward for gradients that arrive at the `used_outputs` outputs.
+    """Trace a backward for gradients that arrive at the outputs `used_outputs`.
 
     Returns:
         The number of the region, and the gradient for each argument.
@@ -217,7 +217,7 @@ def _traced_backward(
     return number, gradients
 
 
-def _connected_by_use(
+def _connect_by_use(
     watch: Recorder,
     cls: Any,
     context: Context,
@@ -243,7 +243,7 @@ def _connected_by_use(
     failed: list[Exception] = []
     for bits in range(2 ** len(places) - 1, 0, -1):
         try:
-            number, computed = _traced_backward(
+            number, computed = _trace_backward(
                 watch,
                 cls,
                 context,

@@ -34,7 +34,7 @@ def transforms(watch: Recorder) -> Mapping[Callable[..., Any], Callable[..., Any
         func.jacrev: traced.jacobian,
         func.jacfwd: traced.jacobian,  # the same values
         func.hessian: traced.hessian,
-        func.linearize: _refused("linearize"),
+        func.linearize: _reject("linearize"),
         **replacements(traced.vmap),
     }
 
@@ -244,7 +244,7 @@ def _jvp(
     return (output, mapped(output, lambda _: next(derivatives)), *rest)
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def _reject(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise own_backward(
             f"forward calls torch.func.{name}, which is not supported",

@@ -78,7 +78,7 @@ PullBack = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 """(gradients of the outputs, other operands) -> gradients of the inputs."""
 
 
-def _given(
+def _with_pull_back(
     outputs: int, inputs: int, tensors: Sequence[Any], materialize: bool, pull_back: PullBack
 ) -> tuple[Any, ...]:
     """Return the outputs, with gradients computed by `pull_back`.
@@ -86,7 +86,7 @@ def _given(
     An output at which no gradient arrives has zeros as its gradient, or None if not `materialize`.
     """
 
-    class Given(torch.autograd.Function):
+    class Outputs(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
@@ -107,11 +107,11 @@ def _given(
             rest = [next(saved) if v is None else v for v in ctx.rest]
             return (*[None] * outputs, *pull_back(gradients, rest), *[None] * len(rest))
 
-    return tuple(Given.apply(*tensors))  # type: ignore[no-untyped-call]  # torch's own
+    return tuple(Outputs.apply(*tensors))  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _backward(call: Call, body: Any, outputs: int, inputs: int, *tensors: Any) -> tuple[Any, ...]:
-    return _given(
+    return _with_pull_back(
         outputs, inputs, tensors, True, lambda gradients, rest: call(body, (*gradients, *rest))
     )
 
@@ -136,7 +136,7 @@ def _backward_by_use(
         results = iter(call(bodies[place], (*arrived, *needed)))
         return [next(results) if computed[place] >> i & 1 else None for i in range(inputs)]
 
-    return _given(outputs, inputs, tensors, False, pull_back)
+    return _with_pull_back(outputs, inputs, tensors, False, pull_back)
 
 
 def _place_of_use(output_sets: Sequence[int], bits: int) -> int:

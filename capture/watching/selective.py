@@ -39,13 +39,17 @@ class Answers:
         # torch wraps a list of operators into a policy; it may name kernels of other devices
         if inspect.isfunction(policy):
             listed = inspect.getclosurevars(policy).nonlocals.get("policy_fn_or_list")
-            self._listed |= {_name(op) for op in listed} if isinstance(listed, list) else set()
+            self._listed |= (
+                {_operator_name(op) for op in listed} if isinstance(listed, list) else set()
+            )
 
         def heard(state: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(op, "namespace", "") == marks.NAMESPACE:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             answer = policy(state, op, *args, **kwargs)
-            self._calls.setdefault(_name(op), []).append(answer is True or answer in _SAVED)
+            self._calls.setdefault(_operator_name(op), []).append(
+                answer is True or answer in _SAVED
+            )
             return answer
 
         context.policy_fn = heard
@@ -63,7 +67,7 @@ class Answers:
         )
 
 
-def _name(op: Any) -> str:
+def _operator_name(op: Any) -> str:
     """Return an operator's name.
 
     For one that writes in place it is the name of its functional variant, as in derived graphs.

@@ -115,7 +115,7 @@ class Watch(Recorder):
             (distributions.Dirichlet, "rsample", dirichlet_rsample),
             # checks depend on values; eager mode makes them
             (distributions.Distribution, "_validate_args", False),
-            (torch, "compile", _outside(mode, torch.compile)),
+            (torch, "compile", _compile_outside(mode, torch.compile)),
         ]
 
     def hook(self, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> int:
@@ -256,9 +256,9 @@ class _Functions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         with self._watch.raised.noted():
-            return self._seen(func, args, kwargs or {})
+            return self._intercept(func, args, kwargs or {})
 
-    def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _intercept(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         check_traceable_arguments(func, (*args, *kwargs.values()), self._model, place_here)
         _check_gradient_stays_on(func, args, kwargs)
@@ -342,7 +342,7 @@ def _inference_exit(context: Any, *error: Any) -> None:
     context.trainload_mode.__exit__(*error)
 
 
-def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torch.compile for control-flow operators.
 
     Their bodies are compiled and run outside of the mode, which the compiler would trace. torch's
