@@ -205,10 +205,12 @@ def _in_region(
     region = graph.call_function(
         _HOP.wrap_with_autocast, ("cpu", dtype, True, False, graph.get_attr(_BODY), *operands)
     )
-    found = _results(body)
-    region.meta["val"] = tuple(node.meta["val"] for node in found)
+    results = _results(body)
+    region.meta["val"] = tuple(node.meta["val"] for node in results)
     outputs = []
-    for number, (node, spec, was) in enumerate(zip(found, capture.outputs, declared, strict=True)):
+    for number, (node, spec, was) in enumerate(
+        zip(results, capture.outputs, declared, strict=True)
+    ):
         value = node.meta["val"]
         output = graph.call_function(operator.getitem, (region, number))
         output.meta["val"] = value

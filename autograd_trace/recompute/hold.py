@@ -102,11 +102,11 @@ def hold_back(module: GraphModule) -> None:
             guard = guards[last] = guards.get(last) or _guard(graph, last, node)
             if node.target.overloadpacket.__name__ in _CALLS:
                 source = _main(sources)
-                copied[source] = copied.get(source) or _held(graph, source, guard, node)
+                copied[source] = copied.get(source) or _delay(graph, source, guard, node)
                 node.replace_input_with(source, copied[source])
             else:
                 for source in sources:
-                    node.replace_input_with(source, _held(graph, source, guard, node))
+                    node.replace_input_with(source, _delay(graph, source, guard, node))
             late.add(node)
     graph.lint()
     module.recompile()
@@ -151,7 +151,7 @@ def _guard(graph: Graph, gradient: Node, before: Node) -> Node:
         return _call(graph, aten.isnan.default, gradient)
 
 
-def _held(graph: Graph, source: Node, guard: Node, before: Node) -> Node:
+def _delay(graph: Graph, source: Node, guard: Node, before: Node) -> Node:
     with graph.inserting_before(before):
         return _call(graph, aten.where.self, guard, source, source)
 
