@@ -197,7 +197,7 @@ def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) ->
         raise CaptureError(
             f"the update of {type(update._parts[0]).__name__} cannot be captured:"
             f" {first_line(error)}",
-            where=_line(error, update._parts[0]) or f"Job.optimizer: {name}",
+            where=_source_line(error, update._parts[0]) or f"Job.optimizer: {name}",
             hint=_hint_for(update._parts[0]),
         ) from error
 
@@ -217,7 +217,7 @@ def _hint_for(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
+def _source_line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
     """Return the line of the optimizer's own file at which an error was raised, "" if it was raised
     elsewhere.
     """

@@ -190,9 +190,9 @@ class Layout:
         if name in _STACKS:
             parts: Any = node.args[0]
             sizes = [part.meta["val"].shape[shape.index(merged)] for part in parts]
-            if len(set(map(str, sizes))) > 1 or not self._depends(sizes[0]):
+            if len(set(map(str, sizes))) > 1 or not self._depends_on_batch(sizes[0]):
                 return {None}
-            return {self._times(len(parts), self._stacks(part, str(sizes[0]))) for part in parts}
+            return {self._multiply(len(parts), self._stacks(part, str(sizes[0]))) for part in parts}
         if name in _REPEATS:
             source: Any = node.args[0]
             place, times = shape.index(merged) - len(shape), list(node.args[1])  # type: ignore[arg-type]  # a list
@@ -200,17 +200,17 @@ class Layout:
                 source.meta["val"].shape[place],
                 times[place] if -place <= len(times) else 1,
             )
-            return {self._times(count, self._stacks(source, str(size)))}
-        return {self._merged(node, merged)} if name in _RESHAPES else set()
+            return {self._multiply(count, self._stacks(source, str(size)))}
+        return {self._stacks_after_merge(node, merged)} if name in _RESHAPES else set()
 
-    def _merged(self, node: Node, merged: str) -> int | None:
+    def _stacks_after_merge(self, node: Node, merged: str) -> int | None:
         """Return the stacks of a dim that a reshape merged: dims before the one with the rows
         count, later ones are a row's own.
         """
         source: Any = node.args[0]
         before = [size for size in source.meta["val"].shape if str(size) != "1"]
         after = [size for size in node.meta["val"].shape if str(size) != "1"]
-        place = next((i for i, size in enumerate(before) if self._depends(size)), None)
+        place = next((i for i, size in enumerate(before) if self._depends_on_batch(size)), None)
         if place is None:
             return 1
         outside = str(
@@ -218,13 +218,13 @@ class Layout:
         )
         for first in range(place + 1):
             if str(math.prod(before[:first])) == outside:
-                return self._times(
+                return self._multiply(
                     math.prod(before[first:place]), self._stacks(source, str(before[place]))
                 )
         return None
 
-    def _times(self, count: Size, stacks: int | None) -> int | None:
+    def _multiply(self, count: Size, stacks: int | None) -> int | None:
         return count * stacks if isinstance(count, int) and stacks is not None else None
 
-    def _depends(self, size: Size) -> bool:
+    def _depends_on_batch(self, size: Size) -> bool:
         return not isinstance(size, int) and bool(size.node.expr.has(self._batch.node.expr))

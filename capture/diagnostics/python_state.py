@@ -52,18 +52,18 @@ class StateSnapshot:
     def changed_in(self, after: StateSnapshot) -> Set[Holder]:
         """Return the holders whose values differ in a later snapshot."""
         both = self.values.keys() & after.values.keys()
-        return {holder for holder in both if _differ(self.values[holder], after.values[holder])} | (
-            after.attributes - self.values.keys()
-        )
+        return {
+            holder for holder in both if _is_changed(self.values[holder], after.values[holder])
+        } | (after.attributes - self.values.keys())
 
 
-def _differ(first: object, second: object) -> bool:
+def _is_changed(first: object, second: object) -> bool:
     return first is not second and first != second
 
 
 def take_snapshot(traced: Traced) -> StateSnapshot:
     """Take a snapshot of the Python state that is reachable from a job's modules and functions."""
-    walk = _Walk()
+    walk = _StateSearch()
     for path, module in traced.model.named_modules():
         where = f"module {path}" if path else "Job.model itself"
         for name, value in vars(module).items():
@@ -78,7 +78,7 @@ def take_snapshot(traced: Traced) -> StateSnapshot:
     return walk.snapshot
 
 
-class _Walk:
+class _StateSearch:
     """Depth-first search for numbers; visits each object once."""
 
     def __init__(self) -> None:

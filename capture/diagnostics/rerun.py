@@ -319,7 +319,7 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
                 )
             )
     for code, names in calls.codes.items():
-        for name, place in _stores(code, "STORE_GLOBAL"):
+        for name, place in _places_of(code, "STORE_GLOBAL"):
             watched.add(Deed(GLOBAL, place, name))
         for place in _numpy_draws(code, names):
             watched.add(Deed(GLOBAL, place, "numpy.random"))
@@ -336,7 +336,7 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
     return watched
 
 
-def _stores(code: CodeType, operation: str) -> Iterator[tuple[str, Place]]:
+def _places_of(code: CodeType, operation: str) -> Iterator[tuple[str, Place]]:
     for instruction in dis.get_instructions(code):
         if instruction.opname == operation:
             yield str(instruction.argval), place_in(code, instruction.offset)
@@ -355,6 +355,11 @@ def _numpy_draws(code: CodeType, names: dict[str, Any]) -> Iterator[Place]:
 
 def _first_place(codes: Iterable[CodeType], operation: str, name: str) -> Place | None:
     return next(
-        (place for code in codes for written, place in _stores(code, operation) if written == name),
+        (
+            place
+            for code in codes
+            for written, place in _places_of(code, operation)
+            if written == name
+        ),
         None,
     )

@@ -77,7 +77,7 @@ class Traced(nn.Module):
         """Return the user's functions that are traced."""
         raise NotImplementedError
 
-    def _note(self, outputs: tuple[OutputSpec, ...]) -> None:
+    def _record_outputs(self, outputs: tuple[OutputSpec, ...]) -> None:
         """Record the signature.
 
         Strict mode must not see the assignment, which it would treat as a side effect of the model.
@@ -142,8 +142,8 @@ class StepFunction(Traced):
                 )
         for name in sorted(loss.outputs):
             outputs.append(OutputSpec(name, OutputRole.OUTPUT))
-            values.append(_detached(loss.outputs[name], f"{self._where}: output {name!r}"))
-        self._note(tuple(outputs))
+            values.append(_detach(loss.outputs[name], f"{self._where}: output {name!r}"))
+        self._record_outputs(tuple(outputs))
         return tuple(values)
 
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -193,7 +193,7 @@ class TensorsFunction(Traced):
                 )
         _check_names(tensors, self._where)
         names = sorted(tensors)
-        self._note(tuple(OutputSpec(name, self._role) for name in names))
+        self._record_outputs(tuple(OutputSpec(name, self._role) for name in names))
         return tuple(tensors[name] for name in names)
 
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -231,7 +231,7 @@ def _check_names(values: Mapping[Any, Any], where: str) -> None:
             )
 
 
-def _detached(value: Any, where: str) -> Tensor:
+def _detach(value: Any, where: str) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim == 0:
         raise JobError(
             "not a tensor with one row per row of the batch", where=where, got=_describe(value)

@@ -115,7 +115,7 @@ def check_tensors(entries: Iterable[tuple[str, str, Tensor]]) -> None:
     if unsupported:
         (what, _, tensor), _ = unsupported[0]
         raise _error(
-            [_finding(*entry, special) for entry, special in unsupported],
+            [_make_finding(*entry, special) for entry, special in unsupported],
             tensor,
             "Job.batch" if what == "input" else "Job.model",
         )
@@ -159,7 +159,7 @@ def check_traceable_arguments(
                 continue
             name = next(iter(_attributes(model, value)), "")
             what = "constant" if name else "tensor"
-            finding = _finding(what, name or "x", value, special or _OTHER_CLASS, place())
+            finding = _make_finding(what, name or "x", value, special or _OTHER_CLASS, place())
             raise _error([finding], value, str(finding.place or "Job.model"))
 
 
@@ -176,7 +176,7 @@ def _error(findings: list[Finding], tensor: Tensor, where: str) -> CaptureError:
     )
 
 
-def _finding(
+def _make_finding(
     what: str, name: str, tensor: Tensor, special: _Special, place: Place | None = None
 ) -> Finding:
     reached = {"input": f'batch["{name}"]', "tensor": "x"}.get(what, f"model.{name}")

@@ -235,7 +235,7 @@ class _Writer:
             least=least,
             most=most,
             causes=causes,
-            relax=self._relax(place, causes),
+            relax=self._describe_fix(place, causes),
         )
 
     def _fixed(self, place: Place) -> bool:
@@ -267,24 +267,28 @@ class _Writer:
         causes = []
         for guard in self._guards.about(symbol):
             left, sign, right = _sides(guard.expression)
-            condition = self._worded(f"{left} {sign} {right}" if sign else left)
-            if guard.place and not (sign == "==" and self._worded(left) == self._worded(right)):
+            condition = self._with_labels(f"{left} {sign} {right}" if sign else left)
+            if guard.place and not (
+                sign == "==" and self._with_labels(left) == self._with_labels(right)
+            ):
                 causes.append(Cause(guard.place, guard.line, condition))
         return tuple(dict.fromkeys(causes))
 
-    def _worded(self, expression: str) -> str:
+    def _with_labels(self, expression: str) -> str:
         labelled = re.sub(r"[a-z]+\d+", lambda m: self._labels.get(m[0], m[0]), expression)
         return re.sub(r"Mod\(([^(),]+), (\d+)\)", r"\1 % \2", labelled)
 
-    def _relax(self, place: Place, causes: tuple[Cause, ...]) -> str:
+    def _describe_fix(self, place: Place, causes: tuple[Cause, ...]) -> str:
         name, dim = place
         spec = self._shapes[name].get(dim, Dim.STATIC)
         if not self._fixed(place):
-            return " ".join(dict.fromkeys(filter(None, self._widen(place, spec, causes))))
+            return " ".join(
+                dict.fromkeys(filter(None, self._describe_widening(place, spec, causes)))
+            )
         size = self._batch[name].shape[dim]
         if size < 2:
             return "Use an example of length 2 or more: torch treats lengths 0 and 1 as constants."
-        write = f"Write {self._proposal(place)}"
+        write = f"Write {self._propose_dynamic(place)}"
         if not self._could.fixed(place):
             return (
                 f"{write}."
@@ -295,7 +299,9 @@ class _Writer:
             _change(causes, size), *([write] if spec is Dim.STATIC and dim > 0 else [])
         )
 
-    def _widen(self, place: Place, spec: Any, causes: tuple[Cause, ...]) -> Iterator[str]:
+    def _describe_widening(
+        self, place: Place, spec: Any, causes: tuple[Cause, ...]
+    ) -> Iterator[str]:
         """Yield what to write for a dim that is dynamic, but does not accept all sizes."""
         least, most = self._outcome.limits(place)
         low, high = limits_of(spec)
@@ -326,7 +332,7 @@ class _Writer:
                     f" c{_change((cause,), 0)[1:]}."
                 )
 
-    def _proposal(self, place: Place) -> str:
+    def _propose_dynamic(self, place: Place) -> str:
         """Return what to write in Job.dynamic for a dim that can have other sizes.
 
         It covers all dims that have its size.
