@@ -287,12 +287,12 @@ class Recipe(LeanRecord):
             updates: number of turns that each graph has had before, or the main graph.
         """
         counts = {self.main: updates} if isinstance(updates, int) else updates
-        found = []
+        rates = []
         for group in self.groups:
             table = (
                 group.learning_rates if group.schedule is None else self.schedules[group.schedule]
             )
             step = sum(counts[graph] for graph in group.clock or (self.main,))
             value = table[min(step, len(table) - 1)]
-            found.append(value if group.schedule is None else group.learning_rates[0] * value)
-        return found
+            rates.append(value if group.schedule is None else group.learning_rates[0] * value)
+        return rates

@@ -34,7 +34,7 @@ _OPERANDS = {
 """Regions, which run their body once on their operands -> the index of the first operand among
 their arguments.
 """
-_TOLD = ("stack_trace", "nn_module_stack", "torch_fn")
+_PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", "torch_fn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +78,17 @@ def uses_of(module: GraphModule, weight: Node) -> list[Use]:
         module: the graph, or a body of it.
         weight: the placeholder of the parameter.
     """
-    found: list[Use] = []
+    uses: list[Use] = []
     for node in weight.users:
         regions = _regions(module, node, weight)
         if regions is not None:
             for body, place in regions:
-                found += uses_of(body, _placeholders(body.graph)[place])
+                uses += uses_of(body, _placeholders(body.graph)[place])
         elif node.op != "output":
-            found.append(Use(_spelled(node), _is_linear(node, weight), place_of_node(node)))
+            uses.append(Use(_operator_name(node), _is_linear(node, weight), place_of_node(node)))
         else:
-            found.append(Use("returned as it is", False, place_of_node(weight)))
-    return found
+            uses.append(Use("returned as it is", False, place_of_node(weight)))
+    return uses
 
 
 def adapt(
@@ -109,13 +109,13 @@ def adapt(
     last = _placeholders(graph)[-1] if after is None else after
     rows, columns = weight.meta["val"].shape
     with graph.inserting_after(last):
-        up = _placeholder(graph, f"{weight.name}_up", weight, (rows, adapter.rank))
+        up = _add_placeholder(graph, f"{weight.name}_up", weight, (rows, adapter.rank))
     with graph.inserting_after(last):
-        down = _placeholder(graph, f"{weight.name}_down", weight, (adapter.rank, columns))
+        down = _add_placeholder(graph, f"{weight.name}_down", weight, (adapter.rank, columns))
     for node in list(weight.users):
         regions = _regions(module, node, weight)
         if regions is None:
-            _beside(graph, node, down, up, adapter)
+            _add_output(graph, node, down, up, adapter)
         elif regions:
             for body, place in regions:
                 adapt(body, _placeholders(body.graph)[place], adapter)
@@ -124,10 +124,10 @@ def adapt(
     return down, up
 
 
-def _beside(graph: Graph, node: Node, down: Node, up: Node, adapter: LowRank) -> None:
+def _add_output(graph: Graph, node: Node, down: Node, up: Node, adapter: LowRank) -> None:
     """Make the users of a linear layer's result use its sum with the adapter's."""
     value = node.meta["val"]
-    told = {key: node.meta[key] for key in _TOLD if key in node.meta}
+    provenance = {key: node.meta[key] for key in _PROVENANCE_KEYS if key in node.meta}
     narrow = (*value.shape[:-1], adapter.rank)
     at = node
 
@@ -136,7 +136,10 @@ def _beside(graph: Graph, node: Node, down: Node, up: Node, adapter: LowRank) ->
         with graph.inserting_after(at):
             at = graph.call_function(target, args)
         with value.fake_mode:
-            at.meta = {**told, "val": torch.empty(shape, dtype=value.dtype, device=value.device)}
+            at.meta = {
+                **provenance,
+                "val": torch.empty(shape, dtype=value.dtype, device=value.device),
+            }
         return at
 
     inner = call(aten.linear.default, node.args[0], down, shape=narrow)
@@ -156,9 +159,9 @@ def _regions(module: GraphModule, node: Node, weight: Node) -> list[tuple[GraphM
     if start is None or weight not in node.args[start:]:
         return None
     body = next(
-        found
+        candidate
         for value in node.args[:start]
-        if isinstance(value, Node) and (found := body_at(module, value)) is not None
+        if isinstance(value, Node) and (candidate := body_at(module, value)) is not None
     )
     return [(body, place) for place, value in enumerate(node.args[start:]) if value is weight]
 
@@ -170,7 +173,7 @@ def _is_linear(node: Node, weight: Node) -> bool:
     )
 
 
-def _spelled(node: Node) -> str:
+def _operator_name(node: Node) -> str:
     if is_overload(node.target) or is_higher_order(node.target):
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target))
@@ -180,9 +183,9 @@ def _placeholders(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _placeholder(graph: Graph, name: str, like: Node, shape: Sequence[Any]) -> Node:
-    made = graph.placeholder(name)
+def _add_placeholder(graph: Graph, name: str, like: Node, shape: Sequence[Any]) -> Node:
+    node = graph.placeholder(name)
     value = like.meta["val"]
     with value.fake_mode:
-        made.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
-    return made
+        node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+    return node

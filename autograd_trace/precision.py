@@ -71,7 +71,7 @@ def in_precision(capture: GraphCapture, dtype: torch.dtype) -> GraphModule | Non
         if node.target is _HOP.wrap_with_autocast and node.args[2]:
             device, was, _, *rest = node.args
             node.args = (device, dtype if low else was, low, *rest)
-    _Retyped(module, where).run_under(dtype if low else None)
+    _DtypeUpdater(module, where).run_under(dtype if low else None)
     if before == [dtype_of(node) for node in calls_in(module)]:
         return None
     strange = next(
@@ -114,7 +114,7 @@ def _forget_dtypes(module: GraphModule) -> None:
         part.recompile()
 
 
-class _Retyped(Interpreter):
+class _DtypeUpdater(Interpreter):
     """Interpreter that runs a graph on fake tensors and updates the dtypes of its nodes. Shapes
     keep their spelling.
     """
@@ -146,7 +146,7 @@ class _Retyped(Interpreter):
                 hint=_REFREEZE,
             ) from error
         if n.op != "output":
-            n.meta["val"] = _retyped(n.meta.get("val"), value)
+            n.meta["val"] = _retype(n.meta.get("val"), value)
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,15 +163,15 @@ class _Retyped(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _nested(self, body: GraphModule, operands: Sequence[Any]) -> Any:
-        return _Retyped(body, self._where).run(*operands)
+        return _DtypeUpdater(body, self._where).run(*operands)
 
 
-def _retyped(before: Any, now: Any) -> Any:
+def _retype(before: Any, now: Any) -> Any:
     """Return a node's earlier value with its present dtype."""
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return before if before.dtype is now.dtype else torch.empty_like(before, dtype=now.dtype)
     if isinstance(before, list | tuple) and isinstance(now, list | tuple):
-        return type(before)(_retyped(b, n) for b, n in zip(before, now, strict=True))
+        return type(before)(_retype(b, n) for b, n in zip(before, now, strict=True))
     return before
 
 
@@ -205,10 +205,12 @@ def _in_region(
     region = graph.call_function(
         _HOP.wrap_with_autocast, ("cpu", dtype, True, False, graph.get_attr(_BODY), *operands)
     )
-    found = _results(body)
-    region.meta["val"] = tuple(node.meta["val"] for node in found)
+    results = _results(body)
+    region.meta["val"] = tuple(node.meta["val"] for node in results)
     outputs = []
-    for number, (node, spec, was) in enumerate(zip(found, capture.outputs, declared, strict=True)):
+    for number, (node, spec, was) in enumerate(
+        zip(results, capture.outputs, declared, strict=True)
+    ):
         value = node.meta["val"]
         output = graph.call_function(operator.getitem, (region, number))
         output.meta["val"] = value

@@ -105,12 +105,12 @@ class Guard:
         parts += [
             f"{name}={value}" for name, value in self.constants.items() if value.kind != "none"
         ]
-        asked = [
+        limits = [
             f"{symbol} {limits_text(*span)}"
             for symbol, span in self.ranges.items()
             if span != (1, None) or symbol != "batch"
         ]
-        return "; ".join([*parts, *asked, *self.conditions])
+        return "; ".join([*parts, *limits, *self.conditions])
 
 
 def limits_text(least: int, most: int | None) -> str:

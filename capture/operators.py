@@ -59,17 +59,17 @@ def draws_nothing(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def written_by(node: Node) -> list[Node]:
     """Return the values that a node's operator writes to by its schema, including `out=`."""
-    found: list[Node] = []
+    written: list[Node] = []
     if is_overload(node.target):
         arguments = node.target._schema.arguments
-        given = (
+        args_by_name = (
             dict(zip((argument.name for argument in arguments), node.args, strict=False))
             | node.kwargs
         )
         for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                torch.fx.map_arg(given.get(argument.name), found.append)
-    return found
+                torch.fx.map_arg(args_by_name.get(argument.name), written.append)
+    return written
 
 
 def base_of(node: Node) -> Node:
@@ -88,8 +88,8 @@ def base_of(node: Node) -> Node:
 
 def body_at(module: GraphModule, node: Node) -> GraphModule | None:
     """Return the graph that a get_attr node of `module` refers to, or None."""
-    found = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-    return found if isinstance(found, GraphModule) else None
+    body = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return body if isinstance(body, GraphModule) else None
 
 
 def bodies_of(module: GraphModule, node: Node) -> dict[Node, GraphModule]:

@@ -44,30 +44,33 @@ def are_rows_coupled(
     rows = next(iter(batch.values())).shape[0]
     if rows < 2 or isinstance(capture.inputs[0].shape[0], int):
         return False
-    return any(_differs(program, capture, step, each) for each in chain([batch], _beside(batch)))
+    return any(
+        _is_different_in_halves(program, capture, step, example)
+        for example in chain([batch], _variations(batch))
+    )
 
 
-def _beside(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def _variations(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield variations of the example, which may show a dependence between rows that the example
     (of zeros and ones, say) does not show.
 
     The model need not accept them.
     """
     generator = torch.Generator().manual_seed(0)
-    floats = {n: _shaken(t, generator) if t.dtype in _FLOATS else t for n, t in batch.items()}
-    yield {n: _drawn(t, generator) if t.dtype in _INTEGERS else t for n, t in floats.items()}
+    floats = {n: _add_noise(t, generator) if t.dtype in _FLOATS else t for n, t in batch.items()}
+    yield {n: _rearrange(t, generator) if t.dtype in _INTEGERS else t for n, t in floats.items()}
     if any(t.dtype in _FLOATS for t in floats.values()):
         yield floats
 
 
-def _shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _add_noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
     size = float(tensor.float().std()) if tensor.numel() > 1 else 0.0
     return tensor + torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * (
         size if 0 < size < torch.inf else 1.0
     )
 
 
-def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _rearrange(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Return entries of the tensor in other places; if all entries are equal, change some to the
     adjacent number.
     """
@@ -86,7 +89,7 @@ def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(torch.rand(tensor.shape, generator=generator) < 0.3, beside, tensor)
 
 
-def _differs(
+def _is_different_in_halves(
     program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]
 ) -> bool:
     """Return True if two calls yield another result than one.
@@ -96,17 +99,17 @@ def _differs(
     rows = next(iter(batch.values())).shape[0]
     middle = rows // 2
     try:
-        first = _of_part(program, step, batch, 0, middle)
+        first = _run_part(program, step, batch, 0, middle)
         written = {port.name: value for port, value in first.items() if port.role is Role.BUFFER}
-        second = _of_part(
+        second = _run_part(
             replace(program, state={**program.state, **written}), step, batch, middle, rows
         )
         weights = [float(half[Port(Role.WEIGHT, "weight")]) for half in (first, second)]
         if not all(weights):
             return False
-        together = _together(first, second, weights)
+        together = _combine(first, second, weights)
         del first, second
-        whole = _of_part(program, step, batch, 0, rows)
+        whole = _run_part(program, step, batch, 0, rows)
     except (RuntimeError, IndexError):
         # the graph does not accept a half's size, or one of its values
         return False
@@ -119,7 +122,7 @@ def _differs(
     )
 
 
-def _of_part(
+def _run_part(
     program: Program, step: StepGraph, batch: Mapping[str, Tensor], start: int, stop: int
 ) -> dict[Port, Tensor]:
     rows = next(iter(batch.values())).shape[0]
@@ -129,20 +132,20 @@ def _of_part(
     return dict(zip(step.outputs, results, strict=True))
 
 
-def _together(
+def _combine(
     first: dict[Port, Tensor], second: dict[Port, Tensor], weights: list[float]
 ) -> dict[Port, Tensor]:
     """Return loss and gradients of two calls, combined as a run combines them. The first call's
     gradients are written to.
     """
-    found: dict[Port, Tensor] = {}
+    combined: dict[Port, Tensor] = {}
     for port, value in first.items():
         if port.role is Role.GRADIENT:
-            found[port] = (
+            combined[port] = (
                 value.add_(second[port]) if value.is_contiguous() else value + second[port]
             )
         elif port.role is Role.LOSS:
-            found[port] = ((value * weights[0] + second[port] * weights[1]) / sum(weights)).to(
+            combined[port] = ((value * weights[0] + second[port] * weights[1]) / sum(weights)).to(
                 value.dtype
             )
-    return found
+    return combined

@@ -93,32 +93,32 @@ def decompose(module: GraphModule, chosen: Callable[[Any], bool]) -> GraphModule
     Raises:
         CaptureError: the decompositions do not terminate.
     """
-    made = copy.deepcopy(module)
-    for part in graphs_in(made):
-        kept: set[Node] = set()
+    decomposed = copy.deepcopy(module)
+    for part in graphs_in(decomposed):
+        unchanged: set[Node] = set()
         for _ in range(_ROUNDS):
             calls = [
                 node
                 for node in part.graph.nodes
                 if node.op == "call_function" and is_overload(node.target)
             ]
-            left = [node for node in calls if node not in kept and chosen(node.target)]
-            for node in left:
+            remaining = [node for node in calls if node not in unchanged and chosen(node.target)]
+            for node in remaining:
                 traced = _trace(node)
                 if traced is None:
-                    kept.add(node)
+                    unchanged.add(node)
                 else:
                     _replace(part, node, traced)
-            if not left:
+            if not remaining:
                 break
         else:
             raise CaptureError(
                 "decompositions do not terminate",
-                got=", ".join(sorted({spelled(n.target) for n in left})),
+                got=", ".join(sorted({spelled(n.target) for n in remaining})),
             )
         part.graph.lint()
         part.recompile()
-    return made
+    return decomposed
 
 
 def _trace(node: Node) -> GraphModule | None:
@@ -145,9 +145,9 @@ def _trace(node: Node) -> GraphModule | None:
     if mode is None:
         return None
 
-    def call(*given: Any) -> Any:
-        found = dict(zip(inputs, given, strict=True))
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), found.__getitem__)
+    def call(*operands: Any) -> Any:
+        value_of = dict(zip(inputs, operands, strict=True))
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of.__getitem__)
         function: Any = node.target
         return function(*args, **kwargs)
 
@@ -172,7 +172,7 @@ def _replace(part: GraphModule, node: Node, traced: GraphModule) -> None:
             strict=True,
         )
     )
-    told = {
+    provenance = {
         key: node.meta[key]
         for key in ("stack_trace", "nn_module_stack", "torch_fn")
         if key in node.meta
@@ -185,7 +185,7 @@ def _replace(part: GraphModule, node: Node, traced: GraphModule) -> None:
             elif inner.op != "placeholder":
                 mapping[inner] = part.graph.node_copy(inner, mapping.__getitem__)
                 value = inner.meta.get("val")
-                mapping[inner].meta = {**told, "val": value}
+                mapping[inner].meta = {**provenance, "val": value}
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
     else:

@@ -42,7 +42,7 @@ def _affine_grid(theta: Tensor, size: Sequence[Size], align_corners: bool) -> Te
     return (base @ theta.mT).reshape(theta.shape[0], *spatial, -1)
 
 
-def _checked(operator: Any, name: str, what: str) -> Callable[..., Any]:
+def _with_info_check(operator: Any, name: str, what: str) -> Callable[..., Any]:
     """Return a substitute for an operator of torch.linalg that fails on some matrices.
 
     torch differentiates its `_ex` form, which returns wrong numbers where the operator raises; the
@@ -73,12 +73,12 @@ def _checked(operator: Any, name: str, what: str) -> Callable[..., Any]:
 DERIVABLE: dict[Any, Callable[..., Any]] = {
     aten.masked_select.default: _masked_select,
     aten.affine_grid_generator.default: _affine_grid,
-    aten.linalg_cholesky.default: _checked(
+    aten.linalg_cholesky.default: _with_info_check(
         torch.linalg.cholesky_ex, "linalg.cholesky", "not positive-definite"
     ),
-    aten.linalg_inv.default: _checked(torch.linalg.inv_ex, "linalg.inv", "singular"),
-    aten.inverse.default: _checked(torch.linalg.inv_ex, "inverse", "singular"),
-    aten.linalg_solve.default: _checked(torch.linalg.solve_ex, "linalg.solve", "singular"),
+    aten.linalg_inv.default: _with_info_check(torch.linalg.inv_ex, "linalg.inv", "singular"),
+    aten.inverse.default: _with_info_check(torch.linalg.inv_ex, "inverse", "singular"),
+    aten.linalg_solve.default: _with_info_check(torch.linalg.solve_ex, "linalg.solve", "singular"),
 }
 """Operator -> its replacement while a graph is differentiated, called with the operator's own
 arguments.

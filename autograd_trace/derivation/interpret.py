@@ -111,7 +111,7 @@ class GraphInterpreter(Interpreter):
             return evaluate(
                 target,
                 args,
-                self._inside(
+                self._call_in_checkpoint(
                     Region(self._counts.checkpoints, args[1] if target is SELECTIVE else "")
                 ),
             )
@@ -131,7 +131,7 @@ class GraphInterpreter(Interpreter):
                 if isinstance(body, GraphModule)
                 for node in nodes_in(body)
             ):
-                return self._drawn_in(target, args)
+                return self._run_keyed(target, args)
             args = tuple(
                 self._retargeted_body(a) if isinstance(a, GraphModule) else a for a in args
             )
@@ -149,25 +149,25 @@ class GraphInterpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _nested(self, body: GraphModule, operands: Sequence[Any]) -> Any:
-        return self._of_body(body, self._regions).run(*operands)
+        return self._body_interpreter(body, self._regions).run(*operands)
 
-    def _of_body(self, body: GraphModule, regions: Regions) -> GraphInterpreter:
+    def _body_interpreter(self, body: GraphModule, regions: Regions) -> GraphInterpreter:
         return type(self)(
             body, self._key, self._device, self._batch, self._counts, regions, self._layout
         )
 
-    def _inside(self, checkpoint: Region) -> Call:
+    def _call_in_checkpoint(self, checkpoint: Region) -> Call:
         """Return a function that runs a graph inside one more checkpoint."""
 
         def call(body: GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
-            results: tuple[Any, ...] = self._of_body(body, (*self._regions, checkpoint)).run(
-                *operands
-            )
+            results: tuple[Any, ...] = self._body_interpreter(
+                body, (*self._regions, checkpoint)
+            ).run(*operands)
             return results
 
         return call
 
-    def _drawn_in(self, target: Any, args: tuple[Any, ...]) -> Any:
+    def _run_keyed(self, target: Any, args: tuple[Any, ...]) -> Any:
         if target not in KEYED:
             raise CaptureError(
                 f"a body of {target} draws random numbers, which has no stateless form",

@@ -21,14 +21,14 @@ def keep_operands_apart(module: GraphModule) -> None:
     """
     for part in graphs_in(module):
         for node in [n for n in part.graph.nodes if n.op == "call_function" and bodies_of(part, n)]:
-            known: set[Node] = set()
+            bases: set[Node] = set()
 
             def apart(
-                source: Node, node: Node = node, part: GraphModule = part, known: set[Node] = known
+                source: Node, node: Node = node, part: GraphModule = part, bases: set[Node] = bases
             ) -> Node:
                 base = base_of(source)
-                if not isinstance(source.meta.get("val"), Tensor) or base not in known:
-                    known.add(base)
+                if not isinstance(source.meta.get("val"), Tensor) or base not in bases:
+                    bases.add(base)
                     return source
                 with part.graph.inserting_before(node):
                     copy = part.graph.call_function(torch.ops.aten.clone.default, (source,))

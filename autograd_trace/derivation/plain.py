@@ -56,24 +56,26 @@ def other_devices(module: GraphModule, device: torch.device) -> bool:
     device).
     """
     return any(
-        found != device.type
+        device_type != device.type
         for node in nodes_in(module)
-        for found in _devices_of(node)
-        if found != "meta"
+        for device_type in _devices_of(node)
+        if device_type != "meta"
     )
 
 
 def _devices_of(node: Node) -> set[str]:
     value = node.meta.get("val")
-    found = {
+    device_types = {
         v.device.type
         for v in (value if isinstance(value, list | tuple) else (value,))
         if isinstance(v, Tensor)
     }
-    found |= {a.type for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.device)}
+    device_types |= {
+        a.type for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.device)
+    }
     if node.target is _HOP.wrap_with_autocast:
-        found.add(str(node.args[0]))
-    return found
+        device_types.add(str(node.args[0]))
+    return device_types
 
 
 def plain_graph(capture: GraphCapture, device: torch.device) -> GraphModule:
@@ -89,23 +91,34 @@ def plain_graph(capture: GraphCapture, device: torch.device) -> GraphModule:
         PackageError: an operator of this project remains; the message names it and the graph.
     """
     module = capture.exported.graph_module
-    own = own_operators(module)
-    if not own and not other_devices(module, device) and not _writes_in_autocast(module):
+    project_operators = own_operators(module)
+    if (
+        not project_operators
+        and not other_devices(module, device)
+        and not _writes_in_autocast(module)
+    ):
         return _without_grad_modes(module)
     where = f"graph {capture.name}"
     try:
-        traced = _traced(capture, device)
+        traced = _trace_again(capture, device)
     except Exception as error:  # torch's tracer may raise anything
-        cause = _CAUSE if own else "it is for another device, or has regions that torch cannot save"
+        cause = (
+            _CAUSE
+            if project_operators
+            else "it is for another device, or has regions that torch cannot save"
+        )
         raise PackageError(
             f"{cause}, and cannot be traced again: {first_line(error)}",
             where=where,
-            got=", ".join(own),
+            got=", ".join(project_operators),
         ) from error
-    left = own_operators(traced)
-    if left:
+    remaining = own_operators(traced)
+    if remaining:
         raise PackageError(
-            _CAUSE, where=where, got=", ".join(left), hint="Export a graph without them: --graph."
+            _CAUSE,
+            where=where,
+            got=", ".join(remaining),
+            hint="Export a graph without them: --graph.",
         )
     return traced
 
@@ -126,8 +139,8 @@ def _without_grad_modes(module: GraphModule) -> GraphModule:
 
     torch.export saves a grad-mode region that returns nothing, but cannot load it.
     """
-    made = copy.deepcopy(module)
-    for part in list(graphs_in(made)):
+    inlined = copy.deepcopy(module)
+    for part in list(graphs_in(inlined)):
         while calls := [
             node for node in part.graph.nodes if node.target is _HOP.wrap_with_set_grad_enabled
         ]:
@@ -135,7 +148,7 @@ def _without_grad_modes(module: GraphModule) -> GraphModule:
                 _inline(part, node)
         part.graph.lint()
         part.recompile()
-    return made
+    return inlined
 
 
 def _inline(part: GraphModule, node: Node) -> None:
@@ -174,7 +187,7 @@ def _free_name(part: GraphModule, name: str) -> str:
     return name
 
 
-def _traced(capture: GraphCapture, device: torch.device) -> GraphModule:
+def _trace_again(capture: GraphCapture, device: torch.device) -> GraphModule:
     nodes = placeholders(capture)
     mode = next(n.meta["val"].fake_mode for n in nodes if isinstance(n.meta.get("val"), Tensor))
     interpreter = _PlainInterpreter(
@@ -189,14 +202,14 @@ def _traced(capture: GraphCapture, device: torch.device) -> GraphModule:
     )
     trained = {name for name, value in capture.exported.state_dict.items() if value.requires_grad}
     with mode, gradients:
-        given = [
+        examples = [
             torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device=device)
             for n in nodes
         ]
-        for value, spec in zip(given, capture.exported.graph_signature.input_specs, strict=True):
+        for value, spec in zip(examples, capture.exported.graph_signature.input_specs, strict=True):
             # a graph that computes gradients may do so through parameters
             value.requires_grad_(spec.target in trained)
-        traced: GraphModule = make_fx(run, tracing_mode="real")(*given)
+        traced: GraphModule = make_fx(run, tracing_mode="real")(*examples)
     return _with_names(traced, nodes)
 
 
@@ -210,18 +223,18 @@ def _with_names(traced: GraphModule, names: list[Node]) -> GraphModule:
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             before = next(old)
-            made = graph.placeholder(str(before.target))
-            made.name = before.name
-            made.meta = {"val": node.meta["val"]}
-            mapping[node] = made
+            placeholder = graph.placeholder(str(before.target))
+            placeholder.name = before.name
+            placeholder.meta = {"val": node.meta["val"]}
+            mapping[node] = placeholder
         elif node.op == "output":
             results = node.args[0] if isinstance(node.args[0], list | tuple) else (node.args[0],)
             graph.output(tuple(mapping[value] for value in results))
         else:
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
-    named = GraphModule(traced, graph)
-    named.graph.lint()
-    return named
+    renamed = GraphModule(traced, graph)
+    renamed.graph.lint()
+    return renamed
 
 
 class _PlainInterpreter(GraphInterpreter):
@@ -249,10 +262,10 @@ def custom_libraries(
         module: the graph.
         libraries: namespace -> the distribution that provides it, or None if unknown.
     """
-    used = {
+    namespaces = {
         node.target.namespace
         for part in graphs_in(module)
         for node in part.graph.nodes
         if is_overload(node.target)
     }
-    return {name: libraries[name] for name in sorted(used & set(libraries))}
+    return {name: libraries[name] for name in sorted(namespaces & set(libraries))}

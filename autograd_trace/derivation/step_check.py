@@ -48,7 +48,7 @@ def check_step(
     name: str,
     step: StepGraph,
     batch: Mapping[str, Tensor],
-    known: Sequence[Replayed] = (),
+    replays: Sequence[Replayed] = (),
 ) -> None:
     """Run a batch through the step graph and through eager autograd with the same stateless random
     numbers, and compare the results.
@@ -61,22 +61,22 @@ def check_step(
         name: name of the training graph.
         step: its step graph, for the CPU.
         batch: an example, (rows, ...) tensors on the CPU; inputs of other graphs are ignored.
-        known: results of autograd on the same graph and state from the comparison with eager mode,
-            which are not computed again.
+        replays: results of autograd on the same graph and state from the comparison with eager
+            mode, which are not computed again.
 
     Raises:
         CaptureError: something differs.
     """
     capture = program.graphs[name]
-    for each in replay_batches(
+    for example in replay_batches(
         capture, {i.name: batch[i.name] for i in capture.inputs}, Check.USUAL
     ):
         _check_batch(
             program,
             capture,
             step,
-            each,
-            next((replayed for replayed in known if replayed.is_of(each)), None),
+            example,
+            next((replayed for replayed in replays if replayed.is_of(example)), None),
         )
 
 
@@ -122,7 +122,7 @@ def _check_batch(
     capture: GraphCapture,
     step: StepGraph,
     batch: Mapping[str, Tensor],
-    known: Replayed | None,
+    replayed: Replayed | None,
 ) -> None:
     rows = next(iter(batch.values())).shape[0]
     scalars = _scalars(rows, rows)
@@ -140,16 +140,16 @@ def _check_batch(
                     " size with dynamic={name: {0: Dim.STATIC}}."
                 ),
             ) from error
-    found = {(p.role, p.name): v for p, v in zip(step.outputs, results, strict=True)}
+    computed = {(p.role, p.name): v for p, v in zip(step.outputs, results, strict=True)}
     state = {name: program.state[name] for name in program.state} | dict(program.constants)
-    if known is None:
-        wanted = _by_autograd(program, capture, batch, scalars, state)
+    if replayed is None:
+        expected = _by_autograd(program, capture, batch, scalars, state)
     else:
-        wanted = _from_replay(program, capture, known, scalars[Role.SCALE])
-    factor = float(wanted.factor.abs())
+        expected = _from_replay(program, capture, replayed, scalars[Role.SCALE])
+    factor = float(expected.factor.abs())
     floor, total = (
-        noise_floor(wanted.gradients.values()) * factor,
-        norm_of(wanted.gradients.values()) * factor,
+        noise_floor(expected.gradients.values()) * factor,
+        norm_of(expected.gradients.values()) * factor,
     )
     tolerance = tolerance_of(capture)
     moved: _Reference | None = None
@@ -166,40 +166,40 @@ def _check_batch(
             }
 
         gradients: dict[Key, Tensor | None] = {
-            (Role.GRADIENT, name): g * wanted.factor.to(g.dtype)
-            for name, g in wanted.gradients.items()
+            (Role.GRADIENT, name): g * expected.factor.to(g.dtype)
+            for name, g in expected.gradients.items()
         }
         return reference_of(capture, call, gradients)
 
-    for key in (*wanted.values, *((Role.GRADIENT, name) for name in wanted.gradients)):
+    for key in (*expected.values, *((Role.GRADIENT, name) for name in expected.gradients)):
         if key[0] is Role.GRADIENT:
-            gradient = wanted.gradients[key[1]]
-            reference = gradient * wanted.factor.to(gradient.dtype)
-        elif key in found:
-            reference = wanted.values[key].detach()
+            gradient = expected.gradients[key[1]]
+            reference = gradient * expected.factor.to(gradient.dtype)
+        elif key in computed:
+            reference = expected.values[key].detach()
         else:
             continue  # a buffer that forward does not write to
-        distance = relative_distance(reference, found.get(key), floor)
+        distance = relative_distance(reference, computed.get(key), floor)
         allowed = tolerance_for(reference, tolerance) if key[0] is Role.GRADIENT else tolerance
         # A bias before a softmax, for example, has a gradient that is only rounding error, and the
         # joint graph rounds differently from autograd. So a gradient that differs is measured
         # against how far it moves when the weights change in their last bit.
-        if not distance <= allowed and key[0] is Role.GRADIENT and key in found:
+        if not distance <= allowed and key[0] is Role.GRADIENT and key in computed:
             moved = moved or _by_autograd(program, capture, batch, scalars, nudged(state))
-            other = moved.gradients[key[1]] * wanted.factor.to(reference.dtype)
+            other = moved.gradients[key[1]] * expected.factor.to(reference.dtype)
             distance = relative_distance(
-                reference, found[key], digits_floor(reference, other, tolerance, total)
+                reference, computed[key], digits_floor(reference, other, tolerance, total)
             )
         if not distance <= allowed and not (
             (precise := exact()) is not None
-            and precise.allows(key, reference, found.get(key), floor)
+            and precise.allows(key, reference, computed.get(key), floor)
         ):
             raise CaptureError(
                 f"the joint graph differs from autograd in the {key[0].value} {key[1]!r} on {rows}"
                 " rows",
                 where=f"graph {capture.name}",
                 expected=f"a relative difference of at most {allowed:g}",
-                got=f"{distance:.2g}" if key in found else "no gradient",
+                got=f"{distance:.2g}" if key in computed else "no gradient",
                 hint=(
                     "This is a bug in trainload or in torch's AOT autograd for an operator of the"
                     " model, not in the model."
@@ -232,15 +232,15 @@ def _by_autograd(
 
 
 def _from_replay(
-    program: Program, capture: GraphCapture, known: Replayed, scale: Tensor
+    program: Program, capture: GraphCapture, replayed: Replayed, scale: Tensor
 ) -> _Reference:
     """Return the same from results that autograd computed before.
 
     They drew no random numbers and wrote no buffers; their gradients are those of the plain loss.
     """
-    outputs, ports = list(known.outputs), output_ports(capture)
+    outputs, ports = list(replayed.outputs), output_ports(capture)
     if len(ports) > len(outputs):
-        outputs.append(torch.tensor(float(next(iter(known.batch.values())).shape[0])))
+        outputs.append(torch.tensor(float(next(iter(replayed.batch.values())).shape[0])))
     values = {(port.role, port.name): value for port, value in zip(ports, outputs, strict=True)}
     weight = values[Role.WEIGHT, "weight"].to(torch.float32)
     values |= {(Role.WEIGHT, "weight"): weight} | {
@@ -249,7 +249,7 @@ def _from_replay(
     trainable = trainable_parameters(program, capture)
     gradients = {
         name: gradient
-        for name, gradient in known.gradients.items()
+        for name, gradient in replayed.gradients.items()
         if gradient is not None and name in trainable
     }
     return _Reference(values, gradients, weight * scale)

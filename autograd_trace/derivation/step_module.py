@@ -195,8 +195,8 @@ def trainable_parameters(program: Program, capture: GraphCapture) -> set[str]:
     """Return the names of the parameters that own storage, are trained, and get a gradient from
     this graph.
     """
-    found = {p.name for p in program.parameters if p.trainable and p.alias_of is None}
-    return found if capture.reached is None else found & set(capture.reached)
+    names = {p.name for p in program.parameters if p.trainable and p.alias_of is None}
+    return names if capture.reached is None else names & set(capture.reached)
 
 
 def is_functional(module: GraphModule) -> bool:

@@ -51,8 +51,12 @@ def with_guards(
     graphs = dict(program.graphs)
     present: dict[tuple[str, Mode], set[str]] = {}
     for target in targets:
-        told = {name for name, value in constants_of(target.batch).items() if value is not None}
-        present.setdefault((target.graph, target.mode), set()).update(examples[target.name], told)
+        present_constants = {
+            name for name, value in constants_of(target.batch).items() if value is not None
+        }
+        present.setdefault((target.graph, target.mode), set()).update(
+            examples[target.name], present_constants
+        )
     for target in targets:
         captured, example = graphs[target.name], examples[target.name]
         constants = {name: fixed_value(value) for name, value in constants_of(target.batch).items()}
@@ -75,28 +79,28 @@ def dispatcher_of(
         variants: names of all variants except the first, in order.
         name: name of the graph in its first variant.
     """
-    found: dict[str, tuple[Guard, ...]] = {}
+    guards_by_variant: dict[str, tuple[Guard, ...]] = {}
     for variant in ("", *variants):
         guard = graphs[f"{name}-{variant}" if variant else name].guard
         assert guard is not None, "every graph was given one"
-        found[variant] = (guard,)
+        guards_by_variant[variant] = (guard,)
     guards = [graph.guard for graph in graphs.values() if graph.guard is not None]
-    known = {
+    entry_names = {
         entry for guard in guards for entry in (*(i.name for i in guard.inputs), *guard.constants)
     }
-    return Dispatcher(name, found, ignored=known)
+    return Dispatcher(name, guards_by_variant, ignored=entry_names)
 
 
 def _check_order(graphs: Mapping[str, GraphCapture], targets: Sequence[Target]) -> None:
     variants = tuple(dict.fromkeys(target.variant for target in targets if target.variant))
-    taken: dict[str, set[str]] = {}
+    selected: dict[str, set[str]] = {}
     for target in targets:
         if target.training:
             first = dispatcher_of(graphs, variants, target.graph).pick(target.batch)
-            taken.setdefault(target.variant, set()).add(first)
-    for variant, takers in taken.items():
-        if variant and variant not in takers:
-            other = min(takers)
+            selected.setdefault(target.variant, set()).add(first)
+    for variant, variants_selected in selected.items():
+        if variant and variant not in variants_selected:
+            other = min(variants_selected)
             raise JobError(
                 "the variant would never be selected for its own example, because an earlier one"
                 " accepts that batch",
@@ -157,14 +161,16 @@ class _Reader:
 
     def guard(self) -> Guard:
         texts = {place: self._text(place) for place in self._sizes}
-        self._pin_what_no_size_tells(texts)
+        self._pin_undetermined_sizes(texts)
         ranges = {name: self._range(symbol) for symbol, name in self._names.items()}
         codes = [
             _FLAT.sub(lambda m: f"L['batch']['{self._captured.inputs[int(m[1])].name}']", c)
             for c in size_conditions(self._exported)
         ]
         conditions = [
-            found for code in codes if (found := self._condition(code, texts, ranges)) is not None
+            condition
+            for code in codes
+            if (condition := self._condition(code, texts, ranges)) is not None
         ]
         values = self._values(texts)
         for name in self._pinned:
@@ -203,21 +209,24 @@ class _Reader:
             return self._example[place[0]].shape[place[1]]
         return text
 
-    def _pin_what_no_size_tells(self, texts: dict[tuple[str, int], SizeLike]) -> None:
+    def _pin_undetermined_sizes(self, texts: dict[tuple[str, int], SizeLike]) -> None:
         """Pin sizes to the example's where they use symbols that no size determines."""
-        told = {
+        determined = {
             s.symbols[0]
             for t in texts.values()
             if isinstance(t, str) and (s := parse(t)).affine() is not None
         }
         for place, text in texts.items():
-            if isinstance(text, str) and set(parse(text).symbols) - told:
+            if isinstance(text, str) and set(parse(text).symbols) - determined:
                 texts[place] = self._example[place[0]].shape[place[1]]
-        for symbol in [symbol for symbol, name in self._names.items() if name not in told]:
+        for symbol in [symbol for symbol, name in self._names.items() if name not in determined]:
             del self._names[symbol]
 
     def _range(self, symbol: str) -> tuple[int, int | None]:
-        spans = {str(known): span for known, span in self._exported.range_constraints.items()}
+        spans = {
+            str(torch_symbol): span
+            for torch_symbol, span in self._exported.range_constraints.items()
+        }
         least, most = (
             (str(spans[symbol].lower), str(spans[symbol].upper)) if symbol in spans else ("0", "")
         )
@@ -225,13 +234,13 @@ class _Reader:
 
     def _values(self, texts: Mapping[tuple[str, int], SizeLike]) -> dict[str, int]:
         """Return the example's value of each symbol."""
-        found: dict[str, int] = {}
+        values: dict[str, int] = {}
         for (name, dim), text in texts.items():
             if isinstance(text, str) and (line := parse(text).affine()) is not None:
-                found[parse(text).symbols[0]] = (self._example[name].shape[dim] - line[1]) // line[
+                values[parse(text).symbols[0]] = (self._example[name].shape[dim] - line[1]) // line[
                     0
                 ]
-        return found
+        return values
 
     def _condition(
         self,
@@ -257,28 +266,28 @@ class _Reader:
             dynamic = {
                 symbol
                 for place in places
-                if isinstance(found := texts[place], str)
-                for symbol in parse(found).symbols
+                if isinstance(expression := texts[place], str)
+                for symbol in parse(expression).symbols
             }
             self._pinned |= dynamic - {"batch"}
             return None
-        if not parsed.symbols or _says_nothing(text) or _within(text, ranges):
+        if not parsed.symbols or _is_trivial(text) or _is_implied(text, ranges):
             return None
         assert parsed.value(self._values(texts)), f"the example does not fulfil {text}"
         return text
 
 
-def _says_nothing(text: str) -> bool:
+def _is_trivial(text: str) -> bool:
     sides = _SAME.fullmatch(text)
     return sides is not None and sides["left"].strip() == sides["right"].strip()
 
 
-def _within(text: str, ranges: Mapping[str, tuple[int, int | None]]) -> bool:
+def _is_implied(text: str, ranges: Mapping[str, tuple[int, int | None]]) -> bool:
     """Return True if a condition says no more than the ranges."""
-    found = _RANGE.fullmatch(text)
-    if found is None or found["symbol"] not in ranges:
+    match = _RANGE.fullmatch(text)
+    if match is None or match["symbol"] not in ranges:
         return False
-    (least, most), limit = ranges[found["symbol"]], int(found["limit"])
-    if found["sign"] in (">", ">="):
-        return least >= limit + (found["sign"] == ">")
-    return most is not None and most <= limit - (found["sign"] == "<")
+    (least, most), limit = ranges[match["symbol"]], int(match["limit"])
+    if match["sign"] in (">", ">="):
+        return least >= limit + (match["sign"] == ">")
+    return most is not None and most <= limit - (match["sign"] == "<")

@@ -49,18 +49,18 @@ def bound(
         # gradient of 0 would yield NaN.
         options["lr"] = torch.where(lr == 0, _LEAST_RATE, lr)
     if not optimizer.state:
-        return _copied(optimizer, {id(optimizer.param_groups): [options]})
+        return _copy_without_state(optimizer, {id(optimizer.param_groups): [options]})
     try:
-        taken = inspect.signature(type(optimizer)).parameters
+        accepted = inspect.signature(type(optimizer)).parameters
         # The group has every option. A constructor may check the value of a tensor, which has none
         # while an update is traced.
         defaults = {
             n: v
             for n, v in optimizer.defaults.items()
-            if n in taken
-            and (not isinstance(v, Tensor) or taken[n].default is inspect.Parameter.empty)
+            if n in accepted
+            and (not isinstance(v, Tensor) or accepted[n].default is inspect.Parameter.empty)
         }
-        made = type(optimizer)([options], **defaults)  # its state is made in __init__
+        recreated = type(optimizer)([options], **defaults)  # its state is made in __init__
     except TypeError as error:
         raise CaptureError(
             "the optimizer creates state in __init__ and cannot be re-created for other tensors:"
@@ -69,14 +69,14 @@ def bound(
             expected="a constructor that takes (params, **options)",
             hint="Create the state in the first step.",
         ) from error
-    if not made.state:
+    if not recreated.state:
         raise JobError(
             "the optimizer has already taken steps, and a package does not contain its state",
             where="Job.optimizer",
             expected="a new optimizer",
             hint="Create the optimizer inside the function.",
         )
-    return made
+    return recreated
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -98,7 +98,9 @@ def wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer
     }
 
 
-def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.optim.Optimizer:
+def _copy_without_state(
+    optimizer: torch.optim.Optimizer, copies: dict[int, Any]
+) -> torch.optim.Optimizer:
     """Return a copy with other groups and no state.
 
     `copy.copy` is not used: it leaves out what a subclass adds to the attributes of torch's
@@ -106,10 +108,10 @@ def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.
 
     Args:
         optimizer: an optimizer without state.
-        made_of: id of an object that it or its wrapper holds -> the object of the copy. So groups,
+        copies: id of an object that it or its wrapper holds -> the object of the copy. So groups,
             state and wrapped optimizers stay shared within the copy.
     """
-    made_of.setdefault(id(optimizer.state), defaultdict(dict))
+    copies.setdefault(id(optimizer.state), defaultdict(dict))
     for name, inner in wrapped(optimizer).items():
         if inner.param_groups is not optimizer.param_groups or inner.state:
             raise CaptureError(
@@ -119,16 +121,16 @@ def _copied(optimizer: torch.optim.Optimizer, made_of: dict[int, Any]) -> torch.
                 expected="the same groups, and no state before the first step",
                 hint="Write both updates in the step() of one class.",
             )
-        made_of[id(inner)] = _copied(inner, made_of)
-    made = object.__new__(type(optimizer))
+        copies[id(inner)] = _copy_without_state(inner, copies)
+    twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if isinstance(value, MethodType) and value.__self__ is optimizer:
-            made.__dict__[name] = MethodType(value.__func__, made)
+            twin.__dict__[name] = MethodType(value.__func__, twin)
             continue
-        made.__dict__[name] = made_of.get(
+        twin.__dict__[name] = copies.get(
             id(value), rebuilt(value, {}) if type(value) in (list, dict) else value
         )
-    return made
+    return twin
 
 
 def step(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> None:

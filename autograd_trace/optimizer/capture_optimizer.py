@@ -70,9 +70,9 @@ def capture_optimizer(
         of_group = [optimizer for optimizer in trainer.optimizers for _ in optimizer.param_groups]
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rates = [
-            found
+            group_rates
             for optimizer in trainer.optimizers
-            for found in learning_rates(trainer.schedule, trainer.updates, optimizer)
+            for group_rates in learning_rates(trainer.schedule, trainer.updates, optimizer)
         ]
         for number, names in enumerate(
             group_parameters(job.model, trainer.reached(), groups, trainer.where)
@@ -92,14 +92,14 @@ def capture_optimizer(
             table = rates[number].factors
             if table is not None:
                 schedules.setdefault(table)
-            found = _capture_group(
+            group_updates = _capture_group(
                 f"{trainer.prefix}group{number}",
                 of_group[number],
                 groups[number],
                 getattr(torch, kinds.pop()),
                 shapes,
             )
-            for update in found:
+            for update in group_updates:
                 fitting = [n for n in names if update.shape is None or shapes[n] == update.shape]
                 for name, members, graphs in trainer.parts(update.group, fitting):
                     recipes.append(

@@ -34,7 +34,7 @@ def group_parameters(
     groups: list[list[str]] = []
     seen: set[str] = set()
     for number, group in enumerate(param_groups):
-        found = []
+        trained = []
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
@@ -50,10 +50,10 @@ def group_parameters(
                     where=f"{where}: group {number}",
                     got=name,
                 )
-            if name in trainable and name not in found:
-                found.append(name)
-        seen.update(found)
-        groups.append(sorted(found))
+            if name in trainable and name not in trained:
+                trained.append(name)
+        seen.update(trained)
+        groups.append(sorted(trained))
     if not seen:
         raise JobError(
             "the optimizer trains no parameter", where=where, hint="Pass it model.parameters()."

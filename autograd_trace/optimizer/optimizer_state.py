@@ -48,13 +48,13 @@ class StateNames:
 
     def of(self, optimizer: torch.optim.Optimizer, param: Tensor) -> list[Any]:
         """Return the values of `entries` after a step."""
-        found = kept(optimizer, param)
-        return [found[name] for name in self.entries]
+        values_by_name = read_state(optimizer, param)
+        return [values_by_name[name] for name in self.entries]
 
     def give(self, optimizer: torch.optim.Optimizer, param: Tensor, values: Sequence[Any]) -> None:
         """Set the values of `entries` in the optimizer."""
         count = len(self.changing)
-        _put(
+        _write_state(
             optimizer,
             param,
             rebuilt(self.like, dict(zip(self.changing, values[:count], strict=True))),
@@ -64,10 +64,10 @@ class StateNames:
             **dict(zip(self.shared, values[count:], strict=True)),
         }.items():
             owner, _, key = name.partition("-")
-            held: dict[Any, Any] = (
+            store: dict[Any, Any] = (
                 optimizer.param_groups[0] if owner == "group" else optimizer.state
             )
-            held[key] = value
+            store[key] = value
 
 
 def state_names(
@@ -87,7 +87,7 @@ def state_names(
     param = torch.randn(shape, generator=generator).to(dtype)
     rate = float(group["lr"])
     stepped = bound(optimizer, group, [param], rate)
-    before = _shared(stepped)
+    before = _read_shared(stepped)
     states: list[dict[str, Any]] = []
     shared: list[dict[str, Any]] = []
     for factor in _RATES:
@@ -100,8 +100,8 @@ def state_names(
                 where=kind,
                 hint="Specify the change in Job.schedule.",
             )
-        states.append(_own(stepped, param))
-        shared.append(_shared(stepped))
+        states.append(_read_leaves(stepped, param))
+        shared.append(_read_shared(stepped))
     if any(set(entries) != set(states[-1]) for entries in states):
         raise CaptureError(
             "the optimizer's state has different entries after the first step and after later ones",
@@ -111,69 +111,75 @@ def state_names(
             hint="Create all of the state in the first step, and add nothing later.",
         )
     changing = {
-        n: _changes(f"{kind}: state {n!r}", [s[n] for s in states]) for n in sorted(states[-1])
+        n: _is_changing(f"{kind}: state {n!r}", [s[n] for s in states]) for n in sorted(states[-1])
     }
     moved = [
         n
         for n in sorted(shared[-1])
-        if any(not _same(before.get(n), each.get(n)) for each in shared)
+        if any(not _is_equal(before.get(n), snapshot.get(n)) for snapshot in shared)
     ]
     changing_shared = {
-        n: _changes(f"{kind}: option {n!r}", [each.get(n) for each in shared]) for n in moved
+        n: _is_changing(f"{kind}: option {n!r}", [snapshot.get(n) for snapshot in shared])
+        for n in moved
     }
     return StateNames(
         changing=tuple(n for n, changes in changing.items() if changes),
-        like=rebuilt(_state(stepped, param), {}),
+        like=rebuilt(_nested_state(stepped, param), {}),
         shared=tuple(n for n, changes in changing_shared.items() if changes),
         fixed={n: shared[-1][n] for n, changes in changing_shared.items() if not changes},
         numbers=frozenset(
-            n for each in (*states, *shared) for n, value in each.items() if _is_number(value)
+            n
+            for snapshot in (*states, *shared)
+            for n, value in snapshot.items()
+            if _is_number(value)
         ),
     )
 
 
-def kept(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+def read_state(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
     """Return everything that an optimizer keeps of a parameter, by the names of `StateNames`."""
-    return {**_own(optimizer, param), **_shared(optimizer)}
+    return {**_read_leaves(optimizer, param), **_read_shared(optimizer)}
 
 
-def _own(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
-    return dict(leaves(_state(optimizer, param)))
+def _read_leaves(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+    return dict(leaves(_nested_state(optimizer, param)))
 
 
-def _state(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+def _nested_state(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
     """Return the state of a parameter, with the separate states of wrapped optimizers under their
     attribute names.
     """
     inner = {
-        name: _state(each, param)
-        for name, each in wrapped(optimizer).items()
-        if each.state is not optimizer.state
+        name: _nested_state(inner_optimizer, param)
+        for name, inner_optimizer in wrapped(optimizer).items()
+        if inner_optimizer.state is not optimizer.state
     }
     return {**optimizer.state[param], **inner}
 
 
-def _put(optimizer: torch.optim.Optimizer, param: Tensor, state: dict[str, Any]) -> None:
+def _write_state(optimizer: torch.optim.Optimizer, param: Tensor, state: dict[str, Any]) -> None:
     inner = {
-        name: each for name, each in wrapped(optimizer).items() if each.state is not optimizer.state
+        name: inner_optimizer
+        for name, inner_optimizer in wrapped(optimizer).items()
+        if inner_optimizer.state is not optimizer.state
     }
-    for name, each in inner.items():
-        _put(each, param, state[name])
+    for name, inner_optimizer in inner.items():
+        _write_state(inner_optimizer, param, state[name])
     optimizer.state[param] = {name: value for name, value in state.items() if name not in inner}
 
 
-def _shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _read_shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer keeps for all parameters: the group's options, and state under
     string keys.
     """
     (group,) = optimizer.param_groups
-    found = {f"group-{k}": v for k, v in group.items() if k not in ("params", "lr")}
+    entries = {f"group-{k}": v for k, v in group.items() if k not in ("params", "lr")}
     state: dict[Any, Any] = optimizer.state
-    found |= {f"optimizer-{k}": v for k, v in state.items() if isinstance(k, str)}
-    return {name: copied(value) for name, value in found.items()}
+    entries |= {f"optimizer-{k}": v for k, v in state.items() if isinstance(k, str)}
+    return {name: copied(value) for name, value in entries.items()}
 
 
-def _same(first: Any, second: Any) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.equal(first, second)
     return first is second or bool(first == second)
@@ -183,7 +189,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _changes(where: str, values: Sequence[Any]) -> bool:
+def _is_changing(where: str, values: Sequence[Any]) -> bool:
     """Return True if a value that an optimizer keeps is an input of its update; False if it is a
     constant.
 

@@ -35,7 +35,7 @@ _MATH: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-_TAKEN: Mapping[Any, str] = {
+_CONVERSIONS: Mapping[Any, str] = {
     Tensor.__int__: "int",
     Tensor.__float__: "float",
     Tensor.__index__: "index",
@@ -77,7 +77,7 @@ def numbers_stay_tensors(decide: Callable[[Tensor], bool]) -> Iterator[None]:
         mock.patch.object(builtins, "max", _extreme(builtins.max, torch.maximum)),
         mock.patch.object(math, "pow", _power),
         *(
-            mock.patch.object(math, name, _of_tensors(getattr(math, name), function))
+            mock.patch.object(math, name, _accepting_tensors(getattr(math, name), function))
             for name, function in _MATH.items()
         ),
     ]
@@ -135,59 +135,61 @@ class _NumbersStayTensors(TorchFunctionMode):
             standing_for_number(result)
         return result
 
-    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype is torch.bool):
             return self._decide(args[0])
         if func is Tensor.item:
             return _read(args[0])
-        if func in _TAKEN:
+        if func in _CONVERSIONS:
             try:
                 return func(*args)
             except Exception as error:
                 raise ValueError(
-                    f"{_TAKEN[func]}() reads a number from a tensor, which the graph would keep as"
-                    " a constant"
+                    f"{_CONVERSIONS[func]}() reads a number from a tensor, which the graph would"
+                    " keep as a constant"
                 ) from error
         if func == _DATA.__get__:
             return args[0].detach()
         if func == _DATA.__set__:
             return args[0].copy_(args[1])
-        factor = given.get("alpha", given.get("value"))
+        factor = kwargs.get("alpha", kwargs.get("value"))
         if isinstance(factor, Tensor) and len(args) > 1:
             # `x.add(y, alpha=a)` scales y, and so does `x.addcdiv(y, z, value=a)`. The product is
             # written out in the dtype of the sum: Muon adds a bfloat16 update to a float32
             # parameter.
-            given = {name: value for name, value in given.items() if name not in ("alpha", "value")}
-            args = (args[0], _widened(args[1], args[0]) * factor, *args[2:])
+            kwargs = {
+                name: value for name, value in kwargs.items() if name not in ("alpha", "value")
+            }
+            args = (args[0], _widen(args[1], args[0]) * factor, *args[2:])
         if func is torch.full_like:
-            filled, rest = _filled(*args, **given)
+            filled, rest = _split_fill_value(*args, **kwargs)
             return (
                 torch.ones_like(args[0], **rest) * filled
                 if isinstance(filled, Tensor)
-                else func(*args, **given)
+                else func(*args, **kwargs)
             )
         if func is Tensor.__deepcopy__:
             return args[0].clone()
         if func in _COMPARISONS:
-            return self._decide(torch.isclose(*args, **given).all())
-        return func(*args, **given)
+            return self._decide(torch.isclose(*args, **kwargs).all())
+        return func(*args, **kwargs)
 
 
-def _filled(like: Tensor, fill_value: Any, **rest: Any) -> tuple[Any, dict[str, Any]]:
+def _split_fill_value(like: Tensor, fill_value: Any, **rest: Any) -> tuple[Any, dict[str, Any]]:
     """Return the fill value of a call of `torch.full_like` and its other options."""
     return fill_value, rest
 
 
-def _widened(value: Any, beside: Tensor) -> Any:
+def _widen(value: Any, other: Tensor) -> Any:
     """Return `value` in the dtype of its sum with another tensor."""
     if (
         not isinstance(value, Tensor)
         or value.ndim == 0
-        or beside.ndim == 0
-        or value.dtype == beside.dtype
+        or other.ndim == 0
+        or value.dtype == other.dtype
     ):
         return value
-    return value.to(torch.promote_types(value.dtype, beside.dtype))
+    return value.to(torch.promote_types(value.dtype, other.dtype))
 
 
 def _extreme(
@@ -203,7 +205,7 @@ def _extreme(
     return extreme
 
 
-def _of_tensors(
+def _accepting_tensors(
     python: Callable[[Any], Any], function: Callable[[Tensor], Tensor]
 ) -> Callable[[Any], Any]:
     return lambda value: function(_read(value)) if isinstance(value, Tensor) else python(value)

@@ -52,7 +52,7 @@ def make_recipe(
     """
     optimizers = [optimizer for trainer in trainers for optimizer in trainer.optimizers]
     names = [group.name for group in groups]
-    several = bool(loop) or any(list(found) != names for found in groups_of.values())
+    several = bool(loop) or any(list(members) != names for members in groups_of.values())
     feeds = {name: dict(graph.feeds) for name, graph in job.graphs.items() if graph.feeds}
     try:
         return Recipe(
@@ -63,7 +63,7 @@ def make_recipe(
             global_batch=_rows(job) if job.global_batch is None else job.global_batch,
             clip_norm=None if several else job.clip_norm,
             clip_value=None if several else job.clip_value,
-            ema_decay=None if several else _decay(job.ema),
+            ema_decay=None if several else _decay_of(job.ema),
             loss_scale=None if job.loss_scaling is None else LossScale(**asdict(job.loss_scaling)),
             seed=job.seed,
             main=main_of(job),
@@ -78,7 +78,7 @@ def make_recipe(
             feeds=feeds,
         )
     except ValidationError as error:
-        raise _wrong(error, "Job") from error
+        raise _field_error(error, "Job") from error
 
 
 def _graph(job: Job, name: str, groups: Sequence[str]) -> GraphRecipe:
@@ -89,10 +89,10 @@ def _graph(job: Job, name: str, groups: Sequence[str]) -> GraphRecipe:
             groups=tuple(groups),
             clip_norm=own.clip_norm if own is not None and clips else job.clip_norm,
             clip_value=own.clip_value if own is not None and clips else job.clip_value,
-            ema_decay=_decay(job.ema if own is None or own.ema is None else own.ema),
+            ema_decay=_decay_of(job.ema if own is None or own.ema is None else own.ema),
         )
     except ValidationError as error:
-        raise _wrong(error, f"Job.graphs[{name!r}]" if own is not None else "Job") from error
+        raise _field_error(error, f"Job.graphs[{name!r}]" if own is not None else "Job") from error
 
 
 def _rows(job: Job) -> int:
@@ -100,11 +100,11 @@ def _rows(job: Job) -> int:
     return next(iter(leaves_of(job.batch, values=False).values())).shape[0]
 
 
-def _decay(ema: Ema | None) -> float | None:
+def _decay_of(ema: Ema | None) -> float | None:
     return None if ema is None else ema.decay
 
 
-def _wrong(error: ValidationError, place: str) -> JobError:
+def _field_error(error: ValidationError, place: str) -> JobError:
     first = error.errors(include_url=False, include_context=False)[0]
     names = [str(part) for part in first["loc"]]
     if not names:

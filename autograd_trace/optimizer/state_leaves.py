@@ -22,22 +22,22 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(inner, f"{name}-{key}" if name else str(key))
 
 
-def rebuilt(value: Any, given: Mapping[str, Any], name: str = "") -> Any:
-    """Return a copy of the same structure, new at every level, with the leaves in `given` replaced
-    by name and the others kept.
+def rebuilt(value: Any, replacements: Mapping[str, Any], name: str = "") -> Any:
+    """Return a copy of the same structure, new at every level, with the leaves in `replacements`
+    replaced by name and the others kept.
     """
     if not _is_nested(value):
-        return given.get(name, value)
-    made = {
-        key: rebuilt(inner, given, f"{name}-{key}" if name else str(key))
+        return replacements.get(name, value)
+    entries = {
+        key: rebuilt(inner, replacements, f"{name}-{key}" if name else str(key))
         for key, inner in _entries(value).items()
     }
     if isinstance(value, dict):
-        return made
+        return entries
     if isinstance(value, list | tuple):
-        return type(value)(made.values())
+        return type(value)(entries.values())
     result = copy.copy(value)
-    result.__dict__.update(made)
+    result.__dict__.update(entries)
     return result
 
 

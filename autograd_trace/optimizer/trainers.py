@@ -57,12 +57,12 @@ class Trainer:
         An optimizer skips parameters without a gradient, so the updates of other graphs must not
         touch them.
         """
-        found: dict[tuple[str, ...], list[str]] = {}
+        members_by_graphs: dict[tuple[str, ...], list[str]] = {}
         for name in names:
-            found.setdefault(
+            members_by_graphs.setdefault(
                 tuple(g for g, reached in self.gradients.items() if name in reached), []
             ).append(name)
-        for number, (graphs, members) in enumerate(found.items()):
+        for number, (graphs, members) in enumerate(members_by_graphs.items()):
             yield (group if number == 0 else f"{group}-{number}"), tuple(members), graphs
 
 
@@ -173,15 +173,15 @@ def make_optimizers(job: Job) -> Optimizers:
     Raises:
         JobError: the job's graphs are inconsistent, or a factory does not return optimizers.
     """
-    graphs, shared = _training(job)
-    made = {}
+    graphs, shared = _training_graphs(job)
+    optimizers = {}
     for name, graph in graphs.items():
         if name in shared[1:]:
             continue
         factory = graph.optimizer or job.optimizer
         assert factory is not None, "a graph without an optimizer was rejected"
-        made[name] = _made(job, factory, _place(name, graph))
-    return made
+        optimizers[name] = _call_factory(job, factory, _place(name, graph))
+    return optimizers
 
 
 def trainers_of(
@@ -189,9 +189,9 @@ def trainers_of(
 ) -> tuple[Trainer, ...]:
     """Return the job's optimizers with the graphs that they follow."""
     everything = frozenset(p.name for p in program.parameters if p.trainable and p.alias_of is None)
-    graphs, shared = _training(job)
-    found: list[Trainer] = []
-    for name, made in optimizers.items():
+    graphs, shared = _training_graphs(job)
+    trainers: list[Trainer] = []
+    for name, graph_optimizers in optimizers.items():
         graph = graphs[name]
         own = graph.optimizer is not None
         followed = [name] if own else shared
@@ -199,9 +199,9 @@ def trainers_of(
         captured = [
             g for g in program.graphs.values() if g.mode is Mode.TRAIN and g.graph in followed
         ]
-        found.append(
+        trainers.append(
             Trainer(
-                optimizers=made,
+                optimizers=graph_optimizers,
                 where=_place(name, graph),
                 prefix=f"{name}-" if own else "",
                 schedule=graph.schedule or job.schedule,
@@ -215,10 +215,10 @@ def trainers_of(
                 },
             )
         )
-    return tuple(found)
+    return tuple(trainers)
 
 
-def _training(job: Job) -> tuple[dict[str, Graph], list[str]]:
+def _training_graphs(job: Job) -> tuple[dict[str, Graph], list[str]]:
     """Return the job's graphs that train, and the names of those that share `Job.optimizer`."""
     graphs = {name: graph for name, graph in graphs_of(job).items() if graph.compute is None}
     return graphs, [name for name, graph in graphs.items() if graph.optimizer is None]
@@ -229,15 +229,17 @@ def _place(name: str, graph: Graph) -> str:
     return "Job.optimizer" if graph.optimizer is None else f"Job.graphs[{name!r}].optimizer"
 
 
-def _cure(model: torch.nn.Module) -> str:
+def _hint(model: torch.nn.Module) -> str:
     if any(parameter.requires_grad for parameter in model.parameters()):
         return ""
     return "No parameter of Job.model requires a gradient."
 
 
-def _made(job: Job, factory: OptimizerFactory, where: str) -> tuple[torch.optim.Optimizer, ...]:
+def _call_factory(
+    job: Job, factory: OptimizerFactory, where: str
+) -> tuple[torch.optim.Optimizer, ...]:
     try:
-        given = factory(job.model)
+        result = factory(job.model)
     except RequestError:
         raise
     except Exception as error:  # the user's own code may raise anything
@@ -245,9 +247,9 @@ def _made(job: Job, factory: OptimizerFactory, where: str) -> tuple[torch.optim.
         raise JobError(
             f"{where} fails: {raised(error)}",
             where="" if place is None else str(place),
-            hint=_cure(job.model),
+            hint=_hint(job.model),
         ) from error
-    optimizers = tuple(given) if isinstance(given, Sequence) else (given,)
+    optimizers = tuple(result) if isinstance(result, Sequence) else (result,)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise JobError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainload.autograd_trace.graphs import UpdateGraph
 from trainload.autograd_trace.optimizer.bound_optimizer import bound, step
-from trainload.autograd_trace.optimizer.optimizer_state import kept
+from trainload.autograd_trace.optimizer.optimizer_state import read_state
 from trainload.autograd_trace.optimizer.update_graph import checked_shape
 from trainload.capture.operators import calls_in
 from trainload.core.errors import CaptureError
@@ -50,11 +50,11 @@ def check_update(
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(shape, generator=generator).to(dtype)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for _ in range(steps)]
-    (real,), after = _stepped(optimizer, group, [start], [[g] for g in gradients])
+    (real,), after = _run_optimizer(optimizer, group, [start], [[g] for g in gradients])
     flat = start if update.shape is not None else start.flatten()
-    given = [g.view(flat.shape) for g in gradients]
+    flat_gradients = [g.view(flat.shape) for g in gradients]
     graphs = update.first.module(), update.following.module()
-    captured, state = _run(graphs, flat, given)
+    captured, state = _run_graphs(graphs, flat, flat_gradients)
     tolerance = _tolerance(dtype) * steps / len(_RATES)
     tolerance = max(
         tolerance,
@@ -75,12 +75,12 @@ def check_update(
                 " step() changes."
             ),
         )
-    own = kept(after, real)
+    real_state = read_state(after, real)
     different = next(
         (
             spec.name
             for spec, value in zip(update.state, state, strict=True)
-            if not _alike(own[spec.name], value, tolerance)
+            if not _is_close(real_state[spec.name], value, tolerance)
         ),
         None,
     )
@@ -99,7 +99,7 @@ def check_update(
         cut = flat.numel() // 3
         parts = torch.cat(
             [
-                _run(graphs, flat[s], [g[s] for g in given])[0]
+                _run_graphs(graphs, flat[s], [g[s] for g in flat_gradients])[0]
                 for s in (slice(0, cut), slice(cut, None))
             ]
         )
@@ -128,12 +128,12 @@ def check_separate(
         [torch.randn(shape, generator=generator).to(dtype) * (1 + 9 * i) for i in range(2)]
         for _ in range(_STEPS_TOGETHER)
     ]
-    together, both = _stepped(optimizer, group, params, gradients)
+    together, both = _run_optimizer(optimizer, group, params, gradients)
     tolerance = _tolerance(dtype) * _STEPS_TOGETHER / len(_RATES)
     for i in range(2):
-        (alone,), one = _stepped(optimizer, group, [params[i]], [[g[i]] for g in gradients])
-        own, others = kept(one, alone), kept(both, together[i])
-        differs = [name for name in own if not _alike(own[name], others.get(name), tolerance)]
+        (alone,), one = _run_optimizer(optimizer, group, [params[i]], [[g[i]] for g in gradients])
+        own, others = read_state(one, alone), read_state(both, together[i])
+        differs = [name for name in own if not _is_close(own[name], others.get(name), tolerance)]
         if not differs and torch.allclose(together[i], alone, rtol=tolerance, atol=tolerance):
             continue
         raise CaptureError(
@@ -179,7 +179,7 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
                     torch.randn(shape, generator=generator).to(param.device, param.dtype)
                     for _ in range(1 + len(_RATES))
                 )
-                (moved,), _ = _stepped(optimizer, group, [start], [[g] for g in gradients])
+                (moved,), _ = _run_optimizer(optimizer, group, [start], [[g] for g in gradients])
                 alone[key] = start, gradients, moved
             trained.append(param)
             expected.append(alone[key])
@@ -208,8 +208,8 @@ def check_alike(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
     finally:
         for param, data, gradient, requires in before:
             param.data, param.requires_grad, param.grad = data, requires, gradient
-        for group, given in zip(optimizer.param_groups, options, strict=True):
-            group |= given
+        for group, saved_options in zip(optimizer.param_groups, options, strict=True):
+            group |= saved_options
     if apart:
         raise CaptureError(
             "the optimizer updates a parameter differently from another tensor of the same shape"
@@ -236,7 +236,7 @@ def _rounding_within(update: UpdateGraph, dtype: torch.dtype) -> float:
     )
 
 
-def _alike(first: Any, second: Any, tolerance: float) -> bool:
+def _is_close(first: Any, second: Any, tolerance: float) -> bool:
     """Return True if two values of an optimizer's state are equal up to rounding. Small values are
     compared on their own scale.
     """
@@ -252,7 +252,7 @@ def _alike(first: Any, second: Any, tolerance: float) -> bool:
     )
 
 
-def _stepped(
+def _run_optimizer(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     params: Sequence[Tensor],
@@ -273,10 +273,10 @@ def _take_steps(
     """Make an optimizer take a step for each entry of `gradients`, at `_RATES` in turn. Gradients
     are in the order of `params`.
     """
-    for given, rate in zip(gradients, itertools.cycle(_RATES)):
+    for step_gradients, rate in zip(gradients, itertools.cycle(_RATES)):
         for group in optimizer.param_groups:
             group["lr"] = rate
-        for param, gradient in zip(params, given, strict=True):
+        for param, gradient in zip(params, step_gradients, strict=True):
             param.grad = gradient.clone()
         step(optimizer, tuple(params[0].shape))
 
@@ -285,7 +285,7 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 8 * torch.finfo(dtype).eps if dtype.itemsize < 4 else 5e-6
 
 
-def _run(
+def _run_graphs(
     graphs: tuple[nn.Module, nn.Module], start: Tensor, gradients: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the parameter and the state after the captured steps. `graphs`: of the first step, and

@@ -67,8 +67,8 @@ def capture_update(
         flat=shape is None,
     )
     output = next(n for n in first.graph.nodes if n.op == "output")
-    new, *made = (n.meta["val"] for n in output.args[0])
-    specs = _state_specs(names, new, made, type(optimizer).__name__, flat=shape is None)
+    new, *state_values = (n.meta["val"] for n in output.args[0])
+    specs = _state_specs(names, new, state_values, type(optimizer).__name__, flat=shape is None)
     state = tuple(
         torch.zeros(param.shape if s.like_parameter else s.shape, dtype=getattr(torch, s.dtype))
         for s in specs
@@ -123,7 +123,7 @@ class _Update(nn.Module):
         if not isinstance(self._parts[1]["lr"], Tensor):
             standing_for_number(optimizer.param_groups[0]["lr"])
         if not self._first:
-            given = {
+            values = {
                 name: value.clone() for name, value in zip(self._names.entries, state, strict=True)
             }
             self._names.give(
@@ -131,7 +131,7 @@ class _Update(nn.Module):
                 param,
                 [
                     standing_for_number(v) if n in self._names.numbers else v
-                    for n, v in given.items()
+                    for n, v in values.items()
                 ],
             )
         param.grad = grad.clone()
@@ -197,12 +197,12 @@ def _export(name: str, update: _Update, args: tuple[Any, ...], *, flat: bool) ->
         raise CaptureError(
             f"the update of {type(update._parts[0]).__name__} cannot be captured:"
             f" {first_line(error)}",
-            where=_line(error, update._parts[0]) or f"Job.optimizer: {name}",
-            hint=_cure_of(update._parts[0]),
+            where=_source_line(error, update._parts[0]) or f"Job.optimizer: {name}",
+            hint=_hint_for(update._parts[0]),
         ) from error
 
 
-def _cure_of(optimizer: torch.optim.Optimizer) -> str:
+def _hint_for(optimizer: torch.optim.Optimizer) -> str:
     options = [
         name for name, value in optimizer.param_groups[0].items() if isinstance(value, Tensor)
     ]
@@ -217,7 +217,7 @@ def _cure_of(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
+def _source_line(error: BaseException | None, optimizer: torch.optim.Optimizer) -> str:
     """Return the line of the optimizer's own file at which an error was raised, "" if it was raised
     elsewhere.
     """

@@ -45,29 +45,31 @@ class Ways:
             ValueError: the paths differ in the number, a shape or a dtype of their results.
         """
         self.count = 0
-        return self._from(run, ())
+        return self._explore(run, ())
 
-    def _from(self, run: Callable[[Decide], Results], taken: tuple[bool, ...]) -> Results:
-        """Return the results if the first branches go as in `taken` and the values choose at the
-        others.
+    def _explore(self, run: Callable[[Decide], Results], decisions: tuple[bool, ...]) -> Results:
+        """Return the results if the first branches go as in `decisions` and the values choose at
+        the others.
         """
         self.count += 1
         if self.count > MOST_WAYS:
             raise TooManyWays(f"its Python branches have more than {MOST_WAYS} paths through them")
-        met: list[Tensor] = []
+        conditions: list[Tensor] = []
 
         def decide(value: Tensor) -> bool:
-            met.append(value)
-            return taken[len(met) - 1] if len(met) <= len(taken) else True
+            conditions.append(value)
+            return decisions[len(conditions) - 1] if len(conditions) <= len(decisions) else True
 
-        found = run(decide)
-        for place in range(len(met) - 1, len(taken) - 1, -1):
-            otherwise = self._from(run, (*taken, *(True for _ in range(place - len(taken))), False))
-            found = _chosen(met[place], found, otherwise)
-        return found
+        results = run(decide)
+        for place in range(len(conditions) - 1, len(decisions) - 1, -1):
+            otherwise = self._explore(
+                run, (*decisions, *(True for _ in range(place - len(decisions))), False)
+            )
+            results = _select(conditions[place], results, otherwise)
+        return results
 
 
-def _chosen(condition: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Results:
+def _select(condition: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Results:
     if [_kind(t) for t in first] != [_kind(t) for t in second]:
         raise ValueError(
             "the paths through its Python branches produce state of different shapes or dtypes"

@@ -88,7 +88,7 @@ class Layout:
     def __init__(self, module: GraphModule, batch: Size) -> None:
         self._module = module
         self._batch: Any = batch
-        self._known: dict[tuple[Node, str], set[int | None]] = {}
+        self._stacks_by_size: dict[tuple[Node, str], set[int | None]] = {}
 
     def rows(self, node: Node, where: str) -> Rows | None:
         """Return the layout of the rows in a node's value; None if it has no rows, or their number
@@ -127,15 +127,15 @@ class Layout:
         """
         if merged == str(self._batch):
             return 1
-        found = self._found(node, merged) or {1}
-        return next(iter(found)) if len(found) == 1 else None
+        stacks = self._possible_stacks(node, merged) or {1}
+        return next(iter(stacks)) if len(stacks) == 1 else None
 
     @cached_property
     def _through_bodies(self) -> dict[Node, list[Node]]:
         """Inputs of bodies -> the operator's arguments, and results of the operator -> the values
         that its bodies return.
         """
-        found: dict[Node, list[Node]] = {}
+        sources: dict[Node, list[Node]] = {}
         for part in graphs_in(self._module):
             for node in part.graph.nodes:
                 if node.target not in _WITH_BODIES:
@@ -147,22 +147,22 @@ class Layout:
                 ]
                 for body in bodies_of(part, node).values():
                     inputs = body.graph.find_nodes(op="placeholder")
-                    given = arguments[len(arguments) - len(inputs) :]
-                    for inner, outer in zip(inputs, given, strict=True):
+                    operands = arguments[len(arguments) - len(inputs) :]
+                    for inner, outer in zip(inputs, operands, strict=True):
                         if isinstance(outer, Node):
-                            found.setdefault(inner, []).append(outer)
+                            sources.setdefault(inner, []).append(outer)
                     returned: Any = body.graph.output_node().args[0]
                     for user in node.users:
                         if user.target is operator.getitem and isinstance(
                             returned[user.args[1]], Node
                         ):
-                            found.setdefault(user, []).append(returned[user.args[1]])
-        return found
+                            sources.setdefault(user, []).append(returned[user.args[1]])
+        return sources
 
-    def _found(self, node: Node, merged: str) -> set[int | None]:
+    def _possible_stacks(self, node: Node, merged: str) -> set[int | None]:
         key = (node, merged)
-        if key not in self._known:
-            self._known[key] = set()
+        if key not in self._stacks_by_size:
+            self._stacks_by_size[key] = set()
             sources = [
                 n
                 for n in self._through_bodies.get(node, node.all_input_nodes)
@@ -172,59 +172,59 @@ class Layout:
                 n for n in sources if any(str(size) == merged for size in n.meta["val"].shape)
             ]
             for source in carriers:
-                self._known[key] |= self._found(source, merged)
+                self._stacks_by_size[key] |= self._possible_stacks(source, merged)
             if (
                 not carriers
                 and isinstance(node.meta.get("val"), Tensor)
                 and is_overload(node.target)
             ):
-                self._known[key] |= self._made(node, merged)
-        return self._known[key]
+                self._stacks_by_size[key] |= self._stacks_made_by(node, merged)
+        return self._stacks_by_size[key]
 
-    def _made(self, node: Node, merged: str) -> set[int | None]:
+    def _stacks_made_by(self, node: Node, merged: str) -> set[int | None]:
         """Return the stacks of a dim that this node made, or an empty set."""
         name = node.target.overloadpacket.__name__  # type: ignore[union-attr]  # an overload
-        made = [str(size) for size in node.meta["val"].shape]
-        if merged not in made:
+        shape = [str(size) for size in node.meta["val"].shape]
+        if merged not in shape:
             return set()
         if name in _STACKS:
             parts: Any = node.args[0]
-            sizes = [part.meta["val"].shape[made.index(merged)] for part in parts]
-            if len(set(map(str, sizes))) > 1 or not self._depends(sizes[0]):
+            sizes = [part.meta["val"].shape[shape.index(merged)] for part in parts]
+            if len(set(map(str, sizes))) > 1 or not self._depends_on_batch(sizes[0]):
                 return {None}
-            return {self._times(len(parts), self._stacks(part, str(sizes[0]))) for part in parts}
+            return {self._multiply(len(parts), self._stacks(part, str(sizes[0]))) for part in parts}
         if name in _REPEATS:
             source: Any = node.args[0]
-            place, times = made.index(merged) - len(made), list(node.args[1])  # type: ignore[arg-type]  # a list
+            place, times = shape.index(merged) - len(shape), list(node.args[1])  # type: ignore[arg-type]  # a list
             size, count = (
                 source.meta["val"].shape[place],
                 times[place] if -place <= len(times) else 1,
             )
-            return {self._times(count, self._stacks(source, str(size)))}
-        return {self._merged(node, merged)} if name in _RESHAPES else set()
+            return {self._multiply(count, self._stacks(source, str(size)))}
+        return {self._stacks_after_merge(node, merged)} if name in _RESHAPES else set()
 
-    def _merged(self, node: Node, merged: str) -> int | None:
+    def _stacks_after_merge(self, node: Node, merged: str) -> int | None:
         """Return the stacks of a dim that a reshape merged: dims before the one with the rows
         count, later ones are a row's own.
         """
         source: Any = node.args[0]
         before = [size for size in source.meta["val"].shape if str(size) != "1"]
-        made = [size for size in node.meta["val"].shape if str(size) != "1"]
-        place = next((i for i, size in enumerate(before) if self._depends(size)), None)
+        after = [size for size in node.meta["val"].shape if str(size) != "1"]
+        place = next((i for i, size in enumerate(before) if self._depends_on_batch(size)), None)
         if place is None:
             return 1
         outside = str(
-            math.prod(made[: next(i for i, size in enumerate(made) if str(size) == merged)])
+            math.prod(after[: next(i for i, size in enumerate(after) if str(size) == merged)])
         )
         for first in range(place + 1):
             if str(math.prod(before[:first])) == outside:
-                return self._times(
+                return self._multiply(
                     math.prod(before[first:place]), self._stacks(source, str(before[place]))
                 )
         return None
 
-    def _times(self, count: Size, stacks: int | None) -> int | None:
+    def _multiply(self, count: Size, stacks: int | None) -> int | None:
         return count * stacks if isinstance(count, int) and stacks is not None else None
 
-    def _depends(self, size: Size) -> bool:
+    def _depends_on_batch(self, size: Size) -> bool:
         return not isinstance(size, int) and bool(size.node.expr.has(self._batch.node.expr))

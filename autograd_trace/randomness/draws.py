@@ -192,13 +192,13 @@ def _attention(
             (scores == float("-inf")).all(-1, keepdim=True), 0.0
         )
         keep = run.key().keep(run.site(), probabilities.shape, run.batch_dim(), dropout_p)
-        found = (
+        attended = (
             torch.where(
                 keep, probabilities / (1.0 - dropout_p), torch.zeros_like(probabilities)
             ).to(value.dtype)
             @ value
         )
-    return found.to(dtype)
+    return attended.to(dtype)
 
 
 @contextmanager
@@ -246,10 +246,10 @@ def _recurrent(operator: Any) -> Callable[..., Any]:
                 if layer > 0:
                     x = _dropout(run, x, dropout)
                 own = [s.narrow(0, layer * directions, directions) for s in states]
-                given = own if isinstance(state, list | tuple) else own[0]
+                layer_state = own if isinstance(state, list | tuple) else own[0]
                 these = params[layer * count : (layer + 1) * count]
                 x, *after = operator(
-                    x, given, these, has_biases, 1, 0.0, train, bidirectional, batch_first
+                    x, layer_state, these, has_biases, 1, 0.0, train, bidirectional, batch_first
                 )
                 last.append(after)
             return (x, *(torch.cat(parts) for parts in zip(*last, strict=True)))
@@ -319,10 +319,10 @@ def _randint_like_low(
 def _normal_of(
     run: Run, mean: Tensor | float, std: Tensor | float = 1.0, *, generator: None = None
 ) -> Tensor:
-    given = [t for t in (mean, std) if isinstance(t, Tensor)]
-    shape = (given[0] + given[-1]).shape
+    tensors = [t for t in (mean, std) if isinstance(t, Tensor)]
+    shape = (tensors[0] + tensors[-1]).shape
     return (
-        run.key().normal(run.site(_NORMAL_SITES), shape, run.batch_dim(), given[0].dtype) * std
+        run.key().normal(run.site(_NORMAL_SITES), shape, run.batch_dim(), tensors[0].dtype) * std
         + mean
     )
 

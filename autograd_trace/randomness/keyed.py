@@ -44,20 +44,20 @@ class Run(Protocol):
         ...
 
 
-def _held(key: RandomKey) -> tuple[Any, ...]:
+def _key_operands(key: RandomKey) -> tuple[Any, ...]:
     """Return the operands that complete a body's key, which come last: the call's first row, and
     the number of rows if it is symbolic.
     """
     return (key.row,) if isinstance(key.rows, int) else (key.row, key.rows)
 
 
-def _keyed(
+def _with_key(
     key: RandomKey, before: int, call: Callable[[RandomKey, Operands], Any]
 ) -> Callable[..., Any]:
     """Return a body whose operand number `before` is its key. `call` receives the key and the
     operands of the original body.
     """
-    behind = len(_held(key))
+    behind = len(_key_operands(key))
 
     def body(*operands: Any) -> Any:
         end = len(operands) - behind
@@ -68,9 +68,9 @@ def _keyed(
     return body
 
 
-def _plain(run: Run, body: GraphModule) -> Callable[[RandomKey, Operands], Any]:
+def _run_with_key(run: Run, body: GraphModule) -> Callable[[RandomKey, Operands], Any]:
     """Return a function that runs a body with a key and the body's own operands."""
-    return lambda own, given: run.drawing(body, own)(*given)
+    return lambda own, operands: run.drawing(body, own)(*operands)
 
 
 def _cond(
@@ -84,8 +84,8 @@ def _cond(
 ) -> Any:
     key = run.key_of_call()
     own = key.bits(run.site(), [], None)
-    branches = [_keyed(key, len(operands), _plain(run, body)) for body in (true, false)]
-    return target(predicate, *branches, (*operands, own, *_held(key)))
+    branches = [_with_key(key, len(operands), _run_with_key(run, body)) for body in (true, false)]
+    return target(predicate, *branches, (*operands, own, *_key_operands(key)))
 
 
 def _scan(
@@ -97,20 +97,20 @@ def _scan(
     entries: Operands,
     operands: Operands,
 ) -> Any:
-    key, keys = _of_entries(run, node.args[2], entries)
-    combine = _keyed(key, len(first) + len(entries), _plain(run, body))
-    return target(combine, first, [*entries, keys], (*operands, *_held(key)))
+    key, keys = _entry_keys(run, node.args[2], entries)
+    combine = _with_key(key, len(first) + len(entries), _run_with_key(run, body))
+    return target(combine, first, [*entries, keys], (*operands, *_key_operands(key)))
 
 
 def _map(
     run: Run, target: Any, node: Node, body: GraphModule, entries: Operands, operands: Operands
 ) -> Any:
-    key, keys = _of_entries(run, node.args[1], entries)
-    each = _keyed(key, len(entries), _plain(run, body))
-    return target(each, (*entries, keys), (*operands, *_held(key)))
+    key, keys = _entry_keys(run, node.args[1], entries)
+    keyed_body = _with_key(key, len(entries), _run_with_key(run, body))
+    return target(keyed_body, (*entries, keys), (*operands, *_key_operands(key)))
 
 
-def _of_entries(run: Run, nodes: Any, entries: Operands) -> tuple[RandomKey, Tensor]:
+def _entry_keys(run: Run, nodes: Any, entries: Operands) -> tuple[RandomKey, Tensor]:
     """Return the key of the call, and the keys of the iterations: int64 (entries,)."""
     key, dim = run.key_of_entries(nodes[0])
     return key, key.bits(run.site(), [entries[0].shape[0]], dim)
@@ -130,17 +130,17 @@ def _while_loop(
     own = key.bits(run.site(), [], None)
 
     def call(part: GraphModule) -> Callable[[RandomKey, Operands], Any]:
-        return lambda own, given: run.drawing(part, own.of_iteration(given[count]))(
-            *given[:count], *given[count + 1 :]
+        return lambda own, values: run.drawing(part, own.of_iteration(values[count]))(
+            *values[:count], *values[count + 1 :]
         )
 
-    asked, called = call(condition), call(body)
+    run_condition, run_body = call(condition), call(body)
     place = count + 1 + len(operands)
     results = target(
-        _keyed(key, place, asked),
-        _keyed(key, place, lambda own, given: (*called(own, given), given[count] + 1)),
+        _with_key(key, place, run_condition),
+        _with_key(key, place, lambda own, values: (*run_body(own, values), values[count] + 1)),
         (*carried, torch.zeros((), dtype=torch.int64, device=own.device)),
-        (*operands, own, *_held(key)),
+        (*operands, own, *_key_operands(key)),
     )
     return tuple(results[:count])
 

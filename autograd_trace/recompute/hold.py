@@ -99,14 +99,14 @@ def hold_back(module: GraphModule) -> None:
         if any(s in late and RECOMPUTES in s.meta for s in sources):
             late.add(node)
         elif last is not None and sources and is_overload(node.target) and not _is_view(node):
-            guard = guards[last] = guards.get(last) or _guard(graph, last, node)
+            guard = guards[last] = guards.get(last) or _insert_guard(graph, last, node)
             if node.target.overloadpacket.__name__ in _CALLS:
-                source = _main(sources)
-                copied[source] = copied.get(source) or _held(graph, source, guard, node)
+                source = _main_operand(sources)
+                copied[source] = copied.get(source) or _delay(graph, source, guard, node)
                 node.replace_input_with(source, copied[source])
             else:
                 for source in sources:
-                    node.replace_input_with(source, _held(graph, source, guard, node))
+                    node.replace_input_with(source, _delay(graph, source, guard, node))
             late.add(node)
     graph.lint()
     module.recompile()
@@ -136,27 +136,27 @@ def _is_view(node: Node) -> bool:
     )
 
 
-def _main(sources: list[Node]) -> Node:
+def _main_operand(sources: list[Node]) -> Node:
     """Return the first input of a library call that is not a bias. It is copied, so only one input
     is delayed.
     """
     return next((s for s in sources if s.meta["val"].ndim > 1), sources[0])
 
 
-def _guard(graph: Graph, gradient: Node, before: Node) -> Node:
+def _insert_guard(graph: Graph, gradient: Node, before: Node) -> Node:
     """Insert a 0-dim bool that is available no earlier than a gradient."""
     with graph.inserting_before(before):
         while gradient.meta["val"].ndim:
-            gradient = _call(graph, aten.select.int, gradient, 0, 0)
-        return _call(graph, aten.isnan.default, gradient)
+            gradient = _add_call(graph, aten.select.int, gradient, 0, 0)
+        return _add_call(graph, aten.isnan.default, gradient)
 
 
-def _held(graph: Graph, source: Node, guard: Node, before: Node) -> Node:
+def _delay(graph: Graph, source: Node, guard: Node, before: Node) -> Node:
     with graph.inserting_before(before):
-        return _call(graph, aten.where.self, guard, source, source)
+        return _add_call(graph, aten.where.self, guard, source, source)
 
 
-def _call(graph: Graph, target: Any, *args: Any) -> Node:
+def _add_call(graph: Graph, target: Any, *args: Any) -> Node:
     node = graph.call_function(target, args)
     values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
     first = next(v for v in values if isinstance(v, Tensor))

@@ -72,8 +72,8 @@ def regions_of(node: Node) -> Regions:
     """Return the checkpoints that a traced node is in; for a backward node, those of the operator
     that it differentiates.
     """
-    found: Regions = node.meta.get("custom", {}).get(_REGIONS, ())
-    return found
+    regions: Regions = node.meta.get("custom", {}).get(_REGIONS, ())
+    return regions
 
 
 def recompute(
@@ -98,9 +98,11 @@ def recompute(
     if begin is None:
         return
     inside = {
-        n: found for n in nodes[:begin] if (found := regions.get(n, ())) and _makes_tensors(n)
+        n: checkpoints
+        for n in nodes[:begin]
+        if (checkpoints := regions.get(n, ())) and _makes_tensors(n)
     }
-    copies = _Copies(module.graph, inside, _kept(inside, graph))
+    copies = _Copies(module.graph, inside, _find_keepers(inside, graph))
     for node in nodes[begin:]:
         if node.op == "call_function":
             for source in [s for s in node.all_input_nodes if s in inside]:
@@ -126,35 +128,35 @@ def _makes_tensors(node: Node) -> bool:
     )
 
 
-def _kept(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]:
+def _find_keepers(inside: Mapping[Node, Regions], graph: str) -> dict[Node, set[Region]]:
     """Return node -> the checkpoints whose policies keep its value."""
     calls: dict[Region, dict[str, list[Node]]] = {}
     for node, regions in inside.items():
         for region in regions:
             if region.keeps:
                 calls.setdefault(region, {}).setdefault(str(node.target), []).append(node)
-    kept: dict[Node, set[Region]] = {}
-    for region, found in calls.items():
+    keepers: dict[Node, set[Region]] = {}
+    for region, calls_by_name in calls.items():
         for name, answers in kept_operators(region.keeps).items():
-            made = found.get(name, [])
+            matching = calls_by_name.get(name, [])
             if len(answers) == 1:
-                answers *= len(made)
-            elif len(answers) != len(made):
+                answers *= len(matching)
+            elif len(answers) != len(matching):
                 raise CaptureError(
                     f"a selective checkpoint's policy treats the calls of {name} differently, but"
                     " the derived graph has another number",
                     where=f"graph {graph}",
                     expected=f"{len(answers)} calls in the checkpoint",
-                    got=f"{len(made)}",
+                    got=f"{len(matching)}",
                     hint="Make the policy depend on the operator only.",
                 )
-            for node, answer in zip(made, answers, strict=True):
+            for node, answer in zip(matching, answers, strict=True):
                 if answer == "1":
-                    kept.setdefault(node, set()).add(region)
+                    keepers.setdefault(node, set()).add(region)
     for node in inside:
-        if node.target is operator.getitem and node.all_input_nodes[0] in kept:
-            kept[node] = kept[node.all_input_nodes[0]]
-    return kept
+        if node.target is operator.getitem and node.all_input_nodes[0] in keepers:
+            keepers[node] = keepers[node.all_input_nodes[0]]
+    return keepers
 
 
 class _Copies:
@@ -163,13 +165,13 @@ class _Copies:
     """
 
     def __init__(
-        self, graph: Graph, regions: Mapping[Node, Regions], kept: Mapping[Node, set[Region]]
+        self, graph: Graph, regions: Mapping[Node, Regions], keepers: Mapping[Node, set[Region]]
     ) -> None:
         self._graph = graph
         self._regions = regions
-        self._kept = kept
+        self._keepers = keepers
         self._order = {node: i for i, node in enumerate(graph.nodes)}
-        self._made: dict[tuple[Node, int], Node] = {}
+        self._copies: dict[tuple[Node, int], Node] = {}
 
     def of(self, node: Node, inside: Regions, before: Node) -> Node:
         """Return the node that replaces a forward node while the checkpoints `inside` are
@@ -178,28 +180,28 @@ class _Copies:
         Missing copies are made, before the node `before`, in the order of forward.
         """
         depth = self._depth(node, inside)
-        wanted = [(node, depth)] if depth else []
+        pending = [(node, depth)] if depth else []
         missing: dict[tuple[Node, int], dict[Node, int]] = {}
-        while wanted:
-            here = wanted.pop()
-            if here not in self._made and here not in missing:
+        while pending:
+            here = pending.pop()
+            if here not in self._copies and here not in missing:
                 around = self._regions[here[0]][: here[1]]
                 missing[here] = {s: self._depth(s, around) for s in here[0].all_input_nodes}
-                wanted += [(s, d) for s, d in missing[here].items() if d]
+                pending += [(s, d) for s, d in missing[here].items() if d]
         for here in sorted(missing, key=lambda pair: self._order[pair[0]]):
             depths = missing[here]
             with self._graph.inserting_before(before):
                 copy = self._graph.node_copy(
                     here[0],
-                    lambda n, depths=depths: self._found(n, depths[n]),  # type: ignore[misc]  # a default
+                    lambda n, depths=depths: self._copy_of(n, depths[n]),  # type: ignore[misc]  # a default
                 )
             copy.meta = {**here[0].meta, "partitioner_tag": "is_backward", RECOMPUTES: here[0].name}
-            self._made[here] = copy
-        return self._found(node, depth)
+            self._copies[here] = copy
+        return self._copy_of(node, depth)
 
     def originals(self) -> set[Node]:
         """Return the nodes that have copies."""
-        return {node for node, _ in self._made}
+        return {node for node, _ in self._copies}
 
     def _depth(self, node: Node, inside: Regions) -> int:
         """Return the number of the checkpoints `inside` that a node is in, up to the innermost that
@@ -210,9 +212,9 @@ class _Copies:
             (i for i, (a, b) in enumerate(zip(own, inside, strict=False)) if a != b),
             min(len(own), len(inside)),
         )
-        while depth and own[depth - 1] in self._kept.get(node, ()):
+        while depth and own[depth - 1] in self._keepers.get(node, ()):
             depth -= 1
         return depth
 
-    def _found(self, node: Node, depth: int) -> Node:
-        return self._made[node, depth] if depth else node
+    def _copy_of(self, node: Node, depth: int) -> Node:
+        return self._copies[node, depth] if depth else node

@@ -98,21 +98,21 @@ def capture_error(
         runs: True if the model can be run to find out more.
     """
     watched = Watched()
-    findings = list(_findings(error, watched))
+    findings = list(_findings_of_error(error, watched))
     # This runs the model's own code, which may raise anything; the first cause is reported in any
     # case.
     with logged_suppress(_log, _NO_RERUN, Exception, level=logging.DEBUG):
         if runs:
             with torch.set_grad_enabled(training):
                 watched = watch(function, batch)
-        findings = list(_unique(_findings(error, watched)))
-        findings = list(_unique(_all(error, attempt, watched)))
+        findings = list(_deduplicate(_findings_of_error(error, watched)))
+        findings = list(_deduplicate(_collect_findings(error, attempt, watched)))
     first = findings[0]
     problem = f"the {graph} graph cannot be captured: {first.sentence}"
     return CaptureError(
         problem,
-        where=_where(first.place),
-        got=_gist(error),
+        where=_place_text(first.place),
+        got=_summarize(error),
         hint=first.advice,
         findings=findings,
     )
@@ -132,9 +132,9 @@ def replay_error(captured: GraphCapture, rows: int, by: str, error: Exception) -
     return CaptureError(
         f"{by} fails on {rows} rows of the example batch in the {captured.name} graph:"
         f" {raised(error)}",
-        where=_where(place) or f"graph {captured.name}",
+        where=_place_text(place) or f"graph {captured.name}",
         hint=cause.advice,
-        findings=[_finding(cause, place, str(error), captured.inputs[0].name)],
+        findings=[_make_finding(cause, place, str(error), captured.inputs[0].name)],
     )
 
 
@@ -155,7 +155,7 @@ def _nested_transforms(graph: str, error: Exception) -> CaptureError:
     return CaptureError(
         f"the {graph} graph cannot be captured: {problem}",
         where="Job",
-        got=_gist(error),
+        got=_summarize(error),
         hint=advice,
         findings=[finding],
     )
@@ -179,10 +179,10 @@ def own_generator() -> CaptureError:
         "noise = torch.rand(size, device=x.device)  # no generator",
         place,
     )
-    return CaptureError(problem, where=_where(place), hint=advice, findings=[finding])
+    return CaptureError(problem, where=_place_text(place), hint=advice, findings=[finding])
 
 
-def explained(
+def explain_difference(
     error: CaptureError, function: Traced, batch: dict[str, Tensor], compare: Callable[[], object]
 ) -> CaptureError:
     """Return a difference from eager mode, with the user's lines that may have caused it.
@@ -198,8 +198,8 @@ def explained(
             return error
         return (
             without_kernel(function, batch)
-            or _of_any_size(error, function, batch)
-            or _of_graph(compare)
+            or _example_failure(error, function, batch)
+            or _graph_failure(compare)
             or error
         )
     watched = Watched()
@@ -215,7 +215,7 @@ def explained(
             None,
         )
         findings = [replace(error.findings[0], place=place)]
-        where = _where(place) or error.where
+        where = _place_text(place) or error.where
     else:
         for suspects in (
             (PARAMETER_WRITE, INPUT_WRITE),
@@ -223,24 +223,24 @@ def explained(
             (BRANCH,),
             (ASKS,),
         ):
-            findings = [_of_deed(deed) for deed in watched.deeds if deed.cause in suspects]
+            findings = [_deed_finding(deed) for deed in watched.deeds if deed.cause in suspects]
             if findings:
                 break
         else:
             findings = [Finding(DIFFERENCE.anchor, DIFFERENCE.sentence, error.hint)]
         where = error.where
-    found = list(_unique(findings))
+    distinct = list(_deduplicate(findings))
     return CaptureError(
         error.problem,
         where=where,
         expected=error.expected,
         got=error.got,
         hint=error.hint,
-        findings=found,
+        findings=distinct,
     )
 
 
-def _of_any_size(
+def _example_failure(
     error: CaptureError, function: Traced, batch: dict[str, Tensor]
 ) -> CaptureError | None:
     """Return the report for a model that fails on the example batch too; None if it does not.
@@ -256,13 +256,13 @@ def _of_any_size(
     error_of_eager = watched.error or _backward_error(function, batch)
     if error_of_eager is None:
         return None
-    finding = _of_eager(error_of_eager)
+    finding = _eager_finding(error_of_eager)
     return CaptureError(
-        error.problem, where=_where(finding.place), hint=EAGER.advice, findings=[finding]
+        error.problem, where=_place_text(finding.place), hint=EAGER.advice, findings=[finding]
     )
 
 
-def _of_graph(compare: Callable[[], object]) -> CaptureError | None:
+def _graph_failure(compare: Callable[[], object]) -> CaptureError | None:
     """Return the report for a graph that fails on the example batch too; None if it does not.
 
     The model itself runs on it.
@@ -303,7 +303,7 @@ def _backward_error(function: Traced, batch: dict[str, Tensor]) -> Exception | N
     return None
 
 
-def _of_eager(error: Exception) -> Finding:
+def _eager_finding(error: Exception) -> Finding:
     return Finding(
         EAGER.anchor, f"{EAGER.sentence}: {raised(error)}", EAGER.advice, "", place_of_error(error)
     )
@@ -317,7 +317,7 @@ def unfollowed(problem: str, advice: str) -> CaptureError:
     place = place_here()
     return CaptureError(
         problem,
-        where=_where(place),
+        where=_place_text(place),
         hint=advice,
         findings=[Finding(BREAK.anchor, problem, advice, "", place)],
     )
@@ -340,7 +340,7 @@ def own_backward(problem: str, advice: str) -> CaptureError:
     """
     place = place_here()
     finding = Finding(BACKWARD.anchor, problem, advice, custom_operator(), place)
-    return CaptureError(problem, where=_where(place), hint=advice, findings=[finding])
+    return CaptureError(problem, where=_place_text(place), hint=advice, findings=[finding])
 
 
 def no_gradient(job: Job) -> CaptureError:
@@ -354,7 +354,7 @@ def no_gradient(job: Job) -> CaptureError:
     finding = Finding(NO_GRADIENT.anchor, NO_GRADIENT.sentence, NO_GRADIENT.advice, code, place)
     return CaptureError(
         NO_GRADIENT.sentence,
-        where=_where(place) or "Job.loss",
+        where=_place_text(place) or "Job.loss",
         hint=NO_GRADIENT.advice,
         findings=[finding],
     )
@@ -363,18 +363,18 @@ def no_gradient(job: Job) -> CaptureError:
 # From exceptions and deeds to findings
 
 
-def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
+def _findings_of_error(error: Exception, watched: Watched) -> Iterator[Finding]:
     """Yield the findings of one exception: one cause, in one or more places."""
-    text = "\n".join(str(each) for each in chain(error))
+    text = "\n".join(str(exception) for exception in chain(error))
     cause, place = cause_of(chain(error)), sharpened(place_of_error(error))
     if cause in (BRANCH, NUMBER):
         cause = _branch_or_number(place, text)
     if cause is DATA:
-        yield from _data(watched) or [_finding(DATA, place, text)]
+        yield from _data_findings(watched) or [_make_finding(DATA, place, text)]
     elif cause is not None:
-        yield _finding(cause, place, text, watched.input)
+        yield _make_finding(cause, place, text, watched.input)
     elif watched.error is not None:
-        yield _of_eager(watched.error)
+        yield _eager_finding(watched.error)
     else:
         yield Finding(
             BREAK.anchor,
@@ -385,14 +385,14 @@ def _findings(error: Exception, watched: Watched) -> Iterator[Finding]:
         )
 
 
-def _data(watched: Watched) -> list[Finding]:
+def _data_findings(watched: Watched) -> list[Finding]:
     deeds = [
         deed
         for deed in watched.deeds
         if deed.cause is DATA and deed.place is not None and ".data" in deed.place.expression
     ]
     return [
-        _of_deed(deed)
+        _deed_finding(deed)
         for deed in sorted(
             deeds, key=lambda deed: deed.place.span if deed.place is not None else ()
         )
@@ -412,7 +412,7 @@ def _branch_or_number(place: Place | None, text: str) -> Cause:
     )
 
 
-def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -> Finding:
+def _make_finding(cause: Cause, place: Place | None, text: str, name: str = "name") -> Finding:
     spot = spot_of(place)
     rewrites: dict[str, Callable[[], str]] = {
         BRANCH.anchor: lambda: control_flow_rewrite.branch(spot),
@@ -444,7 +444,7 @@ def _finding(cause: Cause, place: Place | None, text: str, name: str = "name") -
     return Finding(cause.anchor, cause.sentence, cause.advice, code, place)
 
 
-def _of_deed(deed: Deed) -> Finding:
+def _deed_finding(deed: Deed) -> Finding:
     if deed.cause is MODULE:
         spot = spot_of(deed.place)
         code = state_rewrite.attribute(spot) if deed.sure else state_rewrite.outside(spot)
@@ -455,17 +455,17 @@ def _of_deed(deed: Deed) -> Finding:
             code,
             deed.place,
         )
-    found = _finding(deed.cause, deed.place, "")
+    finding = _make_finding(deed.cause, deed.place, "")
     if deed.cause is GLOBAL:
         sentence = (
             f"forward uses {deed.detail}, which is not part of the model and which a graph would"
             " freeze"
         )
-        return replace(found, sentence=sentence)
-    return found
+        return replace(finding, sentence=sentence)
+    return finding
 
 
-def _unique(findings: Iterable[Finding]) -> Iterator[Finding]:
+def _deduplicate(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Yield one finding for each cause and line."""
     seen: set[tuple[str, str]] = set()
     for finding in findings:
@@ -477,7 +477,7 @@ def _unique(findings: Iterable[Finding]) -> Iterator[Finding]:
 # Further causes
 
 
-def _all(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
+def _collect_findings(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
     """Return all obstacles.
 
     Captures again with eager mode's numbers where they are known, until nothing new is found.
@@ -491,22 +491,28 @@ def _all(error: Exception, attempt: Attempt, watched: Watched) -> list[Finding]:
             break
         cause = cause_of(chain(current))
         if cause in (SPECIALISED, CONSTRAINT):
-            findings += _of_sizes(cause, current, attempt, Answers(watched, passed), watched.input)
+            findings += _size_findings(
+                cause, current, attempt, Answers(watched, passed), watched.input
+            )
             break
-        findings += _findings(current, watched)
+        findings += _findings_of_error(current, watched)
         ahead = (
-            _passable(place_of_error(current), watched) - passed
+            _suspected_conversions(place_of_error(current), watched) - passed
             if cause in (BRANCH, NUMBER)
             else set()
         )
         if not ahead or time.monotonic() - began > _SECONDS:
             break
         passed |= ahead
-        current = _raised(attempt, Answers(watched, passed))
-    return findings + _data(watched) + [_of_deed(deed) for deed in watched.deeds if deed.sure]
+        current = _catch(attempt, Answers(watched, passed))
+    return (
+        findings
+        + _data_findings(watched)
+        + [_deed_finding(deed) for deed in watched.deeds if deed.sure]
+    )
 
 
-def _passable(place: Place | None, watched: Watched) -> set[Place]:
+def _suspected_conversions(place: Place | None, watched: Watched) -> set[Place]:
     """Return the conversions that may have caused a failure at `place`.
 
     Those at this very place, else all that return numbers.
@@ -519,7 +525,7 @@ def _passable(place: Place | None, watched: Watched) -> set[Place]:
     )
 
 
-def _raised(attempt: Attempt, inside: AbstractContextManager[object]) -> Exception | None:
+def _catch(attempt: Attempt, inside: AbstractContextManager[object]) -> Exception | None:
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             attempt(inside)
@@ -528,7 +534,7 @@ def _raised(attempt: Attempt, inside: AbstractContextManager[object]) -> Excepti
     return None
 
 
-def _of_sizes(
+def _size_findings(
     cause: Cause, error: Exception, attempt: Attempt, answers: Answers, name: str
 ) -> list[Finding]:
     """Return the findings of a violated constraint.
@@ -538,13 +544,13 @@ def _of_sizes(
     Captures again and records where sizes are compared.
     """
     guards = _Guards()
-    _raised(attempt, guards.heard(answers))
-    text = "\n".join(str(each) for each in chain(error))
+    _catch(attempt, guards.heard(answers))
+    text = "\n".join(str(exception) for exception in chain(error))
     # a size used as a key fails in place
     key = place_of_error(error) if "unhashable" in text else None
     places = [key] if key is not None else guards.places
-    return [_finding(cause, place, text, name) for place in places] or [
-        _finding(cause, None, text, name)
+    return [_make_finding(cause, place, text, name) for place in places] or [
+        _make_finding(cause, None, text, name)
     ]
 
 
@@ -573,11 +579,11 @@ class _Guards(logging.Handler):
             yield
 
 
-def _where(place: Place | None) -> str:
+def _place_text(place: Place | None) -> str:
     return "" if place is None else str(place)
 
 
-def _gist(error: Exception) -> str:
+def _summarize(error: Exception) -> str:
     """Return torch's message in a line; for violated constraints the first one."""
     constraint = re.search(r"^  - (.*)$", str(error), re.MULTILINE)
     return (

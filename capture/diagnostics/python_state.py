@@ -21,12 +21,12 @@ from trainload.capture.job.flat_function import Traced
 from trainload.capture.source.patched import may_hold_models
 from trainload.capture.source.source_place import is_users
 
-_LARGEST = 256
+_MAX_ENTRIES = 256
 """Containers with more entries are treated as data and not searched."""
-_MOST = 20_000
-_DEEPEST = 8
+_MAX_OBJECTS = 20_000
+_MAX_DEPTH = 8
 """Limits of the search: the number of objects, and the depth of nesting."""
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Holder(NamedTuple):
@@ -37,7 +37,7 @@ class Holder(NamedTuple):
 
 
 @dataclass(slots=True)
-class Kept:
+class StateSnapshot:
     """Snapshot of the Python state of a job.
 
     Attributes:
@@ -49,56 +49,56 @@ class Kept:
     values: dict[Holder, object] = field(default_factory=dict)
     attributes: set[Holder] = field(default_factory=set)
 
-    def changed_in(self, after: Kept) -> Set[Holder]:
+    def changed_in(self, after: StateSnapshot) -> Set[Holder]:
         """Return the holders whose values differ in a later snapshot."""
         both = self.values.keys() & after.values.keys()
-        return {holder for holder in both if _differ(self.values[holder], after.values[holder])} | (
-            after.attributes - self.values.keys()
-        )
+        return {
+            holder for holder in both if _is_changed(self.values[holder], after.values[holder])
+        } | (after.attributes - self.values.keys())
 
 
-def _differ(first: object, second: object) -> bool:
+def _is_changed(first: object, second: object) -> bool:
     return first is not second and first != second
 
 
-def kept_by(traced: Traced) -> Kept:
+def take_snapshot(traced: Traced) -> StateSnapshot:
     """Take a snapshot of the Python state that is reachable from a job's modules and functions."""
-    walk = _Walk()
+    walk = _StateSearch()
     for path, module in traced.model.named_modules():
         where = f"module {path}" if path else "Job.model itself"
         for name, value in vars(module).items():
-            if name not in _OF_TORCH and not isinstance(value, nn.Module):
+            if name not in _MODULE_ATTRIBUTES and not isinstance(value, nn.Module):
                 holder = Holder(where, f"{path}.{name}" if path else name)
-                walk.look_at(holder, value)
-                if holder in walk.kept.values:
-                    walk.kept.attributes.add(holder)
-        walk.look_at(Holder(where, type(module).__name__), type(module))
+                walk.visit(holder, value)
+                if holder in walk.snapshot.values:
+                    walk.snapshot.attributes.add(holder)
+        walk.visit(Holder(where, type(module).__name__), type(module))
     for function in traced.functions():
-        walk.look_at(Holder("Job", getattr(function, "__name__", "function")), function)
-    return walk.kept
+        walk.visit(Holder("Job", getattr(function, "__name__", "function")), function)
+    return walk.snapshot
 
 
-class _Walk:
+class _StateSearch:
     """Depth-first search for numbers; visits each object once."""
 
     def __init__(self) -> None:
-        self.kept = Kept()
+        self.snapshot = StateSnapshot()
         self._seen: set[int] = set()
 
-    def look_at(self, holder: Holder, value: Any, depth: int = 0) -> None:
+    def visit(self, holder: Holder, value: Any, depth: int = 0) -> None:
         """Record a number, or search an object that may contain some."""
         state = _state(value)
         if state is not None:
-            self.kept.values[holder] = state
+            self.snapshot.values[holder] = state
         elif (
-            depth < _DEEPEST
-            and len(self._seen) < _MOST
+            depth < _MAX_DEPTH
+            and len(self._seen) < _MAX_OBJECTS
             and id(value) not in self._seen
             and not isinstance(value, Tensor | ModuleType)
         ):
             self._seen.add(id(value))
             for name, part in _parts(holder.name, value):
-                self.look_at(Holder(holder.where, name), part, depth + 1)
+                self.visit(Holder(holder.where, name), part, depth + 1)
 
 
 def _state(value: Any) -> object:
@@ -111,7 +111,7 @@ def _state(value: Any) -> object:
         case np.random.Generator():
             return str(value.bit_generator.state)
         case np.random.RandomState():
-            return _of_numpys(value)
+            return _numpy_state(value)
         case itertools.count():
             return repr(value)
     return None
@@ -120,7 +120,7 @@ def _state(value: Any) -> object:
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) for everything that an object contains or refers to."""
     if isinstance(value, list | tuple | deque | dict):
-        if len(value) <= _LARGEST:
+        if len(value) <= _MAX_ENTRIES:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((f"{name}[{key!r}]", entry) for key, entry in list(entries))
     elif isinstance(value, FunctionType):
@@ -174,10 +174,10 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def generators() -> dict[str, object]:
     """Return the states of Python's and numpy's global random generators by module name."""
-    return {"random": random.getstate(), "numpy.random": _of_numpys(np.random)}
+    return {"random": random.getstate(), "numpy.random": _numpy_state(np.random)}
 
 
-def _of_numpys(generator: Any) -> object:
+def _numpy_state(generator: Any) -> object:
     state = generator.get_state(legacy=False)
     inner = {
         name: part.tobytes() if isinstance(part, np.ndarray) else part

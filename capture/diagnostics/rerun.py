@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainload.capture.diagnostics.python_state import kept_by
+from trainload.capture.diagnostics.python_state import take_snapshot
 from trainload.capture.job.flat_function import Traced
 from trainload.capture.source.causes import (
     ASKS,
@@ -67,7 +67,7 @@ _SOURCES = frozenset(
     {"random", "time", "datetime", "numpy.random.mtrand", "numpy.random._generator"}
 )
 """Modules whose builtin functions or objects' methods return another value at every call."""
-_ASKING = frozenset(
+_COMPILER_QUERIES = frozenset(
     asks.__code__
     for asks in (
         torch.compiler.is_compiling,
@@ -200,9 +200,9 @@ class _Calls:
     The calls are those of clocks, random generators, and containers that outlive the call.
     """
 
-    def __init__(self, watched: Watched, held: dict[int, str]) -> None:
+    def __init__(self, watched: Watched, attribute_names: dict[int, str]) -> None:
         self._watched = watched
-        self._held = held
+        self._attribute_names = attribute_names
         self.codes: dict[CodeType, dict[str, Any]] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -211,16 +211,16 @@ class _Calls:
             self.codes[code] = frame.f_globals
         elif event == "call" and code is torch.manual_seed.__code__ and _by_user(frame):
             self._watched.add(Deed(GLOBAL, place_of_frame(frame), "torch.manual_seed"))
-        elif event == "call" and code in _ASKING and _by_user(frame):
+        elif event == "call" and code in _COMPILER_QUERIES and _by_user(frame):
             self._watched.add(Deed(ASKS, place_of_frame(frame), code.co_name))
         elif event == "c_call":
             while code.co_filename == random.__file__ and frame.f_back is not None:
                 frame = frame.f_back
                 code = frame.f_code
             if is_users(code.co_filename):
-                self._builtin(frame, argument)
+                self._record_builtin(frame, argument)
 
-    def _builtin(self, frame: FrameType, called: Any) -> None:
+    def _record_builtin(self, frame: FrameType, called: Any) -> None:
         owner = getattr(called, "__self__", None)
         name = getattr(called, "__name__", "")
         place = place_in(frame.f_code, frame.f_lasti)
@@ -235,16 +235,18 @@ class _Calls:
         if modules & _SOURCES:
             self._watched.add(Deed(GLOBAL, place, f"{min(modules & _SOURCES)}.{name}"))
         elif name in _CHANGES and isinstance(owner, list | dict | set):
-            if id(owner) in self._held:
-                self._watched.add(Deed(MODULE, place, self._held[id(owner)]))
+            if id(owner) in self._attribute_names:
+                self._watched.add(Deed(MODULE, place, self._attribute_names[id(owner)]))
             else:
-                known = next((n for n, value in frame.f_globals.items() if value is owner), None)
-                if known is not None:
-                    self._watched.add(Deed(GLOBAL, place, known))
+                global_name = next(
+                    (n for n, value in frame.f_globals.items() if value is owner), None
+                )
+                if global_name is not None:
+                    self._watched.add(Deed(GLOBAL, place, global_name))
 
 
 @contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
+def _garbage_collection_disabled() -> Iterator[None]:
     """Disable garbage collection inside the block.
 
     `gc.callbacks` and finalizers would be called from the middle of forward.
@@ -278,13 +280,13 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
     model = function.get_submodule("model")
     watched = Watched(input=next(iter(batch)))
     copied = {name: value.clone() for name, value in batch.items()}
-    held = {
+    attribute_names = {
         id(value): f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, list | dict | set) and not name.startswith("_")
     }
-    calls = _Calls(watched, held)
+    calls = _Calls(watched, attribute_names)
     profile = sys.getprofile()
     with (
         contextlib.redirect_stdout(io.StringIO()),
@@ -293,31 +295,31 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
     ):
         warnings.simplefilter("ignore")
         try:
-            with _Conversions(watched, list(copied.values())), _garbage_kept():
+            with _Conversions(watched, list(copied.values())), _garbage_collection_disabled():
                 sys.setprofile(calls)
                 try:
                     function(copied)
                 finally:
                     sys.setprofile(profile)
-            before = kept_by(function)
+            before = take_snapshot(function)
             function({name: value.clone() for name, value in batch.items()})
         except Exception as error:  # noqa: BLE001  # returned in the result
             watched.error = error
             return watched
-    after = kept_by(function)
+    after = take_snapshot(function)
     moving = sorted(before.changed_in(after))
     for holder in moving:
         if holder in after.attributes:
             watched.add(
                 Deed(
                     MODULE,
-                    _stored(calls.codes, "STORE_ATTR", holder.name.rpartition(".")[2]),
+                    _first_place(calls.codes, "STORE_ATTR", holder.name.rpartition(".")[2]),
                     holder.name,
                     sure=True,
                 )
             )
     for code, names in calls.codes.items():
-        for name, place in _stores(code, "STORE_GLOBAL"):
+        for name, place in _places_of(code, "STORE_GLOBAL"):
             watched.add(Deed(GLOBAL, place, name))
         for place in _numpy_draws(code, names):
             watched.add(Deed(GLOBAL, place, "numpy.random"))
@@ -326,15 +328,15 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
         if holder not in after.attributes and all(
             deed.detail != variable for deed in watched.deeds
         ):
-            used = (
-                _stored(calls.codes, operation, variable)
+            places = (
+                _first_place(calls.codes, operation, variable)
                 for operation in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_FAST")
             )
-            watched.add(Deed(GLOBAL, next(filter(None, used), None), holder.name, sure=True))
+            watched.add(Deed(GLOBAL, next(filter(None, places), None), holder.name, sure=True))
     return watched
 
 
-def _stores(code: CodeType, operation: str) -> Iterator[tuple[str, Place]]:
+def _places_of(code: CodeType, operation: str) -> Iterator[tuple[str, Place]]:
     for instruction in dis.get_instructions(code):
         if instruction.opname == operation:
             yield str(instruction.argval), place_in(code, instruction.offset)
@@ -351,8 +353,13 @@ def _numpy_draws(code: CodeType, names: dict[str, Any]) -> Iterator[Place]:
             yield place_in(code, second.offset)
 
 
-def _stored(codes: Iterable[CodeType], operation: str, name: str) -> Place | None:
+def _first_place(codes: Iterable[CodeType], operation: str, name: str) -> Place | None:
     return next(
-        (place for code in codes for written, place in _stores(code, operation) if written == name),
+        (
+            place
+            for code in codes
+            for written, place in _places_of(code, operation)
+            if written == name
+        ),
         None,
     )

@@ -25,8 +25,8 @@ Facts = Mapping[str, "tuple[torch.dtype, Sequence[int]]"]
 Constants = Mapping[str, FixedValue]
 """Constants by name; those that are None are left out."""
 
-_CONSTANTS = (str, int, float, enum.Enum)
-_REMEMBERED = 4096
+_CONSTANT_TYPES = (str, int, float, enum.Enum)
+_MAX_OUTCOMES = 4096
 """Number of cached outcomes of a variant's conditions: a run sees few different lengths."""
 
 
@@ -75,11 +75,13 @@ class Dispatcher:
         fed: Collection[str] = (),
     ) -> None:
         assert guards, "a graph has one variant at least"
-        every = [guard for each in guards.values() for guard in each]
-        told = {name for guard in every for name in guard.constants}
+        every = [guard for variant_guards in guards.values() for guard in variant_guards]
+        constant_names = {name for guard in every for name in guard.constants}
         # A constant that all variants agree on picks none of them, so a batch need not have it.
         deciding = {
-            name for name in told if len({guard.constants.get(name) for guard in every}) > 1
+            name
+            for name in constant_names
+            if len({guard.constants.get(name) for guard in every}) > 1
         }
         first = {
             name: value
@@ -90,13 +92,13 @@ class Dispatcher:
         usual = {name: first.get(name) for name in deciding}
         self._graph = graph
         self._variants = {
-            name: tuple(_Matcher(guard, usual, frozenset(fed)) for guard in each)
-            for name, each in guards.items()
+            name: tuple(_Matcher(guard, usual, frozenset(fed)) for guard in variant_guards)
+            for name, variant_guards in guards.items()
         }
         inputs = {
             name for guard in every for name in (*(i.name for i in guard.inputs), *guard.absent)
         }
-        self.names = frozenset((inputs | told | set(ignored)) - set(fed))
+        self.names = frozenset((inputs | constant_names | set(ignored)) - set(fed))
 
     def pick(self, batch: Mapping[str, Any]) -> str:
         """Return the first variant that accepts a batch.
@@ -118,7 +120,7 @@ class Dispatcher:
                 return self._pick_nested(batch)
             if isinstance(value, Tensor):
                 facts[name] = (value.dtype, value.shape)
-            elif isinstance(value, _CONSTANTS):
+            elif isinstance(value, _CONSTANT_TYPES):
                 constants[name] = fixed_value(value)
             elif value is not None:
                 return self._pick_nested(batch)
@@ -136,16 +138,16 @@ class Dispatcher:
 
     def misfits(self, facts: Facts, constants: Constants) -> dict[str, Misfit]:
         """Return the first reason of each variant that rejects a batch, nearest variant first."""
-        found = {
+        misfits_by_variant = {
             name: [m for matcher in matchers for m in matcher.misfits(facts, constants)]
             for name, matchers in self._variants.items()
         }
         ranked = sorted(
-            (sum(m.coarse for m in each), len(each), order, name)
-            for order, (name, each) in enumerate(found.items())
-            if each
+            (sum(m.coarse for m in misfits), len(misfits), order, name)
+            for order, (name, misfits) in enumerate(misfits_by_variant.items())
+            if misfits
         )
-        return {name: found[name][0] for *_, name in ranked}
+        return {name: misfits_by_variant[name][0] for *_, name in ranked}
 
     def _pick_nested(self, batch: Mapping[str, Any]) -> str:
         leaves = leaves_of(batch, values=False)
@@ -168,13 +170,13 @@ class Dispatcher:
         )
 
     def _error(self, facts: Facts, constants: Constants) -> DataError:
-        said = [
+        reasons = [
             f"{name or 'the first'}: {misfit}"
             for name, misfit in self.misfits(facts, constants).items()
         ]
-        if len(said) == 1:
+        if len(reasons) == 1:
             return DataError(
-                f"the graph does not accept this batch: {said[0].partition(': ')[2]}",
+                f"the graph does not accept this batch: {reasons[0].partition(': ')[2]}",
                 where=f"graph {self._graph}",
                 hint=(
                     "`trainload inspect` lists what it accepts. To accept more, freeze the job"
@@ -182,8 +184,8 @@ class Dispatcher:
                 ),
             )
         return DataError(
-            f"none of the {len(said)} variants accepts this batch (nearest first):"
-            f" {'; '.join(said)}",
+            f"none of the {len(reasons)} variants accepts this batch (nearest first):"
+            f" {'; '.join(reasons)}",
             where=f"graph {self._graph}",
             hint=(
                 "`trainload inspect` lists what each accepts. To accept more, freeze the job again"
@@ -253,10 +255,14 @@ class _Matcher:
         self._conditions = [parse(text) for text in guard.conditions]
         # conditions on sizes that only fed inputs have were checked for the graph that feeds them
         if fed:
-            known = {*self._slots, *(symbol for _, _, symbol, _, _ in self._solved)}
-            self._derived = [each for each in self._derived if set(each[2].symbols) <= known]
+            known_symbols = {*self._slots, *(symbol for _, _, symbol, _, _ in self._solved)}
+            self._derived = [
+                derived for derived in self._derived if set(derived[2].symbols) <= known_symbols
+            ]
             self._conditions = [
-                condition for condition in self._conditions if set(condition.symbols) <= known
+                condition
+                for condition in self._conditions
+                if set(condition.symbols) <= known_symbols
             ]
         self._outcomes: dict[tuple[int, ...], bool] = {}
 
@@ -272,11 +278,11 @@ class _Matcher:
             if name in facts or name in constants:
                 return False
         for name, value, usual in self._constants:
-            given = constants.get(name, usual)
+            constant = constants.get(name, usual)
             if (
                 name in facts
-                or given is None
-                or (given != value and not _named_member(given, value))
+                or constant is None
+                or (constant != value and not _is_named_member(constant, value))
             ):
                 return False
         for name, dtype, shape in self._whole:
@@ -291,10 +297,10 @@ class _Matcher:
             sizes = fact[1]
             if len(sizes) != ndim:
                 return False
-            for dim, wanted, slot, least, most in dims:
+            for dim, fixed_size, slot, least, most in dims:
                 size = sizes[dim]
-                if wanted is not None:
-                    if size != wanted:
+                if fixed_size is not None:
+                    if size != fixed_size:
                         return False
                 elif bound[slot] != size:
                     if bound[slot] >= 0 or not least <= size <= most:
@@ -305,39 +311,39 @@ class _Matcher:
         key = (*bound, *(facts[name][1][dim] for name, dim, _ in self._derived))
         outcome = self._outcomes.get(key)
         if outcome is None:
-            if len(self._outcomes) >= _REMEMBERED:
+            if len(self._outcomes) >= _MAX_OUTCOMES:
                 self._outcomes.clear()
             outcome = self._outcomes[key] = not any(
-                True for _ in self._unequal(facts, dict(zip(self._slots, bound, strict=True)))
+                True for _ in self._size_misfits(facts, dict(zip(self._slots, bound, strict=True)))
             )
         return outcome
 
     def misfits(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
         """Yield all reasons: entries of the batch, then sizes, then conditions on several sizes."""
         before = True
-        for misfit in self._differences(facts, constants):
+        for misfit in self._entry_misfits(facts, constants):
             before = False
             yield misfit
         if before:
             values: dict[str, int] = {}
             for entry in self._guard.inputs:
-                for size, found in zip(
+                for size, actual_size in zip(
                     entry.sizes, facts[entry.name][1] if entry.name in facts else (), strict=False
                 ):
                     if isinstance(size, str) and size in self._slots:
-                        values[size] = found
-            yield from self._unequal(facts, values)
+                        values[size] = actual_size
+            yield from self._size_misfits(facts, values)
 
-    def _differences(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
+    def _entry_misfits(self, facts: Facts, constants: Constants) -> Iterator[Misfit]:
         for name in self._nothing:
             if name in facts or name in constants:
-                yield Misfit(name, "nothing", _seen(name, facts, constants), coarse=True)
+                yield Misfit(name, "nothing", _describe_entry(name, facts, constants), coarse=True)
         for name, value, usual in self._constants:
-            given = constants.get(name, usual)
+            constant = constants.get(name, usual)
             if (
                 name in facts
-                or given is None
-                or (given != value and not _named_member(given, value))
+                or constant is None
+                or (constant != value and not _is_named_member(constant, value))
             ):
                 usually = (
                     f"nothing, which means {usual}"
@@ -345,7 +351,10 @@ class _Matcher:
                     else ""
                 )
                 yield Misfit(
-                    name, str(value), usually or _seen(name, facts, constants), coarse=True
+                    name,
+                    str(value),
+                    usually or _describe_entry(name, facts, constants),
+                    coarse=True,
                 )
         dims_of = {name: dims for name, _, _, dims in self._parts}
         shown = {
@@ -360,16 +369,20 @@ class _Matcher:
         for name, dtype, ndim in checked:
             fact = facts.get(name)
             if fact is None or fact[0] is not dtype or len(fact[1]) != ndim:
-                yield Misfit(name, shown[name], _seen(name, facts, constants), coarse=True)
+                yield Misfit(
+                    name, shown[name], _describe_entry(name, facts, constants), coarse=True
+                )
                 continue
-            for dim, wanted in enumerate(fixed.get(name, ())):
-                if fact[1][dim] != wanted:
-                    yield Misfit(f"{name}[{dim}]", str(wanted), str(fact[1][dim]), coarse=False)
-            for dim, known, slot, least, most in dims_of.get(name, ()):
+            for dim, expected_size in enumerate(fixed.get(name, ())):
+                if fact[1][dim] != expected_size:
+                    yield Misfit(
+                        f"{name}[{dim}]", str(expected_size), str(fact[1][dim]), coarse=False
+                    )
+            for dim, fixed_size, slot, least, most in dims_of.get(name, ()):
                 size = fact[1][dim]
-                if known is not None:
-                    if size != known:
-                        yield Misfit(f"{name}[{dim}]", str(known), str(size), coarse=False)
+                if fixed_size is not None:
+                    if size != fixed_size:
+                        yield Misfit(f"{name}[{dim}]", str(fixed_size), str(size), coarse=False)
                     continue
                 other, where = first.setdefault(slot, (size, f"{name}[{dim}]"))
                 if size != other:
@@ -382,7 +395,7 @@ class _Matcher:
                         coarse=False,
                     )
 
-    def _unequal(self, facts: Facts, values: dict[str, int]) -> Iterator[Misfit]:
+    def _size_misfits(self, facts: Facts, values: dict[str, int]) -> Iterator[Misfit]:
         """Yield the reasons from derived sizes and conditions.
 
         values: values of the symbols that appear alone among the sizes.
@@ -402,19 +415,24 @@ class _Matcher:
                 return
             values[symbol] = value
         for name, dim, expression in self._derived:
-            wanted = _value(expression.value, values)
+            expected_size = _evaluate(expression.value, values)
             size = facts[name][1][dim]
-            if size != wanted:
+            if size != expected_size:
                 yield Misfit(
-                    f"{name}[{dim}]", f"{expression.text} = {wanted}", str(size), coarse=False
+                    f"{name}[{dim}]",
+                    f"{expression.text} = {expected_size}",
+                    str(size),
+                    coarse=False,
                 )
         for condition in self._conditions:
-            if not _value(condition.value, values):
+            if not _evaluate(condition.value, values):
                 got = ", ".join(f"{symbol} = {values[symbol]}" for symbol in condition.symbols)
                 yield Misfit("sizes", condition.text, got, coarse=False)
 
 
-def _value(function: Callable[[Mapping[str, int]], int], values: Mapping[str, int]) -> int | None:
+def _evaluate(
+    function: Callable[[Mapping[str, int]], int], values: Mapping[str, int]
+) -> int | None:
     """Return the value; None for a division by zero, which no size satisfies."""
     try:
         return function(values)
@@ -422,12 +440,12 @@ def _value(function: Callable[[Mapping[str, int]], int], values: Mapping[str, in
         return None
 
 
-def _named_member(given: FixedValue, value: FixedValue) -> bool:
+def _is_named_member(constant: FixedValue, value: FixedValue) -> bool:
     """Return True if a string names the Enum member: a package is used without the Enum's class."""
-    return value.kind == "enum" and given.kind == "str" and given.text == value.text
+    return value.kind == "enum" and constant.kind == "str" and constant.text == value.text
 
 
-def _seen(name: str, facts: Facts, constants: Constants) -> str:
+def _describe_entry(name: str, facts: Facts, constants: Constants) -> str:
     if name in facts:
         dtype, sizes = facts[name]
         return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"

@@ -45,15 +45,15 @@ class Guards:
     Attributes:
         symbols: (input, dim) -> the symbol of its size in the trace. Sizes that were constants from
             the start are missing.
-        found: the guards, in order.
-        made: symbol -> (the number or expression that it was found to equal, the guard that decided
-            it).
+        conditions: the guards, in order.
+        replacements: symbol -> (the number or expression that it was found to equal, the guard that
+            decided it).
     """
 
     def __init__(self) -> None:
         self.symbols: dict[tuple[str, int], str] = {}
-        self.found: list[Guard] = []
-        self.made: dict[str, tuple[str, Guard]] = {}
+        self.conditions: list[Guard] = []
+        self.replacements: dict[str, tuple[str, Guard]] = {}
 
     @contextmanager
     def noted(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
@@ -72,16 +72,16 @@ class Guards:
 
     def alike(self, symbol: str) -> frozenset[str]:
         """Return the symbols that were found to be equal to it, and the symbol itself."""
-        pairs = [(name, value) for name, (value, _) in self.made.items()]
-        known = {symbol}
+        pairs = [(name, value) for name, (value, _) in self.replacements.items()]
+        equal = {symbol}
         while (
             more := {
-                other for pair in pairs if known & {*pair} for other in pair if other.isidentifier()
+                other for pair in pairs if equal & {*pair} for other in pair if other.isidentifier()
             }
-            - known
+            - equal
         ):
-            known |= more
-        return frozenset(known)
+            equal |= more
+        return frozenset(equal)
 
     def about(self, symbol: str) -> list[Guard]:
         """Return the guards about a symbol or its equals.
@@ -93,17 +93,17 @@ class Guards:
         alike = self.alike(symbol)
         first = [
             (not value.isdigit(), guard)
-            for name, (value, guard) in self.made.items()
+            for name, (value, guard) in self.replacements.items()
             if name in alike
         ]
         others = {
             guard
-            for name, (value, guard) in self.made.items()
+            for name, (value, guard) in self.replacements.items()
             if name not in alike and value.isdigit()
         }
         rest = [
             guard
-            for guard in self.found
+            for guard in self.conditions
             if guard not in others and alike & set(re.findall(r"\w+", guard.expression))
         ]
         return list(
@@ -119,9 +119,11 @@ class _Listener(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if guard := _GUARD.match(text):
-            self._guards.found.append(Guard(guard["expression"], *_users_line()))
-        elif (made := _REPLACEMENT.match(text)) and self._guards.found:
-            self._guards.made.setdefault(made["symbol"], (made["value"], self._guards.found[-1]))
+            self._guards.conditions.append(Guard(guard["expression"], *_users_line()))
+        elif (replacement := _REPLACEMENT.match(text)) and self._guards.conditions:
+            self._guards.replacements.setdefault(
+                replacement["symbol"], (replacement["value"], self._guards.conditions[-1])
+            )
 
 
 @contextmanager

@@ -72,10 +72,10 @@ class Expression:
 
     def affine(self) -> tuple[int, int] | None:
         """Return (factor, offset) if written as factor*symbol + offset, factor > 0, else None."""
-        found = _AFFINE.fullmatch(self.text)
-        if found is None or len(self.symbols) != 1 or int(found["factor"] or 1) == 0:
+        match = _AFFINE.fullmatch(self.text)
+        if match is None or len(self.symbols) != 1 or int(match["factor"] or 1) == 0:
             return None
-        return int(found["factor"] or 1), int((found["sign"] or "+") + (found["offset"] or "0"))
+        return int(match["factor"] or 1), int((match["sign"] or "+") + (match["offset"] or "0"))
 
 
 def parse(text: str) -> Expression:
@@ -105,16 +105,16 @@ class _Parser:
             )
         return Expression(self.text, tuple(self.symbols), value)
 
-    def take(self, *wanted: str) -> str | None:
+    def take(self, *choices: str) -> str | None:
         """Consume and return the next token if it is one of these, else return None."""
-        if self.at < len(self.tokens) and self.tokens[self.at] in wanted:
+        if self.at < len(self.tokens) and self.tokens[self.at] in choices:
             self.at += 1
             return self.tokens[self.at - 1]
         return None
 
-    def need(self, wanted: str) -> None:
-        if self.take(wanted) is None:
-            raise GrammarError(f"{wanted!r} is missing")
+    def need(self, token: str) -> None:
+        if self.take(token) is None:
+            raise GrammarError(f"{token!r} is missing")
 
     def condition(self) -> Callable[[Values], int]:
         self.depth += 1

@@ -94,32 +94,34 @@ def neutral() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         for device, dtype in _AUTOCAST.items():
             stack.enter_context(
-                _set(torch.is_autocast_enabled, torch.set_autocast_enabled, False, device)
+                _override(torch.is_autocast_enabled, torch.set_autocast_enabled, False, device)
             )
             stack.enter_context(
-                _set(torch.get_autocast_dtype, torch.set_autocast_dtype, dtype, device)
+                _override(torch.get_autocast_dtype, torch.set_autocast_dtype, dtype, device)
             )
         stack.enter_context(
-            _set(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, True)
+            _override(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, True)
         )
         if _outside.get() is None:
             token = _outside.set(torch.get_default_dtype())
             stack.callback(_outside.reset, token)
-        stack.enter_context(_set(torch.get_default_dtype, torch.set_default_dtype, torch.float32))
+        stack.enter_context(
+            _override(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
+        )
         if torch.get_default_device() != torch.device("cpu"):
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(_full_precision())
         stack.enter_context(deterministic_algorithms(False))
         for name in _ATTENTION:
             stack.enter_context(
-                _set(
+                _override(
                     getattr(torch.backends.cuda, f"{name}_enabled"),
                     getattr(torch.backends.cuda, f"enable_{name}"),
                     True,
                 )
             )
         stack.enter_context(
-            _set(
+            _override(
                 torch.backends.mha.get_fastpath_enabled,
                 torch.backends.mha.set_fastpath_enabled,
                 True,
@@ -153,7 +155,7 @@ def outside_dtype() -> AbstractContextManager[None]:
     return (
         nullcontext()
         if dtype is None
-        else _set(torch.get_default_dtype, torch.set_default_dtype, dtype)
+        else _override(torch.get_default_dtype, torch.set_default_dtype, dtype)
     )
 
 
@@ -172,15 +174,15 @@ def default_dtype_hint() -> str:
 
 
 @contextmanager
-def _set(
-    get: Callable[..., Any], put: Callable[..., Any], value: object, *key: object
+def _override(
+    get: Callable[..., Any], assign: Callable[..., Any], value: object, *key: object
 ) -> Iterator[None]:
     before = get(*key)
-    put(*key, value)
+    assign(*key, value)
     try:
         yield
     finally:
-        put(*key, before)
+        assign(*key, before)
 
 
 @contextmanager

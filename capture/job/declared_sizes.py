@@ -46,7 +46,7 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
             got=", ".join(map(repr, unknown)),
         )
     _check_rows(leaves)
-    shapes = {name: dims_said(name, dynamic.get(name), leaf) for name, leaf in leaves.items()}
+    shapes = {name: declared_dims(name, dynamic.get(name), leaf) for name, leaf in leaves.items()}
     rows = _batch_dim(shapes)
     count = next(iter(leaves.values())).shape[0]
     if count < 2 and rows is not Dim.STATIC:
@@ -60,7 +60,7 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
         )
     for dims in shapes.values():
         dims[0] = rows
-    _check_named(shapes, leaves)
+    _check_named_dims(shapes, leaves)
     return shapes
 
 
@@ -144,11 +144,11 @@ def _check_rows(leaves: Mapping[str, Tensor]) -> None:
             where="Job.batch",
             expected="the same leading size for all",
             got=str(rows),
-            hint=_cure(leaves),
+            hint=_leading_size_hint(leaves),
         )
 
 
-def _cure(leaves: Mapping[str, Tensor]) -> str:
+def _leading_size_hint(leaves: Mapping[str, Tensor]) -> str:
     """Return a hint for inputs with different leading sizes.
 
     The number of rows is assumed to be a size that most inputs have in some dim.
@@ -170,7 +170,7 @@ def _cure(leaves: Mapping[str, Tensor]) -> str:
     return f"Declare {'; '.join(advice[:3])}. See docs/shapes.md."
 
 
-def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
+def declared_dims(name: str, declaration: Any, leaf: Tensor) -> dict[int, Any]:
     """Return the declarations of `Job.dynamic` for one input, by non-negative dim.
 
     Sizes and None have become Dim.STATIC.
@@ -178,29 +178,29 @@ def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
     Raises:
         JobError: if it contradicts itself or the example.
     """
-    if said is None:
+    if declaration is None:
         return {}
     where = f"Job.dynamic[{name!r}]"
-    if isinstance(said, Mapping):
-        given = list(said.items())
-    elif isinstance(said, Sequence) and not isinstance(said, str):
-        if len(said) != leaf.ndim:
+    if isinstance(declaration, Mapping):
+        entries = list(declaration.items())
+    elif isinstance(declaration, Sequence) and not isinstance(declaration, str):
+        if len(declaration) != leaf.ndim:
             raise JobError(
                 "declares a different number of dims from the example",
                 where=where,
                 expected=f"{leaf.ndim} entries",
-                got=str(len(said)),
+                got=str(len(declaration)),
             )
-        given = list(enumerate(said))
+        entries = list(enumerate(declaration))
     else:
         raise JobError(
             "does not declare sizes by dim",
             where=where,
             expected="{dim: ...}, or one entry for each dim",
-            got=repr(said),
+            got=repr(declaration),
         )
     dims: dict[int, Any] = {}
-    for dim, spec in given:
+    for dim, spec in entries:
         if type(dim) is not int or not -leaf.ndim <= dim < leaf.ndim:
             raise JobError(
                 "the input has no such dim",
@@ -213,11 +213,11 @@ def dims_said(name: str, said: Any, leaf: Tensor) -> dict[int, Any]:
             raise JobError(
                 "declares one dim twice", where=f"{where}[{dim}]", got=f"{place} and {dim}"
             )
-        dims[place] = _checked(spec, leaf.shape[place], f"{where}[{dim}]")
+        dims[place] = _check_spec(spec, leaf.shape[place], f"{where}[{dim}]")
     return dims
 
 
-def _checked(spec: Any, size: int, where: str) -> Any:
+def _check_spec(spec: Any, size: int, where: str) -> Any:
     if spec is None:
         return Dim.STATIC
     if type(spec) is int:
@@ -266,20 +266,22 @@ def _checked(spec: Any, size: int, where: str) -> Any:
 
 def _batch_dim(shapes: Shapes) -> Any:
     """Return the common declaration of all leading dims: the one that the job has for any."""
-    said = {f"Job.dynamic[{name!r}][0]": dims[0] for name, dims in shapes.items() if 0 in dims}
-    if any(spec is Dim.STATIC for spec in said.values()):
+    declarations = {
+        f"Job.dynamic[{name!r}][0]": dims[0] for name, dims in shapes.items() if 0 in dims
+    }
+    if any(spec is Dim.STATIC for spec in declarations.values()):
         return Dim.STATIC
-    if len({spelled(spec) for spec in said.values()}) > 1:
+    if len({spelled(spec) for spec in declarations.values()}) > 1:
         raise JobError(
             "declares the batch dim in different ways",
             where="Job.dynamic",
             expected="one Dim for dim 0",
-            got=", ".join(map(spelled, said.values())),
+            got=", ".join(map(spelled, declarations.values())),
             hint="Every input has the same rows: declare dim 0 once.",
         )
-    if not said:
+    if not declarations:
         return Dim("batch", min=1)
-    where, spec = next(iter(said.items()))
+    where, spec = next(iter(declarations.items()))
     if hasattr(spec, "root"):
         raise JobError(
             "the batch dim is derived from another dim",
@@ -294,7 +296,7 @@ def _batch_dim(shapes: Shapes) -> Any:
     return spec
 
 
-def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
+def _check_named_dims(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
     """Check that each name has one range and one size in the example.
 
     No other dim may have the batch dim's name.
@@ -319,12 +321,12 @@ def _check_named(shapes: Shapes, leaves: Mapping[str, Tensor]) -> None:
                         " on it."
                     ),
                 )
-            other, known = ranges.setdefault(root.__name__, (where, root))
-            if spelled(known) != spelled(root):
+            other, first_root = ranges.setdefault(root.__name__, (where, root))
+            if spelled(first_root) != spelled(root):
                 raise JobError(
                     f"the dim {root.__name__!r} has two ranges",
                     where=where,
-                    expected=f"{spelled(known)}, as in {other}",
+                    expected=f"{spelled(first_root)}, as in {other}",
                     got=spelled(root),
                 )
             factor, offset = affine(spec)

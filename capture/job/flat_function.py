@@ -77,7 +77,7 @@ class Traced(nn.Module):
         """Return the user's functions that are traced."""
         raise NotImplementedError
 
-    def _note(self, outputs: tuple[OutputSpec, ...]) -> None:
+    def _record_outputs(self, outputs: tuple[OutputSpec, ...]) -> None:
         """Record the signature.
 
         Strict mode must not see the assignment, which it would treat as a side effect of the model.
@@ -119,7 +119,7 @@ class StepFunction(Traced):
                 "the loss is not a scalar",
                 where=self._where,
                 expected="a 0-dim floating-point tensor, or trainload.Loss with one",
-                got=_described(value),
+                got=_describe(value),
                 hint="Reduce it with .mean(), or use a loss function that returns the scalar.",
             )
         outputs = [OutputSpec("loss", OutputRole.LOSS)]
@@ -138,12 +138,12 @@ class StepFunction(Traced):
                     "not a 0-dim tensor",
                     where=f"{self._where}: {spec.role} {spec.name!r}",
                     expected="a 0-dim tensor",
-                    got=_described(entry),
+                    got=_describe(entry),
                 )
         for name in sorted(loss.outputs):
             outputs.append(OutputSpec(name, OutputRole.OUTPUT))
-            values.append(_detached(loss.outputs[name], f"{self._where}: output {name!r}"))
-        self._note(tuple(outputs))
+            values.append(_detach(loss.outputs[name], f"{self._where}: output {name!r}"))
+        self._record_outputs(tuple(outputs))
         return tuple(values)
 
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -180,10 +180,10 @@ class TensorsFunction(Traced):
     def run(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         (function,) = self._function
         result = function(self.model, batch)
-        named: dict[str, Any] = (
+        tensors: dict[str, Any] = (
             dict(result) if isinstance(result, Mapping) else {self._role.value: result}
         )
-        for name, value in named.items():
+        for name, value in tensors.items():
             if not isinstance(value, Tensor):
                 raise JobError(
                     f"its {name!r} is not a tensor",
@@ -191,10 +191,10 @@ class TensorsFunction(Traced):
                     expected="a tensor, or a flat mapping of names to tensors",
                     got=type(value).__name__,
                 )
-        _check_names(named, self._where)
-        names = sorted(named)
-        self._note(tuple(OutputSpec(name, self._role) for name in names))
-        return tuple(named[name] for name in names)
+        _check_names(tensors, self._where)
+        names = sorted(tensors)
+        self._record_outputs(tuple(OutputSpec(name, self._role) for name in names))
+        return tuple(tensors[name] for name in names)
 
     def functions(self) -> tuple[Callable[..., Any], ...]:
         return self._function
@@ -231,15 +231,15 @@ def _check_names(values: Mapping[Any, Any], where: str) -> None:
             )
 
 
-def _detached(value: Any, where: str) -> Tensor:
+def _detach(value: Any, where: str) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim == 0:
         raise JobError(
-            "not a tensor with one row per row of the batch", where=where, got=_described(value)
+            "not a tensor with one row per row of the batch", where=where, got=_describe(value)
         )
     return value.detach()
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     return (
         f"shape {tuple(value.shape)}, {value.dtype}"
         if isinstance(value, Tensor)

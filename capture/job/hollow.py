@@ -28,7 +28,7 @@ def hollow(model: nn.Module) -> Iterator[None]:
         StorageError: if the folder for temporary files cannot hold a sparse file.
     """
     registries: list[dict[str, Any]] = [
-        found for module in model.modules() for found in (module._parameters, module._buffers)
+        slots for module in model.modules() for slots in (module._parameters, module._buffers)
     ]
     replaced = [
         (registry, name, value)
@@ -37,21 +37,21 @@ def hollow(model: nn.Module) -> Iterator[None]:
         if value is not None and not has_values(value)
     ]
     largest = max((value.numel() * value.dtype.itemsize for _, _, value in replaced), default=0)
-    made: dict[int, Tensor] = {}
+    plain_tensors: dict[int, Tensor] = {}
     with _sparse_file(largest) as path:
         for _, _, value in replaced:
-            if id(value) not in made:
-                made[id(value)] = _mapped(value, path)
+            if id(value) not in plain_tensors:
+                plain_tensors[id(value)] = _map_file(value, path)
     try:
         for registry, name, value in replaced:
-            registry[name] = made[id(value)]
+            registry[name] = plain_tensors[id(value)]
         yield
     finally:
         for registry, name, value in replaced:
             registry[name] = value
 
 
-def _mapped(value: Tensor, path: str) -> Tensor:
+def _map_file(value: Tensor, path: str) -> Tensor:
     if value.numel() == 0:
         plain = torch.empty(value.shape, dtype=value.dtype)
     else:

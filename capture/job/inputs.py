@@ -65,12 +65,12 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
             where="Job.batch",
             hint="Pass one real batch: a dict from input names to tensors.",
         )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in _entries("", batch):
         if isinstance(value, Tensor):
-            found[name] = value
+            tensors[name] = value
         elif isinstance(value, Placed):
-            found |= {} if value.dim is None else {name: value.tensor.movedim(value.dim, 0)}
+            tensors |= {} if value.dim is None else {name: value.tensor.movedim(value.dim, 0)}
         elif not (value is None or isinstance(value, int | float | str | enum.Enum)):
             raise JobError(
                 "the entry has a type that a batch cannot contain",
@@ -85,7 +85,7 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
                     " attribute of the model. See docs/capture.md#unsupported-input."
                 ),
             )
-    if not found:
+    if not tensors:
         raise JobError(
             "the example batch contains no tensor",
             where="Job.batch",
@@ -95,9 +95,11 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
             ),
         )
     check_tensors(
-        ("input", name, leaf) for name, leaf in sorted(found.items()) if values or has_values(leaf)
+        ("input", name, leaf)
+        for name, leaf in sorted(tensors.items())
+        if values or has_values(leaf)
     )
-    return dict(sorted(found.items()))
+    return dict(sorted(tensors.items()))
 
 
 def constants_of(batch: Mapping[str, Any]) -> dict[str, Constant]:
@@ -116,10 +118,10 @@ def with_tensors(
 ) -> dict[str, Any]:
     """Return a batch nested like `batch`, with each tensor replaced by `replaced(name, tensor)`."""
 
-    def each(name: str, value: Any) -> Any:
+    def replace_tensor(name: str, value: Any) -> Any:
         return replaced(name, value) if isinstance(value, Tensor) else value
 
-    return {name: _mapped(value, str(name), each) for name, value in batch.items()}
+    return {name: _map_entries(value, str(name), replace_tensor) for name, value in batch.items()}
 
 
 def structure_of(value: Any) -> str:
@@ -150,7 +152,7 @@ def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str,
             its dim.
     """
 
-    def made(name: str, value: Any) -> Any:
+    def restore(name: str, value: Any) -> Any:
         if isinstance(value, Placed):
             return (
                 value.tensor
@@ -159,24 +161,26 @@ def rebuild(batch: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str,
             )
         return leaves[name] if isinstance(value, Tensor) else value
 
-    return {name: _mapped(value, str(name), made) for name, value in batch.items()}
+    return {name: _map_entries(value, str(name), restore) for name, value in batch.items()}
 
 
-def _mapped(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
+def _map_entries(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
     """Return a value with each non-container entry replaced by `function(name, entry)`."""
     parts = _parts(value)
     if parts is None:
         return function(name, value)
-    made = {key: _mapped(part, f"{name}.{key}", function) for key, part in parts.items()}
+    entries = {key: _map_entries(part, f"{name}.{key}", function) for key, part in parts.items()}
     if dataclasses.is_dataclass(value):
         twin = copy.copy(value)
-        for key, part in made.items():
+        for key, part in entries.items():
             object.__setattr__(twin, key, part)
         return twin
     if isinstance(value, dict):
-        return type(value)(made)
+        return type(value)(entries)
     return (
-        type(value)._make(made.values()) if hasattr(value, "_make") else type(value)(made.values())
+        type(value)._make(entries.values())
+        if hasattr(value, "_make")
+        else type(value)(entries.values())
     )
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.export import Dim
 
-from trainload.capture.job.declared_sizes import dims_said, is_hint
+from trainload.capture.job.declared_sizes import declared_dims, is_hint
 from trainload.capture.job.definition import Batch, Job, check_job
 from trainload.capture.job.inputs import Placed, leaves_of, with_tensors
 from trainload.core.errors import JobError
 
-_USUAL = "batch"
+_BATCH_DIM = "batch"
 """Name of the batch dim if no leading dim has another name."""
 
 
@@ -42,23 +42,23 @@ def arranged(job: Job) -> Job:
             for name, leaf in leaves.items()
             if name not in examples or leaf.ndim > examples[name].ndim
         }
-    shared = _shared(job, examples)
-    said = {
-        name: dims_said(name, job.dynamic[name], leaf)
+    shared = _shared_inputs(job, examples)
+    declared = {
+        name: declared_dims(name, job.dynamic[name], leaf)
         for name, leaf in examples.items()
         if name in job.dynamic
     }
-    places = dict(_places(said))
+    places = dict(_row_dims(declared))
     if not shared and not places:
         return job
     dynamic = dict(job.dynamic) | {
-        name: _moved(said[name], place) for name, place in places.items()
+        name: _move_dim(declared[name], place) for name, place in places.items()
     }
 
     def placed(batch: Batch) -> dict[str, Any]:
         return with_tensors(
             batch,
-            lambda name, leaf: _placed(name, leaf, None if name in shared else places.get(name, 0)),
+            lambda name, leaf: _place(name, leaf, None if name in shared else places.get(name, 0)),
         )
 
     return replace(
@@ -71,7 +71,7 @@ def arranged(job: Job) -> Job:
     )
 
 
-def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
+def _shared_inputs(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
     """Return the names of the tensors that `Job.shared` lists, directly or through a container."""
     if isinstance(job.shared, str):
         raise JobError(
@@ -80,7 +80,7 @@ def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
             expected="a list of names",
             got=repr(job.shared),
         )
-    found: set[str] = set()
+    selected: set[str] = set()
     for entry in job.shared:
         names = {name for name in examples if name == entry or name.startswith(f"{entry}.")}
         if not names:
@@ -96,30 +96,30 @@ def _shared(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
                 where=f"Job.dynamic[{sized[0]!r}]",
                 hint="Remove it from Job.dynamic or from Job.shared.",
             )
-        found |= names
-    if found and found >= set(examples):
+        selected |= names
+    if selected and selected >= set(examples):
         raise JobError(
             "every input is shared, so none has a batch dim",
             where="Job.shared",
             expected="at least one input that differs from row to row",
-            got=", ".join(sorted(found)),
+            got=", ".join(sorted(selected)),
         )
-    return found
+    return selected
 
 
-def _places(said: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[str, int]]:
+def _row_dims(declared: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[str, int]]:
     """Yield (input, dim of its rows) for inputs whose batch dim is not the leading one."""
-    named = {
+    dim_names = {
         name: {dim: spec.__name__ for dim, spec in dims.items() if _is_plain(spec)}
-        for name, dims in said.items()
+        for name, dims in declared.items()
     }
-    leading = {dims[0] for dims in named.values() if 0 in dims}
+    leading = {dims[0] for dims in dim_names.values() if 0 in dims}
     rows = (
         next(iter(leading))
-        if len(leading) == 1 and not any(_USUAL in dims.values() for dims in named.values())
-        else _USUAL
+        if len(leading) == 1 and not any(_BATCH_DIM in dims.values() for dims in dim_names.values())
+        else _BATCH_DIM
     )
-    for name, dims in named.items():
+    for name, dims in dim_names.items():
         places = [dim for dim, of in dims.items() if of == rows]
         if len(places) == 1 and places[0] > 0:
             yield name, places[0]
@@ -130,12 +130,12 @@ def _is_plain(spec: Any) -> bool:
     return isinstance(spec, Dim) and not is_hint(spec) and not hasattr(spec, "root")
 
 
-def _moved(dims: Mapping[int, Any], place: int) -> dict[int, Any]:
+def _move_dim(dims: Mapping[int, Any], place: int) -> dict[int, Any]:
     """Return declarations of an input's dims, renumbered after moving one dim to the front."""
     return {0 if dim == place else dim + (dim < place): spec for dim, spec in dims.items()}
 
 
-def _placed(name: str, leaf: Tensor, place: int | None) -> Tensor | Placed:
+def _place(name: str, leaf: Tensor, place: int | None) -> Tensor | Placed:
     if place is None:
         # not a copy: a later check finds memory shared with a parameter
         return Placed(leaf.detach(), None)

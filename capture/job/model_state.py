@@ -88,8 +88,11 @@ def _check_not_inference(model: nn.Module) -> None:
 
     Such a tensor cannot be written to outside of it.
     """
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
             if tensor.is_inference():
                 raise JobError(
                     f"the {kind} was created in inference mode, so it cannot be changed in"
@@ -220,11 +223,11 @@ def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]
 
     overridden: a module with a `train()` of its own.
     """
-    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = (*model.named_parameters(), *model.named_buffers())
     # The sparse file of an abstract model's tensors (hollow.py) must not be read.
     before = {
         name: (value, value.detach().clone())
-        for name, value in named
+        for name, value in tensors
         if value.untyped_storage().filename is None
     }
     yield
@@ -251,7 +254,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
     Buffers are restored as objects and in value; what was registered inside is removed.
     """
-    held = [
+    saved_buffers = [
         (module, name, value, value.detach().clone())
         for module in model.modules()
         # the registry itself: a buffer that forward reassigns is another object
@@ -272,7 +275,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
                 for name in set(registry) - names:
                     del registry[name]
             with torch.no_grad():
-                for module, name, value, before in held:
+                for module, name, value, before in saved_buffers:
                     if value.requires_grad:
                         value.detach_()
                     value.copy_(before)

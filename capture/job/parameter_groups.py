@@ -47,22 +47,22 @@ def parameter_groups(
             names.setdefault(parameter, []).append(name)
     chosen: dict[str, list[torch.nn.Parameter]] = {pattern: [] for pattern in patterns}
     others: list[torch.nn.Parameter] = []
-    for parameter, called in names.items():
-        fits = (p for p in patterns if any(fnmatchcase(name, p) for name in called))
+    for parameter, aliases in names.items():
+        fits = (p for p in patterns if any(fnmatchcase(name, p) for name in aliases))
         chosen.get(next(fits, ""), others).append(parameter)
-    for pattern, found in chosen.items():
-        if not found:
+    for pattern, members in chosen.items():
+        if not members:
             fitting = [
-                name for called in names.values() for name in called if fnmatchcase(name, pattern)
+                name for aliases in names.values() for name in aliases if fnmatchcase(name, pattern)
             ]
             raise JobError(
                 f"the pattern {pattern!r} selects no parameter"
                 + (", because earlier patterns match all of its parameters" if fitting else ""),
                 where="parameter_groups",
-                expected="a part of " + ", ".join(called[0] for called in names.values()),
+                expected="a part of " + ", ".join(aliases[0] for aliases in names.values()),
                 got=", ".join(fitting) or "no match",
             )
     groups: list[dict[str, Any]] = [
-        {**patterns[pattern], "params": found} for pattern, found in chosen.items()
+        {**patterns[pattern], "params": members} for pattern, members in chosen.items()
     ]
     return groups if only or not others else [*groups, {**(rest or {}), "params": others}]

@@ -45,21 +45,21 @@ class Family:
 
         The batch dim, and inputs without such dims, are left out.
         """
-        found = {}
+        dims_by_input = {}
         for place, name in enumerate(self.inputs):
-            shapes = [each[place] for each in self.seen]
+            shapes = [batch_shapes[place] for batch_shapes in self.seen]
             dims = tuple(
                 dim for dim in range(1, len(shapes[0])) if len({shape[dim] for shape in shapes}) > 1
             )
             if dims:
-                found[name] = dims
-        return found
+                dims_by_input[name] = dims
+        return dims_by_input
 
     def __str__(self) -> str:
         """Return one line: count, inputs with the sizes that occurred, and constants."""
         entries = []
         for place, (name, dtype) in enumerate(self.inputs.items()):
-            shapes = [each[place] for each in self.seen]
+            shapes = [batch_shapes[place] for batch_shapes in self.seen]
             dims = [sorted({shape[dim] for shape in shapes}) for dim in range(len(shapes[0]))]
             entries.append(f"{name} {dtype}[{', '.join(_span(sizes) for sizes in dims)}]")
         entries += [f"{name}={value}" for name, value in self.constants.items()]
@@ -84,7 +84,7 @@ class Families:
     """
 
     def __init__(self, most_kept: int) -> None:
-        self._found: dict[object, Family] = {}
+        self._families: dict[object, Family] = {}
         self._most = most_kept
 
     def add(self, batch: Mapping[str, Any]) -> None:
@@ -98,18 +98,18 @@ class Families:
         inputs = {name: str(leaf.dtype).removeprefix("torch.") for name, leaf in leaves.items()}
         dims = tuple(leaf.ndim for leaf in leaves.values())
         key = (structure_of(dict(batch)), tuple(inputs.items()), dims, tuple(constants.items()))
-        family = self._found.setdefault(key, Family(inputs, constants))
+        family = self._families.setdefault(key, Family(inputs, constants))
         shapes = tuple(tuple(leaf.shape) for leaf in leaves.values())
         family.seen[shapes] = family.seen.get(shapes, 0) + 1
         if shapes not in family.kept and len(family.kept) < self._most:
             family.kept[shapes] = rebuild(
-                batch, {name: _copied(leaf) for name, leaf in leaves.items()}
+                batch, {name: _copy(leaf) for name, leaf in leaves.items()}
             )
 
     def all(self) -> tuple[Family, ...]:
         """Return the families, the most frequent first."""
-        return tuple(sorted(self._found.values(), key=lambda family: -family.count))
+        return tuple(sorted(self._families.values(), key=lambda family: -family.count))
 
 
-def _copied(leaf: Tensor) -> Tensor:
+def _copy(leaf: Tensor) -> Tensor:
     return leaf.detach().contiguous().clone()

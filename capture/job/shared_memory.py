@@ -19,7 +19,7 @@ from trainload.capture.source.source_place import place_of_node
 from trainload.core.errors import CaptureError
 
 _OTHER_MEMORY = frozenset({torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_})
-_USED = "tensor that forward uses"
+_CONSTANT = "tensor that forward uses"
 _MOST_WORK = 10**6
 """Bound on numpy's exact search for a common element of two strided arrays.
 
@@ -90,7 +90,9 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
                 hint="Clone it: nn.Parameter(value.expand(...).clone()).",
             )
     place = {name: number for number, name in enumerate([*changing, *fixed])}
-    pairs = [sorted(pair, key=place.__getitem__) for pair in _overlaps({**fixed, **changing})]
+    pairs = [
+        sorted(pair, key=place.__getitem__) for pair in _overlapping_pairs({**fixed, **changing})
+    ]
     shared = min(
         (pair for pair in pairs if pair[0] in changing),
         key=lambda pair: place[pair[0]],
@@ -104,7 +106,7 @@ def check_memory(changing: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) ->
             where=f"Job.model: {other}",
             expected="separate memory",
             got="shared memory",
-            hint=_cure(one, other),
+            hint=_sharing_hint(one, other),
         )
 
 
@@ -134,17 +136,17 @@ def check_sharing(
         for spec in exported.graph_signature.input_specs:
             if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
                 user = next(iter(inputs[spec.arg.name].users), None)
-                used = f"{_USED} at {place_of_node(user)}"
+                label = f"{_CONSTANT} at {place_of_node(user)}"
                 # a line may use several
-                fixed[used if used not in fixed else f"{used} ({spec.target})"] = (
+                fixed[label if label not in fixed else f"{label} ({spec.target})"] = (
                     exported.constants[spec.target]
                 )
     check_memory(changing, fixed)
 
 
-def _cure(one: str, other: str) -> str:
+def _sharing_hint(one: str, other: str) -> str:
     kind, _, name = one.partition(" ")
-    if kind == "parameter" and other.startswith(_USED):
+    if kind == "parameter" and other.startswith(_CONSTANT):
         return (
             f"Use model.{name} itself there, or model.{name}.detach(), and keep several parameters"
             " in an nn.ParameterList or nn.ParameterDict: tensors in a Python list or dict are not"
@@ -164,10 +166,10 @@ def _cure(one: str, other: str) -> str:
     )
 
 
-def _overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+def _overlapping_pairs(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of names whose tensors have an element in common."""
     memories = sorted(
-        ((_Memory(t), name) for name, t in named.items() if t.numel()),
+        ((_Memory(t), name) for name, t in tensors.items() if t.numel()),
         key=lambda pair: (pair[0].device, pair[0].start),
     )
     active: list[tuple[_Memory, str]] = []

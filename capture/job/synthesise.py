@@ -23,7 +23,7 @@ from trainload.core.errors import DataError
 
 QUANTILES = 17
 """Number of stored values of an input: smallest, greatest and those at each sixteenth between."""
-_CURE = "Specify a data set to compare on: --data, or data=."
+_DATA_HINT = "Specify a data set to compare on: --data, or data=."
 
 
 def with_quantiles(program: Program, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
@@ -80,7 +80,7 @@ def synthesise(capture: GraphCapture, seed: int, more_rows: int = 0) -> dict[str
     generator = torch.Generator().manual_seed(seed)
     shapes = _shapes(capture, more_rows)
     return {
-        spec.name: _values(spec, shape, generator)
+        spec.name: _draw_values(spec, shape, generator)
         for spec, shape in zip(capture.inputs, shapes, strict=True)
     }
 
@@ -126,7 +126,7 @@ def _shapes(capture: GraphCapture, more_rows: int) -> list[list[int]]:
     ]
 
 
-def _values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Tensor:
+def _draw_values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Tensor:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if not spec.quantiles:
         if dtype == torch.bool:
@@ -135,16 +135,18 @@ def _values(spec: InputSpec, shape: list[int], generator: torch.Generator) -> Te
             raise DataError(
                 "the package does not record the range of values of an input",
                 where=f"input {spec.name}",
-                hint=_CURE,
+                hint=_DATA_HINT,
             )
         return torch.randn(shape, generator=generator).to(dtype)
-    held = np.asarray(spec.quantiles)
-    rank = torch.rand(shape, generator=generator, dtype=torch.float64).numpy() * (len(held) - 1)
+    quantiles = np.asarray(spec.quantiles)
+    rank = torch.rand(shape, generator=generator, dtype=torch.float64).numpy() * (
+        len(quantiles) - 1
+    )
     # a mask of 0.0 and 1.0 has no values in between
     whole = all(float(value).is_integer() for value in spec.quantiles)
-    made = (
-        held[rank.round().astype(np.int64)]
+    numbers = (
+        quantiles[rank.round().astype(np.int64)]
         if whole
-        else np.interp(rank, np.arange(len(held)), held)
+        else np.interp(rank, np.arange(len(quantiles)), quantiles)
     )
-    return torch.from_numpy(np.asarray(made)).to(dtype)
+    return torch.from_numpy(np.asarray(numbers)).to(dtype)

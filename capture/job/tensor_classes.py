@@ -43,9 +43,9 @@ _HARMLESS = frozenset(
     "__init_subclass__",
 }
 """Attributes that a class may override without changing what is computed."""
-_OF_THE_TRACE = ("torch._subclasses", "torch._functorch", "torch._C", "torch._higher_order_ops")
+_TRACING_MODULES = ("torch._subclasses", "torch._functorch", "torch._C", "torch._higher_order_ops")
 """Modules of the classes that torch uses while tracing."""
-_ASKING = frozenset(
+_METADATA_FUNCTIONS = frozenset(
     {
         "__get__",
         "size",
@@ -81,13 +81,13 @@ def behaviour_of(cls: type) -> tuple[str, ...]:
 
     () for a class that computes what a tensor computes.
     """
-    known = set(dir(Tensor)) - _HARMLESS
-    own = [
+    overridable = set(dir(Tensor)) - _HARMLESS
+    bases = [
         base
         for base in cls.__mro__
         if issubclass(base, Tensor) and base not in (Tensor, nn.Parameter, nn.Buffer)
     ]
-    return tuple(sorted({name for base in own for name in vars(base)} & known))
+    return tuple(sorted({name for base in bases for name in vars(base)} & overridable))
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -109,11 +109,13 @@ def check_tensors(entries: Iterable[tuple[str, str, Tensor]]) -> None:
     Raises:
         CaptureError: if it cannot hold some of them; lists all of these, with their classes.
     """
-    found = [(entry, special) for entry in entries if (special := _special(entry[2])) is not None]
-    if found:
-        (what, _, tensor), _ = found[0]
+    unsupported = [
+        (entry, special) for entry in entries if (special := _find_special(entry[2])) is not None
+    ]
+    if unsupported:
+        (what, _, tensor), _ = unsupported[0]
         raise _error(
-            [_finding(*entry, special) for entry, special in found],
+            [_make_finding(*entry, special) for entry, special in unsupported],
             tensor,
             "Job.batch" if what == "input" else "Job.model",
         )
@@ -141,15 +143,15 @@ def check_traceable_arguments(
     Raises:
         CaptureError: if one is a tensor of another class or layout than that of `torch.Tensor`.
     """
-    if getattr(function, "__name__", "") in _ASKING:
+    if getattr(function, "__name__", "") in _METADATA_FUNCTIONS:
         return
     for argument in arguments:
         for value in argument if isinstance(argument, list | tuple) else (argument,):
-            if not isinstance(value, Tensor) or type(value).__module__.startswith(_OF_THE_TRACE):
+            if not isinstance(value, Tensor) or type(value).__module__.startswith(_TRACING_MODULES):
                 continue
             plain = type(value) in (Tensor, nn.Parameter)
             special = (
-                _special(value)
+                _find_special(value)
                 if not plain or value.layout is not torch.strided or value.is_quantized
                 else None
             )
@@ -157,7 +159,7 @@ def check_traceable_arguments(
                 continue
             name = next(iter(_attributes(model, value)), "")
             what = "constant" if name else "tensor"
-            finding = _finding(what, name or "x", value, special or _OF_A_CLASS, place())
+            finding = _make_finding(what, name or "x", value, special or _OTHER_CLASS, place())
             raise _error([finding], value, str(finding.place or "Job.model"))
 
 
@@ -168,13 +170,13 @@ def _error(findings: list[Finding], tensor: Tensor, where: str) -> CaptureError:
         first.sentence,
         where=where,
         expected=expected,
-        got=_described(tensor),
+        got=_describe(tensor),
         hint=first.advice,
         findings=findings,
     )
 
 
-def _finding(
+def _make_finding(
     what: str, name: str, tensor: Tensor, special: _Special, place: Place | None = None
 ) -> Finding:
     reached = {"input": f'batch["{name}"]', "tensor": "x"}.get(what, f"model.{name}")
@@ -185,7 +187,7 @@ def _finding(
     )
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
     return f"{class_name(tensor)}{layout}, on {tensor.device}"
 
@@ -203,7 +205,7 @@ def is_fake(value: object) -> bool:
     return isinstance(value, Tensor) and type(value).__name__ == "FakeTensor"
 
 
-def _special(tensor: Tensor) -> _Special | None:
+def _find_special(tensor: Tensor) -> _Special | None:
     """Return the reason why a tensor cannot be captured, or None.
 
     The class is checked first: an attribute of the tensor may run code of its class.
@@ -219,21 +221,23 @@ def _special(tensor: Tensor) -> _Special | None:
         return _DISTRIBUTED
     if cls.__module__.startswith("torch.masked."):
         return _MASKED
-    named = behaviour_of(cls)
+    overridden = behaviour_of(cls)
     if hasattr(cls, "__tensor_flatten__"):
         return _wrapper(tensor)
-    if "__torch_dispatch__" in named:
+    if "__torch_dispatch__" in overridden:
         return _Special(
             TENSOR_CLASS,
             "decides in Python what torch's operators do (__torch_dispatch__)",
             _PLAIN_ADVICE,
             _plain_code,
         )
-    if named:
-        said = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+    if overridden:
+        listed = ", ".join(overridden[:3]) + (
+            f" and {len(overridden) - 3} more" if len(overridden) > 3 else ""
+        )
         return _Special(
             TENSOR_CLASS,
-            f"overrides the behaviour of torch.Tensor ({said}), which a trace loses",
+            f"overrides the behaviour of torch.Tensor ({listed}), which a trace loses",
             _PLAIN_ADVICE,
             _plain_code,
         )
@@ -259,7 +263,7 @@ def _wrapper(tensor: Any) -> _Special:
     )
 
 
-def _kept(reached: str, what: str, value: str) -> str:
+def _replacement_code(reached: str, what: str, value: str) -> str:
     """Return the statement that replaces a tensor by a plain one."""
     if what == "parameter":
         return f"{reached} = nn.Parameter({value}.detach())"
@@ -273,7 +277,7 @@ _PLAIN_ADVICE = (
 
 
 def _plain_code(reached: str, what: str) -> str:
-    plain = _kept(reached, what, f"{reached}.as_subclass(torch.Tensor)")
+    plain = _replacement_code(reached, what, f"{reached}.as_subclass(torch.Tensor)")
     return f"{plain}\n# and in forward, what the class did: y = scaled(F.linear(x, weight))"
 
 
@@ -305,17 +309,17 @@ def _inner_code(inner: Mapping[str, Tensor], reached: str, what: str) -> str:
     )
 
 
-def _of_input(name: str, made: str) -> Callable[[str, str], str]:
+def _attribute_code(name: str, template: str) -> Callable[[str, str], str]:
     def code(reached: str, what: str) -> str:
         if what == "input":
             key = reached[7:-2]
-            return f"Job(batch={{{made.format(key=key, x=name)}}}, ...)"
-        return _kept(reached, what, f"{reached}.{name}")
+            return f"Job(batch={{{template.format(key=key, x=name)}}}, ...)"
+        return _replacement_code(reached, what, f"{reached}.{name}")
 
     return code
 
 
-_OF_A_CLASS = _Special(
+_OTHER_CLASS = _Special(
     TENSOR_CLASS,
     "is not a plain torch.Tensor, and a trace cannot turn other classes into constants",
     _PLAIN_ADVICE,
@@ -336,21 +340,21 @@ _DISTRIBUTED = _Special(
     TENSOR_CLASS,
     "is already distributed over a device mesh (DTensor)",
     "Freeze the model before it is sharded: the plan decides how it is sharded.",
-    lambda reached, what: _kept(reached, what, f"{reached}.full_tensor()"),
+    lambda reached, what: _replacement_code(reached, what, f"{reached}.full_tensor()"),
 )
 _SPARSE = _Special(
     TENSOR_CLASS,
     "is not dense",
     "Make it dense, or pass its indices and values as separate tensors and compute with"
     " index_select, index_add or scatter.",
-    _of_input("to_dense()", '"{key}": {key}.{x}'),
+    _attribute_code("to_dense()", '"{key}": {key}.{x}'),
 )
 _QUANTISED = _Special(
     TENSOR_CLASS,
     "is a quantised tensor, which has no gradient",
     "Train in floating point; fake quantisation (torch.fake_quantize_per_tensor_affine) trains for"
     " quantised inference.",
-    _of_input("dequantize()", '"{key}": {key}.{x}'),
+    _attribute_code("dequantize()", '"{key}": {key}.{x}'),
 )
 _MASKED = _Special(
     TENSOR_CLASS,
@@ -360,7 +364,7 @@ _MASKED = _Special(
         f'Job(batch={{"{reached[7:-2]}": {reached[7:-2]}.get_data(), "mask":'
         f" {reached[7:-2]}.get_mask()}}, ...)"
         if what == "input"
-        else _kept(reached, what, f"{reached}.get_data()")
+        else _replacement_code(reached, what, f"{reached}.get_data()")
     ),
 )
 _UNINITIALISED = _Special(

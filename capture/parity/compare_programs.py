@@ -71,7 +71,7 @@ def compare(
     """
     first, second = before.graphs[name], after.graphs[name]
     state = {key: before.state[key] for key in before.state}
-    beside: dict[str, Tensor] = {}
+    nudged_state: dict[str, Tensor] = {}
     worst = Difference(name, "", 0.0, tolerance_of(first))
     for seed, batch in enumerate(batches):
         expected = _replay(first, before, state, batch, seed, "the graph before the pass")
@@ -85,10 +85,10 @@ def compare(
                 got=f"{loss:g}",
             )
         got = _replay(second, after, state, batch, seed, "the graph after the pass")
-        if all(_same(value, got.get(key)) for key, value in expected.items()):
+        if all(_is_equal(value, got.get(key)) for key, value in expected.items()):
             continue
-        beside = beside or nudged(state)
-        moved = _replay(first, before, beside, batch, seed, "the graph before the pass")
+        nudged_state = nudged_state or nudged(state)
+        moved = _replay(first, before, nudged_state, batch, seed, "the graph before the pass")
         gradients = [v for k, v in expected.items() if k.startswith("gradient")]
         total = norm_of(gradients)
         for key, value in expected.items():
@@ -135,12 +135,12 @@ def _replay(
                 arguments.append(buffers[target])
             case _:
                 arguments.append(owned[owners.get(target, target)])
-    found: dict[str, Tensor | None] = {}
+    results: dict[str, Tensor | None] = {}
     with replaying(training, seed):
         try:
             outputs = capture.exported.graph_module(*arguments)
             for spec, value in zip(capture.outputs, outputs, strict=True):
-                found[f"{spec.role} {spec.name!r}"] = value.detach()
+                results[f"{spec.role} {spec.name!r}"] = value.detach()
             loss = next(
                 (
                     v
@@ -149,10 +149,10 @@ def _replay(
                 ),
                 None,
             )
-            wanted = {name: tensor for name, tensor in owned.items() if tensor.requires_grad}
-            gradients: Sequence[Tensor | None] = [None] * len(wanted)
+            trained = {name: tensor for name, tensor in owned.items() if tensor.requires_grad}
+            gradients: Sequence[Tensor | None] = [None] * len(trained)
             if loss is not None and loss.requires_grad:
-                gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         except Exception as error:  # torch's kernels may raise anything
             raise CaptureError(
                 f"{what} fails: {raised(error)}", where=f"graph {capture.name}"
@@ -164,13 +164,13 @@ def _replay(
             where=f"graph {capture.name}",
             got=", ".join(written[:4]),
         )
-    found |= {
-        f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)
+    results |= {
+        f"gradient of {name}": gradient for name, gradient in zip(trained, gradients, strict=True)
     }
-    return found | {f"buffer {name}": value for name, value in buffers.items()}
+    return results | {f"buffer {name}": value for name, value in buffers.items()}
 
 
-def _same(expected: Tensor | None, got: Tensor | None) -> bool:
+def _is_equal(expected: Tensor | None, got: Tensor | None) -> bool:
     return (expected is None and got is None) or (
         expected is not None and got is not None and torch.equal(expected, got)
     )

@@ -97,14 +97,16 @@ def nudged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Names of one tensor remain names of one.
     """
     generator = torch.Generator().manual_seed(0)
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     for value in state.values():
-        if id(value) not in made:
-            made[id(value)] = _nudged(value.detach(), generator).requires_grad_(value.requires_grad)
-    return {name: made[id(value)] for name, value in state.items()}
+        if id(value) not in copies:
+            copies[id(value)] = _nudge(value.detach(), generator).requires_grad_(
+                value.requires_grad
+            )
+    return {name: copies[id(value)] for name, value in state.items()}
 
 
-def _nudged(value: Tensor, generator: torch.Generator) -> Tensor:
+def _nudge(value: Tensor, generator: torch.Generator) -> Tensor:
     if not value.is_floating_point():
         return value
     step = torch.finfo(value.dtype).eps

@@ -108,7 +108,7 @@ def reference_of(
         if gradient is not None and values.get(key) is not None
     ]
     away = math.hypot(
-        *(float((exact - found.double()).norm()) for exact, found in pairs if exact is not None)
+        *(float((exact - eager.double()).norm()) for exact, eager in pairs if exact is not None)
     )
     whole = math.hypot(*(float(exact.norm()) for exact, _ in pairs if exact is not None))
     return Reference(values, max(away / whole if whole else 0.0, torch.finfo(least).eps / 2))
@@ -129,15 +129,15 @@ def least_precise(module: GraphModule) -> torch.dtype:
 
 def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with floating-point ones in float64; tied names remain tied."""
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     for value in tensors.values():
-        if id(value) not in made:
-            made[id(value)] = (
+        if id(value) not in copies:
+            copies[id(value)] = (
                 value.detach().double().requires_grad_(value.requires_grad)
                 if value.is_floating_point()
                 else value
             )
-    return {name: made[id(value)] for name, value in tensors.items()}
+    return {name: copies[id(value)] for name, value in tensors.items()}
 
 
 def in_float64(capture: GraphCapture) -> GraphCapture:
@@ -148,7 +148,7 @@ def in_float64(capture: GraphCapture) -> GraphCapture:
     Random numbers are drawn in their original dtype, so that they are the same.
     """
     exported = capture.exported
-    held = [
+    shared_tensors = [
         value
         for store in (exported.state_dict, exported.constants)
         for value in store.values()
@@ -157,7 +157,7 @@ def in_float64(capture: GraphCapture) -> GraphCapture:
     with warnings.catch_warnings():
         ignore_torchs_warnings()
         # the graph alone is copied
-        twin = copy.deepcopy(exported, {id(value): value for value in held})
+        twin = copy.deepcopy(exported, {id(value): value for value in shared_tensors})
     for module in graphs_in(twin.graph_module):
         for node in list(module.graph.nodes):
             if node.op != "call_function" or is_higher_order(node.target):
@@ -165,13 +165,13 @@ def in_float64(capture: GraphCapture) -> GraphCapture:
             if is_seeded(node.target) and not draws_nothing(node.target, node.args, node.kwargs):
                 _draw_as_before(module, node)
             elif is_overload(node.target):
-                node.args = tuple(_raised(value) for value in node.args)
-                node.kwargs = {name: _raised(value) for name, value in node.kwargs.items()}
+                node.args = tuple(_to_float64(value) for value in node.args)
+                node.kwargs = {name: _to_float64(value) for name, value in node.kwargs.items()}
         module.recompile()
     return replace(capture, exported=twin)
 
 
-def _raised(value: Any) -> Any:
+def _to_float64(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 

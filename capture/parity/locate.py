@@ -77,7 +77,7 @@ def first_divergent_module(
     model = function.get_submodule("model")
     outputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., None]:
+    def record_output(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: object, output: object) -> None:
             if isinstance(output, Tensor):
                 outputs.setdefault(name, output)
@@ -85,7 +85,9 @@ def first_divergent_module(
         return hook
 
     handles = [
-        module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name
+        module.register_forward_hook(record_output(name))
+        for name, module in model.named_modules()
+        if name
     ]
     state = torch.random.get_rng_state()
     try:
@@ -111,14 +113,16 @@ def first_divergent_module(
     )
     # A value without a gradient in the graph counts as wrong if it has one in eager mode.
     tracked = [n for n in names if matched[n].requires_grad]
-    found: tuple[Tensor | None, ...] = ()
+    gradients: tuple[Tensor | None, ...] = ()
     if tracked:
-        found = torch.autograd.grad(graph_loss, [matched[n] for n in tracked], allow_unused=True)
-    got = dict(zip(tracked, found, strict=True))
+        gradients = torch.autograd.grad(
+            graph_loss, [matched[n] for n in tracked], allow_unused=True
+        )
+    got = dict(zip(tracked, gradients, strict=True))
     wrong = [
         place
         for place, (name, gradient) in enumerate(zip(names, expected, strict=True))
-        if _differ(gradient, got.get(name), distance, most)
+        if _is_different(gradient, got.get(name), distance, most)
     ]
     if not wrong:
         return ""
@@ -127,16 +131,18 @@ def first_divergent_module(
     return f"module {names[wrong[-1] + 1]}, or between module {names[wrong[-1]]} and it"
 
 
-def _differ(expected: Tensor | None, got: Tensor | None, distance: Distance, most: float) -> bool:
+def _is_different(
+    expected: Tensor | None, got: Tensor | None, distance: Distance, most: float
+) -> bool:
     return expected is not None and (got is None or not distance(expected, got) <= most)
 
 
 def _modules_in(graph: GraphModule) -> set[str]:
     """Return the modules of which the graph contains an operator."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in nodes_in(graph):
-        found |= {
+        modules |= {
             path.removeprefix("model").removeprefix(".")
             for path, _ in (node.meta.get("nn_module_stack") or {}).values()
         }
-    return found
+    return modules

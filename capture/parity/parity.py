@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from trainload.capture.diagnostics.blame import replay_error
-from trainload.capture.diagnostics.python_state import Holder, drawn_from, generators, kept_by
+from trainload.capture.diagnostics.python_state import Holder, drawn_from, generators, take_snapshot
 from trainload.capture.job.ambient import default_dtype_hint, outside_dtype
 from trainload.capture.job.flat_function import Traced
 from trainload.capture.job.shared_memory import check_sharing
@@ -35,7 +35,7 @@ from trainload.capture.source.quiet import ignore_torchs_warnings
 from trainload.capture.source.source_place import place_of_node
 from trainload.capture.watching.higher_order import has_branches, has_checkpoints
 from trainload.capture.watching.leaked import check_no_leaks
-from trainload.capture.watching.saved_tensors import given_back
+from trainload.capture.watching.saved_tensors import saved_tensors_checked
 from trainload.core.errors import CaptureError, JobError, RequestError
 
 FULL_PRECISION_TOLERANCE = 1e-5
@@ -50,7 +50,7 @@ def check_parity(
     function: Traced,
     batches: Sequence[dict[str, Tensor]],
     constants: Mapping[str, Tensor],
-    kept: list[Replayed] | None = None,
+    replays: list[Replayed] | None = None,
 ) -> set[str]:
     """Compare outputs, gradients and buffers on batches, each with its own seed.
 
@@ -59,7 +59,7 @@ def check_parity(
         function: the captured function, in the same mode; its model's buffers are changed.
         batches: result of `replays.replay_batches`.
         constants: tensor constants by "graph/name".
-        kept: receives a training graph's results on each batch on which they depend only on the
+        replays: receives a training graph's results on each batch on which they depend only on the
             batch and the model's initial state.
 
     Returns:
@@ -71,18 +71,18 @@ def check_parity(
     missing: set[str] | None = None
     moving: set[Holder] | None = None
     finite = False
-    initial = _buffers(function)
+    initial = _copy_buffers(function)
     for seed, batch in enumerate(batches, _SEED):
         is_initial = all(
-            _same(value, initial[name])
+            _is_equal(value, initial[name])
             for name, value in function.model.named_buffers(remove_duplicate=False)
         )
-        found, counted, loss = _compare(
-            captured, function, batch, constants, seed, kept if is_initial else None
+        without_gradient, changed_numbers, loss = _compare(
+            captured, function, batch, constants, seed, replays if is_initial else None
         )
         finite = finite or bool(loss.isfinite().all())
-        missing = found if missing is None else missing & found
-        moving = counted if moving is None else moving & counted
+        missing = without_gradient if missing is None else missing & without_gradient
+        moving = changed_numbers if moving is None else moving & changed_numbers
     if moving:
         first = min(moving)
         raise CaptureError(
@@ -119,19 +119,19 @@ def _compare(
     batch: dict[str, Tensor],
     constants: Mapping[str, Tensor],
     seed: int,
-    kept: list[Replayed] | None,
+    replays: list[Replayed] | None,
 ) -> tuple[set[str], set[Holder], Tensor]:
     """Return the parameters without a gradient, the changed Python numbers, and the eager loss."""
     model = function.get_submodule("model")
     training = captured.training
     rows = next(iter(batch.values())).shape[0]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    before = _buffers(function)
+    before = _copy_buffers(function)
 
     updated: dict[str, Tensor] = {}
-    numbers, states = kept_by(function), generators()
+    numbers, states = take_snapshot(function), generators()
     versions = {name: value._version for name, value in parameters.items()}
-    with replaying(training, seed), given_back():
+    with replaying(training, seed), saved_tensors_checked():
         try:
             with outside_dtype():
                 expected = function(batch)
@@ -152,11 +152,13 @@ def _compare(
     _check_no_writes(
         captured, {n for n, v in parameters.items() if v._version != versions[n]}, "a parameter"
     )
-    after = kept_by(function)
-    counted = {holder for holder in numbers.changed_in(after) if after.values[holder] != rows}
+    after = take_snapshot(function)
+    changed_numbers = {
+        holder for holder in numbers.changed_in(after) if after.values[holder] != rows
+    }
     # a checkpoint policy may count calls without changing the result
     if has_checkpoints(captured.exported.graph_module):
-        counted &= after.attributes
+        changed_numbers &= after.attributes
     eager_outputs = [v.detach().clone() for v in expected]
     for spec, value in zip(captured.outputs, eager_outputs, strict=True):
         if spec.role is OutputRole.WEIGHT and not 0 <= value.item() < math.inf:
@@ -187,21 +189,21 @@ def _compare(
         {
             n
             for n, value in before.items()
-            if n in eager_buffers and not _same(value, eager_buffers[n])
+            if n in eager_buffers and not _is_equal(value, eager_buffers[n])
         },
     )
 
     replayed = {
         name: value.clone(memory_format=torch.contiguous_format) for name, value in before.items()
     }
-    own = _without_hooks(parameters)
-    arguments = _arguments(captured, batch, {**own, **replayed}, constants)
+    weights = _leaf_copies(parameters)
+    arguments = _arguments(captured, batch, {**weights, **replayed}, constants)
     constant_versions = {name: value._version for name, value in constants.items()}
     with replaying(training, seed):
         generator = torch.get_rng_state()
         try:
             got = captured.exported.graph_module(*arguments)
-            graph_gradients = _gradients(got, captured, own) if training else {}
+            graph_gradients = _gradients(got, captured, weights) if training else {}
         except Exception as error:  # torch's kernels may raise anything
             raise replay_error(captured, rows, "the captured graph", error) from error
         drew = not torch.equal(generator, torch.get_rng_state())
@@ -212,14 +214,14 @@ def _compare(
     tolerance = tolerance_of(captured)
 
     def where() -> str:
-        if counted:
-            return min(counted).where
+        if changed_numbers:
+            return min(changed_numbers).where
         fresh = {name: value.clone() for name, value in before.items()}
         with torch.no_grad():
             for name, value in model.named_buffers(remove_duplicate=False):
                 if name in before and value.shape == before[name].shape:
                     value.copy_(before[name])
-        again = _arguments(captured, batch, {**own, **fresh}, constants)
+        again = _arguments(captured, batch, {**weights, **fresh}, constants)
         with replaying(training, seed):
             return first_divergent_module(
                 captured.exported.graph_module,
@@ -232,18 +234,18 @@ def _compare(
 
     def moved() -> dict[str, Tensor | None]:
         """Return the graph's gradients at weights that differ in their last bit."""
-        beside = nudged(own)
+        nudged_weights = nudged(weights)
         fresh = {name: value.clone() for name, value in before.items()}
         with replaying(training, seed):
             outputs = captured.exported.graph_module(
-                *_arguments(captured, batch, {**beside, **fresh}, constants)
+                *_arguments(captured, batch, {**nudged_weights, **fresh}, constants)
             )
-            return _gradients(outputs, captured, beside)
+            return _gradients(outputs, captured, nudged_weights)
 
     @functools.cache
     def exact() -> Reference | None:
         def call(twin: GraphCapture) -> dict[Key, Tensor | None]:
-            state = doubled({**own, **{name: value.clone() for name, value in before.items()}})
+            state = doubled({**weights, **{name: value.clone() for name, value in before.items()}})
             with replaying(training, seed):
                 outputs = twin.exported.graph_module(
                     *_arguments(twin, doubled(batch), state, doubled(constants))
@@ -265,10 +267,10 @@ def _compare(
         )
 
     def allows(
-        kind: str, name: str, expected: Tensor | None, found: Tensor | None, floor: float = 0.0
+        kind: str, name: str, expected: Tensor | None, actual: Tensor | None, floor: float = 0.0
     ) -> bool:
         reference = exact()
-        return reference is not None and reference.allows((kind, name), expected, found, floor)
+        return reference is not None and reference.allows((kind, name), expected, actual, floor)
 
     for spec, a, b in zip(captured.outputs, eager_outputs, got, strict=True):
         allowed = partial(allows, spec.role, spec.name, a, b.detach())
@@ -309,20 +311,20 @@ def _compare(
         allowed_gradient,
     )
     if (
-        kept is not None
+        replays is not None
         and training
         and not drew
-        and all(_same(value, replayed[name]) for name, value in before.items())
+        and all(_is_equal(value, replayed[name]) for name, value in before.items())
     ):
-        kept.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
+        replays.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
     missing = {name for name, gradient in eager_gradients.items() if gradient is None}
     # a parameter of the other branch alone has gradient zero in the graph, None in eager
     if has_branches(captured.exported.graph_module):
         missing = {name for name in missing if graph_gradients[name] is None}
-    return missing, counted, eager_outputs[0]
+    return missing, changed_numbers, eager_outputs[0]
 
 
-def _buffers(function: nn.Module) -> dict[str, Tensor]:
+def _copy_buffers(function: nn.Module) -> dict[str, Tensor]:
     """Return copies of the model's buffers by name."""
     return {
         name: value.detach().clone()
@@ -330,20 +332,20 @@ def _buffers(function: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _is_equal(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and torch.equal(first, second)
 
 
-def _without_hooks(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _leaf_copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return copies as leaf tensors.
 
     A parameter's hook is part of the graph, and must not run a second time.
     """
     # contiguous, as in a package
-    made = {
+    copies = {
         id(p): p.detach().contiguous().requires_grad_(p.requires_grad) for p in parameters.values()
     }
-    return {name: made[id(p)] for name, p in parameters.items()}
+    return {name: copies[id(p)] for name, p in parameters.items()}
 
 
 def _check_no_python_draws(modules: Sequence[str]) -> None:
@@ -483,10 +485,12 @@ def _gradients(
     if not loss.requires_grad:
         return dict.fromkeys((n for n, p in parameters.items() if p.requires_grad), None)
     owners = {id(p): n for n, p in reversed(list(parameters.items())) if p.requires_grad}
-    wanted = {n: parameters[n] for n in owners.values()}
+    differentiated = {n: parameters[n] for n in owners.values()}
     return dict(
         zip(
-            wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True
+            differentiated,
+            torch.autograd.grad(loss, list(differentiated.values()), allow_unused=True),
+            strict=True,
         )
     )
 
@@ -549,10 +553,10 @@ def _check_gradients(
         if not distance <= tolerance_for(expected[name], tolerance)
     }
     if wrong:
-        total, beside = norm_of(expected.values()), moved()
+        total, nudged_gradients = norm_of(expected.values()), moved()
         # a sum in another order has no more digits than the weights' last bit determines
         for name in list(wrong):
-            first, other = got[name], beside[name]
+            first, other = got[name], nudged_gradients[name]
             if first is not None and other is not None:
                 wrong[name] = relative_distance(
                     expected[name], first, digits_floor(first, other, tolerance, total)

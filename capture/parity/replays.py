@@ -13,8 +13,8 @@ from torch.export.graph_signature import InputKind
 
 from trainload.capture.program import GraphCapture
 
-_VARIED = 6
-_LEAST = 2
+_VARIED_BATCHES = 6
+_MIN_SIZE = 2
 
 
 class Check(StrEnum):
@@ -72,18 +72,20 @@ def replay_batches(
             (int(r.upper) for r in ranges if r.upper.is_Integer and r.lower <= rows <= r.upper),
             default=rows + 1,
         )
-        sizes = [rows + 1 if rows < most else max(rows - 1, _LEAST), rows]
-    found = [
+        sizes = [rows + 1 if rows < most else max(rows - 1, _MIN_SIZE), rows]
+    batches = [
         {n: t[torch.arange(size, device=t.device) % t.shape[0]] for n, t in batch.items()}
         for size in sizes
     ]
     if check is Check.THOROUGH:
         generator = torch.Generator().manual_seed(0)
-        found = [_varied(captured, batch, generator) for _ in range(_VARIED)] + found
-    return found
+        batches = [
+            _vary_batch(captured, batch, generator) for _ in range(_VARIED_BATCHES)
+        ] + batches
+    return batches
 
 
-def _varied(
+def _vary_batch(
     captured: GraphCapture, batch: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Return a batch with drawn sizes.
@@ -96,29 +98,29 @@ def _varied(
         for size, example in zip(shape, batch[name].shape, strict=True):
             if not isinstance(size, int) and size.is_Symbol and size not in chosen:
                 span = captured.exported.range_constraints.get(size)
-                least, most = _LEAST, 2 * example + 3
+                least, most = _MIN_SIZE, 2 * example + 3
                 if span is not None:
                     least = max(least, int(span.lower))
                     most = min(most, int(span.upper)) if span.upper.is_Integer else most
                 chosen[size] = int(
                     torch.randint(least, max(most, least) + 1, (), generator=generator)
                 )
-    found = {}
+    varied = {}
     for name, tensor in batch.items():
         value = tensor
         for dim, size in enumerate(shapes[name]):
             if isinstance(size, int) or not size.free_symbols <= chosen.keys():
                 continue
-            wanted, present = int(size.subs(chosen)), value.shape[dim]
+            length, present = int(size.subs(chosen)), value.shape[dim]
             if dim == 0:
-                index = torch.randint(0, present, (wanted,), generator=generator)
+                index = torch.randint(0, present, (length,), generator=generator)
             else:
                 index = (
-                    torch.arange(wanted) + int(torch.randint(0, present, (), generator=generator))
+                    torch.arange(length) + int(torch.randint(0, present, (), generator=generator))
                 ) % present
             value = value.index_select(dim, index.to(value.device))
-        found[name] = value
-    return found
+        varied[name] = value
+    return varied
 
 
 def _symbolic_shapes(captured: GraphCapture) -> dict[str, list[Any]]:
@@ -131,10 +133,10 @@ def _symbolic_shapes(captured: GraphCapture) -> dict[str, list[Any]]:
         if s.kind is InputKind.USER_INPUT
     ]
     return {
-        spec.name: [s if isinstance(s, int) else _plain(s.node.expr) for s in value.shape]
+        spec.name: [s if isinstance(s, int) else _plain_size(s.node.expr) for s in value.shape]
         for spec, value in zip(captured.inputs, values, strict=True)
     }
 
 
-def _plain(expression: Any) -> Any:
+def _plain_size(expression: Any) -> Any:
     return int(expression) if expression.is_Integer else expression

@@ -95,8 +95,8 @@ def refusals(error: CaptureError) -> tuple[str, ...]:
     text = str(error.__cause__)
     if not _REFUSED.search(text):
         return ()
-    named = _SOURCE.sub(r"\1[\2]", text)
-    return tuple(dict.fromkeys(_REASON.findall(named))) or (error.got or error.problem,)
+    readable = _SOURCE.sub(r"\1[\2]", text)
+    return tuple(dict.fromkeys(_REASON.findall(readable))) or (error.got or error.problem,)
 
 
 def suggested_fixes(error: CaptureError) -> tuple[Fix, ...]:
@@ -110,8 +110,8 @@ def suggested_fixes(error: CaptureError) -> tuple[Fix, ...]:
         )
         for m in _HINTED.finditer(text)
     ]
-    _, found, suggestions = text.partition("Suggested fixes:\n")
-    for line in suggestions.split("\n\n")[0].splitlines() if found else ():
+    _, heading, suggestions = text.partition("Suggested fixes:\n")
+    for line in suggestions.split("\n\n")[0].splitlines() if heading else ():
         m = _FIX.fullmatch(line)
         if m is None:
             continue
@@ -181,21 +181,27 @@ def apply_fixes(
         for root in (_root(spec),)
     }
     changed: Shapes = {}
-    found: dict[tuple[str, str, str], list[str]] = {}
+    places_by_change: dict[tuple[str, str, str], list[str]] = {}
     for name, dims in shapes.items():
         changed[name] = {}
         for dim, spec in dims.items():
             place = f"{name}[{dim}]"
             about = place if is_hint(spec) else _root(spec).__name__
             fix = by_name.get(about)
-            new = spec if fix is None else _line(_after(about, by_name, roots), *affine(spec))
+            new = (
+                spec
+                if fix is None
+                else _make_affine(_fixed_dim(about, by_name, roots), *affine(spec))
+            )
             changed[name][dim] = new
             if fix is not None and spelled(new) != spelled(spec):
-                found.setdefault((fix.text, spelled(spec), spelled(new)), []).append(place)
+                places_by_change.setdefault((fix.text, spelled(spec), spelled(new)), []).append(
+                    place
+                )
     _check_rows(changed, graph)
     return changed, tuple(
         AppliedFix(graph, text, tuple(places), old, new)
-        for (text, old, new), places in found.items()
+        for (text, old, new), places in places_by_change.items()
     )
 
 
@@ -203,7 +209,7 @@ def _root(spec: Any) -> Any:
     return getattr(spec, "root", spec)
 
 
-def _after(name: str, by_name: Mapping[str, Fix], roots: Mapping[str, Any]) -> Any:
+def _fixed_dim(name: str, by_name: Mapping[str, Fix], roots: Mapping[str, Any]) -> Any:
     """Return the declaration of the dim `name` after the fixes.
 
     It is the dim itself, narrowed; a derived dim; or Dim.STATIC.
@@ -216,14 +222,14 @@ def _after(name: str, by_name: Mapping[str, Fix], roots: Mapping[str, Any]) -> A
     if fix.root is not None:
         # a = b, b = a ends here
         others = {other: entry for other, entry in by_name.items() if other != name}
-        return _line(_after(fix.root, others, roots), fix.factor, fix.offset)
+        return _make_affine(_fixed_dim(fix.root, others, roots), fix.factor, fix.offset)
     low, high = limits_of(old) if old is not None else (None, None)
     least = max(fix.least or 0, low or 0)
     most = min((limit for limit in (fix.most, high) if limit is not None), default=None)
     return Dim.STATIC if least == most else Dim(name, min=least, max=most)
 
 
-def _line(dim: Any, factor: int, offset: int) -> Any:
+def _make_affine(dim: Any, factor: int, offset: int) -> Any:
     if dim is Dim.STATIC:
         return dim
     dim = dim if factor == 1 else factor * dim

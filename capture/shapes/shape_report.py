@@ -130,7 +130,7 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     with modes_kept(model) as set_training:
         set_training(True)
         with state_kept(model):
-            watched, guards = _watched(step, batch, shapes)
+            watched, guards = _trace_with_guards(step, batch, shapes)
         try:
             with state_kept(model):
                 exported = export_graph(step, batch, shapes)
@@ -148,7 +148,7 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
     return ShapeReport(dims, refused, fixes)
 
 
-def _watched(
+def _trace_with_guards(
     step: Target, batch: dict[str, Tensor], shapes: Shapes
 ) -> tuple[ExportedProgram | None, Guards]:
     """Return the program with every dim left to torch, and the recorded guards.
@@ -244,7 +244,7 @@ class _Writer:
             least=least,
             most=most,
             causes=causes,
-            relax=self._relax(place, causes),
+            relax=self._describe_fix(place, causes),
         )
 
     def _fixed(self, place: Place) -> bool:
@@ -273,27 +273,31 @@ class _Writer:
         symbol = self._guards.symbols.get(place)
         if symbol is None:
             return ()
-        found = []
+        causes = []
         for guard in self._guards.about(symbol):
             left, sign, right = _sides(guard.expression)
-            condition = self._worded(f"{left} {sign} {right}" if sign else left)
-            if guard.place and not (sign == "==" and self._worded(left) == self._worded(right)):
-                found.append(Cause(guard.place, guard.line, condition))
-        return tuple(dict.fromkeys(found))
+            condition = self._with_labels(f"{left} {sign} {right}" if sign else left)
+            if guard.place and not (
+                sign == "==" and self._with_labels(left) == self._with_labels(right)
+            ):
+                causes.append(Cause(guard.place, guard.line, condition))
+        return tuple(dict.fromkeys(causes))
 
-    def _worded(self, expression: str) -> str:
-        named = re.sub(r"[a-z]+\d+", lambda m: self._labels.get(m[0], m[0]), expression)
-        return re.sub(r"Mod\(([^(),]+), (\d+)\)", r"\1 % \2", named)
+    def _with_labels(self, expression: str) -> str:
+        labelled = re.sub(r"[a-z]+\d+", lambda m: self._labels.get(m[0], m[0]), expression)
+        return re.sub(r"Mod\(([^(),]+), (\d+)\)", r"\1 % \2", labelled)
 
-    def _relax(self, place: Place, causes: tuple[Cause, ...]) -> str:
+    def _describe_fix(self, place: Place, causes: tuple[Cause, ...]) -> str:
         name, dim = place
         spec = self._shapes[name].get(dim, Dim.STATIC)
         if not self._fixed(place):
-            return " ".join(dict.fromkeys(filter(None, self._widen(place, spec, causes))))
+            return " ".join(
+                dict.fromkeys(filter(None, self._describe_widening(place, spec, causes)))
+            )
         size = self._batch[name].shape[dim]
         if size < 2:
             return "Use an example of length 2 or more: torch treats lengths 0 and 1 as constants."
-        write = f"Write {self._proposal(place)}"
+        write = f"Write {self._propose_dynamic(place)}"
         if not self._could.fixed(place):
             return (
                 f"{write}."
@@ -304,7 +308,9 @@ class _Writer:
             _change(causes, size), *([write] if spec is Dim.STATIC and dim > 0 else [])
         )
 
-    def _widen(self, place: Place, spec: Any, causes: tuple[Cause, ...]) -> Iterator[str]:
+    def _describe_widening(
+        self, place: Place, spec: Any, causes: tuple[Cause, ...]
+    ) -> Iterator[str]:
         """Yield what to write for a dim that is dynamic, but does not accept all sizes."""
         least, most = self._outcome.limits(place)
         low, high = limits_of(spec)
@@ -335,7 +341,7 @@ class _Writer:
                     f" c{_change((cause,), 0)[1:]}."
                 )
 
-    def _proposal(self, place: Place) -> str:
+    def _propose_dynamic(self, place: Place) -> str:
         """Return what to write in Job.dynamic for a dim that can have other sizes.
 
         It covers all dims that have its size.
@@ -363,10 +369,10 @@ class _Writer:
             if not simple and not self._could.fixed(place)
             else f"Dim('{name.replace('.', '_')}_{dim}'{limits})"
         )
-        said: dict[str, list[str]] = {}
+        dims_by_input: dict[str, list[str]] = {}
         for other, number in together:
-            said.setdefault(other, []).append(f"{number}: {text}")
-        entries = [f"{other!r}: {{{', '.join(dims)}}}" for other, dims in said.items()]
+            dims_by_input.setdefault(other, []).append(f"{number}: {text}")
+        entries = [f"{other!r}: {{{', '.join(dims)}}}" for other, dims in dims_by_input.items()]
         return f"dynamic={{{', '.join(entries)}}}"
 
 
@@ -392,16 +398,16 @@ def _sides(expression: str) -> tuple[str, str, str]:
 
     Anything else is returned as itself, "", "".
     """
-    found = re.fullmatch(r"(Eq|Ne)\((.*)\)", expression)
-    if found is None:
+    match = re.fullmatch(r"(Eq|Ne)\((.*)\)", expression)
+    if match is None:
         return expression, "", ""
     depth = 0
-    for index, character in enumerate(found[2]):
+    for index, character in enumerate(match[2]):
         depth += (character == "(") - (character == ")")
         if character == "," and depth == 0:
             return (
-                found[2][:index],
-                "==" if found[1] == "Eq" else "!=",
-                found[2][index + 1 :].strip(),
+                match[2][:index],
+                "==" if match[1] == "Eq" else "!=",
+                match[2][index + 1 :].strip(),
             )
     return expression, "", ""

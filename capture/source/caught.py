@@ -54,7 +54,7 @@ class Raised:
             for kind in (torch.SymBool, torch.SymInt, torch.SymFloat):
                 for name in _CONVERSIONS:
                     if name in vars(kind):
-                        stack.enter_context(replaced(kind, name, self._noting(vars(kind)[name])))
+                        stack.enter_context(replaced(kind, name, self._recording(vars(kind)[name])))
             yield
 
     def caught(self) -> Exception | None:
@@ -69,7 +69,7 @@ class Raised:
                 return error
         return None
 
-    def _noting(self, conversion: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _recording(self, conversion: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(conversion)
         def convert(number: Any) -> Any:
             try:

@@ -81,12 +81,14 @@ def renamed(replacements: Mapping[Callable[..., Any], object]) -> Iterator[None]
         names = getattr(module, "__dict__", {})
         # a list, since another thread may add to it
         if not values.keys().isdisjoint(map(id, [*names.values()])):
-            held = [
+            matches = [
                 (name, values[id(value)])
                 for name, value in names.copy().items()
                 if id(value) in values
             ]
-            places += [(module, name, value) for name, value in held if not name.startswith("__")]
+            places += [
+                (module, name, value) for name, value in matches if not name.startswith("__")
+            ]
     with contextlib.ExitStack() as stack:
         for module, name, value in places:
             stack.enter_context(replaced(module, name, value))

@@ -20,15 +20,15 @@ def quiet_torch() -> Iterator[None]:
         for n in logging.Logger.manager.loggerDict
         if n == "torch" or n.startswith("torch.")
     ]
-    before = [(found, found.disabled) for found in loggers]
+    before = [(logger, logger.disabled) for logger in loggers]
     try:
-        for found in loggers:
-            found.disabled = True
+        for logger in loggers:
+            logger.disabled = True
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        for found, disabled in before:
-            found.disabled = disabled
+        for logger, disabled in before:
+            logger.disabled = disabled
 
 
 def ignore_torchs_warnings() -> None:

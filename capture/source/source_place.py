@@ -39,10 +39,10 @@ def is_users(file: str) -> bool:
 
 def chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and those that led to it, the last one first."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def place_of_error(error: BaseException) -> Place | None:
@@ -50,15 +50,15 @@ def place_of_error(error: BaseException) -> Place | None:
 
     Exceptions that led to it are searched too.
     """
-    for each in chain(error):
-        found = None
-        trace = each.__traceback__
+    for exception in chain(error):
+        place = None
+        trace = exception.__traceback__
         while trace is not None:
             if is_users(trace.tb_frame.f_code.co_filename):
-                found = place_in(trace.tb_frame.f_code, trace.tb_lasti)
+                place = place_in(trace.tb_frame.f_code, trace.tb_lasti)
             trace = trace.tb_next
-        if found is not None:
-            return found
+        if place is not None:
+            return place
     return None
 
 
@@ -95,7 +95,7 @@ def place_of_function(function: object) -> Place | None:
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return (
         Place(
-            _shown(code.co_filename),
+            _relative_path(code.co_filename),
             code.co_firstlineno,
             code.co_name,
             linecache.getline(code.co_filename, code.co_firstlineno).strip(),
@@ -128,7 +128,7 @@ def place_at(file: str, function: str, span: tuple[int, int, int, int]) -> Place
     source = text.strip()
     indent = len(text) - len(text.lstrip())
     return Place(
-        _shown(file),
+        _relative_path(file),
         line,
         function,
         source,
@@ -138,7 +138,7 @@ def place_at(file: str, function: str, span: tuple[int, int, int, int]) -> Place
     )
 
 
-def _shown(file: str) -> str:
+def _relative_path(file: str) -> str:
     """Return the path relative to the working directory if it is inside of it."""
     folder = os.getcwd() + os.sep
     return file.removeprefix(folder)

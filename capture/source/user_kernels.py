@@ -25,7 +25,7 @@ from trainload.core.errors import CaptureError, raised
 from trainload.core.finding import Finding, Place
 
 _BUILT_IN = frozenset({"aten", "prims", "trainload"})
-_RAW = (
+_RAW_KERNEL_REWRITE = (
     '@torch.library.triton_op("my_library::{name}", mutates_args={{}})\n'
     "def {name}_op(x: torch.Tensor) -> torch.Tensor:\n"
     "    y = torch.empty_like(x)\n"
@@ -49,7 +49,7 @@ class _Failing(TorchFunctionMode):
         self.name = ""
         self.arguments: tuple[str, ...] = ()
         self.place: Place | None = None
-        self.said = ""
+        self.message = ""
 
     def __torch_function__(
         self,
@@ -61,16 +61,16 @@ class _Failing(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
-            named = re.search(r"Could not run '(\w+)::(\w+)'", str(error))
+            match = re.search(r"Could not run '(\w+)::(\w+)'", str(error))
             overload = getattr(
-                getattr(getattr(torch.ops, named[1]), named[2]) if named is not None else func,
+                getattr(getattr(torch.ops, match[1]), match[2]) if match is not None else func,
                 "default",
                 func,
             )
             if not self.name and is_overload(overload):
                 self.name, self.place = operator_name(f"{overload} "), place_here()
                 self.arguments = tuple(argument.name for argument in overload._schema.arguments)
-                self.said = raised(error)
+                self.message = raised(error)
             raise
 
 
@@ -98,7 +98,7 @@ def without_kernel(function: nn.Module, batch: Mapping[str, Tensor]) -> CaptureE
         f"def _({', '.join(mode.arguments)}):\n"
         "    return ...  # the same in torch's operators"
     )
-    return _error(sentence, OWN_KERNEL.advice, code, mode.place, mode.said)
+    return _error(sentence, OWN_KERNEL.advice, code, mode.place, mode.message)
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def no_raw_kernels() -> Iterator[None]:
     before = interface.__getitem__
 
     def refuse(kernel: Any, grid: Any) -> Any:
-        raise _raw(
+        raise _raw_kernel_error(
             getattr(kernel, "__name__", "")
             or getattr(getattr(kernel, "fn", None), "__name__", "kernel"),
             place_here(),
@@ -133,30 +133,30 @@ def check_no_wrapped_kernels(module: GraphModule) -> None:
     """
     for node in calls_in(module):
         if str(node.target).startswith("triton_kernel_wrapper"):
-            error = _raw("kernel", None)
+            error = _raw_kernel_error("kernel", None)
             error.where = place_of_node(node)
             raise error
 
 
-def _raw(name: str, place: Place | None) -> CaptureError:
-    named = "a Triton kernel" if name == "kernel" else f"the Triton kernel {name}"
-    sentence = f"forward launches {named} directly, which a package cannot contain"
+def _raw_kernel_error(name: str, place: Place | None) -> CaptureError:
+    kernel = "a Triton kernel" if name == "kernel" else f"the Triton kernel {name}"
+    sentence = f"forward launches {kernel} directly, which a package cannot contain"
     return _error(
         sentence,
         "Wrap it in an operator with torch.library.triton_op, which a graph can call by name.",
-        _RAW.format(name=name),
+        _RAW_KERNEL_REWRITE.format(name=name),
         place,
     )
 
 
 def _error(
-    sentence: str, advice: str, code: str, place: Place | None, said: str = ""
+    sentence: str, advice: str, code: str, place: Place | None, message: str = ""
 ) -> CaptureError:
     finding = Finding(OWN_KERNEL.anchor, sentence, advice, code, place)
     return CaptureError(
         sentence,
         where="" if place is None else str(place),
-        got=said,
+        got=message,
         hint=advice,
         findings=[finding],
     )

@@ -37,10 +37,10 @@ def losses_and_gradient(
     Returns:
         (rows,) and (time, rows, classes), with the dtype of `log_probs`.
     """
-    given = (log_probs.contiguous(), targets, input_lengths, target_lengths)
-    losses, table = _ATEN._ctc_loss.Tensor(*given, blank, zero_infinity)
+    operands = (log_probs.contiguous(), targets, input_lengths, target_lengths)
+    losses, table = _ATEN._ctc_loss.Tensor(*operands, blank, zero_infinity)
     gradient = _ATEN._ctc_loss_backward.Tensor(
-        torch.ones_like(losses), *given, losses, table, blank, zero_infinity
+        torch.ones_like(losses), *operands, losses, table, blank, zero_infinity
     )
     return losses, gradient.clone(memory_format=torch.contiguous_format)
 
@@ -57,7 +57,7 @@ def _(
     return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(log_probs.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1])
 
@@ -67,7 +67,7 @@ def _backward(ctx: Any, by_loss: Tensor, _: Tensor | None) -> tuple[Tensor | Non
     return by_loss.unsqueeze(-1) * gradient, None, None, None, None, None
 
 
-losses_and_gradient.register_autograd(_backward, setup_context=_keep)
+losses_and_gradient.register_autograd(_backward, setup_context=_setup_context)
 
 
 def ctc_loss(
@@ -89,8 +89,8 @@ def ctc_loss(
         log_probs = log_probs.float()  # as autocast does on a CPU
     batched = log_probs.ndim == 3
     lengths = [
-        torch.as_tensor(given, device=log_probs.device).reshape(-1)
-        for given in (input_lengths, target_lengths)
+        torch.as_tensor(sizes, device=log_probs.device).reshape(-1)
+        for sizes in (input_lengths, target_lengths)
     ]
     losses: Tensor
     losses, _ = losses_and_gradient(

@@ -72,7 +72,7 @@ for _operator in (dirichlet_at, dirichlet_gradient, gamma_at, gamma_gradient):
     _operator.register_fake(lambda concentration, x: torch.empty_like(x))
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -87,8 +87,8 @@ def _gamma_backward(ctx: Any, by_result: Tensor) -> tuple[Tensor, None]:
     return gamma_gradient(*ctx.saved_tensors) * by_result, None
 
 
-dirichlet_at.register_autograd(_dirichlet_backward, setup_context=_keep)
-gamma_at.register_autograd(_gamma_backward, setup_context=_keep)
+dirichlet_at.register_autograd(_dirichlet_backward, setup_context=_setup_context)
+gamma_at.register_autograd(_gamma_backward, setup_context=_setup_context)
 
 
 def dirichlet_rsample(self: Dirichlet, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008  # torch's own signature

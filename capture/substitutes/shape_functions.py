@@ -156,24 +156,24 @@ def module_to(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = [
+        arguments = [
             *args,
             *(kwargs[name] for name in ("device", "dtype") if kwargs.get(name) is not None),
         ]
-        tensors = [x for x in given if isinstance(x, Tensor)]
-        dtypes = {x for x in given if isinstance(x, torch.dtype)} | {x.dtype for x in tensors}
-        devices = {torch.device(x) for x in given if isinstance(x, str | torch.device)} | {
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        dtypes = {x for x in arguments if isinstance(x, torch.dtype)} | {x.dtype for x in tensors}
+        devices = {torch.device(x) for x in arguments if isinstance(x, str | torch.device)} | {
             x.device for x in tensors
         }
-        held = [*self.parameters(), *self.buffers()]
-        known = (
-            all(isinstance(x, Tensor | torch.dtype | str | torch.device | bool) for x in given)
+        state = [*self.parameters(), *self.buffers()]
+        supported = (
+            all(isinstance(x, Tensor | torch.dtype | str | torch.device | bool) for x in arguments)
             and "memory_format" not in kwargs
         )
         same = all(
             (not value.is_floating_point() or dtypes <= {value.dtype}) and devices <= {value.device}
-            for value in held
+            for value in state
         )
-        return self if known and same else original(self, *args, **kwargs)
+        return self if supported and same else original(self, *args, **kwargs)
 
     return to

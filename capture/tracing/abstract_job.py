@@ -74,18 +74,18 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
         for p in program.parameters
     )
     graphs = {
-        name: _as_in(reduced.graphs.get(name), graph, program)
+        name: _with_measured_properties(reduced.graphs.get(name), graph, program)
         for name, graph in program.graphs.items()
     }
     program = replace(program, graphs=graphs, parameters=parameters, state={})
-    found = difference(program, reduced)
-    if found is not None:
+    mismatch = difference(program, reduced)
+    if mismatch is not None:
         raise CaptureError(
             "the abstract program differs from the reduced one in more than sizes and repetition,"
             " so nothing is proven about it",
-            where=found.where,
-            expected=f"as in the reduced job: {found.reduced}",
-            got=found.abstract,
+            where=mismatch.where,
+            expected=f"as in the reduced job: {mismatch.reduced}",
+            got=mismatch.abstract,
             hint=(
                 "Build the reduced job from the same code and settings, so that it takes every"
                 " branch that the abstract one takes: smaller sizes, fewer layers of each kind, the"
@@ -95,14 +95,18 @@ def capture_abstract(job: Job, reduced: Program) -> tuple[Program, AbstractProof
     return program, AbstractProof(parameter_count(reduced), structure_of(program))
 
 
-def _as_in(reduced: GraphCapture | None, graph: GraphCapture, program: Program) -> GraphCapture:
+def _with_measured_properties(
+    reduced: GraphCapture | None, graph: GraphCapture, program: Program
+) -> GraphCapture:
     """Return the graph with the properties measured on its counterpart in the reduced job."""
     return replace(
-        graph, reached=_reached(reduced, program), coupled=reduced is not None and reduced.coupled
+        graph,
+        reached=_reached_parameters(reduced, program),
+        coupled=reduced is not None and reduced.coupled,
     )
 
 
-def _reached(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] | None:
+def _reached_parameters(reduced: GraphCapture | None, program: Program) -> tuple[str, ...] | None:
     """Return the parameters whose counterpart receives a gradient in the reduced job."""
     if reduced is None or reduced.reached is None:
         return None
@@ -120,17 +124,17 @@ def with_real_batch(job: Job) -> Job:
     """Return the job with zeros in place of the example tensors that have no values."""
     return replace(
         job,
-        batch=_real(job.batch),
-        variants={name: _real(batch) for name, batch in job.variants.items()},
+        batch=_with_zeros(job.batch),
+        variants={name: _with_zeros(batch) for name, batch in job.variants.items()},
     )
 
 
-def _real(batch: Batch) -> Batch:
+def _with_zeros(batch: Batch) -> Batch:
     leaves = leaves_of(batch, values=False)
     if all(has_values(leaf) for leaf in leaves.values()):
         return batch
-    made = {
+    real_leaves = {
         name: leaf if has_values(leaf) else torch.zeros(leaf.shape, dtype=leaf.dtype)
         for name, leaf in leaves.items()
     }
-    return rebuild(batch, made)
+    return rebuild(batch, real_leaves)

@@ -40,10 +40,10 @@ from trainload.capture.watching.watch import Watch
 from trainload.core.errors import CaptureError, raised
 from trainload.core.finding import Place
 
-_HELPED = frozenset(cause.anchor for cause in (SPECIALISED, CONSTRAINT, VALUES, BREAK))
+_FOLLOWED_CAUSES = frozenset(cause.anchor for cause in (SPECIALISED, CONSTRAINT, VALUES, BREAK))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_READ = frozenset({"item", "_local_scalar_dense"})
-_CURE = "Omit strict: the non-strict mode keeps it."
+_VALUE_READS = frozenset({"item", "_local_scalar_dense"})
+_HINT = "Omit strict: the non-strict mode keeps it."
 
 
 def could_help(page: CaptureError) -> bool:
@@ -51,7 +51,9 @@ def could_help(page: CaptureError) -> bool:
 
     It never follows a branch on values.
     """
-    return bool(page.findings) and all(finding.cause in _HELPED for finding in page.findings)
+    return bool(page.findings) and all(
+        finding.cause in _FOLLOWED_CAUSES for finding in page.findings
+    )
 
 
 def tried_too(page: Exception, error: Exception) -> None:
@@ -101,19 +103,21 @@ def _check_nothing_dropped(target: Target, batch: dict[str, Tensor]) -> None:
     function, model = target.function, target.function.model
     for name, module in model.named_modules():
         if any(getattr(module, hooks) for hooks in _HOOKS):
-            raise _lost(f"module {name or type(module).__name__} has a hook", None)
+            raise _dropped_error(f"module {name or type(module).__name__} has a hook", None)
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise _lost(f"the parameter {name} has a hook", None)
+            raise _dropped_error(f"the parameter {name} has a hook", None)
     with state_kept(model), torch.set_grad_enabled(target.training):
         watched = watch(function, batch)
     if watched.error is not None:
-        raise _lost(f"the model fails in eager mode ({type(watched.error).__name__})", None)
+        raise _dropped_error(
+            f"the model fails in eager mode ({type(watched.error).__name__})", None
+        )
     with state_kept(model), torch.set_grad_enabled(target.training):
         _check_no_marks(function, batch)
     for deed in watched.deeds:
         if deed.cause is not VALUES:
-            raise _lost(
+            raise _dropped_error(
                 f"{deed.cause.sentence} ({deed.detail})" if deed.detail else deed.cause.sentence,
                 deed.place,
             )
@@ -124,24 +128,24 @@ def _check_no_marks(function: Traced, batch: dict[str, Tensor]) -> None:
 
     Each mark represents something that strict mode does not see.
     """
-    seen = _Marks()
+    recorder = _Marks()
     copied = {name: value.clone() for name, value in batch.items()}
     with contextlib.redirect_stdout(io.StringIO()), quiet_torch(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with seen, _watching(function, seen):
+            with recorder, _watch_for_marks(function, recorder):
                 function(copied)
         except CaptureError:
-            if not seen.found:
+            if not recorder.errors:
                 raise
-    if seen.found:  # the model's own code may have caught the exception
-        raise seen.found[0]
+    if recorder.errors:  # the model's own code may have caught the exception
+        raise recorder.errors[0]
 
 
 @contextmanager
-def _watching(function: Traced, seen: _Marks) -> Iterator[None]:
+def _watch_for_marks(function: Traced, recorder: _Marks) -> Iterator[None]:
     def watched(_: object) -> Any:
-        return _run(function.model, seen)
+        return _audited(function.model, recorder)
 
     before, function.watched = function.watched, watched
     try:
@@ -151,9 +155,9 @@ def _watching(function: Traced, seen: _Marks) -> Iterator[None]:
 
 
 @contextmanager
-def _run(model: nn.Module, seen: _Marks) -> Iterator[None]:
-    with _Audit(seen).tracing(model, {}):
-        held = [
+def _audited(model: nn.Module, recorder: _Marks) -> Iterator[None]:
+    with _Audit(recorder).tracing(model, {}):
+        buffers = [
             (module, name, value)
             for module in model.modules()
             for name, value in module._buffers.items()
@@ -161,10 +165,13 @@ def _run(model: nn.Module, seen: _Marks) -> Iterator[None]:
         ]
         yield
         changed = next(
-            (name for module, name, value in held if module._buffers.get(name) is not value), None
+            (name for module, name, value in buffers if module._buffers.get(name) is not value),
+            None,
         )
         if changed is not None:
-            seen.found.append(_lost(f"forward assigns a new tensor to the buffer {changed}", None))
+            recorder.errors.append(
+                _dropped_error(f"forward assigns a new tensor to the buffer {changed}", None)
+            )
 
 
 class _Marks(TorchFunctionMode):
@@ -172,7 +179,7 @@ class _Marks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[CaptureError] = []
+        self.errors: list[CaptureError] = []
 
     def __torch_function__(
         self,
@@ -182,37 +189,37 @@ class _Marks(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if getattr(func, "namespace", "") == marks.NAMESPACE:
-            self.found.append(_lost(_mark_in_words(func, args), place_here()))
-            raise self.found[-1]
+            self.errors.append(_dropped_error(_mark_in_words(func, args), place_here()))
+            raise self.errors[-1]
         return func(*args, **(kwargs or {}))
 
 
 class _Audit(Watch):
     """A watch that names called autograd functions, and rejects all hooks on saved tensors."""
 
-    def __init__(self, seen: _Marks) -> None:
+    def __init__(self, recorder: _Marks) -> None:
         super().__init__()
-        self._seen = seen
+        self._recorder = recorder
 
     def _apply(self, cls: type, *args: Any, **kwargs: Any) -> Any:
-        self._seen.found.append(
-            _lost(f"forward calls the autograd function {cls.__name__}", place_here())
+        self._recorder.errors.append(
+            _dropped_error(f"forward calls the autograd function {cls.__name__}", place_here())
         )
-        raise self._seen.found[-1]
+        raise self._recorder.errors[-1]
 
     def _saved_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         marked = super()._saved_enter(original)
 
         def enter(context: Any) -> Any:
             if type(context).__module__ != CHECKPOINT_MODULE:
-                self._seen.found.append(
-                    _lost(
+                self._recorder.errors.append(
+                    _dropped_error(
                         "forward changes the tensors that are saved for backward"
                         f" ({type(context).__name__})",
                         place_here(),
                     )
                 )
-                raise self._seen.found[-1]
+                raise self._recorder.errors[-1]
             return marked(context)
 
         return enter
@@ -226,11 +233,11 @@ def _mark_in_words(mark: Any, args: tuple[Any, ...]) -> str:
     return "forward uses autograd directly"
 
 
-def _lost(what: str, place: Place | None) -> CaptureError:
+def _dropped_error(what: str, place: Place | None) -> CaptureError:
     return CaptureError(
         f"torch.export's strict mode would lose part of the model: {what}",
         where="" if place is None else str(place),
-        hint=_CURE,
+        hint=_HINT,
     )
 
 
@@ -241,11 +248,11 @@ def _check_graph(exported: ExportedProgram, target: Target) -> None:
     """Check that a strict graph contains nothing unwatched, and no state that the model lacks."""
     for node in calls_in(exported.graph_module):
         if is_higher_order(node.target):
-            raise _unsound(
+            raise _unsound_error(
                 f"its graph contains the operator {node.target}, whose bodies were not checked"
             )
-        if getattr(node.target, "_opname", "") in _READ:
-            raise _unsound("its graph reads a number from a tensor")
+        if getattr(node.target, "_opname", "") in _VALUE_READS:
+            raise _unsound_error("its graph reads a number from a tensor")
     model = target.function.model
     names = {
         name
@@ -259,11 +266,11 @@ def _check_graph(exported: ExportedProgram, target: Target) -> None:
             spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
             and str(spec.target).removeprefix("model.") not in names
         ):
-            raise _unsound(
+            raise _unsound_error(
                 f"its graph has the parameter or buffer {spec.target}, which is not in the model"
             )
     if len(exported.graph_signature.user_outputs) != len(target.function.signature.outputs):
-        raise _unsound("its graph returns a different number of values from the model")
+        raise _unsound_error("its graph returns a different number of values from the model")
 
 
 def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Shapes) -> None:
@@ -287,26 +294,33 @@ def _check_sizes(exported: ExportedProgram, batch: dict[str, Tensor], shapes: Sh
             spec = shapes[name].get(dim, Dim.STATIC)
             if spec is Dim.STATIC or (dim > 0 and is_hint(spec)):
                 continue
-            size, said = str(value.shape[dim]), "the batch dim" if is_hint(spec) else spelled(spec)
+            size, declaration = (
+                str(value.shape[dim]),
+                "the batch dim" if is_hint(spec) else spelled(spec),
+            )
             if size.isdigit() and not is_hint(spec):
-                raise _unsound(f"{name}[{dim}] is {size} in its graph, but is declared as {said}")
-            if declared.setdefault(size, said) != said:
-                raise _unsound(f"its graph uses one size for both {declared[size]} and {said}")
+                raise _unsound_error(
+                    f"{name}[{dim}] is {size} in its graph, but is declared as {declaration}"
+                )
+            if declared.setdefault(size, declaration) != declaration:
+                raise _unsound_error(
+                    f"its graph uses one size for both {declared[size]} and {declaration}"
+                )
     # Conditions are matched by symbol: strict mode names inputs `L['flat_args'][0]` in them.
-    symbols = {word for size in declared for word in _words(size)}
+    symbols = {word for size in declared for word in _identifiers(size)}
     for guard in environment.guards:
         condition = str(environment.replace(guard.expr))  # "True" if it unified two symbols
-        if symbols & _words(condition):
-            raise _unsound(f"it requires {condition} of a declared size")
+        if symbols & _identifiers(condition):
+            raise _unsound_error(f"it requires {condition} of a declared size")
 
 
-def _words(text: str) -> set[str]:
+def _identifiers(text: str) -> set[str]:
     return set(
         "".join(letter if letter.isalnum() or letter == "_" else " " for letter in text).split()
     )
 
 
-def _unsound(what: str) -> CaptureError:
+def _unsound_error(what: str) -> CaptureError:
     return CaptureError(
-        f"torch.export's strict mode cannot be used for this model: {what}", hint=_CURE
+        f"torch.export's strict mode cannot be used for this model: {what}", hint=_HINT
     )

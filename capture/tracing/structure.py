@@ -67,8 +67,8 @@ def structure_of(program: Program) -> str:
     """
     text = json.dumps(
         [
-            _declared(program),
-            {name: _tree(graph).digest for name, graph in sorted(program.graphs.items())},
+            _declarations(program),
+            {name: _call_tree(graph).digest for name, graph in sorted(program.graphs.items())},
         ],
         sort_keys=True,
     )
@@ -77,41 +77,45 @@ def structure_of(program: Program) -> str:
 
 def difference(abstract: Program, reduced: Program) -> Difference | None:
     """Return the first difference between the structures of two programs, or None."""
-    ours, theirs = _declared(abstract), _declared(reduced)
+    ours, theirs = _declarations(abstract), _declarations(reduced)
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             return Difference(name, ours.get(name, "none"), theirs.get(name, "none"))
     for name, graph in sorted(abstract.graphs.items()):
-        found = _parting(_tree(graph), _tree(reduced.graphs[name]))
-        if found is not None:
-            return Difference(f"the {name} graph, {found.where}", found.abstract, found.reduced)
+        mismatch = _first_difference(_call_tree(graph), _call_tree(reduced.graphs[name]))
+        if mismatch is not None:
+            return Difference(
+                f"the {name} graph, {mismatch.where}", mismatch.abstract, mismatch.reduced
+            )
     return None
 
 
-def _declared(program: Program) -> dict[str, str]:
+def _declarations(program: Program) -> dict[str, str]:
     """Return a program's declarations other than its nodes, as subject -> text."""
-    found: dict[str, set[str]] = {}
+    declarations: dict[str, set[str]] = {}
     for p in program.parameters:
         alias = "" if p.alias_of is None else f", tied to {pattern(p.alias_of)}"
         trained = "trained" if p.trainable else "not trained"
-        found.setdefault(f"parameter {pattern(p.name)}", set()).add(
+        declarations.setdefault(f"parameter {pattern(p.name)}", set()).add(
             f"{p.dtype} of {len(p.shape)} dims, {trained}{alias}"
         )
     for b in program.buffers:
-        kept = "persistent" if b.persistent else "not persistent"
-        found.setdefault(f"buffer {pattern(b.name)}", set()).add(
-            f"{b.dtype} of {len(b.shape)} dims, {kept}"
+        persistence = "persistent" if b.persistent else "not persistent"
+        declarations.setdefault(f"buffer {pattern(b.name)}", set()).add(
+            f"{b.dtype} of {len(b.shape)} dims, {persistence}"
         )
     for name, graph in program.graphs.items():
-        found[f"graph {name}"] = {"captured"}
+        declarations[f"graph {name}"] = {"captured"}
         for i in graph.inputs:
             dims = ", ".join("dynamic" if isinstance(size, str) else "fixed" for size in i.shape)
-            found[f"input {i.name} of {name}"] = {f"{i.dtype} of dims [{dims}]"}
-        found[f"outputs of {name}"] = {", ".join(f"{o.role.value} {o.name}" for o in graph.outputs)}
-    return {name: "; ".join(sorted(texts)) for name, texts in found.items()}
+            declarations[f"input {i.name} of {name}"] = {f"{i.dtype} of dims [{dims}]"}
+        declarations[f"outputs of {name}"] = {
+            ", ".join(f"{o.role.value} {o.name}" for o in graph.outputs)
+        }
+    return {name: "; ".join(sorted(texts)) for name, texts in declarations.items()}
 
 
-def _tree(graph: GraphCapture) -> _Call:
+def _call_tree(graph: GraphCapture) -> _Call:
     """Return a graph as nested calls of modules, without repetitions."""
     root = _Call("")
     placeholders = [node for node in graph.exported.graph.nodes if node.op == "placeholder"]
@@ -123,12 +127,12 @@ def _tree(graph: GraphCapture) -> _Call:
         else pattern(spec.target)
         for node, spec in zip(placeholders, graph.exported.graph_signature.input_specs, strict=True)
     }
-    _fill(root, graph.exported.graph_module, names)
-    _close(root)
+    _add_calls(root, graph.exported.graph_module, names)
+    _finish(root)
     return root
 
 
-def _fill(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
+def _add_calls(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
     """Add a graph's calls to `root`.
 
     names: descriptions of its inputs; each visited node gets one: its module and its operator.
@@ -154,27 +158,31 @@ def _fill(root: _Call, module: GraphModule, names: dict[Node, str]) -> None:
             (open_calls[-1][1] if open_calls else root).events.append(call)
             open_calls.append((key, call))
         here = open_calls[-1][1] if open_calls else root
-        here.events.extend(_of_node(node, module, names))
+        here.events.extend(_node_events(node, module, names))
         names[node] = f"{pattern(here.path)}:{node.target}"
 
 
-def _of_node(node: Node, module: GraphModule, names: Mapping[Node, str]) -> Iterator[str | _Call]:
+def _node_events(
+    node: Node, module: GraphModule, names: Mapping[Node, str]
+) -> Iterator[str | _Call]:
     """Yield an operator, then the graphs that it takes."""
     bodies = bodies_of(module, node)
     inputs = _inputs_of_body(node, bodies, names)
     schema = node.target._schema.arguments if is_overload(node.target) else ()
-    called = [*(argument.name for argument in schema), *[""] * len(node.args)]
-    taken = [
+    parameter_names = [*(argument.name for argument in schema), *[""] * len(node.args)]
+    named_arguments = [
         (a, name)
-        for a, name in zip(node.args, called, strict=False)
+        for a, name in zip(node.args, parameter_names, strict=False)
         if inputs is None or not isinstance(a, Node)
     ]
-    given = [_argument(a, names, name) for a, name in taken]
-    given += [f"{name}={_argument(a, names, name)}" for name, a in sorted(node.kwargs.items())]
-    yield f"{node.target}({', '.join(given)}) -> {_value(node.meta.get('val'))}"
+    arguments = [_describe_argument(a, names, name) for a, name in named_arguments]
+    arguments += [
+        f"{name}={_describe_argument(a, names, name)}" for name, a in sorted(node.kwargs.items())
+    ]
+    yield f"{node.target}({', '.join(arguments)}) -> {_describe_value(node.meta.get('val'))}"
     for body in bodies.values():
         call = _Call(f"<a graph of {getattr(node.target, '__name__', node.target)}>")
-        _fill(call, body, dict(inputs or {}))
+        _add_calls(call, body, dict(inputs or {}))
         yield call
 
 
@@ -194,17 +202,17 @@ def _inputs_of_body(
     operands = [a for a in node.args if isinstance(a, Node) and a not in bodies]
     if len(operands) != len(placeholders):
         return None
-    return {n: _argument(a, names) for n, a in zip(placeholders, operands, strict=True)}
+    return {n: _describe_argument(a, names) for n, a in zip(placeholders, operands, strict=True)}
 
 
-def _argument(value: Any, names: Mapping[Node, str], called: str = "") -> str:
+def _describe_argument(value: Any, names: Mapping[Node, str], parameter: str = "") -> str:
     """Return the source of an argument, or "number" if it may follow from sizes."""
-    if called.startswith(_NOT_SIZES) and isinstance(value, int | list | tuple):
+    if parameter.startswith(_NOT_SIZES) and isinstance(value, int | list | tuple):
         return str(value)
     if isinstance(value, Node):
         return names.get(value, "a graph or a constant")
     if isinstance(value, list | tuple):
-        return f"[{', '.join(sorted({_argument(v, names) for v in value}))}]"
+        return f"[{', '.join(sorted({_describe_argument(v, names) for v in value}))}]"
     if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(
         value, bool
     ):
@@ -212,25 +220,25 @@ def _argument(value: Any, names: Mapping[Node, str], called: str = "") -> str:
     return str(value)
 
 
-def _value(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of {value.ndim} dims"
     if isinstance(value, list | tuple):
-        return f"({', '.join(_value(v) for v in value)})"
+        return f"({', '.join(_describe_value(v) for v in value)})"
     return "number" if value is not None else "nothing"
 
 
-def _close(call: _Call) -> None:
+def _finish(call: _Call) -> None:
     """Remove repetitions, innermost calls first, and set the digests."""
     for event in call.events:
         if isinstance(event, _Call):
-            _close(event)
-    call.events = _once(call.events)
+            _finish(event)
+    call.events = _without_repetitions(call.events)
     labels = [event.label if isinstance(event, _Call) else event for event in call.events]
     call.digest = hashlib.sha256("\n".join(labels).encode()).hexdigest()
 
 
-def _once(events: list[str | _Call]) -> list[str | _Call]:
+def _without_repetitions(events: list[str | _Call]) -> list[str | _Call]:
     """Return the events without repetitions.
 
     A sequence is left out if it repeats the one before it and calls a module with a number in its
@@ -238,11 +246,11 @@ def _once(events: list[str | _Call]) -> list[str | _Call]:
     """
     labels = [event.label if isinstance(event, _Call) else event for event in events]
     numbered = [isinstance(event, _Call) and pattern(event.path) != event.path for event in events]
-    kept = list(range(len(events)))
+    indices = list(range(len(events)))
     length = 1
-    while any(numbered) and length <= len(kept) // 2:
+    while any(numbered) and length <= len(indices) // 2:
         shorter: list[int] = []
-        for at in kept:
+        for at in indices:
             shorter.append(at)
             last, before = shorter[-length:], shorter[-2 * length : -length]
             if (
@@ -252,12 +260,12 @@ def _once(events: list[str | _Call]) -> list[str | _Call]:
                 and all(labels[i] == labels[j] for i, j in zip(last, before, strict=True))
             ):
                 del shorter[-length:]
-        length = 1 if len(shorter) < len(kept) else length + 1
-        kept = shorter
-    return [events[i] for i in kept]
+        length = 1 if len(shorter) < len(indices) else length + 1
+        indices = shorter
+    return [events[i] for i in indices]
 
 
-def _parting(ours: _Call, theirs: _Call) -> Difference | None:
+def _first_difference(ours: _Call, theirs: _Call) -> Difference | None:
     """Return the innermost difference between two calls."""
     if ours.digest == theirs.digest:
         return None
@@ -267,26 +275,28 @@ def _parting(ours: _Call, theirs: _Call) -> Difference | None:
             and isinstance(theirs_event, _Call)
             and pattern(ours_event.path) == pattern(theirs_event.path)
         ):
-            found = _parting(ours_event, theirs_event)
-            if found is not None:
-                return found
+            mismatch = _first_difference(ours_event, theirs_event)
+            if mismatch is not None:
+                return mismatch
         elif (
             isinstance(ours_event, _Call)
             or isinstance(theirs_event, _Call)
             or ours_event != theirs_event
         ):
-            return Difference(_where(ours), _told(ours_event), _told(theirs_event))
+            return Difference(
+                _describe_call(ours), _describe_event(ours_event), _describe_event(theirs_event)
+            )
     rest = len(theirs.events), len(ours.events)
     longer = ours.events[rest[0]] if rest[0] < rest[1] else None
     missing = theirs.events[rest[1]] if rest[1] < rest[0] else None
-    return Difference(_where(ours), _told(longer), _told(missing))
+    return Difference(_describe_call(ours), _describe_event(longer), _describe_event(missing))
 
 
-def _where(call: _Call) -> str:
+def _describe_call(call: _Call) -> str:
     return f"module {pattern(call.path)}" if call.path else "the loss and the model itself"
 
 
-def _told(event: str | _Call | None) -> str:
+def _describe_event(event: str | _Call | None) -> str:
     if event is None:
         return "nothing more"
     return f"a call of {pattern(event.path)}" if isinstance(event, _Call) else event
@@ -302,7 +312,7 @@ def trainable_patterns(program: Program) -> Mapping[str, bool]:
 
     Mixed patterns are left out.
     """
-    found: dict[str, set[bool]] = {}
+    flags: dict[str, set[bool]] = {}
     for p in program.parameters:
-        found.setdefault(pattern(p.name), set()).add(p.trainable)
-    return {name: kinds.pop() for name, kinds in found.items() if len(kinds) == 1}
+        flags.setdefault(pattern(p.name), set()).add(p.trainable)
+    return {name: kinds.pop() for name, kinds in flags.items() if len(kinds) == 1}

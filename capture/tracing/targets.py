@@ -141,29 +141,30 @@ def targets_of(job: Job) -> tuple[Target, ...]:
     graphs = graphs_of(job)
     for variant in job.variants:
         _check_name(variant, f"Job.variants[{variant!r}]")
-    found: list[Target] = []
+    targets: list[Target] = []
     for variant, batch in {"": job.batch, **job.variants}.items():
         outputs: dict[str, Tensor] = {}
         needed = {source for graph in graphs.values() for source in graph.feeds.values()}
         for name, graph in graphs.items():
             where = f"Job.graphs[{name!r}]" if job.graphs else "Job"
-            given = _selected(job, batch, graph.inputs, f"{where}.inputs") | {
+            example = _select_entries(job, batch, graph.inputs, f"{where}.inputs") | {
                 e: outputs[source] for e, source in graph.feeds.items()
             }
             function: Traced
             if graph.compute is not None:
                 function = TensorsFunction(
-                    job.model, given, graph.compute, OutputRole.OUTPUT, f"{where}.compute"
+                    job.model, example, graph.compute, OutputRole.OUTPUT, f"{where}.compute"
                 )
-                found.append(Target(name, Mode.COMPUTE, variant, function, given))
+                targets.append(Target(name, Mode.COMPUTE, variant, function, example))
             else:
-                function = StepFunction(job.model, given, graph.loss, f"{where}.loss")
-                found += [
-                    Target(name, mode, variant, function, given) for mode in (Mode.TRAIN, Mode.EVAL)
+                function = StepFunction(job.model, example, graph.loss, f"{where}.loss")
+                targets += [
+                    Target(name, mode, variant, function, example)
+                    for mode in (Mode.TRAIN, Mode.EVAL)
                 ]
             if any(source.startswith(f"{name}.") for source in needed):
                 outputs |= {
-                    f"{name}.{output}": value for output, value in _outputs(function, given)
+                    f"{name}.{output}": value for output, value in _outputs(function, example)
                 }
                 lacking = sorted(
                     source
@@ -178,12 +179,12 @@ def targets_of(job: Job) -> tuple[Target, ...]:
                         got=lacking[0],
                     )
         if job.predict is not None:
-            given = _selected(job, batch, job.predict_inputs, "Job.predict_inputs")
+            example = _select_entries(job, batch, job.predict_inputs, "Job.predict_inputs")
             function = TensorsFunction(
-                job.model, given, job.predict, OutputRole.PREDICTION, "Job.predict"
+                job.model, example, job.predict, OutputRole.PREDICTION, "Job.predict"
             )
-            found.append(Target(MAIN, Mode.PREDICT, variant, function, given))
-    return tuple(found)
+            targets.append(Target(MAIN, Mode.PREDICT, variant, function, example))
+    return tuple(targets)
 
 
 def example_of(job: Job, target: Target) -> tuple[dict[str, Tensor], Shapes]:
@@ -201,18 +202,20 @@ def example_of(job: Job, target: Target) -> tuple[dict[str, Tensor], Shapes]:
     for batch in batches:
         for name, leaf in leaves_of(batch).items():
             ndims[name] = max(leaf.ndim, ndims.get(name, 0))
-    said = {name: dims for name, dims in job.dynamic.items() if name in whole or name not in ndims}
+    declared = {
+        name: dims for name, dims in job.dynamic.items() if name in whole or name not in ndims
+    }
     for name in [
         name
-        for name in said
-        if isinstance(said[name], Mapping) and name in ndims and ndims[name] > whole[name].ndim
+        for name in declared
+        if isinstance(declared[name], Mapping) and name in ndims and ndims[name] > whole[name].ndim
     ]:
-        said[name] = {
+        declared[name] = {
             dim: spec
-            for dim, spec in said[name].items()
+            for dim, spec in declared[name].items()
             if dim < whole[name].ndim or dim >= ndims[name]
         }
-    shapes = declared_shapes(said, whole)
+    shapes = declared_shapes(declared, whole)
     return {name: whole[name].detach().contiguous() for name in target.function.inputs}, shapes
 
 
@@ -229,7 +232,7 @@ def _check_name(name: str, where: str) -> None:
         )
 
 
-def _selected(
+def _select_entries(
     job: Job, batch: Mapping[str, Any], names: Collection[str] | None, where: str
 ) -> dict[str, Any]:
     """Return the entries of one of the job's batches that a function reads.
@@ -238,13 +241,13 @@ def _selected(
     """
     if names is None:
         return dict(batch)
-    known = set(job.batch).union(*job.variants.values())
-    unknown = sorted(set(names) - known)
+    entries_of_job = set(job.batch).union(*job.variants.values())
+    unknown = sorted(set(names) - entries_of_job)
     if unknown:
         raise JobError(
             "names inputs that are not in the batch",
             where=where,
-            expected=f"some of {sorted(known)}",
+            expected=f"some of {sorted(entries_of_job)}",
             got=str(unknown),
         )
     return {name: value for name, value in batch.items() if name in set(names)}

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from trainload.capture.diagnostics.blame import capture_error, explained, no_gradient, of_hook
+from trainload.capture.diagnostics.blame import (
+    capture_error,
+    explain_difference,
+    no_gradient,
+    of_hook,
+)
 from trainload.capture.job.declared_sizes import Shapes, warn_of_special_lengths
 from trainload.capture.job.definition import Job
 from trainload.capture.job.flat_function import Around, Traced, nothing_around
@@ -48,7 +53,7 @@ _PREFIX = "model."
 def capture(
     job: Job,
     check: Check | None = Check.USUAL,
-    kept: dict[str, list[Replayed]] | None = None,
+    replays: dict[str, list[Replayed]] | None = None,
     strict: bool | None = None,
 ) -> Program:
     """Capture the job's graphs and check that they equal eager mode.
@@ -59,7 +64,7 @@ def capture(
         job: the job to capture.
         check: how much is compared; None: nothing, and the model is not run, since the job's
             tensors have no values. See `abstract_job.py`.
-        kept: receives, by training graph, its results on the replayed batches, for `check_step`.
+        replays: receives, by training graph, its results on the replayed batches, for `check_step`.
         strict: True: use only torch.export's strict mode; False: only its non-strict mode; None:
             the non-strict mode, and if that cannot follow the model, the strict mode if it loses
             nothing. See `strict.py`.
@@ -81,25 +86,27 @@ def capture(
                 warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
             set_training(target.training)
             target.function.runs = check is not None
-            given = (
-                kept.setdefault(target.name, []) if kept is not None and target.training else None
+            target_replays = (
+                replays.setdefault(target.name, [])
+                if replays is not None and target.training
+                else None
             )
-            proven = _capture_graph(target, batch, shapes, check, given, strict)
+            proven = _capture_graph(target, batch, shapes, check, target_replays, strict)
             graphs[target.name] = proven.captured
             constants |= proven.constants
             if target.training:
                 unreached[target.name] = proven.without_gradient
-            for each in targets:
-                each.function.differentiates = each.function.differentiates or differentiates(
+            for other in targets:
+                other.function.differentiates = other.function.differentiates or differentiates(
                     proven.captured.exported.graph_module
                 )
         set_training(True)  # an overridden train() may change which parameters are trained
         _check_variants(graphs.values())
         without_gradient = set[str].intersection(*unreached.values())
         graphs |= {
-            name: replace(graphs[name], reached=_reached(model, found))
-            for name, found in unreached.items()
-            if found - without_gradient
+            name: replace(graphs[name], reached=_reached_parameters(model, names))
+            for name, names in unreached.items()
+            if names - without_gradient
         }
         if without_gradient:
             warnings.warn(
@@ -123,7 +130,7 @@ def capture(
 
 
 @dataclass(frozen=True, slots=True)
-class _Proven:
+class _ComparedGraph:
     """A graph that was compared with eager mode.
 
     Attributes:
@@ -137,7 +144,7 @@ class _Proven:
     without_gradient: set[str]
 
 
-def _reached(model: nn.Module, unreached: set[str]) -> tuple[str, ...]:
+def _reached_parameters(model: nn.Module, unreached: set[str]) -> tuple[str, ...]:
     return tuple(
         sorted(n for n, p in model.named_parameters() if p.requires_grad and n not in unreached)
     )
@@ -163,9 +170,9 @@ def _capture_graph(
     batch: dict[str, Tensor],
     shapes: Shapes,
     check: Check | None,
-    kept: list[Replayed] | None,
+    replays: list[Replayed] | None,
     strict: bool | None,
-) -> _Proven:
+) -> _ComparedGraph:
     """Capture one graph and compare it with eager mode, unless `check` is None.
 
     Raises:
@@ -174,29 +181,31 @@ def _capture_graph(
     """
     if strict:
         with state_kept(target.function.model):
-            exported = _asked_strictly(target, batch, shapes)
-        return _proven(
-            target, batch, exported, check, kept, Tracing(strict=True, why="it was asked for")
+            exported = _export_strictly_as_requested(target, batch, shapes)
+        return _compare_graph(
+            target, batch, exported, check, replays, Tracing(strict=True, why="it was asked for")
         )
     try:
         with state_kept(target.function.model):
             exported = export_graph(target, batch, shapes)
     except CaptureError as refused:
-        stepped_in = None
+        strictly_captured = None
         if strict is None and check is not None and could_help(refused):
-            stepped_in = _stepped_in(target, batch, shapes, check, kept, refused)
-        if stepped_in is None:
+            strictly_captured = _try_strictly(target, batch, shapes, check, replays, refused)
+        if strictly_captured is None:
             raise
-        return stepped_in
+        return strictly_captured
     why = (
         "it was asked for"
         if strict is False
         else "it follows the model, and everything that forward does is watched"
     )
-    return _proven(target, batch, exported, check, kept, Tracing(strict=False, why=why))
+    return _compare_graph(target, batch, exported, check, replays, Tracing(strict=False, why=why))
 
 
-def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) -> ExportedProgram:
+def _export_strictly_as_requested(
+    target: Target, batch: dict[str, Tensor], shapes: Shapes
+) -> ExportedProgram:
     """Export in strict mode because the caller requested it."""
     try:
         return export_strictly(target, batch, shapes)
@@ -214,21 +223,21 @@ def _asked_strictly(target: Target, batch: dict[str, Tensor], shapes: Shapes) ->
         ) from error
 
 
-def _stepped_in(
+def _try_strictly(
     target: Target,
     batch: dict[str, Tensor],
     shapes: Shapes,
     check: Check,
-    kept: list[Replayed] | None,
+    replays: list[Replayed] | None,
     refused: CaptureError,
-) -> _Proven | None:
+) -> _ComparedGraph | None:
     """Capture in strict mode after the non-strict mode rejected the model.
 
     Returns:
         The graph; None if strict mode cannot follow the model either, loses something, or differs
         from eager mode.
     """
-    given: list[Replayed] | None = None if kept is None else []
+    strict_replays: list[Replayed] | None = None if replays is None else []
     why = f"the non-strict mode does not follow the model: {refused.findings[0].sentence}"
     place = refused.findings[0].place
     tracing = Tracing(
@@ -237,23 +246,23 @@ def _stepped_in(
     try:
         with state_kept(target.function.model):
             exported = export_strictly(target, batch, shapes)
-        proven = _proven(target, batch, exported, check, given, tracing)
+        proven = _compare_graph(target, batch, exported, check, strict_replays, tracing)
     except Exception as error:  # noqa: BLE001  # the first error remains valid, and the caller raises it
         tried_too(refused, error)
         return None
-    if kept is not None and given is not None:
-        kept += given
+    if replays is not None and strict_replays is not None:
+        replays += strict_replays
     return proven
 
 
-def _proven(
+def _compare_graph(
     target: Target,
     batch: dict[str, Tensor],
     exported: ExportedProgram,
     check: Check | None,
-    kept: list[Replayed] | None,
+    replays: list[Replayed] | None,
     tracing: Tracing,
-) -> _Proven:
+) -> _ComparedGraph:
     """Return the captured graph, compared with eager mode unless `check` is None."""
     name, function = target.name, target.function
     _strip_prefix(exported)
@@ -263,16 +272,16 @@ def _proven(
     )
     constants = _constants(name, exported)
     if check is None:
-        return _Proven(captured, constants, set())
+        return _ComparedGraph(captured, constants, set())
     with state_kept(function.model):
         try:
             missing = check_parity(
-                captured, function, replay_batches(captured, batch, check), constants, kept
+                captured, function, replay_batches(captured, batch, check), constants, replays
             )
-            return _Proven(captured, constants, missing)
+            return _ComparedGraph(captured, constants, missing)
         except CaptureError as error:
             compare = partial(check_parity, captured, function, [batch], constants)
-            raise explained(error, function, batch, compare) from error
+            raise explain_difference(error, function, batch, compare) from error
 
 
 def export_graph(
@@ -296,10 +305,10 @@ def export_graph(
         raise
     except Exception as error:
         # a model's own code may raise anything; each becomes a report that names the place
-        raise _page(target, error, batch, shapes) from error
+        raise _report_error(target, error, batch, shapes) from error
 
 
-def _page(
+def _report_error(
     target: Target, error: Exception, batch: dict[str, Tensor], shapes: Shapes
 ) -> CaptureError:
     def attempt(inside: AbstractContextManager[object]) -> ExportedProgram:
@@ -342,15 +351,15 @@ def _export(
                 "Change the gradient with parameter.register_hook, or in the optimizer.",
             )
         hooks = {
-            n: list(found.values())
+            n: list(backward_hooks.values())
             for n, p in function.model.named_parameters()
-            if (found := p._backward_hooks)
+            if (backward_hooks := p._backward_hooks)
         }
         watch = Watch()
         with (
             torch.set_grad_enabled(training),
             inside or nullcontext(),
-            _watched(watch, function, hooks if training else {}, around),
+            _watch_forward(watch, function, hooks if training else {}, around),
         ):
             # Not with prefer_deferred_runtime_asserts_over_guards: the graph of a model that splits
             # the batch in halves would then assert `s // 2 != 1`, and fail on two and three rows,
@@ -386,7 +395,7 @@ def _drop_failed(exported: ExportedProgram) -> None:
 
 
 @contextmanager
-def _watched(
+def _watch_forward(
     watch: Watch,
     function: Traced,
     hooks: dict[str, list[Callable[[Tensor], Tensor | None]]],
@@ -461,7 +470,7 @@ def input_specs(exported: ExportedProgram, batch: Mapping[str, Tensor]) -> tuple
 
 
 def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
@@ -476,7 +485,7 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
                         " requires_grad_(False)."
                     ),
                 )
-            found[f"{name}/{spec.target}"] = value.detach().cpu().clone()
+            constants[f"{name}/{spec.target}"] = value.detach().cpu().clone()
         elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT):
             raise CaptureError(
                 "an input of this kind is not supported",
@@ -488,4 +497,4 @@ def _constants(name: str, exported: ExportedProgram) -> dict[str, Tensor]:
                     " does not pass to operators."
                 ),
             )
-    return found
+    return constants

@@ -45,8 +45,8 @@ def applied(model: nn.Module, call: Call) -> Iterator[None]:
             stack.enter_context(
                 replaced(torch.autograd.Function, "apply", classmethod(_with_defaults(call)))
             )
-            for owner, name, held in list(_holders(model)):
-                stack.enter_context(replaced(owner, name, _Apply(held.__self__, call)))
+            for owner, name, bound_apply in list(_holders(model)):
+                stack.enter_context(replaced(owner, name, _Apply(bound_apply.__self__, call)))
         yield
 
 

@@ -24,13 +24,13 @@ def bodies() -> Iterator[None]:
         # Dynamo identifies `checkpoint` by its object and caches what it found first, so the names
         # that a model holds are replaced, not the attribute of torch's module. Dynamo itself fails
         # on a checkpoint in a branch of cond (KeyError `_checkpoint_context_fn`).
-        stack.enter_context(renamed({checkpoint: _unchecked}))
+        stack.enter_context(renamed({checkpoint: _call_without_checkpoint}))
         for name, own in _DROPOUTS.items():
             stack.enter_context(replaced(functional, name, own))
         yield
 
 
-def _unchecked(
+def _call_without_checkpoint(
     function: Callable[..., Any],
     *args: Any,
     use_reentrant: bool | None = None,

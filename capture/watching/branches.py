@@ -63,10 +63,10 @@ def _cond(pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] 
     traced = _TRACED.get()
     if traced is None:
         return (true_fn if pred else false_fn)(*operands)
-    return _traced(*traced, pred, (true_fn, false_fn), operands)
+    return _trace_branches(*traced, pred, (true_fn, false_fn), operands)
 
 
-def _traced(
+def _trace_branches(
     watch: Recorder,
     model: nn.Module,
     pred: Tensor,
@@ -76,10 +76,13 @@ def _traced(
     buffers = list({id(value): value for value in model.buffers()}.values())
     # backward runs a branch again, after the buffers have been written to
     before = [value.clone() for value in buffers]
-    traced = [_Traced(watch, model, buffers, before, branch, operands) for branch in branches]
+    traced = [_TracedBranch(watch, model, buffers, before, branch, operands) for branch in branches]
     changed = sorted(traced[0].used | traced[1].used)
-    values = [[*each.values, *(each.buffers[place] for place in changed)] for each in traced]
-    kinds = [[(tuple(value.shape), value.dtype) for value in each] for each in values]
+    values = [
+        [*branch_region.values, *(branch_region.buffers[place] for place in changed)]
+        for branch_region in traced
+    ]
+    kinds = [[(tuple(value.shape), value.dtype) for value in tensors] for tensors in values]
     if kinds[0] != kinds[1]:
         raise CaptureError(
             "the branches of a torch.cond return different kinds of tensors",
@@ -88,10 +91,12 @@ def _traced(
             got=", ".join(f"{dtype} {shape}" for shape, dtype in kinds[1]),
             hint="Return tensors of the same shapes and dtypes from both branches.",
         )
-    found = iter(marks.BRANCHES(pred, *values, *(each.number for each in traced)))
-    result = mapped(traced[0].result, lambda x: _as_before(next(found), x.dtype))
+    outputs = iter(
+        marks.BRANCHES(pred, *values, *(branch_region.number for branch_region in traced))
+    )
+    result = mapped(traced[0].result, lambda x: _as_before(next(outputs), x.dtype))
     for place in changed:
-        buffers[place].copy_(_as_before(next(found).detach(), buffers[place].dtype))
+        buffers[place].copy_(_as_before(next(outputs).detach(), buffers[place].dtype))
     return result
 
 
@@ -111,7 +116,7 @@ def _as_before(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.view(dtype) if dtype is torch.int64 else x.to(dtype)
 
 
-class _Traced:
+class _TracedBranch:
     """A branch that was traced as a region of the graph.
 
     Attributes:
@@ -135,11 +140,14 @@ class _Traced:
         copies = [value.clone() for value in before]
         own = {id(value): copy for value, copy in zip(buffers, copies, strict=True)}
         places = {id(copy): place for place, copy in enumerate(copies)}
-        with _Uses(places) as uses, _held(model, own) as held:
+        with _Uses(places) as uses, _buffers_replaced(model, own) as replaced_buffers:
             self.result = mapped(
                 branch(*mapped(operands, lambda x: own.get(id(x), x))), torch.clone
             )
-            now = [(places[id(copy)], copy, module._buffers[name]) for module, name, copy in held]
+            now = [
+                (places[id(copy)], copy, module._buffers[name])
+                for module, name, copy in replaced_buffers
+            ]
             assigned = {
                 place: value
                 for place, copy, value in now
@@ -148,12 +156,12 @@ class _Traced:
         self.values: list[Tensor] = []
         mapped(self.result, lambda x: self.values.append(_as_floats(x)))
         self.buffers = [_as_floats(assigned.get(place, copy)) for place, copy in enumerate(copies)]
-        self.used = uses.found | assigned.keys()
+        self.used = uses.used | assigned.keys()
         marks.END(self.number)
 
 
 @contextlib.contextmanager
-def _held(
+def _buffers_replaced(
     model: nn.Module, own: Mapping[int, Tensor]
 ) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
     """Replace the model's buffers inside the block.
@@ -190,7 +198,7 @@ class _Uses(TorchFunctionMode):
     def __init__(self, places: Mapping[int, int]) -> None:
         super().__init__()
         self._places = places
-        self.found: set[int] = set()
+        self.used: set[int] = set()
 
     def __torch_function__(
         self,
@@ -201,7 +209,7 @@ class _Uses(TorchFunctionMode):
     ) -> Any:
         def note(x: Tensor) -> None:
             if id(x) in self._places:
-                self.found.add(self._places[id(x)])
+                self.used.add(self._places[id(x)])
 
         mapped([*args, *(kwargs or {}).values()], note)
         return func(*args, **(kwargs or {}))

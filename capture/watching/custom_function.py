@@ -60,8 +60,8 @@ It is traced once for each set of used outputs.
 """
 
 
-def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the result of `cls.apply(*args, **named)`.
+def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of `cls.apply(*args, **kwargs)`.
 
     Marks make its backward a part of the graph.
 
@@ -73,20 +73,20 @@ def call_function(watch: Recorder, cls: Any, args: tuple[Any, ...], named: dict[
     needs = tuple(tracked and isinstance(a, Tensor) and a.requires_grad for a in args)
     context = Context(needs)
     with torch.no_grad():
-        given = (
+        inputs = (
             tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
             if _may_write(cls)
             else args
         )
         if cls.setup_context is not torch.autograd.Function.setup_context:
-            result = cls.forward(*given, **named)
-            cls.setup_context(context, given, result)
+            result = cls.forward(*inputs, **kwargs)
+            cls.setup_context(context, inputs, result)
         else:
-            result = cls.forward(context, *given, **named)
-    passed = _connected(watch, cls, context, args, result)
+            result = cls.forward(context, *inputs, **kwargs)
+    connected = _connect(watch, cls, context, args, result)
     if not context.dirty:
-        return passed
-    return _written(cls, context, args, given, result, passed)
+        return connected
+    return _write_back(cls, context, args, inputs, result, connected)
 
 
 def _may_write(cls: Any) -> bool:
@@ -102,21 +102,21 @@ def _may_write(cls: Any) -> bool:
     )
 
 
-def _written(
+def _write_back(
     cls: Any,
     context: Context,
     args: tuple[Any, ...],
-    given: tuple[Any, ...],
+    copies: tuple[Any, ...],
     result: Any,
-    passed: Any,
+    connected: Any,
 ) -> Any:
     """Copy what a function wrote to copies of its inputs into the inputs.
 
     They are returned in place of its outputs.
     """
-    before, after = (list(r) if isinstance(r, tuple) else [r] for r in (result, passed))
+    before, after = (list(r) if isinstance(r, tuple) else [r] for r in (result, connected))
     for dirty in context.dirty:
-        sources = [i for i, g in enumerate(given) if g is dirty and g is not args[i]]
+        sources = [i for i, g in enumerate(copies) if g is dirty and g is not args[i]]
         places = [i for i, value in enumerate(before) if value is dirty]
         if not sources or not places:
             raise own_backward(
@@ -128,7 +128,7 @@ def _written(
     return tuple(after) if isinstance(result, tuple) else after[0]
 
 
-def _connected(
+def _connect(
     watch: Recorder, cls: Any, context: Context, args: tuple[Any, ...], result: Any
 ) -> Any:
     """Return the outputs of forward, connected to the gradients that backward computes."""
@@ -148,7 +148,7 @@ def _connected(
         return result
     if context.materialize:
         try:
-            number, gradients = _traced_backward(watch, cls, context, len(args), values, places)
+            number, gradients = _trace_backward(watch, cls, context, len(args), values, places)
         except RuntimeError as error:
             if _NO_FORMULA not in str(error):
                 raise
@@ -164,23 +164,28 @@ def _connected(
             [values[i] for i in places], [a for a, _ in pairs], [g for _, g in pairs], number
         )
     else:
-        connected = _connected_by_use(watch, cls, context, args, values, places)
+        connected = _connect_by_use(watch, cls, context, args, values, places)
     for place, value in zip(places, connected, strict=True):
         values[place] = value
     return tuple(values) if isinstance(result, tuple) else values[0]
 
 
-def _traced_backward(
-    watch: Recorder, cls: Any, context: Context, arguments: int, values: list[Any], used: list[int]
+def _trace_backward(
+    watch: Recorder,
+    cls: Any,
+    context: Context,
+    arguments: int,
+    values: list[Any],
+    used_outputs: list[int],
 ) -> tuple[int, list[Tensor | None]]:
-    """Trace a backward for gradients that arrive at the `used` outputs.
+    """Trace a backward for gradients that arrive at the outputs `used_outputs`.
 
     Returns:
         The number of the region, and the gradient for each argument.
     """
     number = watch.number()
-    tangents = {i: watch.tangent(values[i], number) for i in used}
-    given = [
+    tangents = {i: watch.tangent(values[i], number) for i in used_outputs}
+    incoming = [
         (
             tangents[i]
             if i in tangents
@@ -193,16 +198,16 @@ def _traced_backward(
     marks.BEGIN("backward", cls.__name__, number)
     dtypes = context.gradient_dtypes or (None,) * len(values)
     try:
-        found = cls.backward(
+        returned = cls.backward(
             context,
             *(
                 g if dtype is None or g is None else g.to(dtype)
-                for g, dtype in zip(given, dtypes, strict=True)
+                for g, dtype in zip(incoming, dtypes, strict=True)
             ),
         )
     finally:
         marks.END(number)
-    gradients = list(found) if isinstance(found, tuple) else [found]
+    gradients = list(returned) if isinstance(returned, tuple) else [returned]
     if len(gradients) < arguments or any(g is not None for g in gradients[arguments:]):
         raise own_backward(
             f"the backward of the autograd function {cls.__name__} returns {len(gradients)}"
@@ -212,7 +217,7 @@ def _traced_backward(
     return number, gradients
 
 
-def _connected_by_use(
+def _connect_by_use(
     watch: Recorder,
     cls: Any,
     context: Context,
@@ -238,7 +243,7 @@ def _connected_by_use(
     failed: list[Exception] = []
     for bits in range(2 ** len(places) - 1, 0, -1):
         try:
-            number, found = _traced_backward(
+            number, computed = _trace_backward(
                 watch,
                 cls,
                 context,
@@ -251,7 +256,7 @@ def _connected_by_use(
         except Exception as error:  # noqa: BLE001 - a user's backward may raise anything where what it needs goes unused
             failed.append(error)
         else:
-            traced.append((bits, number, [found[i] for i in inputs]))
+            traced.append((bits, number, [computed[i] for i in inputs]))
     if not traced:
         raise failed[0]
     connected: Sequence[Tensor] = marks.CONNECT_USED(

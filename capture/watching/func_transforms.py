@@ -24,18 +24,18 @@ from trainload.capture.watching.scan import replacements
 
 def transforms(watch: Recorder) -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """Return a map from each function of torch.func to its replacement while tracing."""
-    func, made = torch.func, _Transforms(watch)
+    func, traced = torch.func, _Transforms(watch)
     return {
-        func.vmap: made.vmap,
-        func.grad: made.grad,
-        func.grad_and_value: made.grad_and_value,
+        func.vmap: traced.vmap,
+        func.grad: traced.grad,
+        func.grad_and_value: traced.grad_and_value,
         func.vjp: _vjp,
         func.jvp: _jvp,
-        func.jacrev: made.jacobian,
-        func.jacfwd: made.jacobian,  # the same values
-        func.hessian: made.hessian,
-        func.linearize: _refused("linearize"),
-        **replacements(made.vmap),
+        func.jacrev: traced.jacobian,
+        func.jacfwd: traced.jacobian,  # the same values
+        func.hessian: traced.hessian,
+        func.linearize: _reject("linearize"),
+        **replacements(traced.vmap),
     }
 
 
@@ -74,16 +74,16 @@ class _Transforms:
                 return variables[-1]
 
             places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-            given = [mapped(a, variable) if i in places else a for i, a in enumerate(args)]
+            inputs = [mapped(a, variable) if i in places else a for i, a in enumerate(args)]
             with torch.enable_grad():  # torch.func.grad differentiates under no_grad too
-                result = function(*given, **kwargs)
+                result = function(*inputs, **kwargs)
                 values: list[Tensor] = []
                 mapped(result, values.append)
             marks.END(number)
-            found = iter(marks.FUNC_GRAD(variables, values, number))
-            gradients = tuple(mapped(given[i], lambda _: next(found)) for i in places)
+            outputs = iter(marks.FUNC_GRAD(variables, values, number))
+            gradients = tuple(mapped(inputs[i], lambda _: next(outputs)) for i in places)
             return gradients[0] if isinstance(argnums, int) else gradients, mapped(
-                result, lambda _: next(found)
+                result, lambda _: next(outputs)
             )
 
         return wrapper
@@ -114,7 +114,7 @@ class _Transforms:
                     *args
                 )
             )(units)
-            return mapped(rows, lambda each: each.reshape(*y.shape, *each.shape[1:]))
+            return mapped(rows, lambda gradients: gradients.reshape(*y.shape, *gradients.shape[1:]))
 
         return wrapper
 
@@ -148,10 +148,10 @@ class _Transforms:
                 result: Tensor = marks.ROW(x, dim % x.ndim, number)
                 return result
 
-            given = mapped_with(args, in_dims, row)
+            row_args = mapped_with(args, in_dims, row)
             # as torch does: keyword arguments are mapped along dim 0
-            rest = mapped_with(kwargs, 0, row)
-            result = function(*given, **rest)
+            row_kwargs = mapped_with(kwargs, 0, row)
+            result = function(*row_args, **row_kwargs)
             values: list[Tensor] = []
             dims: list[int] = []
 
@@ -161,8 +161,8 @@ class _Transforms:
 
             mapped_with(result, out_dims, collect)
             marks.END(number)
-            found = iter(marks.STACKED(values, dims, *sources[0], number))
-            return mapped(result, lambda _: next(found))
+            stacked = iter(marks.STACKED(values, dims, *sources[0], number))
+            return mapped(result, lambda _: next(stacked))
 
         return wrapper
 
@@ -186,12 +186,12 @@ def autograd_grad(
         )
     ends = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     starts = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    given: list[Tensor | None] = [None] * len(ends)
+    given_weights: list[Tensor | None] = [None] * len(ends)
     if grad_outputs is not None:
-        given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
+        given_weights = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
     weights = [
         torch.ones_like(end) if weight is None else weight
-        for end, weight in zip(ends, given, strict=True)
+        for end, weight in zip(ends, given_weights, strict=True)
     ]
     return tuple(marks.AUTOGRAD_GRAD(ends, starts, weights, create_graph))
 
@@ -204,11 +204,11 @@ def _variable(x: Tensor) -> Tensor:
 def _vjp(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     variables: list[Tensor] = []
 
-    def made(x: Tensor) -> Tensor:
+    def make_variable(x: Tensor) -> Tensor:
         variables.append(_variable(x))
         return variables[-1]
 
-    result = function(*mapped(primals, made))
+    result = function(*mapped(primals, make_variable))
     output, *rest = result if has_aux else (result,)
     ends: list[Tensor] = []
     mapped(output, ends.append)
@@ -216,8 +216,8 @@ def _vjp(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
     def pull_back(cotangents: Any) -> Any:
         weights: list[Tensor] = []
         mapped(cotangents, weights.append)
-        found = iter(marks.AUTOGRAD_GRAD(ends, variables, weights, True))
-        return mapped(primals, lambda _: next(found))
+        gradients = iter(marks.AUTOGRAD_GRAD(ends, variables, weights, True))
+        return mapped(primals, lambda _: next(gradients))
 
     return (output, pull_back, *rest)
 
@@ -240,11 +240,11 @@ def _jvp(
     mapped(pull_back(mapped(output, weight)), pulled.append)
     along: list[Tensor] = []
     mapped(tangents, along.append)
-    found = iter(marks.AUTOGRAD_GRAD(pulled, weights, along, True))
-    return (output, mapped(output, lambda _: next(found)), *rest)
+    derivatives = iter(marks.AUTOGRAD_GRAD(pulled, weights, along, True))
+    return (output, mapped(output, lambda _: next(derivatives)), *rest)
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def _reject(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise own_backward(
             f"forward calls torch.func.{name}, which is not supported",

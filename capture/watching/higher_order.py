@@ -78,7 +78,7 @@ PullBack = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 """(gradients of the outputs, other operands) -> gradients of the inputs."""
 
 
-def _given(
+def _with_pull_back(
     outputs: int, inputs: int, tensors: Sequence[Any], materialize: bool, pull_back: PullBack
 ) -> tuple[Any, ...]:
     """Return the outputs, with gradients computed by `pull_back`.
@@ -86,7 +86,7 @@ def _given(
     An output at which no gradient arrives has zeros as its gradient, or None if not `materialize`.
     """
 
-    class Given(torch.autograd.Function):
+    class Outputs(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
@@ -107,45 +107,52 @@ def _given(
             rest = [next(saved) if v is None else v for v in ctx.rest]
             return (*[None] * outputs, *pull_back(gradients, rest), *[None] * len(rest))
 
-    return tuple(Given.apply(*tensors))  # type: ignore[no-untyped-call]  # torch's own
+    return tuple(Outputs.apply(*tensors))  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _backward(call: Call, body: Any, outputs: int, inputs: int, *tensors: Any) -> tuple[Any, ...]:
-    return _given(
+    return _with_pull_back(
         outputs, inputs, tensors, True, lambda gradients, rest: call(body, (*gradients, *rest))
     )
 
 
 def _backward_by_use(
-    call: Call, outputs: int, inputs: int, used: Sequence[int], computed: Sequence[int], *rest: Any
+    call: Call,
+    outputs: int,
+    inputs: int,
+    output_sets: Sequence[int],
+    computed: Sequence[int],
+    *rest: Any,
 ) -> tuple[Any, ...]:
-    bodies, tensors = rest[: len(used)], rest[len(used) :]
+    bodies, tensors = rest[: len(output_sets)], rest[len(output_sets) :]
 
     def pull_back(gradients: Sequence[Any], needed: Sequence[Any]) -> Sequence[Any]:
         arrived = [g for g in gradients if g is not None]
         if not arrived:
             return [None] * inputs
-        place = _place_of_use(used, sum(1 << i for i, g in enumerate(gradients) if g is not None))
-        found = iter(call(bodies[place], (*arrived, *needed)))
-        return [next(found) if computed[place] >> i & 1 else None for i in range(inputs)]
+        place = _place_of_use(
+            output_sets, sum(1 << i for i, g in enumerate(gradients) if g is not None)
+        )
+        results = iter(call(bodies[place], (*arrived, *needed)))
+        return [next(results) if computed[place] >> i & 1 else None for i in range(inputs)]
 
-    return _given(outputs, inputs, tensors, False, pull_back)
+    return _with_pull_back(outputs, inputs, tensors, False, pull_back)
 
 
-def _place_of_use(used: Sequence[int], bits: int) -> int:
-    if bits not in used:
+def _place_of_use(output_sets: Sequence[int], bits: int) -> int:
+    if bits not in output_sets:
         raise CaptureError(
             "an autograd function receives gradients for a set of outputs for which its backward"
             " was not traced",
             where="trainload_backward_by_use",
-            expected=f"sets of outputs {', '.join(map(bin, used))}",
+            expected=f"sets of outputs {', '.join(map(bin, output_sets))}",
             got=bin(bits),
             hint=(
                 "Make its backward accept None for each output that may be unused, or use all"
                 " outputs in the loss."
             ),
         )
-    return list(used).index(bits)
+    return list(output_sets).index(bits)
 
 
 def _checkpoint(call: Call, body: Any, *operands: Any) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ _REWRITE = (
 )
 
 
-class _First(TorchFunctionMode):
+class _FirstUse(TorchFunctionMode):
     """Mode that records where a fake tensor is first used."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def check_no_leaks(
     """
     if not any(is_fake(value) for value in outputs):
         return
-    mode = _First()
+    mode = _FirstUse()
     with contextlib.suppress(Exception), mode:  # only the line of the first use is wanted
         function(dict(batch))
     finding = Finding(GLOBAL.anchor, _SENTENCE, _ADVICE, _REWRITE, mode.place)

@@ -19,12 +19,12 @@ def module_hooks(watch: Recorder, model: nn.Module) -> Iterator[None]:
     Inside the block they are removed, and forward hooks record them.
     """
     handles = []
-    taken = []
+    removed = []
     for name, module in model.named_modules():
         before, after = dict(module._backward_pre_hooks), dict(module._backward_hooks)
         if not before and not after:
             continue
-        taken.append((module, before, after))
+        removed.append((module, before, after))
         if after and not module._is_full_backward_hook:
             raise own_backward(
                 f"module {name} has a legacy backward hook (register_backward_hook), which torch"
@@ -46,7 +46,7 @@ def module_hooks(watch: Recorder, model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for module, before, after in taken:
+        for module, before, after in removed:
             module._backward_pre_hooks.update(before)
             module._backward_hooks.update(after)
 

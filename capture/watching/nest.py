@@ -33,9 +33,9 @@ def mapped_with(value: Any, dims: Any, function: Callable[[Tensor, int | None], 
             for key, entry in value.items()
         }
     if isinstance(value, list | tuple):
-        each = dims if isinstance(dims, list | tuple) else [dims] * len(value)
+        entry_dims = dims if isinstance(dims, list | tuple) else [dims] * len(value)
         entries = [
-            mapped_with(entry, dim, function) for entry, dim in zip(value, each, strict=True)
+            mapped_with(entry, dim, function) for entry, dim in zip(value, entry_dims, strict=True)
         ]
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     return value

@@ -73,13 +73,13 @@ class Recorder:
         marks.BEGIN("backward", "", number)
         changed = change(tangents)
         marks.END(number)
-        kept = [i for i in places if changed[i] is not None]
+        with_gradient = [i for i in places if changed[i] is not None]
         connected = iter(
             marks.CONNECT(
-                [values[i] for i in kept],
-                [values[i] for i in kept],
-                [changed[i] for i in kept],
+                [values[i] for i in with_gradient],
+                [values[i] for i in with_gradient],
+                [changed[i] for i in with_gradient],
                 number,
             )
         )
-        return tuple(next(connected) if i in kept else v for i, v in enumerate(values))
+        return tuple(next(connected) if i in with_gradient else v for i, v in enumerate(values))

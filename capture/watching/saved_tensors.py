@@ -30,7 +30,7 @@ def is_own(context: Any) -> bool:
 
 
 @contextlib.contextmanager
-def given_back() -> Iterator[None]:
+def saved_tensors_checked() -> Iterator[None]:
     """Require, inside the block, that a model's own hooks return the tensors that they received.
 
     Raises:
@@ -42,14 +42,14 @@ def given_back() -> Iterator[None]:
     def enter(context: Any) -> Any:
         if is_own(context) and not hasattr(context, "trainload_watched"):
             context.trainload_watched = True
-            context.pack_hook, context.unpack_hook = _watched(context)
+            context.pack_hook, context.unpack_hook = _checked_hooks(context)
         return original(context)
 
     with replaced(_HOOKS, "__enter__", enter):
         yield
 
 
-def _watched(context: Any) -> tuple[Any, Any]:
+def _checked_hooks(context: Any) -> tuple[Any, Any]:
     pack, unpack = context.pack_hook, context.unpack_hook
     page = own_backward(
         f"hooks on saved tensors ({type(context).__name__}) change the values saved for backward,"
@@ -61,9 +61,9 @@ def _watched(context: Any) -> tuple[Any, Any]:
     def packed(x: Tensor) -> Any:
         return pack(x), x.detach().clone()
 
-    def unpacked(kept: tuple[Any, Tensor]) -> Tensor:
-        result: Tensor = unpack(kept[0])
-        _check_same(kept[1], result, page)
+    def unpacked(saved: tuple[Any, Tensor]) -> Tensor:
+        result: Tensor = unpack(saved[0])
+        _check_same(saved[1], result, page)
         return result
 
     return packed, unpacked

@@ -71,8 +71,8 @@ def _scan_by(vmap: Callable[..., Any], original: Callable[..., Any]) -> Callable
 
         first = [x.movedim(dim, 0) for x in leaves]
         scanned = _scan(combined, [x.flip(0) for x in first] if reverse else first)
-        found = iter([(x.flip(0) if reverse else x).movedim(0, dim) for x in scanned])
-        return mapped(xs, lambda _: next(found))
+        results = iter([(x.flip(0) if reverse else x).movedim(0, dim) for x in scanned])
+        return mapped(xs, lambda _: next(results))
 
     return associative_scan
 
@@ -83,9 +83,9 @@ def _has_length(x: Tensor, dim: int) -> bool:
 
 
 def _leaves(tree: Any) -> Leaves:
-    found: Leaves = []
-    mapped(tree, found.append)
-    return found
+    tensors: Leaves = []
+    mapped(tree, tensors.append)
+    return tensors
 
 
 def _scan(combined: Callable[[Leaves, Leaves], Leaves], entries: Leaves) -> Leaves:
@@ -104,10 +104,10 @@ def _scan(combined: Callable[[Leaves, Leaves], Leaves], entries: Leaves) -> Leav
     if before:
         later = combined([x[:before] for x in odd], [x[2::2] for x in entries])
         even = [torch.cat([first, rest]) for first, rest in zip(even, later, strict=True)]
-    return [_interleaved(a, b) for a, b in zip(even, odd, strict=True)]
+    return [_interleave(a, b) for a, b in zip(even, odd, strict=True)]
 
 
-def _interleaved(even: Tensor, odd: Tensor) -> Tensor:
+def _interleave(even: Tensor, odd: Tensor) -> Tensor:
     """Interleave the entries of two tensors; `even` has as many as `odd`, or one more."""
     pairs = torch.stack([even[: odd.shape[0]], odd], 1).flatten(0, 1)
     return pairs if even.shape[0] == odd.shape[0] else torch.cat([pairs, even[odd.shape[0] :]])

@@ -39,31 +39,35 @@ class Answers:
         # torch wraps a list of operators into a policy; it may name kernels of other devices
         if inspect.isfunction(policy):
             listed = inspect.getclosurevars(policy).nonlocals.get("policy_fn_or_list")
-            self._listed |= {_name(op) for op in listed} if isinstance(listed, list) else set()
+            self._listed |= (
+                {_operator_name(op) for op in listed} if isinstance(listed, list) else set()
+            )
 
         def heard(state: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(op, "namespace", "") == marks.NAMESPACE:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             answer = policy(state, op, *args, **kwargs)
-            self._calls.setdefault(_name(op), []).append(answer is True or answer in _SAVED)
+            self._calls.setdefault(_operator_name(op), []).append(
+                answer is True or answer in _SAVED
+            )
             return answer
 
         context.policy_fn = heard
 
     def text(self) -> str:
         """Return the decisions in the format of this module."""
-        found = {name: [True] for name in self._listed} | self._calls
+        answers_by_name = {name: [True] for name in self._listed} | self._calls
         digits = {
             name: "".join("01"[answer] for answer in answers)
-            for name, answers in found.items()
+            for name, answers in answers_by_name.items()
             if any(answers)
         }
         return " ".join(
-            f"{name}={'1' if '0' not in said else said}" for name, said in sorted(digits.items())
+            f"{name}={'1' if '0' not in bits else bits}" for name, bits in sorted(digits.items())
         )
 
 
-def _name(op: Any) -> str:
+def _operator_name(op: Any) -> str:
     """Return an operator's name.
 
     For one that writes in place it is the name of its functional variant, as in derived graphs.
@@ -81,7 +85,7 @@ def kept_operators(text: str) -> dict[str, str]:
     Raises:
         CaptureError: if the text is malformed.
     """
-    found: dict[str, str] = {}
+    answers_by_name: dict[str, str] = {}
     for entry in text.split():
         name, equals, answers = entry.rpartition("=")
         if not equals or not answers or set(answers) - {"0", "1"}:
@@ -91,5 +95,5 @@ def kept_operators(text: str) -> dict[str, str]:
                 expected="an operator, =, and a 0 or 1 for each call",
                 got=entry[:80],
             )
-        found[name] = answers
-    return found
+        answers_by_name[name] = answers
+    return answers_by_name

@@ -84,8 +84,8 @@ class Watch(Recorder):
             stack.enter_context(no_raw_kernels())
             stack.enter_context(lengths())
             stack.enter_context(self.raised.by_sizes())
-            for name, found in parameters.items():
-                for hook in found:
+            for name, hooks in parameters.items():
+                for hook in hooks:
                     self.hook(model.get_parameter(name), hook)
             with _buffers_written(model):
                 yield
@@ -115,7 +115,7 @@ class Watch(Recorder):
             (distributions.Dirichlet, "rsample", dirichlet_rsample),
             # checks depend on values; eager mode makes them
             (distributions.Distribution, "_validate_args", False),
-            (torch, "compile", _outside(mode, torch.compile)),
+            (torch, "compile", _compile_outside(mode, torch.compile)),
         ]
 
     def hook(self, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> int:
@@ -195,9 +195,9 @@ class Watch(Recorder):
     def _saved_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def leave(context: Any, *error: Any) -> Any:
             if type(context).__module__ == CHECKPOINT_MODULE:
-                kept = self._answers.pop().text()
-                if kept:
-                    marks.KEEP(kept, context.trainload_region)
+                decisions = self._answers.pop().text()
+                if decisions:
+                    marks.KEEP(decisions, context.trainload_region)
                 return marks.END(context.trainload_region)
             return None if is_own(context) else original(context, *error)
 
@@ -256,9 +256,9 @@ class _Functions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         with self._watch.raised.noted():
-            return self._seen(func, args, kwargs or {})
+            return self._intercept(func, args, kwargs or {})
 
-    def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _intercept(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         check_traceable_arguments(func, (*args, *kwargs.values()), self._model, place_here)
         _check_gradient_stays_on(func, args, kwargs)
@@ -297,8 +297,8 @@ def _check_gradient_stays_on(func: Any, args: tuple[Any, ...], kwargs: Mapping[s
     """
     name = getattr(func, "__name__", "")
     if name == "requires_grad_" or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # a descriptor
-        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        if isinstance(args[0], nn.Parameter) and args[0].requires_grad and not wanted:
+        enabled = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if isinstance(args[0], nn.Parameter) and args[0].requires_grad and not enabled:
             raise unfollowed(
                 "forward disables the gradient of a parameter",
                 "Use parameter.detach() where no gradient is wanted.",
@@ -342,7 +342,7 @@ def _inference_exit(context: Any, *error: Any) -> None:
     context.trainload_mode.__exit__(*error)
 
 
-def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torch.compile for control-flow operators.
 
     Their bodies are compiled and run outside of the mode, which the compiler would trace. torch's
@@ -350,8 +350,8 @@ def _outside(mode: Any, compiler: Callable[..., Any]) -> Callable[..., Any]:
     sizes, which specializes them.
     """
 
-    def compile_(*options: Any, **named: Any) -> Any:
-        compiled = compiler(*options, **named)
+    def compile_(*options: Any, **settings: Any) -> Any:
+        compiled = compiler(*options, **settings)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             torch.compiler.reset()

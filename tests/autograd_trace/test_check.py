@@ -29,7 +29,7 @@ def weighted(model: nn.Module, batch: Batch) -> Loss:
 
 def replayed(given: Job) -> tuple[Program, list[Replayed]]:
     kept: dict[str, list[Replayed]] = {}
-    program = capture(given, kept=kept)
+    program = capture(given, replays=kept)
     return program, kept["train"]
 
 

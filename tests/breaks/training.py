@@ -70,7 +70,7 @@ TRAINING: tuple[Mutation, ...] = (
         2,
         "hooks on saved tensors may change them",
         "capture/watching/saved_tensors.py",
-        "        _check_same(kept[1], result, page)\n",
+        "        _check_same(saved[1], result, page)\n",
         "",
         "../capture/watching/test_gradient_forms.py::test_what_has_no_sound_form_is_refused[rounded-change"
         " the values saved for backward]",
@@ -97,7 +97,7 @@ TRAINING: tuple[Mutation, ...] = (
         2,
         "a wrapped optimizer keeps the model's parameters",
         "autograd_trace/optimizer/bound_optimizer.py",
-        "        made_of[id(inner)] = _copied(inner, made_of)\n",
+        "        copies[id(inner)] = _copy_without_state(inner, copies)\n",
         "",
         "../autograd_trace/optimizer/test_optimizer_state.py::test_state_of_any_form_runs_on_slices[an"
         " optimizer in another]",
@@ -146,7 +146,7 @@ TRAINING: tuple[Mutation, ...] = (
         2,
         "what a policy saves is computed again all the same",
         "autograd_trace/recompute/rematerialisation.py",
-        "        while depth and own[depth - 1] in self._kept.get(node, ()):\n"
+        "        while depth and own[depth - 1] in self._keepers.get(node, ()):\n"
         "            depth -= 1\n",
         "",
         "../autograd_trace/test_remat.py::test_what_a_policy_saves_is_kept",

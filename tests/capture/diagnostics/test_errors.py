@@ -265,8 +265,8 @@ def test_at_most_five_are_shown_and_the_others_counted() -> None:
     assert len(text.splitlines()) <= LINES
 
 
-@pytest.mark.matrix("_all")
-@pytest.mark.parametrize("part", ["_all", "watch", "rewrite.branch"])
+@pytest.mark.matrix("_collect_findings")
+@pytest.mark.parametrize("part", ["_collect_findings", "watch", "rewrite.branch"])
 def test_a_part_of_the_search_that_fails_does_not_hide_the_first_cause(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
