@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.graph_nodes import ends
-from trainload.sharding.analysis.liveness import Held, held
+from trainload.sharding.analysis.liveness import GraphMemory, held
 from trainload.sharding.pipeline.pipeline_axis import bytes_of as bytes_sent
 from trainload.sharding.pipeline.stage_schedule import Action, Message, instructions, message_of
 from trainload.sharding.pipeline.stages import Part
@@ -269,21 +269,21 @@ class _Rank:
             at=f"{where}: {at.at}",
         )
 
-    def _train_peak(self, graph: str, gradients: int) -> tuple[str, Held, int]:
+    def _train_peak(self, graph: str, gradients: int) -> tuple[str, GraphMemory, int]:
         if self._plan.pipeline is not None:
             return "pipeline", self._piped_peak(), gradients
         names = [train_name(graph, phase) for phase in phases(self._plan)]
         name = max(names, key=lambda each: self.held[each].peak)
         return name, self.held[name], gradients if self._plan.accumulate > 1 else 0
 
-    def _piped_peak(self) -> Held:
+    def _piped_peak(self) -> GraphMemory:
         """Simulate the rank's actions: values kept of each microbatch in flight, and the values of
         the running action.
         """
         pipeline = self._plan.pipeline
         assert pipeline is not None
         kept: dict[tuple[int, int], int] = {}
-        most = Held(0, 0, 0, "")
+        most = GraphMemory(0, 0, 0, "")
         for instruction in instructions(
             pipeline.order, pipeline.stage_ranks, self._plan.accumulate
         )[self._index]:
@@ -297,7 +297,7 @@ class _Rank:
             if name is not None:
                 here, others = self.held[name], sum(kept.values())
                 if here.peak + others > most.peak:
-                    most = Held(
+                    most = GraphMemory(
                         here.peak + others, 0, here.communication, f"{instruction}, {here.at}"
                     )
                 kept[key] = kept.get(key, 0) + here.left

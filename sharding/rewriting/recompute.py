@@ -95,7 +95,7 @@ class _Forward:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for index, node in enumerate(self._nodes):
-            for storage in self._storages.made.get(node, ()):
+            for storage in self._storages.allocated.get(node, ()):
                 first[storage] = last[storage] = index
             for source in node.all_input_nodes:
                 last |= {s: index for s in self._stored(source) if s in first}
