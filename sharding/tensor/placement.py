@@ -104,9 +104,9 @@ class Emitter:
             return size if size == -1 else size // divisor
         return self.call(operator.floordiv, size, divisor)
 
-    def wait(self, flying: Node) -> Node:
+    def wait(self, in_flight: Node) -> Node:
         """Return the result of a collective."""
-        return self.call(c10d.wait_tensor.default, flying)
+        return self.call(c10d.wait_tensor.default, in_flight)
 
     def reduced(self, value: Node, how: str = "sum") -> Node:
         """Return the reduction of a value over all ranks."""
@@ -116,11 +116,11 @@ class Emitter:
         """Return the whole value from all shares with this layout."""
         sizes, at = self.sizes(value), layout.dim
         packed = self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
-        flying = self.call(c10d.all_gather_into_tensor.default, packed, self.ranks, self.group)
+        in_flight = self.call(c10d.all_gather_into_tensor.default, packed, self.ranks, self.group)
         split = [*sizes[:at], *self._halves(sizes[at], layout, 1), *sizes[at + 1 :]]
-        apart = self.call(aten.reshape.default, self.wait(flying), [self.ranks, *split])
+        apart = self.call(aten.reshape.default, self.wait(in_flight), [self.ranks, *split])
         order = [*range(1, at + 2), 0, *range(at + 2, len(split) + 1)]
-        return self._joined(
+        return self._reshape(
             self.call(aten.permute.default, apart, order),
             [*sizes[:at], self.times(sizes[at], self.ranks), *sizes[at + 1 :]],
         )
@@ -128,14 +128,14 @@ class Emitter:
     def own_share(self, value: Node, layout: ShareLayout) -> Node:
         """Return this rank's share of a value."""
         sizes, at = self.sizes(value), layout.dim
-        apart = self._apart(value, sizes, layout)
+        apart = self._split_shares(value, sizes, layout)
         own = self.call(aten.index_select.default, apart, at + 1, self._rank_row())
-        return self._joined(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
+        return self._reshape(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
 
     def scattered(self, term: Node, layout: ShareLayout) -> Node:
         """Return this rank's share of the sum of all terms."""
         sizes, at = self.sizes(term), layout.dim
-        apart = self._apart(term, sizes, layout)
+        apart = self._split_shares(term, sizes, layout)
         order = [at + 1, *range(at + 1), *range(at + 2, len(sizes) + 2)]
         packed = self.call(
             aten.clone.default,
@@ -145,7 +145,7 @@ class Emitter:
         own = self.wait(
             self.call(c10d.reduce_scatter_tensor.default, packed, "sum", self.ranks, self.group)
         )
-        return self._joined(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
+        return self._reshape(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
 
     def offset(self, length: int) -> Node:
         """Return the number of elements before this rank's (0-dim int64), where each rank has
@@ -162,7 +162,7 @@ class Emitter:
             self.call(aten._to_copy.default, first, dtype=value.meta["val"].dtype),
         )
 
-    def _apart(self, value: Node, sizes: Sequence[Any], layout: ShareLayout) -> Node:
+    def _split_shares(self, value: Node, sizes: Sequence[Any], layout: ShareLayout) -> Node:
         before, after = self._halves(sizes[layout.dim], layout, self.ranks)
         return self.call(
             aten.reshape.default,
@@ -179,7 +179,7 @@ class Emitter:
         assert isinstance(layout.before, int), layout
         return layout.before, self.part(size, layout.before * shares)
 
-    def _joined(self, value: Node, sizes: list[Any]) -> Node:
+    def _reshape(self, value: Node, sizes: list[Any]) -> Node:
         return self.call(aten.reshape.default, value, sizes)
 
     def _rank_row(self) -> Node:

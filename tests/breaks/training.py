@@ -237,8 +237,8 @@ TRAINING: tuple[Mutation, ...] = (
         3,
         "a norm has one rank's share of the gradients that a tensor axis divides",
         "sharding/rewriting/rank_update.py",
-        "square = square + _total(found[True], TENSOR)",
-        "square = square + found[True]",
+        "square = square + _total(totals[True], TENSOR)",
+        "square = square + totals[True]",
         "test_law_3.py::test_two_workers_have_the_gradients_of_one[tensor]",
     ),
     Mutation(
