@@ -25,9 +25,9 @@ _UNBACKED = re.compile(r"\bu[0-9]+\b")
 """A data-dependent size."""
 _PREFIX = "_c10d_functional."
 _WAIT = "wait_tensor"
-_SIZED = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor"})
-_CALLED = _SIZED | {"all_reduce", "broadcast"}
-_CURE = (
+_WITH_GROUP_SIZE = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor"})
+_CALLED = _WITH_GROUP_SIZE | {"all_reduce", "broadcast"}
+_HINT = (
     "Every rank must run the same package, plan, trainload and torch: compare the nodes, clear"
     " their caches, and resume."
 )
@@ -64,9 +64,9 @@ def as_json(collectives: Mapping[str, Sequence[Collective]]) -> dict[str, list[l
     return {name: [list(astuple(each)) for each in called] for name, called in collectives.items()}
 
 
-def of_json(told: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, tuple[Collective, ...]]:
+def of_json(encoded: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, tuple[Collective, ...]]:
     """Return the collectives that `as_json` wrote."""
-    return {name: tuple(Collective(*each) for each in called) for name, called in told.items()}
+    return {name: tuple(Collective(*each) for each in called) for name, called in encoded.items()}
 
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
@@ -81,7 +81,7 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
             waited for; or it is in the body of an operator, where the data could decide whether a
             rank calls it.
     """
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     symbols: dict[str, str] = {}
     for node, inside in _calls(module):
         if inside:
@@ -91,7 +91,7 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
                 where=f"{where}, {node.name}",
                 got=str(node.target),
             )
-        collective, ranks = _read(node, where, symbols)
+        collective, ranks = _read_collective(node, where, symbols)
         if collective.group not in groups:
             raise PlanError(
                 "a collective names a process group that the plan does not have",
@@ -119,14 +119,14 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
                 expected=f"a multiple of {size} elements",
                 got=f"{whole}",
             )
-        if not any(_name(user) == _WAIT for user in node.users):
+        if not any(_collective_name(user) == _WAIT for user in node.users):
             raise PlanError(
                 "nothing waits for the result of a collective",
                 where=f"{where}, {node.name}",
                 got=str(collective),
             )
-        found.append(collective)
-    return tuple(found)
+        collectives.append(collective)
+    return tuple(collectives)
 
 
 def graph_digest(module: GraphModule) -> str:
@@ -137,7 +137,7 @@ def graph_digest(module: GraphModule) -> str:
     """
     symbols: dict[str, str] = {}
     lines = [
-        _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), line)
+        _SYMBOL.sub(lambda match: symbols.setdefault(match[0], f"n{len(symbols)}"), line)
         for line in _lines(module)
     ]
     return sha256_bytes("\n".join(lines).encode())
@@ -147,8 +147,10 @@ def _lines(module: GraphModule) -> Iterator[str]:
     for node in module.graph.nodes:
         values = node.meta.get("val", ())
         tensors = values if isinstance(values, tuple | list) else (values,)
-        made = [f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else str(v) for v in tensors]
-        yield f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {made}"
+        results = [
+            f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else str(v) for v in tensors
+        ]
+        yield f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {results}"
         if (body := body_at(module, node)) is not None:
             yield from _lines(body)
 
@@ -177,16 +179,22 @@ def check_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where
     if len(kinds) == 1:
         return
     sequences = list(kinds)
-    for (first, other), names in _meetings(kind_of, groups).items():
-        mine, its = (
+    for (first, other), names in _pairs_to_compare(kind_of, groups).items():
+        first_calls, other_calls = (
             [c for c in sequences[kind_of[rank]] if c.group in names] for rank in (first, other)
         )
-        if mine != its:
+        if first_calls != other_calls:
             at = next(
-                (i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b),
-                min(len(mine), len(its)),
+                (
+                    i
+                    for i, (a, b) in enumerate(zip(first_calls, other_calls, strict=False))
+                    if a != b
+                ),
+                min(len(first_calls), len(other_calls)),
             )
-            called = all(each.is_called for each in (*mine[at : at + 1], *its[at : at + 1]))
+            called = all(
+                each.is_called for each in (*first_calls[at : at + 1], *other_calls[at : at + 1])
+            )
             raise PlanError(
                 "ranks would "
                 + (
@@ -195,13 +203,15 @@ def check_agreement(ranks: Sequence[Sequence[Collective]], groups: Groups, where
                     else "compute different results: their graphs differ"
                 ),
                 where=f"{where}, collective {at} of those that ranks {first} and {other} share",
-                expected=f"rank {first}: {mine[at] if at < len(mine) else 'no more'}",
-                got=f"rank {other}: {its[at] if at < len(its) else 'no more'}",
-                hint=_CURE,
+                expected=f"rank {first}: {first_calls[at] if at < len(first_calls) else 'no more'}",
+                got=f"rank {other}: {other_calls[at] if at < len(other_calls) else 'no more'}",
+                hint=_HINT,
             )
 
 
-def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], frozenset[str]]:
+def _pairs_to_compare(
+    kind_of: Sequence[int], groups: Groups
+) -> dict[tuple[int, int], frozenset[str]]:
     """Return pairs of ranks of different kinds -> the names of the groups that they share.
 
     For each two kinds that share a group, the first rank of one is paired with those of the other,
@@ -212,7 +222,7 @@ def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], f
         name: {rank: number for number, part in enumerate(parts) for rank in part}
         for name, parts in groups.items()
     }
-    found: dict[tuple[int, int, frozenset[str]], tuple[int, int]] = {}
+    pairs: dict[tuple[int, int, frozenset[str]], tuple[int, int]] = {}
     for parts in groups.values():
         for part in parts:
             firsts = {kind_of[rank]: rank for rank in reversed(part)}
@@ -224,26 +234,28 @@ def _meetings(kind_of: Sequence[int], groups: Groups) -> dict[tuple[int, int], f
                             for n, home in homes.items()
                             if first in home and home[first] == home.get(other)
                         )
-                        found.setdefault((kind, kind_of[other], shared), (first, other))
-    return {pair: names for (_, _, names), pair in found.items()}
+                        pairs.setdefault((kind, kind_of[other], shared), (first, other))
+    return {pair: names for (_, _, names), pair in pairs.items()}
 
 
-def _read(node: Node, where: str, symbols: dict[str, str]) -> tuple[Collective, int | None]:
+def _read_collective(
+    node: Node, where: str, symbols: dict[str, str]
+) -> tuple[Collective, int | None]:
     """Return a node's collective, and the group size that it states, if any. `symbols`: names of
     the symbols so far; updated.
     """
-    name = _name(node)
+    name = _collective_name(node)
     value: Any = node.all_input_nodes[0].meta["val"]
     assert is_overload(node.target)
     arguments: dict[str, Any] = {
-        named.name: given
-        for named, given in zip(node.target._schema.arguments, node.args, strict=False)
+        parameter.name: argument
+        for parameter, argument in zip(node.target._schema.arguments, node.args, strict=False)
     }
     arguments |= node.kwargs
     elements = value.numel()
     if isinstance(elements, SymInt) and not _UNBACKED.search(str(elements)):
         elements = _SYMBOL.sub(
-            lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), str(elements)
+            lambda match: symbols.setdefault(match[0], f"n{len(symbols)}"), str(elements)
         )
     if not isinstance(arguments.get("group_name"), str) or isinstance(elements, SymInt):
         raise PlanError(
@@ -255,7 +267,7 @@ def _read(node: Node, where: str, symbols: dict[str, str]) -> tuple[Collective, 
     collective = Collective(
         name, arguments["group_name"], dtype, elements, arguments.get("reduce_op", "")
     )
-    return collective, arguments["group_size"] if name in _SIZED else None
+    return collective, arguments["group_size"] if name in _WITH_GROUP_SIZE else None
 
 
 def _calls(module: GraphModule, inside: bool = False) -> Iterator[tuple[Node, bool]]:
@@ -263,13 +275,13 @@ def _calls(module: GraphModule, inside: bool = False) -> Iterator[tuple[Node, bo
     operator.
     """
     for node in module.graph.nodes:
-        if _name(node) not in ("", _WAIT):
+        if _collective_name(node) not in ("", _WAIT):
             yield node, inside
         if (body := body_at(module, node)) is not None:
             yield from _calls(body, True)
 
 
-def _name(node: Node) -> str:
+def _collective_name(node: Node) -> str:
     """Return the name of a functional collective, "" for any other node."""
     spelled = str(node.target) if node.op == "call_function" else ""
     return spelled.removeprefix(_PREFIX).partition(".")[0] if spelled.startswith(_PREFIX) else ""

@@ -59,15 +59,15 @@ def computed_from(
             of a `cond` depends on the predicate and on the operands that this result is computed
             from; without it, on all operands.
     """
-    found = set(nodes)
-    stack = list(found)
+    reached = set(nodes)
+    stack = list(reached)
     while stack:
         fresh = {
             source for source in _sources(stack.pop(), owner) if holds_tensors(source) or not values
-        } - found
-        found |= fresh
+        } - reached
+        reached |= fresh
         stack += fresh
-    return found
+    return reached
 
 
 def _sources(node: Node, owner: GraphModule | None) -> Iterable[Node]:
@@ -76,15 +76,19 @@ def _sources(node: Node, owner: GraphModule | None) -> Iterable[Node]:
     if owner is None or call is None or call.target is not torch.ops.higher_order.cond:
         return node.all_input_nodes
     predicate, *_, operands = call.args
-    found = [predicate]
+    sources = [predicate]
     for body in bodies_of(owner, call).values():
         placeholders, results = ends(body)
         result: Any = results[node.args[1]]  # type: ignore[index]  # its place
-        used = computed_from([result] if isinstance(result, Node) else [], values=True, owner=body)
-        found += [
-            operand for inner, operand in zip(placeholders, operands, strict=True) if inner in used
+        needed = computed_from(
+            [result] if isinstance(result, Node) else [], values=True, owner=body
+        )
+        sources += [
+            operand
+            for inner, operand in zip(placeholders, operands, strict=True)
+            if inner in needed
         ]
-    return [each for each in found if isinstance(each, Node)]
+    return [each for each in sources if isinstance(each, Node)]
 
 
 def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -99,6 +103,6 @@ def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kw
 def arguments(node: Node) -> dict[str, Any]:
     """Return a node's arguments by their names in the schema, including defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    found = {a.name: a.default_value for a in schema if a.has_default_value()}
-    found |= dict(zip([a.name for a in schema], node.args, strict=False))
-    return found | dict(node.kwargs)
+    by_name = {a.name: a.default_value for a in schema if a.has_default_value()}
+    by_name |= dict(zip([a.name for a in schema], node.args, strict=False))
+    return by_name | dict(node.kwargs)

@@ -17,7 +17,7 @@ from trainload.capture.operators import bodies_of, is_collective, is_overload
 from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, number
 
 aten = torch.ops.aten
-_SAME: set[Any] = {
+_SHARES_STORAGE: set[Any] = {
     aten._unsafe_view.default,
     aten.lift_fresh.default,
     torch.ops._c10d_functional.wait_tensor.default,
@@ -25,9 +25,9 @@ _SAME: set[Any] = {
 """Operators whose result shares the first operand's storage, although their schemas do not say
 so.
 """
-_SAME_IF_CONTIGUOUS: set[Any] = {aten.reshape.default, aten.contiguous.default}
+_SHARES_IF_CONTIGUOUS: set[Any] = {aten.reshape.default, aten.contiguous.default}
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_READING: set[Any] = {
+_READ_UNTIL_WAIT: set[Any] = {
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
@@ -36,7 +36,7 @@ ROUNDED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class GraphMemory:
     """Memory that a running graph holds in addition to its inputs.
 
     Attributes:
@@ -57,7 +57,7 @@ def storage_bytes(value: Tensor, sizes: Sizes = EXAMPLE) -> int:
     once.
     """
     shape, strides = (
-        [number(each, sizes) for each in found] for found in (value.shape, value.stride())
+        [number(each, sizes) for each in per_dim] for per_dim in (value.shape, value.stride())
     )
     if 0 in shape:
         return 0
@@ -75,30 +75,30 @@ class Storages:
     Attributes:
         of: node -> the index of the storage of each tensor of its value.
         bytes: bytes of each storage; 0 for those of inputs.
-        made: node -> the storages that it allocates.
+        allocated: node -> the storages that it allocates.
     """
 
     def __init__(self, module: GraphModule, sizes: Sizes = EXAMPLE) -> None:
         self._module, self._sizes = module, sizes
         self.of: dict[Node, tuple[int | None, ...]] = {}
         self.bytes: list[int] = []
-        self.made: dict[Node, list[int]] = {}
+        self.allocated: dict[Node, list[int]] = {}
         for node in module.graph.nodes:
-            self._place(node)
+            self._assign_storage(node)
 
-    def _place(self, node: Node) -> None:
+    def _assign_storage(self, node: Node) -> None:
         value = node.meta.get("val")
         if node.op == "placeholder":
-            self.of[node] = (self._new(node, 0),) if isinstance(value, Tensor) else (None,)
+            self.of[node] = (self._add_storage(node, 0),) if isinstance(value, Tensor) else (None,)
             return
         if node.op != "call_function":
             self.of[node] = ()
             return
         if node.target is operator.getitem and isinstance(node.args[0], Node):
-            found, at = self.of[node.args[0]], node.args[1]
+            storages, at = self.of[node.args[0]], node.args[1]
             assert isinstance(at, int)
             # several views of one storage count as one
-            self.of[node] = (found[at],) if at < len(found) else found[:1]
+            self.of[node] = (storages[at],) if at < len(storages) else storages[:1]
             return
         same = self._base(node)
         if same is not None:
@@ -106,13 +106,15 @@ class Storages:
             return
         values = value if isinstance(value, tuple | list) else (value,)
         self.of[node] = tuple(
-            self._new(node, storage_bytes(v, self._sizes)) if isinstance(v, Tensor) else None
+            self._add_storage(node, storage_bytes(v, self._sizes))
+            if isinstance(v, Tensor)
+            else None
             for v in values
         )
 
-    def _new(self, node: Node, size: int) -> int:
+    def _add_storage(self, node: Node, size: int) -> int:
         self.bytes.append(size)
-        self.made.setdefault(node, []).append(len(self.bytes) - 1)
+        self.allocated.setdefault(node, []).append(len(self.bytes) - 1)
         return len(self.bytes) - 1
 
     def _base(self, node: Node) -> Node | None:
@@ -121,16 +123,16 @@ class Storages:
         if not is_overload(target) or not node.args or not isinstance(node.args[0], Node):
             return None
         source = node.args[0]
-        if target in _SAME:
+        if target in _SHARES_STORAGE:
             return source
-        if target in _SAME_IF_CONTIGUOUS:
-            return source if _contiguous(source.meta["val"]) else None
+        if target in _SHARES_IF_CONTIGUOUS:
+            return source if _is_contiguous(source.meta["val"]) else None
         schema = target._schema
         aliased = [result.alias_info for result in schema.returns if result.alias_info is not None]
         return source if aliased and schema.arguments[0].alias_info is not None else None
 
 
-def _contiguous(value: Tensor) -> bool:
+def _is_contiguous(value: Tensor) -> bool:
     expected: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if str(size) == "1":
@@ -141,7 +143,7 @@ def _contiguous(value: Tensor) -> bool:
     return True
 
 
-def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> Held:
+def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> GraphMemory:
     """Return the memory of a flat graph whose nodes run one after the other, with each value kept
     until its last use.
 
@@ -153,45 +155,54 @@ def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> Held:
     nodes = list(module.graph.nodes)
     last: dict[int, int] = {}
     for index, node in enumerate(nodes):
-        for made in storages.made.get(node, ()):
-            last[made] = index
-        for source in _used(node):
+        for allocated in storages.allocated.get(node, ()):
+            last[allocated] = index
+        for source in _values_needed(node):
             for storage in storages.of[source]:
                 if storage is not None:
                     last[storage] = max(last.get(storage, 0), index)
     freed: dict[int, list[int]] = {}
     for storage, index in last.items():
         freed.setdefault(index, []).append(storage)
-    sent = {made for node, own in storages.made.items() if is_collective(node) for made in own}
+    sent = {
+        allocated
+        for node, own in storages.allocated.items()
+        if is_collective(node)
+        for allocated in own
+    }
     alive = flying = 0
-    most = Held(0, 0, 0, "")
+    most = GraphMemory(0, 0, 0, "")
     for index, node in enumerate(nodes):
         if node.op == "output":
             return replace(most, left=alive)
         if node.op == "placeholder":
             continue
-        new, old = storages.made.get(node, ()), freed.get(index, ())
-        alive += sum(storages.bytes[made] for made in new)
-        flying += sum(storages.bytes[made] for made in new if made in sent)
-        now = alive + _inside(module, node, sizes)
+        new, old = storages.allocated.get(node, ()), freed.get(index, ())
+        alive += sum(storages.bytes[allocated] for allocated in new)
+        flying += sum(storages.bytes[allocated] for allocated in new if allocated in sent)
+        now = alive + _body_memory(module, node, sizes)
         if now > most.peak:
-            most = Held(now, 0, flying, node.name)
+            most = GraphMemory(now, 0, flying, node.name)
         alive -= sum(storages.bytes[storage] for storage in old)
         flying -= sum(storages.bytes[storage] for storage in old if storage in sent)
     raise AssertionError("a graph ends with its output")
 
 
-def _used(node: Node) -> Iterator[Node]:
+def _values_needed(node: Node) -> Iterator[Node]:
     """Yield the values that a node needs in memory: its operands and, for a wait, the inputs that
     the collective reads until then.
 
     Other collectives work on a copy.
     """
     yield from node.all_input_nodes
-    if node.target is _WAIT and isinstance(node.args[0], Node) and node.args[0].target in _READING:
+    if (
+        node.target is _WAIT
+        and isinstance(node.args[0], Node)
+        and node.args[0].target in _READ_UNTIL_WAIT
+    ):
         yield from node.args[0].all_input_nodes
 
 
-def _inside(module: GraphModule, node: Node, sizes: Sizes) -> int:
+def _body_memory(module: GraphModule, node: Node, sizes: Sizes) -> int:
     """Return the memory that the bodies of an operator hold while it runs."""
     return max((held(body, sizes).peak for body in bodies_of(module, node).values()), default=0)

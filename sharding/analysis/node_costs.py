@@ -30,7 +30,7 @@ def number(size: Any, sizes: Sizes = EXAMPLE) -> int:
     expression = size.node.expr
     names = _symbols(expression)
     if all(name in sizes for name in names):
-        return _evaluated(expression, tuple(sizes[name] for name in names))
+        return _evaluate(expression, tuple(sizes[name] for name in names))
     return int(size.node.hint) if size.node.has_hint() else 0
 
 
@@ -40,13 +40,15 @@ def _symbols(expression: Any) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _evaluated(expression: Any, values: tuple[int, ...]) -> int:
+def _evaluate(expression: Any, values: tuple[int, ...]) -> int:
     """Evaluate a sympy expression with values for its symbols, in the order of their names."""
-    named = dict(zip(_symbols(expression), values, strict=True))
+    values_by_name = dict(zip(_symbols(expression), values, strict=True))
     return max(
         0,
         int(
-            expression.xreplace({symbol: named[str(symbol)] for symbol in expression.free_symbols})
+            expression.xreplace(
+                {symbol: values_by_name[str(symbol)] for symbol in expression.free_symbols}
+            )
         ),
     )
 
@@ -61,23 +63,25 @@ def flops(node: Node, sizes: Sizes = EXAMPLE) -> float:
         return 2.0 * elements(node.meta["val"], sizes) * number(left.meta["val"].shape[-1], sizes)
     if packet is aten.convolution:
         return (
-            2.0 * elements(node.meta["val"], sizes) * _each_output(arguments(node)["weight"], sizes)
+            2.0
+            * elements(node.meta["val"], sizes)
+            * _products_per_output(arguments(node)["weight"], sizes)
         )
     if packet is aten.convolution_backward:
-        given = arguments(node)
-        wanted = sum(given["output_mask"][:2])
+        args = arguments(node)
+        needed = sum(args["output_mask"][:2])
         return float(
             2.0
-            * wanted
-            * elements(given["grad_output"].meta["val"], sizes)
-            * _each_output(given["weight"], sizes)
+            * needed
+            * elements(args["grad_output"].meta["val"], sizes)
+            * _products_per_output(args["weight"], sizes)
         )
     if "scaled_dot_product" in str(packet):
-        given = arguments(node)
-        products = 5 if "grad_out" in given or "grad_output" in given else 2
-        seen = 0.5 if given.get("is_causal") else 1.0
-        keys = number(given["key"].meta["val"].shape[2], sizes)
-        return 2.0 * products * seen * elements(given["query"].meta["val"], sizes) * keys
+        args = arguments(node)
+        products = 5 if "grad_out" in args or "grad_output" in args else 2
+        attended = 0.5 if args.get("is_causal") else 1.0
+        keys = number(args["key"].meta["val"].shape[2], sizes)
+        return 2.0 * products * attended * elements(args["query"].meta["val"], sizes) * keys
     return 0.0
 
 
@@ -85,10 +89,10 @@ def elements(value: object, sizes: Sizes = EXAMPLE) -> float:
     """Return the number of elements of a tensor, or of the first of several; 0 for any other
     value.
     """
-    found = value[0] if isinstance(value, tuple | list) and value else value
+    first = value[0] if isinstance(value, tuple | list) and value else value
     return (
-        float(math.prod(number(size, sizes) for size in found.shape))
-        if isinstance(found, Tensor)
+        float(math.prod(number(size, sizes) for size in first.shape))
+        if isinstance(first, Tensor)
         else 0.0
     )
 
@@ -107,5 +111,5 @@ def moved_bytes(node: Node, sizes: Sizes = EXAMPLE) -> float:
     return bytes_of(node, sizes) + sum(bytes_of(source, sizes) for source in node.all_input_nodes)
 
 
-def _each_output(weight: Node, sizes: Sizes) -> float:
+def _products_per_output(weight: Node, sizes: Sizes) -> float:
     return float(math.prod(number(size, sizes) for size in weight.meta["val"].shape[1:]))

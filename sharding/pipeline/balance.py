@@ -56,13 +56,13 @@ def choose_stages(steps: Sequence[StepGraph], count: int) -> Homes:
     Raises:
         PlanError: the graph has too few places at which it could be cut.
     """
-    homes = _first(steps[0], count)
+    homes = _assign_main(steps[0], count)
     for step in steps[1:]:
-        _follow(step, homes)
+        _assign_others(step, homes)
     return homes
 
 
-def _first(step: StepGraph, count: int) -> Homes:
+def _assign_main(step: StepGraph, count: int) -> Homes:
     forward = _forward_of(step)
     starts = [i for i, node in enumerate(forward.nodes) if forward.needs[node]]
     if len(starts) < count:
@@ -73,17 +73,17 @@ def _first(step: StepGraph, count: int) -> Homes:
             got=str(count),
         )
     begins = _boundaries(forward, starts, count)
-    found: dict[str, set[int]] = {}
+    stages_by_name: dict[str, set[int]] = {}
     stage = 0
     for position, node in enumerate(forward.nodes):
         while stage + 1 < count and position >= begins[stage]:
             stage += 1
         for name in forward.needs[node]:
-            found.setdefault(name, set()).add(stage)
+            stages_by_name.setdefault(name, set()).add(stage)
     buffers = updated_buffers(step)
     homes = {
         name: (min(stages),) if name in buffers else tuple(sorted(stages))
-        for name, stages in found.items()
+        for name, stages in stages_by_name.items()
     }
     _add_unread(step, forward, homes)
     return homes
@@ -106,7 +106,7 @@ def _add_unread(step: StepGraph, forward: _Forward, homes: Homes) -> None:
         homes.setdefault(name, (0,))
 
 
-def _follow(step: StepGraph, homes: Homes) -> None:
+def _assign_others(step: StepGraph, homes: Homes) -> None:
     """Assign parameters that only this graph has: each to the stage of the values that it is used
     with.
     """
@@ -128,8 +128,10 @@ def _forward_of(step: StepGraph) -> _Forward:
     parameters.
     """
     for node, port in zip(placeholders, step.inputs, strict=True):
-        held = port.role is Role.PARAMETER or (port.role is Role.BUFFER and port.name in buffers)
-        alone[node] = frozenset({port.name}) if held else frozenset()
+        has_stage = port.role is Role.PARAMETER or (
+            port.role is Role.BUFFER and port.name in buffers
+        )
+        alone[node] = frozenset({port.name}) if has_stage else frozenset()
     varying = {
         n
         for n, p in zip(placeholders, step.inputs, strict=True)
@@ -175,11 +177,11 @@ def _boundaries(forward: _Forward, starts: Sequence[int], count: int) -> list[in
         best, before = worst.min(0)
         chosen.append(before)
     at = len(edges) - 1
-    found: list[int] = []
+    positions: list[int] = []
     for before in reversed(chosen):
         at = int(before[at])
-        found.append(int(edges[at]))
-    return found[::-1]
+        positions.append(int(edges[at]))
+    return positions[::-1]
 
 
 def _crossing(forward: _Forward) -> Tensor:

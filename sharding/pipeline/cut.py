@@ -20,13 +20,13 @@ _BELOW, _ABOVE = -1, -2
 
 def stages_of(items: Items) -> dict[Item, int]:
     """Return the stage of every item."""
-    found: dict[Item, int] = {}
+    stages: dict[Item, int] = {}
     open_items = list(items.all)
     for boundary in range(items.count - 1):
-        below = _below(items, open_items, found, boundary)
-        found |= dict.fromkeys(below, boundary)
-        open_items = [item for item in open_items if item not in found]
-    return found | dict.fromkeys(open_items, items.count - 1)
+        below = _below(items, open_items, stages, boundary)
+        stages |= dict.fromkeys(below, boundary)
+        open_items = [item for item in open_items if item not in stages]
+    return stages | dict.fromkeys(open_items, items.count - 1)
 
 
 def _below(

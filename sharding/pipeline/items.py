@@ -94,7 +94,7 @@ class Items:
         self.terms = {i: self._terms(node, i) for i, node in enumerate(self._results)}
         self._materialised: set[Node] = set()
         while True:
-            self._make(nodes)
+            self._make_items(nodes)
             lacking = self._bound()
             if not lacking:
                 break
@@ -112,7 +112,7 @@ class Items:
         )
 
     def _classify(self, nodes: Sequence[Node]) -> None:
-        kept = {
+        placed_buffers = {
             buffer
             for buffer, port in self._ports.items()
             if port.role is Role.BUFFER and port.name in self._homes
@@ -120,7 +120,7 @@ class Items:
         for node, port in self._ports.items():
             if port.role is Role.PARAMETER:
                 self.derived[node] = self._homes[port.name]
-            elif node not in kept:
+            elif node not in placed_buffers:
                 self.free[node] = None
         for node in nodes:
             sources = node.all_input_nodes
@@ -145,7 +145,7 @@ class Items:
         port = self.step.outputs[number]
         if port.role is not Role.GRADIENT or len(self._homes[port.name]) < 2:
             return [result]
-        found, stack = [], [result]
+        terms, stack = [], [result]
         while stack:
             node = stack.pop()
             if (
@@ -162,13 +162,13 @@ class Items:
                 ):
                     stack += parts[::-1]
                     continue
-            found.append(node)
-        return found
+            terms.append(node)
+        return terms
 
-    def _make(self, nodes: Sequence[Node]) -> None:
+    def _make_items(self, nodes: Sequence[Node]) -> None:
         self.all: list[Item] = []
         sums = self._sums()
-        made: dict[Node, Item] = {}
+        items: dict[Node, Item] = {}
         for node in [*self._placeholders, *nodes]:
             if (
                 node in self.free
@@ -179,19 +179,19 @@ class Items:
             port = self._ports.get(node)
             if port is not None and node not in self._materialised:
                 continue  # a buffer with a home: its readers are on the same stage
-            made[node] = self._item(
+            items[node] = self._add_item(
                 node,
                 None,
                 node in self._late,
                 [node] if node.op == "placeholder" else node.all_input_nodes,
-                made,
+                items,
             )
         for number, port in enumerate(self.step.outputs):
             if port.role is Role.BUFFER and port.name not in self._homes:
                 continue  # every stage that reads it has its new value too
             for term in self.terms[number]:
                 late = port.role is Role.GRADIENT
-                item = self._item(term, number, late, [term], made)
+                item = self._add_item(term, number, late, [term], items)
                 item.size = 0
                 item.homes = (
                     self._homes[port.name]
@@ -201,29 +201,29 @@ class Items:
 
     def _sums(self) -> set[Node]:
         """Return the additions of terms, which no stage performs."""
-        found: set[Node] = set()
+        additions: set[Node] = set()
         for number, terms in self.terms.items():
             stack = [self._results[number]]
             while stack:
                 node = stack.pop()
                 if node not in terms:
-                    found.add(node)
+                    additions.add(node)
                     stack += node.all_input_nodes
-        return found
+        return additions
 
-    def _item(
+    def _add_item(
         self,
         node: Node,
         output: int | None,
         late: bool,
         inputs: Sequence[Node],
-        made: Mapping[Node, Item],
+        items: Mapping[Node, Item],
     ) -> Item:
-        sources = list(dict.fromkeys(made[s] for s in inputs if s in made))
+        sources = list(dict.fromkeys(items[s] for s in inputs if s in items))
         homes: frozenset[int] | None = None
         for source in inputs:
             own = self._home(source)
-            if own is not None and source not in made:
+            if own is not None and source not in items:
                 homes = own if homes is None else homes & own
         item = Item(node, output, late, sources, homes, bytes_of(node), len(self.all))
         for each in sources:
@@ -254,7 +254,7 @@ class Items:
             if item.homes is not None:
                 fits = [h for h in item.homes if item.low <= h <= item.high]
                 if not fits:
-                    return self._refused(item)
+                    return self._sources_to_place(item)
                 item.homes = frozenset(fits)
                 item.low, item.high = max(item.low, min(fits)), min(item.high, max(fits))
         for item in reversed(self.all):  # then apply the limits of later ones
@@ -267,12 +267,12 @@ class Items:
             if item.homes is not None:
                 fits = [h for h in item.homes if item.low <= h <= item.high]
                 if not fits:
-                    return self._refused(item)
+                    return self._sources_to_place(item)
                 item.homes = frozenset(fits)
                 item.low, item.high = min(fits), max(fits)
         return set()
 
-    def _refused(self, item: Item) -> set[Node]:
+    def _sources_to_place(self, item: Item) -> set[Node]:
         needed = (
             {
                 n

@@ -131,15 +131,17 @@ def pipe(
         order=order,
         buffers=dict(sorted(buffers.items())),
     )
-    found: Stages | None = None
+    main_stages: Stages | None = None
     for graph, step in local.items():  # report now which graph cannot be cut
-        made = cut(step, homes, len(homes_of_stages))
-        found = made if graph == package.manifest.training_graphs()[0] else found
-    assert found is not None
+        graph_stages = cut(step, homes, len(homes_of_stages))
+        main_stages = (
+            graph_stages if graph == package.manifest.training_graphs()[0] else main_stages
+        )
+    assert main_stages is not None
     return PipelineAxis(
         pipeline,
         {name: homes.get(name, (0,)) for name in sorted(parameters | set(homes))},
-        found,
+        main_stages,
         microbatches,
     )
 
@@ -160,5 +162,5 @@ def _stages_of(schedule: Schedule | None) -> int:
 
 def dtype_of(value: Value) -> torch.dtype:
     """Return the dtype of a value that is sent."""
-    found: torch.dtype = getattr(torch, value.dtype)
-    return found
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return dtype

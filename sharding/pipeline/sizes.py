@@ -31,20 +31,20 @@ _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 def symbols_of(step: StepGraph) -> dict[str, tuple[str, int]]:
     """Return symbol of a size -> the batch input and the dim whose size it is."""
     placeholders, _ = ends(step.module)
-    found: dict[str, tuple[str, int]] = {}
+    symbols: dict[str, tuple[str, int]] = {}
     for node, port in zip(placeholders, step.inputs, strict=True):
         if port.role is Role.BATCH:
             for at, size in enumerate(node.meta["val"].shape):
                 if isinstance(size, SymInt) and size.node.expr.is_Symbol:
-                    found.setdefault(str(size.node.expr), (port.name, at))
-    return found
+                    symbols.setdefault(str(size.node.expr), (port.name, at))
+    return symbols
 
 
 def sizes_of_batch(step: StepGraph) -> StepGraph:
     """Return the same graph with every size computed from the batch's sizes. Data-dependent sizes
     stay as they are.
     """
-    known = symbols_of(step)
+    symbols = symbols_of(step)
     placeholders, _ = ends(step.module)
     inputs = {
         port.name: node
@@ -53,44 +53,44 @@ def sizes_of_batch(step: StepGraph) -> StepGraph:
     }
     graph = Graph()
     copied: dict[Node, Node] = {}
-    made: dict[Any, Node | int] = {}
+    cache: dict[Any, Node | int] = {}
 
     def size(value: SymInt) -> Node | int | None:
         expression = value.node.expr
-        if expression.is_Symbol and str(expression) not in known:
+        if expression.is_Symbol and str(expression) not in symbols:
             return None
-        if expression not in made:
-            found = _computed(expression, size_of_symbol, graph)
-            if found is None:
+        if expression not in cache:
+            computed = _compute(expression, size_of_symbol, graph)
+            if computed is None:
                 return None
-            made[expression] = found
-        return made[expression]
+            cache[expression] = computed
+        return cache[expression]
 
     def size_of_symbol(symbol: sympy.Symbol) -> Node | None:
-        if str(symbol) not in known:
+        if str(symbol) not in symbols:
             return None
-        if symbol not in made:
-            name, at = known[str(symbol)]
+        if symbol not in cache:
+            name, at = symbols[str(symbol)]
             node = graph.call_function(aten.sym_size.int, (copied[inputs[name]], at))
             node.meta["val"] = inputs[name].meta["val"].shape[at]
-            made[symbol] = node
-        found = made[symbol]
-        assert isinstance(found, Node)
-        return found
+            cache[symbol] = node
+        symbol_node = cache[symbol]
+        assert isinstance(symbol_node, Node)
+        return symbol_node
 
     for node in step.module.graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, SymInt):
-            found = size(value)
-            if isinstance(found, Node):
-                found.meta.setdefault("val", value)
-                copied[node] = found
+            size_node = size(value)
+            if isinstance(size_node, Node):
+                size_node.meta.setdefault("val", value)
+                copied[node] = size_node
                 continue
         copied[node] = graph.node_copy(node, lambda n: copied[n])
     return StepGraph(LazyGraphModule(step.module, graph), step.inputs, step.outputs)
 
 
-def _computed(
+def _compute(
     expression: Any, symbol: Callable[[sympy.Symbol], Node | None], graph: Graph
 ) -> Node | int | None:
     """Return a node that computes an expression; None if a part of it is not a size of the batch,
@@ -110,23 +110,23 @@ def _computed(
         act = _FUNCTIONS[name]
     else:
         return None
-    found = [_computed(part, symbol, graph) for part in parts]
-    if any(part is None for part in found):
+    operands = [_compute(part, symbol, graph) for part in parts]
+    if any(part is None for part in operands):
         return None
-    result: Any = found[0]
-    for part in found[1:]:
+    result: Any = operands[0]
+    for part in operands[1:]:
         if not isinstance(result, Node) and not isinstance(part, Node):
             result = act(result, part)
             continue
         values = [each.meta["val"] if isinstance(each, Node) else each for each in (result, part)]
         result = graph.call_function(act, (result, part))
         result.meta["val"] = act(*values)
-    checked: Node | int = result
-    return checked
+    computed: Node | int = result
+    return computed
 
 
 def shape_text(
-    shape: torch.Size, known: Mapping[str, tuple[str, int]], where: str
+    shape: torch.Size, symbols: Mapping[str, tuple[str, int]], where: str
 ) -> tuple[int | str, ...]:
     """Return a shape as data: numbers, and expressions (capture/guards/size_expressions.py) of the
     batch's symbols.
@@ -134,13 +134,13 @@ def shape_text(
     Raises:
         PlanError: a size is data-dependent.
     """
-    found: list[int | str] = []
+    sizes: list[int | str] = []
     for size in shape:
         expression = size.node.expr if hasattr(size, "node") else sympy.Integer(size)
         if expression.is_Integer:
-            found.append(int(expression))
+            sizes.append(int(expression))
             continue
-        if any(str(symbol) not in known for symbol in expression.free_symbols):
+        if any(str(symbol) not in symbols for symbol in expression.free_symbols):
             raise PlanError(
                 "a tensor with a data-dependent size would be sent between stages",
                 where=where,
@@ -151,23 +151,23 @@ def shape_text(
                     " on one stage."
                 ),
             )
-        found.append(_spelled(expression))
-    return tuple(found)
+        sizes.append(_format(expression))
+    return tuple(sizes)
 
 
-def _spelled(expression: Any) -> str:
+def _format(expression: Any) -> str:
     name = type(expression).__name__
     if name in ("FloorDiv", "CleanDiv", "Mod", "PythonMod"):
         sign = "%" if "Mod" in name else "//"
-        return f"({_spelled(expression.args[0])} {sign} {_spelled(expression.args[1])})"
+        return f"({_format(expression.args[0])} {sign} {_format(expression.args[1])})"
     if name in ("Max", "Min"):
-        return f"{name.lower()}({', '.join(_spelled(part) for part in expression.args)})"
+        return f"{name.lower()}({', '.join(_format(part) for part in expression.args)})"
     if name == "Pow":
-        return "(" + " * ".join([_spelled(expression.args[0])] * int(expression.args[1])) + ")"
+        return "(" + " * ".join([_format(expression.args[0])] * int(expression.args[1])) + ")"
     if name in ("Add", "Mul"):
         return (
             "("
-            + f" {'+' if name == 'Add' else '*'} ".join(_spelled(part) for part in expression.args)
+            + f" {'+' if name == 'Add' else '*'} ".join(_format(part) for part in expression.args)
             + ")"
         )
     return str(expression)

@@ -38,15 +38,15 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """Return the action that `str` wrote. Raise PlanError if the text is malformed."""
-        found = _ACTION.fullmatch(text)
-        if found is None:
+        match = _ACTION.fullmatch(text)
+        if match is None:
             raise PlanError(
                 "this is not an action of a pipeline",
                 where="plan.pipeline.order",
                 expected="such as 0F3, 0B3, 0I3 or 0W3",
                 got=text,
             )
-        return cls(int(found[1]), Part(found[2]), int(found[3]))
+        return cls(int(match[1]), Part(match[2]), int(match[3]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,39 +135,39 @@ def _table(
         if home == 0
     ]
     single = makers[schedule] in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B)
-    made = makers[schedule](
+    torch_schedule = makers[schedule](
         stages[0] if single else stages, n_microbatches=microbatches, loss_fn=lambda *_: None
     )
-    return [_renumbered(_spelled(made.pipeline_order[rank])) for rank in range(ranks)]
+    return [_renumber(_parse_row(torch_schedule.pipeline_order[rank])) for rank in range(ranks)]
 
 
-def _spelled(row: Sequence[object]) -> list[Action]:
-    found: list[Action] = []
+def _parse_row(row: Sequence[object]) -> list[Action]:
+    actions: list[Action] = []
     for entry in row:
         text = str(entry)
         pair = _OVERLAPPED.fullmatch(text)
-        found += [
+        actions += [
             Action.parse(t)
             for t in ((pair[1], pair[2]) if pair else (text,))
             if _ACTION.fullmatch(t)
         ]
-    return found
+    return actions
 
 
-def _renumbered(actions: Sequence[Action]) -> list[Action]:
+def _renumber(actions: Sequence[Action]) -> list[Action]:
     """Number forwards in order: before torch 2.15, its 1F1B table numbers those of the last rank
     from 1.
     """
     counts: dict[int, int] = {}
-    found: list[Action] = []
+    renumbered: list[Action] = []
     for action in actions:
         if action.part is Part.FORWARD:
             number = counts.get(action.stage, 0)
             counts[action.stage] = number + 1
-            found.append(Action(action.stage, action.part, number))
+            renumbered.append(Action(action.stage, action.part, number))
         else:
-            found.append(action)
-    return found
+            renumbered.append(action)
+    return renumbered
 
 
 def instructions(order: Order, homes: Sequence[int], microbatches: int) -> list[list[Instruction]]:
@@ -188,14 +188,14 @@ def instructions(order: Order, homes: Sequence[int], microbatches: int) -> list[
     """
     rows = [[Action.parse(text) for text in row] for row in order]
     _check_complete(rows, homes, microbatches)
-    made: list[list[Instruction]] = [[] for _ in rows]
-    done: set[Action] = set()
+    by_rank: list[list[Instruction]] = [[] for _ in rows]
+    completed: set[Action] = set()
     at = [0] * len(rows)
     while any(at[rank] < len(row) for rank, row in enumerate(rows)):
         ready = [
             rank
             for rank, row in enumerate(rows)
-            if at[rank] < len(row) and _is_ready(row[at[rank]], done, len(homes))
+            if at[rank] < len(row) and _is_ready(row[at[rank]], completed, len(homes))
         ]
         if not ready:
             rank = next(rank for rank, row in enumerate(rows) if at[rank] < len(row))
@@ -207,16 +207,16 @@ def instructions(order: Order, homes: Sequence[int], microbatches: int) -> list[
             )
         for rank in ready:
             action = rows[rank][at[rank]]
-            made[rank].append(action)
+            by_rank[rank].append(action)
             at[rank] += 1
         for rank in ready:
             action = rows[rank][at[rank] - 1]
-            done.add(action)
+            completed.add(action)
             message = message_of(action, homes)
             if message is not None and message.source != message.target:
-                made[message.source].append(message)
-                made[message.target].append(message)
-    return made
+                by_rank[message.source].append(message)
+                by_rank[message.target].append(message)
+    return by_rank
 
 
 def message_of(action: Action, homes: Sequence[int]) -> Message | None:
@@ -231,16 +231,16 @@ def message_of(action: Action, homes: Sequence[int]) -> Message | None:
     return None
 
 
-def _is_ready(action: Action, done: set[Action], count: int) -> bool:
+def _is_ready(action: Action, completed: set[Action], count: int) -> bool:
     stage, number = action.stage, action.microbatch
     if action.part is Part.FORWARD:
-        return stage == 0 or Action(stage - 1, Part.FORWARD, number) in done
+        return stage == 0 or Action(stage - 1, Part.FORWARD, number) in completed
     if action.part is Part.WEIGHT:
-        return Action(stage, Part.INPUT, number) in done
-    if Action(stage, Part.FORWARD, number) not in done:
+        return Action(stage, Part.INPUT, number) in completed
+    if Action(stage, Part.FORWARD, number) not in completed:
         return False
     return stage == count - 1 or any(
-        Action(stage + 1, part, number) in done for part in (Part.BACKWARD, Part.INPUT)
+        Action(stage + 1, part, number) in completed for part in (Part.BACKWARD, Part.INPUT)
     )
 
 

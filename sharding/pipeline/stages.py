@@ -98,23 +98,23 @@ class _Cutter:
         self._mode = mode_of(self._placeholders)
         self._order = {node: i for i, node in enumerate(step.module.graph.nodes)}
         self._updated = {port.name for port in step.outputs if port.role is Role.BUFFER}
-        self._random = self._drawn()
+        self._random = self._random_nodes()
         inputs = {port.name: node for node, port in self._ports.items() if port.role is Role.BATCH}
         self.sizes = {symbol: inputs[name] for symbol, (name, _) in symbols_of(step).items()}
 
-    def _drawn(self) -> set[Node]:
+    def _random_nodes(self) -> set[Node]:
         """Return the free nodes from which random numbers are computed: a stage draws them once."""
-        found: set[Node] = set()
+        random: set[Node] = set()
         for node in self._items.free:
             port = self._ports.get(node)
             if (port is not None and port.role is Role.SEED) or any(
-                s in found for s in node.all_input_nodes
+                s in random for s in node.all_input_nodes
             ):
-                found.add(node)
-        return found
+                random.add(node)
+        return random
 
     def run(self) -> Stages:
-        known = symbols_of(self._step)
+        symbols = symbols_of(self._step)
         up = [self._sent_up(boundary) for boundary in range(self._count - 1)]
         down = [self._sent_down(boundary) for boundary in range(self._count - 1)]
         parts: dict[tuple[int, Part], StepGraph] = {}
@@ -128,7 +128,7 @@ class _Cutter:
                 Value(
                     n.name,
                     str(n.meta["val"].dtype).removeprefix("torch."),
-                    shape_text(n.meta["val"].shape, known, n.name),
+                    shape_text(n.meta["val"].shape, symbols, n.name),
                 )
                 for n in nodes
             )
@@ -138,8 +138,8 @@ class _Cutter:
             for node, port in self._ports.items()
             if port.role is Role.BATCH
         }
-        example = {symbol: number(inputs[name][at]) for symbol, (name, at) in known.items()}
-        return Stages(parts, tuple(map(values, up)), tuple(map(values, down)), known, example)
+        example = {symbol: number(inputs[name][at]) for symbol, (name, at) in symbols.items()}
+        return Stages(parts, tuple(map(values, up)), tuple(map(values, down)), symbols, example)
 
     # Values that are sent
 
@@ -169,10 +169,10 @@ class _Cutter:
         own = [item for item in self._items.all if self._stage[item] == stage]
         early = [item for item in own if not item.backward]
         late = [item for item in own if item.backward]
-        backward, wanted = self._backward(stage, late, below)
-        found = {(stage, Part.FORWARD): self._forward(stage, early, up, wanted)}
-        found |= {(stage, part): graph for part, graph in backward.items()}
-        return found
+        backward, for_backward = self._backward(stage, late, below)
+        parts = {(stage, Part.FORWARD): self._forward(stage, early, up, for_backward)}
+        parts |= {(stage, part): graph for part, graph in backward.items()}
+        return parts
 
     def _backward(
         self, stage: int, items: Sequence[Item], below: Sequence[Node]
@@ -189,8 +189,8 @@ class _Cutter:
         if not nodes and not gradients:
             return {}, []
         whole = _Slice(self, nodes, stage, late=True)
-        found = {Part.BACKWARD: whole.finish(self._ports_of(sends, Role.COTANGENT), gradients)}
-        first = _needed(nodes, sends)
+        parts = {Part.BACKWARD: whole.finish(self._ports_of(sends, Role.COTANGENT), gradients)}
+        first = _nodes_needed(nodes, sends)
         rest = [node for node in nodes if node not in first]
         crossing = [
             n
@@ -203,13 +203,13 @@ class _Cutter:
             ports = self._ports_of(sends, Role.COTANGENT) | self._ports_of(
                 [n for n in crossing if n not in sends], Role.SAVED
             )
-            found[Part.INPUT] = half.finish(ports, {})
+            parts[Part.INPUT] = half.finish(ports, {})
         other = _Slice(self, rest, stage, late=True)
-        found[Part.WEIGHT] = other.finish({}, gradients)
-        return found, [n for n in whole.taken if self._is_of_forward(n, stage)]
+        parts[Part.WEIGHT] = other.finish({}, gradients)
+        return parts, [n for n in whole.received if self._is_of_forward(n, stage)]
 
     def _forward(
-        self, stage: int, items: Sequence[Item], up: Sequence[Node], wanted: Sequence[Node]
+        self, stage: int, items: Sequence[Item], up: Sequence[Node], for_backward: Sequence[Node]
     ) -> StepGraph:
         nodes = [item.node for item in items if item.output is None]
         outputs: dict[Port, list[Node]] = {
@@ -217,11 +217,11 @@ class _Cutter:
             for item in items
             if item.output is not None
         }
-        made = _Slice(self, nodes, stage, late=False)
+        forward = _Slice(self, nodes, stage, late=False)
         own = set(nodes)
         ports = self._ports_of([n for n in up if n in own], Role.ACTIVATION)
-        ports |= self._ports_of([n for n in wanted if n not in up], Role.SAVED)
-        read = {*made.ports, *(self._ports[n] for n in wanted if n in self._ports)}
+        ports |= self._ports_of([n for n in for_backward if n not in up], Role.SAVED)
+        read = {*forward.ports, *(self._ports[n] for n in for_backward if n in self._ports)}
         for node, port in zip(self._results, self._step.outputs, strict=True):
             # Every stage that reads such a buffer (a counter, say) updates its own copy.
             if (
@@ -231,7 +231,7 @@ class _Cutter:
                 and (port in read or stage == 0)
             ):
                 outputs[port] = [node]
-        return made.finish(ports, outputs)
+        return forward.finish(ports, outputs)
 
     def _ports_of(self, nodes: Iterable[Node], role: Role) -> dict[Port, list[Node]]:
         return {Port(role, node.name): [node] for node in nodes}
@@ -279,18 +279,18 @@ class _Cutter:
         return self._order[node]
 
 
-def _needed(nodes: Sequence[Node], wanted: Sequence[Node]) -> set[Node]:
+def _nodes_needed(nodes: Sequence[Node], targets: Sequence[Node]) -> set[Node]:
     """Return the nodes that the wanted ones are computed from, and the users of those whose results
     cannot be saved.
     """
-    among, found, stack = set(nodes), set[Node](), list(wanted)
+    among, needed, stack = set(nodes), set[Node](), list(targets)
     while stack:
         node = stack.pop()
-        if node in among and node not in found:
-            found.add(node)
+        if node in among and node not in needed:
+            needed.add(node)
             stack += node.all_input_nodes
             stack += [] if is_sendable(node) else list(node.users)
-    return found
+    return needed
 
 
 class _Slice:
@@ -306,35 +306,37 @@ class _Slice:
         self.ports: list[Port] = []
         self._inputs: dict[Node, Node] = {}
         self._last: Node | None = None
-        self.taken: list[Node] = []
+        self.received: list[Node] = []
         for node in nodes:
             self.get(node)
 
-    def get(self, wanted: Node) -> Node:
+    def get(self, target: Node) -> Node:
         """Return the copy of a node, after copying everything that it needs in the order of the
         whole graph.
         """
-        missing, stack = set[Node](), [wanted]
+        missing, stack = set[Node](), [target]
         while stack:
             node = stack.pop()
             if node not in self._copied and node not in missing:
                 missing.add(node)
-                if self._made_here(node):
+                if self._is_computed_here(node):
                     stack += node.all_input_nodes
         for node in sorted(missing, key=self._cutter.position):
-            self._copied[node] = self._copy(node) if self._made_here(node) else self._input(node)
-        return self._copied[wanted]
+            self._copied[node] = (
+                self._copy(node) if self._is_computed_here(node) else self._input(node)
+            )
+        return self._copied[target]
 
     def _copy(self, node: Node) -> Node:
         if node.name != TANGENT:
             return self._graph.node_copy(node, lambda n: self._copied[n])
-        made = self._graph.create_node(
+        copy = self._graph.create_node(
             node.op, node.target, node.args, node.kwargs, name=f"{TANGENT}_here"
         )  # all of this graph is backward
-        made.meta = dict(node.meta)
-        return made
+        copy.meta = dict(node.meta)
+        return copy
 
-    def _made_here(self, node: Node) -> bool:
+    def _is_computed_here(self, node: Node) -> bool:
         return node.op != "placeholder" and (
             node in self._own or self._cutter.role_of(node, self._stage, self._late) is None
         )
@@ -348,14 +350,14 @@ class _Slice:
             if self._last is not None
             else self._graph.inserting_before(first)
         ):
-            made = self._graph.placeholder(node.name)
-        made.meta = dict(node.meta)
-        self._last = made
+            placeholder = self._graph.placeholder(node.name)
+        placeholder.meta = dict(node.meta)
+        self._last = placeholder
         self.ports.append(port)
-        self.taken += [node] if role is not None else []
-        return made
+        self.received += [node] if role is not None else []
+        return placeholder
 
-    def _take_sizes(self) -> None:
+    def _add_size_inputs(self) -> None:
         """Add the batch inputs that determine sizes which no other input has as one of its own."""
         shapes = [node.meta["val"].shape for node in self._graph.nodes if node.op == "placeholder"]
         expressions = {
@@ -378,7 +380,7 @@ class _Slice:
                         self._graph, self._cutter.mode, aten.add.Tensor, total, self.get(node)
                     )
                 results.append(total)
-        self._take_sizes()
+        self._add_size_inputs()
         output = self._graph.output(tuple(results))
         output.meta["val"] = tuple(r.meta["val"] for r in results)
         module = LazyGraphModule(self._cutter.module, self._graph)

@@ -26,8 +26,8 @@ def check_plan(plan: Plan, package: Package) -> None:
     Raises:
         PlanError: it was made for another package, or was edited so that it no longer fits.
     """
-    known = {package.digest, package.manifest.parent}
-    if plan.package not in known:
+    digests = {package.digest, package.manifest.parent}
+    if plan.package not in digests:
         raise PlanError(
             "the plan is for another package",
             where="plan.package",
@@ -104,7 +104,7 @@ def _share_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     Raises:
         PlanError: the tensor axis divides an unknown parameter, or one that it cannot divide.
     """
-    found = dict(shapes)
+    share_shapes = dict(shapes)
     for name, shard in plan.tensor_shards.items():
         where = f"plan.tensor_shards: {name}"
         if name not in shapes:
@@ -121,17 +121,17 @@ def _share_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
                 ),
                 got=str(shard),
             )
-        found[name] = shard.share_shape(shape, ranks)
-    return found
+        share_shapes[name] = shard.share_shape(shape, ranks)
+    return share_shapes
 
 
 def groups_of(package: Package) -> dict[str, tuple[str, ...]]:
     """Return parameter -> its groups, in the recipe's order."""
-    found: dict[str, tuple[str, ...]] = {}
+    groups: dict[str, tuple[str, ...]] = {}
     for group in package.recipe.groups:
         for name in group.parameters:
-            found[name] = (*found.get(name, ()), group.name)
-    return found
+            groups[name] = (*groups.get(name, ()), group.name)
+    return groups
 
 
 def check_batch(package: Package, rows: int, world: int, accumulate: int) -> None:

@@ -154,7 +154,7 @@ def make_plan(
         tensor.shards,
         stages,
     )
-    made = Plan(
+    draft = Plan(
         package=package.digest,
         cluster=cluster,
         strategy=strategy,
@@ -170,15 +170,15 @@ def make_plan(
         accumulate=accumulate,
         prefetch=prefetch,
         buckets=buckets,
-        estimate=_NOTHING,
+        estimate=_NO_ESTIMATE,
     )
-    sent = 0 if pipeline is None else pipeline.sent(made.rows_per_call)
-    return made.model_copy(
-        update={"estimate": estimate(made, package, tensor.sent(made.rows_per_call) + sent)}
+    sent = 0 if pipeline is None else pipeline.sent(draft.rows_per_call)
+    return draft.model_copy(
+        update={"estimate": estimate(draft, package, tensor.sent(draft.rows_per_call) + sent)}
     )
 
 
-_NOTHING = Estimate(
+_NO_ESTIMATE = Estimate(
     parameter_bytes=0,
     gradient_bytes=0,
     optimizer_bytes=0,
@@ -212,17 +212,17 @@ def _data_ranks(
     stages_per_rank: int | None,
 ) -> int:
     """Return the number of ranks that the other axes leave for the data axis."""
-    left, spelled = cluster.world_size, f"the cluster's {cluster.world_size} devices"
+    remaining, spelled = cluster.world_size, f"the cluster's {cluster.world_size} devices"
     for name, ranks in (("tensor", tensor_ranks), ("pipeline", pipeline_ranks)):
-        if left % ranks:
+        if remaining % ranks:
             raise PlanError(
                 f"the {name} axis does not divide the cluster",
                 where=f"{name}_ranks",
                 expected=f"a divisor of {spelled}",
                 got=str(ranks),
             )
-        left //= ranks
-        spelled = f"the {left} devices that the tensor axis leaves" if ranks > 1 else spelled
+        remaining //= ranks
+        spelled = f"the {remaining} devices that the tensor axis leaves" if ranks > 1 else spelled
     if rules and tensor_ranks == 1:
         raise PlanError(
             "tensor rules have no effect on a tensor axis of one rank",
@@ -242,19 +242,23 @@ def _data_ranks(
             where="schedule",
             hint="Set pipeline_ranks (--pipeline).",
         )
-    return left
+    return remaining
 
 
 def _shard_ranks(
-    strategy: Strategy, cluster: Cluster, lanes: int, tensor_ranks: int, given: int | None
+    strategy: Strategy, cluster: Cluster, lanes: int, tensor_ranks: int, requested: int | None
 ) -> int | None:
     if strategy != "hybrid":
-        if given is not None:
+        if requested is not None:
             raise PlanError(
                 "this option requires the strategy hybrid", where="shard_ranks", got=strategy
             )
         return None
-    ranks = min(lanes, max(1, cluster.devices_per_node // tensor_ranks)) if given is None else given
+    ranks = (
+        min(lanes, max(1, cluster.devices_per_node // tensor_ranks))
+        if requested is None
+        else requested
+    )
     if lanes % ranks or ranks < min(2, lanes):
         raise PlanError(
             "this number of ranks cannot share one copy of the model",

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.graph_nodes import ends
-from trainload.sharding.analysis.liveness import Held, held
+from trainload.sharding.analysis.liveness import GraphMemory, held
 from trainload.sharding.pipeline.pipeline_axis import bytes_of as bytes_sent
 from trainload.sharding.pipeline.stage_schedule import Action, Message, instructions, message_of
 from trainload.sharding.pipeline.stages import Part
@@ -136,18 +136,20 @@ def costs(
         name: span_of(groups, plan.cluster.devices_per_node)
         for name, groups in plan.groups().items()
     }
-    found = [
+    rank_costs = [
         _Rank(package, plan, graphs, device, spans, index, compiled=compiled)
         for index, graphs in enumerate(ranks)
     ]
-    memory = max((rank.memory() for rank in found), key=lambda each: each.peak)
+    memory = max((rank.memory() for rank in rank_costs), key=lambda each: each.peak)
     lines = {
-        f"{index}/{name}" if len(found) > 1 else name: line
-        for index, rank in enumerate(found)
+        f"{index}/{name}" if len(rank_costs) > 1 else name: line
+        for index, rank in enumerate(rank_costs)
         for name, line in rank.lines.items()
     }
     time = (
-        found[0].time() if plan.pipeline is None else _piped(plan, found, device, spans[PIPELINE])
+        rank_costs[0].time()
+        if plan.pipeline is None
+        else _pipeline_time(plan, rank_costs, device, spans[PIPELINE])
     )
     return Costs(memory, time, lines)
 
@@ -174,12 +176,12 @@ class _Rank:
             index,
         )
         self.main = package.manifest.training_graphs()[0]
-        used = {name: graph for name, graph in graphs.ranks.items() if self._trains(name)}
-        sizes = {name: self._sizes(graph) for name, graph in used.items()}
-        self.held = {name: held(graph.module, sizes[name]) for name, graph in used.items()}
+        trained = {name: graph for name, graph in graphs.ranks.items() if self._trains(name)}
+        sizes = {name: self._sizes(graph) for name, graph in trained.items()}
+        self.held = {name: held(graph.module, sizes[name]) for name, graph in trained.items()}
         self.lines = {
             name: timeline(graph.module, device, spans, sizes[name], compiled=compiled)
-            for name, graph in used.items()
+            for name, graph in trained.items()
         }
         for owner, module in graphs.updates.items():
             self.held[update_name(owner)] = held(module)
@@ -269,40 +271,40 @@ class _Rank:
             at=f"{where}: {at.at}",
         )
 
-    def _train_peak(self, graph: str, gradients: int) -> tuple[str, Held, int]:
+    def _train_peak(self, graph: str, gradients: int) -> tuple[str, GraphMemory, int]:
         if self._plan.pipeline is not None:
-            return "pipeline", self._piped_peak(), gradients
+            return "pipeline", self._pipeline_peak(), gradients
         names = [train_name(graph, phase) for phase in phases(self._plan)]
         name = max(names, key=lambda each: self.held[each].peak)
         return name, self.held[name], gradients if self._plan.accumulate > 1 else 0
 
-    def _piped_peak(self) -> Held:
+    def _pipeline_peak(self) -> GraphMemory:
         """Simulate the rank's actions: values kept of each microbatch in flight, and the values of
         the running action.
         """
         pipeline = self._plan.pipeline
         assert pipeline is not None
-        kept: dict[tuple[int, int], int] = {}
-        most = Held(0, 0, 0, "")
+        live_bytes: dict[tuple[int, int], int] = {}
+        most = GraphMemory(0, 0, 0, "")
         for instruction in instructions(
             pipeline.order, pipeline.stage_ranks, self._plan.accumulate
         )[self._index]:
             if isinstance(instruction, Message):
                 if instruction.target == self._index:
                     key = (instruction.boundary + int(instruction.up), instruction.microbatch)
-                    kept[key] = kept.get(key, 0) + self.message_bytes(instruction)
+                    live_bytes[key] = live_bytes.get(key, 0) + self.message_bytes(instruction)
                 continue
             key = (instruction.stage, instruction.microbatch)
             name = self.name_of(instruction)
             if name is not None:
-                here, others = self.held[name], sum(kept.values())
+                here, others = self.held[name], sum(live_bytes.values())
                 if here.peak + others > most.peak:
-                    most = Held(
+                    most = GraphMemory(
                         here.peak + others, 0, here.communication, f"{instruction}, {here.at}"
                     )
-                kept[key] = kept.get(key, 0) + here.left
+                live_bytes[key] = live_bytes.get(key, 0) + here.left
             if instruction.part in (Part.BACKWARD, Part.WEIGHT):
-                kept.pop(key, None)
+                live_bytes.pop(key, None)
         return most
 
     def _buffers(self) -> int:
@@ -317,7 +319,9 @@ class _Rank:
         return own + row * plan.rows_per_call * plan.accumulate
 
 
-def _piped(plan: Plan, ranks: Sequence[_Rank], device: DeviceProfile, span: Span) -> StepTime:
+def _pipeline_time(
+    plan: Plan, ranks: Sequence[_Rank], device: DeviceProfile, span: Span
+) -> StepTime:
     """Simulate the actions of all ranks of a pipeline."""
     pipeline = plan.pipeline
     assert pipeline is not None
@@ -389,10 +393,10 @@ def sizes_of(module: GraphModule, inputs: Sequence[Port], rows: int) -> dict[str
     the batch are the example's.
     """
     placeholders, _ = ends(module)
-    found: dict[str, int] = {}
+    symbols: dict[str, int] = {}
     for node, port in zip(placeholders, inputs, strict=True):
         if port.role is Role.BATCH:
             for at, size in enumerate(node.meta["val"].shape):
                 if isinstance(size, SymInt) and size.node.expr.is_Symbol:
-                    found[str(size.node.expr)] = rows if at == 0 else int(size.node.hint)
-    return found
+                    symbols[str(size.node.expr)] = rows if at == 0 else int(size.node.hint)
+    return symbols

@@ -49,11 +49,11 @@ class Source:
 
     def steps(self, names: Iterable[str]) -> dict[str, StepGraph]:
         """Return the package's step graphs of these names. Each is derived on first use."""
-        wanted = tuple(names)
+        requested = tuple(names)
         self._steps |= step_graphs(
-            self.package, self.device, [name for name in wanted if name not in self._steps]
+            self.package, self.device, [name for name in requested if name not in self._steps]
         )
-        return {name: self._steps[name] for name in wanted}
+        return {name: self._steps[name] for name in requested}
 
     @functools.cached_property
     def updates(self) -> tuple[UpdateGraph, ...]:
@@ -112,15 +112,17 @@ class Source:
             names: names of the graphs; None for all that are called in training, and in evaluation
                 if plans cover that.
         """
-        made = self._local.setdefault(axes, {})
-        wanted = tuple(
+        graphs = self._local.setdefault(axes, {})
+        requested = tuple(
             self.package.manifest.step_graphs(evaluates=self._evaluates) if names is None else names
         )
-        lacking = [name for name in wanted if name not in made]
+        lacking = [name for name in requested if name not in graphs]
         # all together, because a derivation needs the program, which is then read once
         self.steps(lacking)
-        made |= {name: completed(self._whole_or_partitioned(name, axes), axes) for name in lacking}
-        return {name: made[name] for name in wanted}
+        graphs |= {
+            name: completed(self._whole_or_partitioned(name, axes), axes) for name in lacking
+        }
+        return {name: graphs[name] for name in requested}
 
     def _whole_or_partitioned(self, name: str, axes: Local) -> StepGraph:
         if axes.tensor_ranks == 1:

@@ -99,7 +99,7 @@ def timeline(
     """
     fused = _fused(module) if compiled else set()
     now = link_free = exposed = work = 0.0
-    done: dict[Node, float] = {}
+    finished_at: dict[Node, float] = {}
     rows: list[Row] = []
     for node in module.graph.nodes:
         if node.op != "call_function":
@@ -107,7 +107,7 @@ def timeline(
         name = _name(node)
         if is_collective(node):
             if name == "wait_tensor":
-                waits = max(0.0, done.get(node.all_input_nodes[0], now) - now)
+                waits = max(0.0, finished_at.get(node.all_input_nodes[0], now) - now)
                 rows.append(Row(node.name, name, now, waits, "wait", 0.0, 0.0))
                 now += waits
                 exposed += waits
@@ -119,7 +119,7 @@ def timeline(
             )
             takes = seconds_of(name, size, spans[str(node.args[-1])], device)
             start = max(now, link_free)
-            link_free = done[node] = start + takes
+            link_free = finished_at[node] = start + takes
             rows.append(Row(node.name, name, start, takes, "link", size, 0.0))
             continue
         takes, why, moved, products = _kernel(module, node, device, sizes, fused)
@@ -197,13 +197,13 @@ def _fused(module: GraphModule) -> set[Node]:
     """Return elementwise nodes with a single reader, elementwise or a reduction, so that their
     values are never written to memory.
     """
-    found: set[Node] = set()
+    fused: set[Node] = set()
     for node in module.graph.nodes:
         if _is_elementwise(node):
             users = _readers(node)
             if len(users) == 1 and (_is_elementwise(users[0]) or _name(users[0]) in _REDUCTIONS):
-                found.add(node)
-    return found
+                fused.add(node)
+    return fused
 
 
 def _readers(node: Node) -> list[Node]:

@@ -37,15 +37,19 @@ def replan(
         PlanError: as for `make_plan`.
     """
     world = cluster.world_size
-    kept = strategy or (None if world == 1 or plan.strategy == "single" else plan.strategy)
-    ranks = plan.shard_ranks if kept == "hybrid" and world % (plan.shard_ranks or 1) == 0 else None
+    new_strategy = strategy or (None if world == 1 or plan.strategy == "single" else plan.strategy)
+    ranks = (
+        plan.shard_ranks
+        if new_strategy == "hybrid" and world % (plan.shard_ranks or 1) == 0
+        else None
+    )
     tensor = plan.tensor_ranks if world % plan.tensor_ranks == 0 else 1
     divide = plan.divide if tensor > 1 else "tensor"
     pipeline = plan.pipeline if world // tensor % plan.pipeline_ranks == 0 else None
     return make_plan(
         package,
         cluster,
-        kept,
+        new_strategy,
         global_batch=plan.global_batch,
         accumulate=accumulate,
         prefetch=plan.prefetch,
@@ -79,21 +83,21 @@ def plans_of_sizes(package: Package, plan: Plan, sizes: Sequence[int]) -> tuple[
     Raises:
         PlanError: no size is feasible; the message gives the reason for each.
     """
-    found: list[Plan] = []
+    plans: list[Plan] = []
     why: dict[int, PlanError] = {}
     source = Source(package)
     for nodes in sorted(set(sizes)):
         cluster = plan.cluster.model_copy(update={"nodes": nodes})
         if cluster == plan.cluster:
-            found.append(plan)
+            plans.append(plan)
             continue
         try:
-            found.append(_of_size(source, plan, cluster))
+            plans.append(_of_size(source, plan, cluster))
         except PlanError as error:
             why[nodes] = error
-    if not found:
+    if not plans:
         raise _no_size(why, plan.cluster.devices_per_node)
-    return tuple(found)
+    return tuple(plans)
 
 
 def largest_size(

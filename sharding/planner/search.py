@@ -186,7 +186,7 @@ def search(
             got=reasons or f"{rows} rows, which cannot be divided evenly among the devices",
         )
     candidates: list[Candidate] = []
-    for choice in _to_try(judged, device):
+    for choice in _in_trial_order(judged, device):
         say(
             f"{len(judged):,} plans estimated; simulating number {len(candidates) + 1} of the best"
             f" {exact}: {choice}"
@@ -223,11 +223,11 @@ def smallest(
         judged, _ = _judge_all(source, cluster, device, wanted, rows, options, lambda _: None)
         for each in sorted(judged, key=lambda each: each.bytes)[:2]:
             try:
-                found = evaluate(source, cluster, device, each.choice, rows, options)
+                candidate = evaluate(source, cluster, device, each.choice, rows, options)
             except PlanError:
                 continue  # try the next one
-            if found.costs.memory.peak <= device.memory_bytes:
-                return found
+            if candidate.costs.memory.peak <= device.memory_bytes:
+                return candidate
     return None
 
 
@@ -315,17 +315,17 @@ def _tensor_degrees(cluster: Cluster, wanted: Wanted) -> list[int]:
 
 
 def _choices(cluster: Cluster, wanted: Wanted, tensor: int, rows: int) -> Iterator[Choice]:
-    left = cluster.world_size // tensor
+    remaining_ranks = cluster.world_size // tensor
     pipelines = (
         [wanted.pipeline]
         if wanted.pipeline is not None
-        else [p for p in _divisors(left) if p <= _MAX_STAGES]
+        else [p for p in _divisors(remaining_ranks) if p <= _MAX_STAGES]
     )
     recomputes = [wanted.recompute] if wanted.recompute is not None else list(RECOMPUTES)
     for pipeline, recompute in product(pipelines, recomputes):
-        if left % pipeline or rows % (left // pipeline):
+        if remaining_ranks % pipeline or rows % (remaining_ranks // pipeline):
             continue
-        lanes = left // pipeline
+        lanes = remaining_ranks // pipeline
         for strategy, schedule in product(
             _strategies(cluster, wanted, tensor, lanes), _schedules(wanted, pipeline)
         ):
@@ -343,11 +343,11 @@ def _choices(cluster: Cluster, wanted: Wanted, tensor: int, rows: int) -> Iterat
 
 
 def _strategies(cluster: Cluster, wanted: Wanted, tensor: int, lanes: int) -> list[Strategy]:
-    found: list[Strategy] = ["single"] if lanes == 1 else ["zero0", "zero1", "zero2", "zero3"]
+    strategies: list[Strategy] = ["single"] if lanes == 1 else ["zero0", "zero1", "zero2", "zero3"]
     near = cluster.devices_per_node // tensor
     if 1 < near < lanes and lanes % near == 0:
-        found.append("hybrid")
-    return [strategy for strategy in found if wanted.strategy in (None, strategy)]
+        strategies.append("hybrid")
+    return [strategy for strategy in strategies if wanted.strategy in (None, strategy)]
 
 
 def _schedules(wanted: Wanted, pipeline: int) -> list[tuple[Schedule, int | None] | None]:
@@ -441,26 +441,29 @@ class _Judge:
         }
         self._calls: dict[tuple[Recompute, int], tuple[float, float]] = {}
         states = state_counts(package)
-        self._stored = self._kept = 0.0
+        self._parameter_bytes = self._state_bytes = 0.0
         for parameter in package.parameters:
             if parameter.alias_of is None:
                 size = math.prod(axis.shape(parameter.name, parameter.shape)) * item_bytes(
                     parameter.dtype
                 )
                 groups = source.trained.get(parameter.name, ())
-                self._stored += size
-                self._kept += size * sum(states[group] for group in groups)
+                self._parameter_bytes += size
+                self._state_bytes += size * sum(states[group] for group in groups)
 
     def judge(self, choice: Choice) -> _Judged:
         """Return an estimate of a choice's memory and time."""
         device, cluster = self._device, self._cluster
         lanes = cluster.world_size // (choice.tensor * choice.pipeline)
-        seconds, activations = self._call(
+        seconds, activations = self._estimate_call(
             choice.recompute, self._rows // (lanes * choice.accumulate)
         )
         near = min(lanes, max(1, cluster.devices_per_node // choice.tensor))
         degree = near if choice.strategy == "hybrid" else lanes
-        stored, kept = self._stored / choice.pipeline, self._kept / choice.pipeline
+        parameter_bytes, state_bytes = (
+            self._parameter_bytes / choice.pipeline,
+            self._state_bytes / choice.pipeline,
+        )
         shares = {
             "zero1": (1, 1, degree),
             "zero2": (1, degree, degree),
@@ -474,32 +477,35 @@ class _Judge:
             else min(choice.accumulate, choice.pipeline) / choice.pipeline
         )
         memory = (
-            stored / of_parameters
-            + stored / of_gradients
-            + kept / of_state
+            parameter_bytes / of_parameters
+            + parameter_bytes / of_gradients
+            + state_bytes / of_state
             + activations * flying
             + device.reserved_bytes
         )
         times = choice.accumulate if of_parameters > 1 else 1
-        sent = seconds_of("all_gather_into_tensor", stored, Span(degree, near), device)
+        sent = seconds_of("all_gather_into_tensor", parameter_bytes, Span(degree, near), device)
         exchange = sent * (3 * times if of_parameters > 1 else 2)
         work = seconds * choice.accumulate / choice.pipeline
         stages = (choice.schedule[1] if choice.schedule is not None else None) or 1
         bubble = work * (choice.pipeline - 1) / (choice.accumulate * stages)
         return _Judged(choice, memory, work + bubble + max(0.0, exchange - 0.8 * work))
 
-    def _call(self, how: Recompute, rows: int) -> tuple[float, float]:
+    def _estimate_call(self, how: Recompute, rows: int) -> tuple[float, float]:
         """Return the seconds of a call of this number of rows, and its peak memory in bytes."""
         low = 1
         while low * _ROWS_APART <= rows:
             low *= _ROWS_APART
-        less = self._played(how, low)
+        less = self._simulate_call(how, low)
         if low == rows:
             return less
-        more, share = self._played(how, low * _ROWS_APART), (rows / low - 1) / (_ROWS_APART - 1)
+        more, share = (
+            self._simulate_call(how, low * _ROWS_APART),
+            (rows / low - 1) / (_ROWS_APART - 1),
+        )
         return less[0] + share * (more[0] - less[0]), less[1] + share * (more[1] - less[1])
 
-    def _played(self, how: Recompute, rows: int) -> tuple[float, float]:
+    def _simulate_call(self, how: Recompute, rows: int) -> tuple[float, float]:
         """Return the same figures, computed from the graph."""
         key = how, rows
         if key not in self._calls:
@@ -511,7 +517,7 @@ class _Judge:
         return self._calls[key]
 
 
-def _to_try(judged: list[_Judged], device: DeviceProfile) -> Iterator[Choice]:
+def _in_trial_order(judged: list[_Judged], device: DeviceProfile) -> Iterator[Choice]:
     """Yield choices worth a simulation, best first: those that seem to fit by time, then the others
     by memory.
 

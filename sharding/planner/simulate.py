@@ -42,14 +42,14 @@ class Simulation:
         """Return group -> operator -> number of its calls in the graphs of all pipeline ranks
         together.
         """
-        found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for calls in self.calls:
             for called in calls.values():
                 for each in called:
                     if each.is_called:
-                        found[each.group][each.operator] += 1
+                        counts[each.group][each.operator] += 1
         return {
-            group: dict(sorted(operators.items())) for group, operators in sorted(found.items())
+            group: dict(sorted(operators.items())) for group, operators in sorted(counts.items())
         }
 
 
@@ -75,9 +75,9 @@ def simulate(package: Package | Source, plan: Plan, *, training_only: bool = Fal
     local = source.local(
         Local.of(plan), source.package.manifest.training_graphs() if training_only else None
     )
-    given = source.package, plan, local, source.updates, source.device
+    shared_args = source.package, plan, local, source.updates, source.device
     cuts = cuts_of(plan, local)
-    ranks = tuple(rank_graphs(*given, index, cuts) for index in range(plan.pipeline_ranks))
+    ranks = tuple(rank_graphs(*shared_args, index, cuts) for index in range(plan.pipeline_ranks))
     calls = tuple(graphs.collectives(plan) for graphs in ranks)
     check_meeting([calls[plan.pipeline_index(rank)] for rank in range(plan.world_size)], plan)
     return Simulation(plan, ranks, calls)

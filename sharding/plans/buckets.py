@@ -24,8 +24,8 @@ _Kind = tuple[str, tuple[str, ...], bool, tuple[int, ...]]
 
 def item_bytes(dtype: str) -> int:
     """Return the bytes of one element of a dtype, in torch's notation ("float32")."""
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    return torch_dtype.itemsize
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -44,21 +44,21 @@ def step_graphs(
         device: device that the graphs are for.
         names: names of the graphs; None for all that are called in training or evaluation.
     """
-    found: dict[str, StepGraph] = {}
+    graphs: dict[str, StepGraph] = {}
     program: Program | None = None
     for name in package.manifest.step_graphs() if names is None else names:
         key = derived_key(name, device)
-        kept = read_derived(package, key)
-        if kept is None:
+        step = read_derived(package, key)
+        if step is None:
             program = program or package.program()
-            kept = derive(program, name, device)
+            step = derive(program, name, device)
             # it is in the node's cache, whose next release has the same program
             if package.source is not None:
                 message = f"the joint graph {name} was not stored; it will be derived again"
                 with logged_suppress(_log, message, StorageError):
-                    write_derived(package, key, kept)
-        found[name] = kept
-    return found
+                    write_derived(package, key, step)
+        graphs[name] = step
+    return graphs
 
 
 def places_in_step(package: Package, graph: str, device: torch.device) -> dict[str, str]:

@@ -58,9 +58,9 @@ def of_rank(plan: Plan, package: Package, pipeline_index: int) -> Estimate:
         for group in bucket.whole:
             optimizer += own_state[group] * len(bucket.slots)
             if shard > 1:
-                taken = 2 + states[group]
-                gathered = max(gathered, taken * size)
-                communication += taken * ring
+                copies = 2 + states[group]
+                gathered = max(gathered, copies * size)
+                communication += copies * ring
         communication += (
             ring * plan.accumulate if plan.shards_gradients else ring if plan.shards_state else 0
         )

@@ -415,32 +415,32 @@ class Plan(_Record):
             range(self.data_ranks),
             range(self.tensor_ranks),
         )
-        found: dict[str, tuple[tuple[int, ...], ...]] = {}
+        groups: dict[str, tuple[tuple[int, ...], ...]] = {}
         lanes = [tuple(self._rank(p, d, t) for d in data) for p in pipeline for t in tensor]
         if len(data) > 1 or self.world_size == 1:
-            found[DATA] = tuple(lanes)
+            groups[DATA] = tuple(lanes)
         if self.replicas > 1 and self.shard_degree > 1:
             degree = self.shard_degree
-            found[SHARD] = tuple(
+            groups[SHARD] = tuple(
                 lane[i : i + degree] for lane in lanes for i in range(0, len(lane), degree)
             )
-            found[REPLICATE] = tuple(lane[i::degree] for lane in lanes for i in range(degree))
+            groups[REPLICATE] = tuple(lane[i::degree] for lane in lanes for i in range(degree))
         if len(tensor) > 1:
-            found[TENSOR] = tuple(
+            groups[TENSOR] = tuple(
                 tuple(self._rank(p, d, t) for t in tensor) for p in pipeline for d in data
             )
         if len(pipeline) > 1:
-            found[PIPELINE] = tuple(
+            groups[PIPELINE] = tuple(
                 tuple(self._rank(p, d, t) for p in pipeline) for d in data for t in tensor
             )
         for holders in sorted(
             {self.holders(bucket) for bucket in self.buckets} if len(pipeline) > 1 else ()
         ):
             if len(holders) > 1:
-                found[shared_group(holders)] = tuple(
+                groups[shared_group(holders)] = tuple(
                     tuple(self._rank(p, d, t) for p in holders) for d in data for t in tensor
                 )
-        return found
+        return groups
 
     def _rank(self, pipeline: int, data: int, tensor: int) -> int:
         return (pipeline * self.data_ranks + data) * self.tensor_ranks + tensor

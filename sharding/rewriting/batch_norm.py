@@ -39,23 +39,23 @@ def synchronised(step: StepGraph, ranks: int, group: str) -> StepGraph:
         ranks: number of ranks in the group.
         group: logical name of the process group.
     """
-    if not any(node.target in FORWARD and _over_rows(node) for node in step.module.graph.nodes):
+    if not any(node.target in FORWARD and _covers_rows(node) for node in step.module.graph.nodes):
         return step
     placeholders, _ = ends(step.module)
-    made = _Synchroniser(mode_of(placeholders), ranks, group)
+    synchroniser = _Synchroniser(mode_of(placeholders), ranks, group)
     for node in step.module.graph.nodes:
-        made.take(node)
-    made.graph.lint()
-    return StepGraph(LazyGraphModule(step.module, made.graph), step.inputs, step.outputs)
+        synchroniser.take(node)
+    synchroniser.graph.lint()
+    return StepGraph(LazyGraphModule(step.module, synchroniser.graph), step.inputs, step.outputs)
 
 
-def _over_rows(node: Node) -> bool:
+def _covers_rows(node: Node) -> bool:
     """Return True if a batch norm's statistics cover several rows of the batch, that is, its
     channels are not rows themselves.
     """
-    given = arguments(node)
-    shape = given["input"].meta["val"].shape
-    if not given["train" if node.target is BACKWARD else "training"]:
+    args = arguments(node)
+    shape = args["input"].meta["val"].shape
+    if not args["train" if node.target is BACKWARD else "training"]:
         return False
     return not isinstance(shape[1], SymInt) and (isinstance(shape[0], SymInt) or shape[0] > 1)
 
@@ -69,75 +69,77 @@ class _Synchroniser:
 
     def take(self, node: Node) -> None:
         """Copy a node, or its replacement."""
-        if node.target in FORWARD and _over_rows(node):
+        if node.target in FORWARD and _covers_rows(node):
             self._results[node] = self._forward(node)
-        elif node.target is BACKWARD and _over_rows(node):
+        elif node.target is BACKWARD and _covers_rows(node):
             self._results[node] = self._backward(node)
         elif node.target is operator.getitem and node.args[0] in self._results:
-            found = self._results[node.args[0]][node.args[1]]  # type: ignore[index]
-            assert found is not None, "nobody takes a result that was not asked for"
-            self._copied[node] = found
+            result = self._results[node.args[0]][node.args[1]]  # type: ignore[index]
+            assert result is not None, "nobody takes a result that was not asked for"
+            self._copied[node] = result
         else:
             self._copied[node] = self.graph.node_copy(node, lambda source: self._copied[source])
 
     def _forward(self, node: Node) -> tuple[Node | None, ...]:
-        given = self._given(node)
-        x = self._wide(given["input"])
+        args = self._copied_arguments(node)
+        x = self._upcast(args["input"])
         dims = [at for at in range(x.meta["val"].ndim) if at != 1]
-        own = [
+        local = [
             self._call(aten.mean.dim, x, dims),
             self._call(aten.var.correction, x, dims, correction=0),
         ]
         everyones = self._call(
             aten.view.default,
-            self._gathered(self._call(aten.cat.default, own)),
+            self._gathered(self._call(aten.cat.default, local)),
             [self._ranks, 2, -1],
         )
         means, variances = (self._call(aten.select.int, everyones, 1, index) for index in range(2))
         mean = self._call(aten.mean.dim, means, [0])
         apart = self._call(aten.square.default, self._call(aten.sub.Tensor, means, mean))
         variance = self._call(aten.mean.dim, self._call(aten.add.Tensor, variances, apart), [0])
-        inverse = self._call(
-            aten.rsqrt.default, self._call(aten.add.Scalar, variance, given["eps"])
-        )
-        found = self._call(
+        inverse = self._call(aten.rsqrt.default, self._call(aten.add.Scalar, variance, args["eps"]))
+        output = self._call(
             aten.mul.Tensor,
-            self._call(aten.sub.Tensor, x, self._along(mean, x)),
-            self._along(inverse, x),
+            self._call(aten.sub.Tensor, x, self._broadcast(mean, x)),
+            self._broadcast(inverse, x),
         )
-        if given["weight"] is not None:
-            found = self._call(aten.mul.Tensor, found, self._along(self._wide(given["weight"]), x))
-        if given["bias"] is not None:
-            found = self._call(aten.add.Tensor, found, self._along(self._wide(given["bias"]), x))
-        found = self._as(found, node.meta["val"][0].dtype)
-        if "running_mean" not in given:
-            return found, mean, inverse
+        if args["weight"] is not None:
+            output = self._call(
+                aten.mul.Tensor, output, self._broadcast(self._upcast(args["weight"]), x)
+            )
+        if args["bias"] is not None:
+            output = self._call(
+                aten.add.Tensor, output, self._broadcast(self._upcast(args["bias"]), x)
+            )
+        output = self._cast(output, node.meta["val"][0].dtype)
+        if "running_mean" not in args:
+            return output, mean, inverse
         count = self._count(x)
         unbiased = self._call(
             aten.mul.Tensor,
             variance,
             self._call(aten.div.Tensor, count, self._call(aten.sub.Scalar, count, 1)),
         )
-        momentum = given["momentum"]
+        momentum = args["momentum"]
         moved = (
-            self._moved(given["running_mean"], mean, momentum),
-            self._moved(given["running_var"], unbiased, momentum),
+            self._update_running(args["running_mean"], mean, momentum),
+            self._update_running(args["running_var"], unbiased, momentum),
         )
-        return found, mean, inverse, *moved
+        return output, mean, inverse, *moved
 
     def _backward(self, node: Node) -> tuple[Node | None, ...]:
-        given = self._given(node)
-        x, gradient = self._wide(given["input"]), self._wide(given["grad_out"])
-        mean, inverse = given["save_mean"], given["save_invstd"]
+        args = self._copied_arguments(node)
+        x, gradient = self._upcast(args["input"]), self._upcast(args["grad_out"])
+        mean, inverse = args["save_mean"], args["save_invstd"]
         dims = [at for at in range(x.meta["val"].ndim) if at != 1]
-        centred = self._call(aten.sub.Tensor, x, self._along(mean, x))
+        centred = self._call(aten.sub.Tensor, x, self._broadcast(mean, x))
         total = self._call(aten.sum.dim_IntList, gradient, dims)
         product = self._call(
             aten.sum.dim_IntList, self._call(aten.mul.Tensor, gradient, centred), dims
         )
-        wanted = given["output_mask"]
+        needed = args["output_mask"]
         results: list[Node | None] = [None, None, None]
-        if wanted[0]:
+        if needed[0]:
             sums = self._call(
                 aten.view.default,
                 self._summed(self._call(aten.cat.default, [total, product])),
@@ -150,50 +152,52 @@ class _Synchroniser:
             slope = self._call(
                 aten.mul.Tensor, of_product, self._call(aten.square.default, inverse)
             )
-            found = self._call(aten.sub.Tensor, gradient, self._along(of_gradient, x))
-            found = self._call(
-                aten.sub.Tensor, found, self._call(aten.mul.Tensor, centred, self._along(slope, x))
+            input_gradient = self._call(aten.sub.Tensor, gradient, self._broadcast(of_gradient, x))
+            input_gradient = self._call(
+                aten.sub.Tensor,
+                input_gradient,
+                self._call(aten.mul.Tensor, centred, self._broadcast(slope, x)),
             )
             factor = (
                 inverse
-                if given["weight"] is None
-                else self._call(aten.mul.Tensor, inverse, self._wide(given["weight"]))
+                if args["weight"] is None
+                else self._call(aten.mul.Tensor, inverse, self._upcast(args["weight"]))
             )
-            found = self._call(aten.mul.Tensor, found, self._along(factor, x))
-            results[0] = self._as(found, node.meta["val"][0].dtype)
-        if wanted[1]:
-            results[1] = self._as(
+            input_gradient = self._call(aten.mul.Tensor, input_gradient, self._broadcast(factor, x))
+            results[0] = self._cast(input_gradient, node.meta["val"][0].dtype)
+        if needed[1]:
+            results[1] = self._cast(
                 self._call(aten.mul.Tensor, product, inverse), node.meta["val"][1].dtype
             )
-        if wanted[2]:
-            results[2] = self._as(total, node.meta["val"][2].dtype)
+        if needed[2]:
+            results[2] = self._cast(total, node.meta["val"][2].dtype)
         return tuple(results)
 
-    def _given(self, node: Node) -> dict[str, Any]:
+    def _copied_arguments(self, node: Node) -> dict[str, Any]:
         return {
             name: self._copied[value] if isinstance(value, Node) else value
             for name, value in arguments(node).items()
         }
 
-    def _moved(self, running: Node, value: Node, momentum: float) -> Node:
-        kept = self._call(aten.mul.Scalar, running, 1 - momentum)
+    def _update_running(self, running: Node, value: Node, momentum: float) -> Node:
+        decayed = self._call(aten.mul.Scalar, running, 1 - momentum)
         return self._call(
             aten.add.Tensor,
-            kept,
-            self._as(self._call(aten.mul.Scalar, value, momentum), running.meta["val"].dtype),
+            decayed,
+            self._cast(self._call(aten.mul.Scalar, value, momentum), running.meta["val"].dtype),
         )
 
     def _count(self, x: Node) -> Node:
         """Return the number of elements of a channel on all ranks: a 0-dim tensor."""
         value = x.meta["val"]
-        found: Any = self._ranks
+        count: Any = self._ranks
         for at, size in enumerate(value.shape):
             if at != 1:
-                found = self._times(
-                    found,
+                count = self._times(
+                    count,
                     self._call(aten.sym_size.int, x, at) if isinstance(size, SymInt) else size,
                 )
-        return self._call(aten.scalar_tensor.default, found, dtype=value.dtype, device=value.device)
+        return self._call(aten.scalar_tensor.default, count, dtype=value.dtype, device=value.device)
 
     def _times(self, left: Any, right: Any) -> Any:
         return (
@@ -210,24 +214,24 @@ class _Synchroniser:
     def _summed(self, value: Node) -> Node:
         return self._wait(self._call(c10d.all_reduce.default, value, "sum", self._group))
 
-    def _wait(self, flying: Node) -> Node:
-        return self._call(c10d.wait_tensor.default, flying)
+    def _wait(self, in_flight: Node) -> Node:
+        return self._call(c10d.wait_tensor.default, in_flight)
 
-    def _along(self, value: Node, x: Node) -> Node:
+    def _broadcast(self, value: Node, x: Node) -> Node:
         """Return a value per channel, broadcast along the other dims of x."""
         return self._call(
             aten.view.default, value, [-1, *(1 for _ in range(x.meta["val"].ndim - 2))]
         )
 
-    def _wide(self, value: Node) -> Node:
+    def _upcast(self, value: Node) -> Node:
         """Return the value in at least float32, as torch's own kernels compute."""
         return (
-            self._as(value, torch.float32)
+            self._cast(value, torch.float32)
             if value.meta["val"].dtype in (torch.bfloat16, torch.float16)
             else value
         )
 
-    def _as(self, value: Node, dtype: torch.dtype) -> Node:
+    def _cast(self, value: Node, dtype: torch.dtype) -> Node:
         return (
             value
             if value.meta["val"].dtype == dtype

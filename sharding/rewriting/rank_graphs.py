@@ -54,10 +54,10 @@ def calls_of(modules: Mapping[str, GraphModule], plan: Plan) -> dict[str, tuple[
     graph: ranks at one place in the pipeline have the same.
     """
     groups = plan.groups()
-    found = {name: collectives_of(module, groups, name) for name, module in modules.items()}
+    calls = {name: collectives_of(module, groups, name) for name, module in modules.items()}
     alike = [group for group in (DATA, TENSOR) if group in groups]
     digests = {name: graph_digest(module) for name, module in modules.items()}
-    return found | {
+    return calls | {
         f"{name}.graph": tuple(Collective("graph", g, "sha256", digest) for g in alike)
         for name, digest in digests.items()
     }

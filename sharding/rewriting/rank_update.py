@@ -112,7 +112,7 @@ def bucket_updates(
             parameters, or the reverse.
     """
     by_group = {u.group: (i, u) for i, u in enumerate(updates)}
-    found: list[BucketUpdate] = []
+    selected: list[BucketUpdate] = []
     for bucket in buckets:
         for group in bucket.groups:
             if group not in groups:
@@ -130,8 +130,8 @@ def bucket_updates(
                     hint="Make a plan for this package: trainload plan.",
                 )
             index, update = by_group[group]
-            found.append(BucketUpdate(bucket, update, index))
-    return tuple(found)
+            selected.append(BucketUpdate(bucket, update, index))
+    return tuple(selected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Lacking:
         return bool(self.states or self.means)
 
 
-_NOTHING = Lacking()
+_NOTHING_LACKING = Lacking()
 
 
 class UpdateStep:
@@ -189,7 +189,7 @@ class UpdateStep:
         updates: Sequence[UpdateGraph],
         recipe: Recipe,
         graph: str,
-        lacking: Lacking = _NOTHING,
+        lacking: Lacking = _NOTHING_LACKING,
         pipeline_index: int = 0,
     ) -> None:
         self._plan = plan
@@ -209,11 +209,15 @@ class UpdateStep:
         self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor
     ) -> tuple[Tensor, ...]:
         count = len(self.parts)
-        params, gradients, kept = flat[:count], flat[count : 2 * count], list(flat[2 * count :])
-        scaling = (
-            [kept.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
+        params, gradients, old_state = (
+            flat[:count],
+            flat[count : 2 * count],
+            list(flat[2 * count :]),
         )
-        states = list(kept)
+        scaling = (
+            [old_state.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
+        )
+        states = list(old_state)
         if self._plan.pipeline is not None:
             gradients = tuple(
                 self._synchronised(part.bucket, value)
@@ -232,13 +236,13 @@ class UpdateStep:
             scaled = (gradient * factor).to(gradient.dtype)
             if clip_value is not None:
                 scaled = scaled.clamp(-clip_value, clip_value)
-            rate, given = rates[part.group_index], [param, scaled, *entries]
-            made = (
-                self._run(part, rate, given)
+            rate, operands = rates[part.group_index], [param, scaled, *entries]
+            outputs = (
+                self._run_update(part, rate, operands)
                 if part.update.elementwise
-                else self._run_whole(part, rate, given, rank)
+                else self._run_whole(part, rate, operands, rank)
             )
-            param_out, *state_out = made
+            param_out, *state_out = outputs
             new_params.append(param_out)
             new_states.extend(state_out)
         means = self._means(new_params, states)
@@ -249,25 +253,25 @@ class UpdateStep:
         if not self._lacking:
             results = [
                 torch.where(finite, new, old)
-                for new, old in zip(results, [*params, *kept], strict=True)
+                for new, old in zip(results, [*params, *old_state], strict=True)
             ]
-        return (norm, *results, *self._moved(finite, *scaling))
+        return (norm, *results, *self._next_scale(finite, *scaling))
 
     def _means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
         decay = self._graph.ema_decay
         if decay is None:
             return []
-        left = iter(means)
+        remaining_means = iter(means)
         return [
             (
                 param.clone()
                 if part.bucket.name in self._lacking.means
-                else torch.lerp(next(left), param, 1 - decay)
+                else torch.lerp(next(remaining_means), param, 1 - decay)
             )
             for part, param in zip(self.parts, params, strict=True)
         ]
 
-    def _moved(self, finite: Tensor, scale: Tensor, streak: Tensor) -> tuple[Tensor, Tensor]:
+    def _next_scale(self, finite: Tensor, scale: Tensor, streak: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next step's scale and streak."""
         rule = self._recipe.loss_scale
         assert rule is not None
@@ -277,10 +281,12 @@ class UpdateStep:
         moved = torch.where(finite, torch.where(grows, grown, scale), scale * rule.backoff_factor)
         return moved, torch.where(longer == rule.growth_interval, torch.zeros_like(streak), longer)
 
-    def _run(self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Update one tensor. `given`: parameter, gradient, states. Return parameter, states."""
+    def _run_update(
+        self, part: BucketUpdate, rate: Tensor, operands: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Update one tensor. `operands`: parameter, gradient, states. Return parameter, states."""
         graph = part.update.first if part.key in self._lacking.states else part.update.following
-        param, gradient, *states = given
+        param, gradient, *states = operands
         arguments = _with_constants(graph, [param, gradient, rate, *states])
         results: Sequence[Tensor] = _UpdateInterpreter(graph.graph_module, param.device).run(
             *arguments
@@ -288,31 +294,31 @@ class UpdateStep:
         return results
 
     def _run_whole(
-        self, part: BucketUpdate, rate: Tensor, given: Sequence[Tensor], rank: Tensor
+        self, part: BucketUpdate, rate: Tensor, operands: Sequence[Tensor], rank: Tensor
     ) -> Sequence[Tensor]:
         """Update whole parameters, one by one; of sharded tensors, keep this rank's slice."""
         bucket = part.bucket
         sharded = update_length(self._plan, bucket) < bucket.length
         like = [True, *(s.like_parameter for s in part.state)]
-        kinds = zip(given, [True, *like], strict=False)  # the first update receives no states
+        kinds = zip(operands, [True, *like], strict=False)  # the first update receives no states
         whole = [
-            (self._gathered(value) if is_like and sharded else value, is_like)
+            (self._gather_slice(value) if is_like and sharded else value, is_like)
             for value, is_like in kinds
         ]
-        found: list[Sequence[Tensor]] = []
+        updated: list[Sequence[Tensor]] = []
         for number, slot in enumerate(bucket.slots):
             end = slot.offset + slot.length
-            own = [
+            slot_operands = [
                 value[slot.offset : end].view(slot.shape) if is_like else value[number]
                 for value, is_like in whole
             ]
-            found.append(self._run(part, rate, own))
+            updated.append(self._run_update(part, rate, slot_operands))
         results: list[Tensor] = []
-        for is_like, values in zip(like, zip(*found, strict=True), strict=True):
+        for is_like, values in zip(like, zip(*updated, strict=True), strict=True):
             if not is_like:
                 results.append(torch.stack(values))
                 continue
-            flat = _joined(bucket, values)
+            flat = _flatten_slots(bucket, values)
             results.append(
                 flat.view(self._plan.shard_degree, -1).index_select(0, rank.view(1)).view(-1)
                 if sharded
@@ -320,7 +326,7 @@ class UpdateStep:
             )
         return results
 
-    def _gathered(self, slice_: Tensor) -> Tensor:
+    def _gather_slice(self, slice_: Tensor) -> Tensor:
         full = torch.ops._c10d_functional.all_gather_into_tensor.default(
             slice_, self._plan.shard_degree, self._plan.shard_group
         )
@@ -351,13 +357,13 @@ class UpdateStep:
             # a bucket that several ranks hold counts once
             if self._plan.holders(part.bucket)[0] == self._index:
                 squares[part.bucket.divided].append(gradient.to(torch.float32).square().sum())
-        found = {
+        totals = {
             kind: torch.stack(values).sum() if values else torch.zeros_like(divisor)
             for kind, values in squares.items()
         }
-        square = found[False]
+        square = totals[False]
         if any(part.bucket.divided for part in self.parts):
-            square = square + _total(found[True], TENSOR)
+            square = square + _total(totals[True], TENSOR)
         if self._plan.shards_state and self._plan.shard_degree > 1:
             square = _total(square, self._plan.shard_group)
         return _total(square, PIPELINE).sqrt() if self._plan.pipeline is not None else square.sqrt()
@@ -372,7 +378,7 @@ class UpdateStep:
             dtypes = [getattr(torch, p.bucket.dtype) for p in self.parts]
             inputs = [torch.empty((), device=device), torch.empty(self._groups, device=device)]
             inputs.append(torch.empty((), dtype=torch.int64, device=device))
-            given = (
+            gradient_lengths = (
                 lengths
                 if self._plan.pipeline is None
                 else [accumulated_length(self._plan, p.bucket) for p in self.parts]
@@ -381,7 +387,8 @@ class UpdateStep:
                 torch.empty(n, dtype=d, device=device) for n, d in zip(lengths, dtypes, strict=True)
             ]
             inputs += [
-                torch.empty(n, dtype=d, device=device) for n, d in zip(given, dtypes, strict=True)
+                torch.empty(n, dtype=d, device=device)
+                for n, d in zip(gradient_lengths, dtypes, strict=True)
             ]
             for part, length in zip(self.parts, lengths, strict=True):
                 for spec in part.state:
@@ -426,8 +433,8 @@ def _write_early(module: GraphModule) -> None:
     place = {node: index for index, node in enumerate(module.graph.nodes)}
     storages = Storages(module)
     views: dict[int, list[Node]] = {}
-    for node, found in storages.of.items():
-        for storage in found:
+    for node, node_storages in storages.of.items():
+        for storage in node_storages:
             if storage is not None:
                 views.setdefault(storage, []).append(node)
     for copy in module.graph.find_nodes(op="call_function", target=aten.copy_.default):
@@ -466,7 +473,7 @@ def _total(value: Tensor, group: str) -> Tensor:
     return result
 
 
-def _joined(bucket: Bucket, values: Sequence[Tensor]) -> Tensor:
+def _flatten_slots(bucket: Bucket, values: Sequence[Tensor]) -> Tensor:
     """Return the bucket's flat tensor from its slots' values, with zeros between parameters."""
     pieces: list[Tensor] = []
     end = 0

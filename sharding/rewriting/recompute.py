@@ -86,7 +86,7 @@ class _Forward:
         self._nodes = [
             n
             for n in nodes[:begin]
-            if n.op == "call_function" and n not in self._weights and self._stored(n)
+            if n.op == "call_function" and n not in self._weights and self._storages_of(n)
         ]
         self._backward = nodes[begin:]
         self._spans = self._find_spans()
@@ -95,19 +95,19 @@ class _Forward:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for index, node in enumerate(self._nodes):
-            for storage in self._storages.made.get(node, ()):
+            for storage in self._storages.allocated.get(node, ()):
                 first[storage] = last[storage] = index
             for source in node.all_input_nodes:
-                last |= {s: index for s in self._stored(source) if s in first}
+                last |= {s: index for s in self._storages_of(source) if s in first}
         saved = {
             s
             for node in self._backward
             for source in node.all_input_nodes
-            for s in self._stored(source)
+            for s in self._storages_of(source)
         }
         return {s: _Span(first[s], last[s], self._storages.bytes[s], s in saved) for s in first}
 
-    def _stored(self, node: Node) -> list[int]:
+    def _storages_of(self, node: Node) -> list[int]:
         return [storage for storage in self._storages.of.get(node, ()) if storage is not None]
 
     def regions(self, *, keep_products: bool) -> dict[Node, Regions]:
@@ -121,24 +121,26 @@ class _Forward:
             for s, span in self._spans.items()
             if any(span.first < cut <= span.last for cut in cuts)
         }
-        kept = {node for node in self._nodes if crossing.intersection(self._stored(node))}
+        saved = {node for node in self._nodes if crossing.intersection(self._storages_of(node))}
         if keep_products:
-            kept |= {
+            saved |= {
                 node
                 for node in self._nodes
-                if _is_dear(node.all_input_nodes[0] if node.target is operator.getitem else node)
+                if _is_expensive(
+                    node.all_input_nodes[0] if node.target is operator.getitem else node
+                )
             }
         last = len(cuts)  # backward begins with the last segment, whose values still exist
         forward: dict[Node, Regions] = {
             node: (Region(number[node]),)
             for node in self._nodes
-            if node not in kept and number[node] < last
+            if node not in saved and number[node] < last
         }
         using = (
             (node, [forward[source] for source in node.all_input_nodes if source in forward])
             for node in self._backward
         )
-        return forward | {node: used[0] for node, used in using if used}
+        return forward | {node: regions[0] for node, regions in using if regions}
 
     def _cuts(self) -> list[int]:
         """Return the nodes before which forward is cut, such that the kept values plus the largest
@@ -155,7 +157,7 @@ class _Forward:
         whole = sum(saved)
         tried = [_divide(crossing, saved, whole / parts) for parts in _sizes(len(self._nodes))]
         cuts = min(tried, key=lambda cuts: _cost(cuts, crossing, saved))
-        longest = max(_stretches(cuts, saved))
+        longest = max(_segment_bytes(cuts, saved))
         while cuts and sum(saved[cuts[-1] :]) < longest / 2:
             # what follows the last cut is not repeated, so it should be a substantial segment
             cuts.pop()
@@ -186,13 +188,13 @@ def _divide(crossing: list[int], saved: list[int], size: float) -> list[int]:
 
 
 def _cost(cuts: list[int], crossing: list[int], saved: list[int]) -> float:
-    return sum(crossing[cut] for cut in cuts) + max(_stretches(cuts, saved))
+    return sum(crossing[cut] for cut in cuts) + max(_segment_bytes(cuts, saved))
 
 
-def _stretches(cuts: list[int], saved: list[int]) -> list[int]:
+def _segment_bytes(cuts: list[int], saved: list[int]) -> list[int]:
     """Return the bytes that each segment saves."""
     return [sum(saved[a:b]) for a, b in pairwise([0, *cuts, len(saved)])]
 
 
-def _is_dear(node: Node) -> bool:
+def _is_expensive(node: Node) -> bool:
     return flops(node) > 0 or is_collective(node)

@@ -96,24 +96,29 @@ def rewrite(
         PlanError: a buffer would differ between ranks, or the plan lacks a parameter of the graph.
     """
     return _Rewriter(
-        _for_groups(step, plan, groups) if groups is not None else step, plan, phase, groups
+        _without_untrained_gradients(step, plan, groups) if groups is not None else step,
+        plan,
+        phase,
+        groups,
     ).run()
 
 
 def _buckets_of(step: StepGraph, plan: Plan) -> tuple[Bucket, ...]:
     if plan.pipeline is None:
         return plan.buckets
-    used = {
+    parameters = {
         port.name
         for port in (*step.inputs, *step.outputs)
         if port.role in (Role.PARAMETER, Role.GRADIENT)
     }
     return tuple(
-        bucket for bucket in plan.buckets if any(slot.parameter in used for slot in bucket.slots)
+        bucket
+        for bucket in plan.buckets
+        if any(slot.parameter in parameters for slot in bucket.slots)
     )
 
 
-def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGraph:
+def _without_untrained_gradients(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGraph:
     """Return the step graph without the gradients of parameters that these groups do not train."""
     trained = {
         slot.parameter
@@ -121,15 +126,19 @@ def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGra
         if bucket.group_among(groups) is not None
         for slot in bucket.slots
     }
-    kept = [port.role is not Role.GRADIENT or port.name in trained for port in step.outputs]
-    if all(kept):
+    selected = [port.role is not Role.GRADIENT or port.name in trained for port in step.outputs]
+    if all(selected):
         return step
     graph = Graph()
     copied: dict[Node, Node] = {}
     for node in step.module.graph.nodes:
         if node.op == "output":
             graph.output(
-                tuple(copied[value] for value, keep in zip(node.args[0], kept, strict=True) if keep)
+                tuple(
+                    copied[value]
+                    for value, is_selected in zip(node.args[0], selected, strict=True)
+                    if is_selected
+                )
             )
         else:
             copied[node] = graph.node_copy(node, lambda source: copied[source])
@@ -144,7 +153,7 @@ def _for_groups(step: StepGraph, plan: Plan, groups: Collection[str]) -> StepGra
     return StepGraph(
         LazyGraphModule(step.module, graph),
         step.inputs,
-        tuple(p for p, keep in zip(step.outputs, kept, strict=True) if keep),
+        tuple(p for p, is_selected in zip(step.outputs, selected, strict=True) if is_selected),
     )
 
 
@@ -159,9 +168,11 @@ class _Rewriter:
             if (bool(b.groups) if groups is None else b.group_among(groups) is not None)
         ]
         if plan.pipeline is not None:
-            made = {port.name for port in step.outputs if port.role is Role.GRADIENT}
+            differentiated = {port.name for port in step.outputs if port.role is Role.GRADIENT}
             self._trained = [
-                b for b in self._trained if any(slot.parameter in made for slot in b.slots)
+                b
+                for b in self._trained
+                if any(slot.parameter in differentiated for slot in b.slots)
             ]
         self._step = step
         self._plan = plan
@@ -196,8 +207,8 @@ class _Rewriter:
         copied = dict(self._other)
         self._weights: dict[Node, Node] = {}
         self._gathered: dict[str, Node] = {}
-        self._flying: dict[str, Node] = {}
-        self._landed: dict[str, Node] = {}
+        self._gathers_in_flight: dict[str, Node] = {}
+        self._finished: dict[str, Node] = {}
         launches = self._gather_schedule(0, backward_from, derived) if self._sharded else {}
         if self._sharded:
             # After the node that begins the backward part, so that a gather is in the part that
@@ -218,7 +229,7 @@ class _Rewriter:
                 copied[node] = self._copy(node, copied)
             for bucket in gradients.get(index, ()):
                 reduced[bucket.name] = self._launch_reduction(bucket, copied)
-                self._land_earlier(reduced)
+                self._wait_for_earlier_reductions(reduced)
         # a part of a stage may only pass gradients on
         for bucket in self._trained if gradients and not self._body else ():
             reduced[bucket.name] = self._launch_reduction(bucket, copied)
@@ -268,13 +279,13 @@ class _Rewriter:
         from one to the other.
         """
         derived: set[Node] = set()
-        kept = set(_nodes_in(self._results))
+        outputs = set(_nodes_in(self._results))
         for node in self._body:
             sources = node.all_input_nodes
             if (
                 sources
                 and all(s in derived or s in self._parameter for s in sources)
-                and node not in kept
+                and node not in outputs
                 and is_overload(node.target)
                 and not is_seeded(node.target)
                 and not node.target._schema.is_mutable
@@ -282,24 +293,24 @@ class _Rewriter:
                 derived.add(node)
         return derived
 
-    def _sources(self, node: Node, derived: set[Node]) -> set[str]:
+    def _buckets_needed(self, node: Node, derived: set[Node]) -> set[str]:
         """Return the buckets that a node needs, through derived nodes."""
-        found: set[str] = set()
+        buckets: set[str] = set()
         stack = list(node.all_input_nodes)
         while stack:
             source = stack.pop()
             if source in self._parameter:
-                found.add(self._bucket_of[self._parameter[source]][0].name)
+                buckets.add(self._bucket_of[self._parameter[source]][0].name)
             elif source in derived:
                 stack.extend(source.all_input_nodes)
-        return found
+        return buckets
 
     def _gather_schedule(self, start: int, stop: int, derived: set[Node]) -> dict[int, list[str]]:
         """Return index of a node -> buckets whose gather starts before it."""
         first_use: dict[str, int] = {}
         for index in range(start, stop):
             if self._body[index] not in derived:
-                for name in sorted(self._sources(self._body[index], derived)):
+                for name in sorted(self._buckets_needed(self._body[index], derived)):
                     first_use.setdefault(name, index)
         ordered = sorted(first_use, key=lambda name: (first_use[name], name))
         launches: dict[int, list[str]] = {}
@@ -309,22 +320,22 @@ class _Rewriter:
         return launches
 
     def _launch_gather(self, name: str) -> None:
-        self._flying[name] = self._call(
+        self._gathers_in_flight[name] = self._call(
             torch.ops._c10d_functional.all_gather_into_tensor.default,
             self._stored[name],
             self._plan.shard_degree,
             self._plan.shard_group,
         )
 
-    def _full(self, name: str) -> Node:
+    def _full_bucket(self, name: str) -> Node:
         if not self._sharded:
             return self._stored[name]
         if name not in self._gathered:
-            if name not in self._flying:
+            if name not in self._gathers_in_flight:
                 # a parameter that is an output: no operator of the graph uses it
                 self._launch_gather(name)
             self._gathered[name] = self._call(
-                torch.ops._c10d_functional.wait_tensor.default, self._flying.pop(name)
+                torch.ops._c10d_functional.wait_tensor.default, self._gathers_in_flight.pop(name)
             )
         return self._gathered[name]
 
@@ -336,14 +347,14 @@ class _Rewriter:
             bucket, slot = self._bucket_of[self._parameter[node]]
             flat = self._call(
                 aten.slice.Tensor,
-                self._full(bucket.name),
+                self._full_bucket(bucket.name),
                 0,
                 slot.offset,
                 slot.offset + slot.length,
             )
-            made = self._call(aten.view.default, flat, list(slot.shape))
-            self._weights[node] = made
-            return made
+            weight = self._call(aten.view.default, flat, list(slot.shape))
+            self._weights[node] = weight
+            return weight
         stack = [node]
         # not recursive: a chain over all parameters, such as a penalty's sum, is too long
         while stack:
@@ -376,12 +387,12 @@ class _Rewriter:
     def _gradient_schedule(self) -> dict[int, list[Bucket]]:
         """Return index of a node -> buckets whose last gradient it is."""
         index = {n: i for i, n in enumerate(self._body)}
-        made = {name: index.get(node, 0) for name, node in self._gradients().items()}
+        computed_at = {name: index.get(node, 0) for name, node in self._gradients().items()}
         schedule: dict[int, list[Bucket]] = {}
-        if made:
+        if computed_at:
             for bucket in self._trained:
                 last = max(
-                    (made[s.parameter] for s in bucket.slots if s.parameter in made),
+                    (computed_at[s.parameter] for s in bucket.slots if s.parameter in computed_at),
                     default=len(self._body) - 1,
                 )
                 schedule.setdefault(last, []).append(bucket)
@@ -433,45 +444,47 @@ class _Rewriter:
             else flat
         )
 
-    def _flies(self) -> bool:
+    def _reduces_gradients(self) -> bool:
         """Return True if gradients are reduced in this graph."""
         return self._plan.data_ranks > 1 and (
             self._phase is not Phase.ACCUMULATE or self._plan.shards_gradients
         )
 
-    def _land_earlier(self, reduced: dict[str, Node]) -> None:
+    def _wait_for_earlier_reductions(self, reduced: dict[str, Node]) -> None:
         """Wait for all but the last reductions. The input of a reduce-scatter, a whole gradient, is
         kept until then.
         """
-        if not self._flies() or not self._plan.shards_state:
+        if not self._reduces_gradients() or not self._plan.shards_state:
             return
-        for name in [name for name in reduced if name not in self._landed][
+        for name in [name for name in reduced if name not in self._finished][
             : -max(1, self._plan.prefetch)
         ]:
-            self._landed[name] = self._wait(reduced[name])
+            self._finished[name] = self._wait(reduced[name])
 
-    def _land(self, reduced: dict[str, Node]) -> dict[str, Node]:
+    def _wait_for_reductions(self, reduced: dict[str, Node]) -> dict[str, Node]:
         """Return bucket -> its gradient, after all communication."""
-        if not self._flies():
+        if not self._reduces_gradients():
             return reduced
-        landed = {
-            name: self._landed.get(name) or self._wait(reduction)
+        finished = {
+            name: self._finished.get(name) or self._wait(reduction)
             for name, reduction in reduced.items()
         }
         if self._plan.shards_gradients:
-            landed = {
-                bucket.name: self._add_so_far(bucket, landed[bucket.name])
+            finished = {
+                bucket.name: self._add_so_far(bucket, finished[bucket.name])
                 for bucket in self._trained
-                if bucket.name in landed
+                if bucket.name in finished
             }
         if (
             self._phase is Phase.ACCUMULATE
             or not self._plan.shards_state
             or self._plan.replicas == 1
         ):
-            return landed
-        flying = {name: self._all_reduce(gradient, REPLICATE) for name, gradient in landed.items()}
-        return {name: self._wait(gradient) for name, gradient in flying.items()}
+            return finished
+        in_flight = {
+            name: self._all_reduce(gradient, REPLICATE) for name, gradient in finished.items()
+        }
+        return {name: self._wait(gradient) for name, gradient in in_flight.items()}
 
     def _wait(self, node: Node) -> Node:
         return self._call(torch.ops._c10d_functional.wait_tensor.default, node)
@@ -481,30 +494,30 @@ class _Rewriter:
     def _finish(
         self, inputs: tuple[Port, ...], copied: dict[Node, Node], reduced: dict[str, Node]
     ) -> RankGraph:
-        found: dict[Role, list[tuple[Port, Node]]] = {}
+        by_role: dict[Role, list[tuple[Port, Node]]] = {}
         for port, node in zip(self._step.outputs, self._results, strict=True):
             if port.role is not Role.GRADIENT:
-                found.setdefault(port.role, []).append((port, copied[node]))
+                by_role.setdefault(port.role, []).append((port, copied[node]))
         outputs: list[Port] = []
         results: list[Node] = []
-        if Role.LOSS in found:
+        if Role.LOSS in by_role:
             outputs.append(Port(Role.TOTALS, "totals"))
-            results.append(self._totals(found))
-        for port, node in found.get(Role.BUFFER, ()):
+            results.append(self._totals(by_role))
+        for port, node in by_role.get(Role.BUFFER, ()):
             outputs.append(port)
             results.append(self._synchronised_buffer(port, node))
-        for port, node in found.get(Role.PREDICTION, ()):
+        for port, node in by_role.get(Role.PREDICTION, ()):
             outputs.append(port)
             results.append(node)
-        landed = self._land(reduced)
-        assert not self._gradients() or set(landed) == {bucket.name for bucket in self._trained}, (
-            "every trained bucket has its gradient"
-        )
+        finished = self._wait_for_reductions(reduced)
+        assert not self._gradients() or set(finished) == {
+            bucket.name for bucket in self._trained
+        }, "every trained bucket has its gradient"
         for bucket in self._trained:
-            if bucket.name in landed:
+            if bucket.name in finished:
                 outputs.append(Port(Role.BUCKET_GRADIENT, bucket.name))
-                results.append(landed[bucket.name])
-        for port, node in [entry for role in BETWEEN for entry in found.get(role, ())]:
+                results.append(finished[bucket.name])
+        for port, node in [entry for role in BETWEEN for entry in by_role.get(role, ())]:
             outputs.append(port)
             results.append(node)
         output = self._graph.output(tuple(results))
@@ -514,10 +527,10 @@ class _Rewriter:
         module.graph.lint()
         return RankGraph(module=module, inputs=inputs, outputs=tuple(outputs))
 
-    def _totals(self, found: dict[Role, list[tuple[Port, Node]]]) -> Node:
-        ((_, weight),) = found[Role.WEIGHT]
+    def _totals(self, by_role: dict[Role, list[tuple[Port, Node]]]) -> Node:
+        ((_, weight),) = by_role[Role.WEIGHT]
         values = []
-        for _, node in [*found[Role.LOSS], *found.get(Role.METRIC, ())]:
+        for _, node in [*by_role[Role.LOSS], *by_role.get(Role.METRIC, ())]:
             as_float = self._call(aten._to_copy.default, node, dtype=torch.float32)
             values.append(self._call(aten.mul.Tensor, as_float, weight))
         totals = self._call(aten.stack.default, [*values, weight])
@@ -576,6 +589,6 @@ class _Rewriter:
 
 
 def _nodes_in(value: Any) -> list[Node]:
-    found: list[Node] = []
-    torch.fx.node.map_arg(value, lambda n: found.append(n))
-    return found
+    nodes: list[Node] = []
+    torch.fx.node.map_arg(value, lambda n: nodes.append(n))
+    return nodes

@@ -57,10 +57,10 @@ def fill_share(
         if high - low == 1:
             whole((low * ranks + index) * run + begin - low * run, own)
             continue
-        seen = to_fill(((high - low - 1) * ranks * run + run,), into.dtype)
-        whole((low * ranks + index) * run, seen)
+        buffer = to_fill(((high - low - 1) * ranks * run + run,), into.dtype)
+        whole((low * ranks + index) * run, buffer)
         _copy_flat(
-            torch.as_strided(seen, (high - low, run), (ranks * run, 1)), begin - low * run, own
+            torch.as_strided(buffer, (high - low, run), (ranks * run, 1)), begin - low * run, own
         )
 
 
@@ -93,7 +93,7 @@ def fill_whole(
         own = into[begin - start : end - start]
         if high - low == 1:
             at = 0
-            for index, a, b in _cut(begin, end, low, run, ranks):
+            for index, a, b in _run_intervals(begin, end, low, run, ranks):
                 share(index, low * run + a, own[at : at + b - a])
                 at += b - a
             continue
@@ -113,14 +113,16 @@ def _copy_flat(source: torch.Tensor, start: int, into: torch.Tensor) -> None:
         into.copy_(source.reshape(-1)[start : start + len(into)])
 
 
-def _cut(begin: int, end: int, row: int, run: int, ranks: int) -> list[tuple[int, int, int]]:
+def _run_intervals(
+    begin: int, end: int, row: int, run: int, ranks: int
+) -> list[tuple[int, int, int]]:
     """Return (rank, first, last) within the run for each run that [begin, end) touches in one row
     of runs.
     """
-    found = []
+    pieces = []
     for index in range(ranks):
         at = (row * ranks + index) * run
         low, high = max(begin, at), min(end, at + run)
         if low < high:
-            found.append((index, low - at, high - at))
-    return found
+            pieces.append((index, low - at, high - at))
+    return pieces

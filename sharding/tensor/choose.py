@@ -25,7 +25,7 @@ from trainload.sharding.plans.plan import Shard
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
 from trainload.sharding.tensor.partition import divisions, linked
-from trainload.sharding.tensor.positions import of_data
+from trainload.sharding.tensor.positions import data_factors
 
 aten = torch.ops.aten
 WORTH = 8
@@ -81,16 +81,16 @@ def choose(
     Raises:
         PlanError: a rule's parameter cannot be divided so, or no parameter matches the pattern.
     """
-    asked = _asked(steps, dict(rules or {}))
+    requested = _match_rules(steps, dict(rules or {}))
     for name in whole:
-        if asked.get(name) is not None:
+        if requested.get(name) is not None:
             raise PlanError(
                 "a parameter's optimizer needs it whole",
                 where=name,
                 expected="a rule that leaves it whole",
-                got=str(asked[name]),
+                got=str(requested[name]),
             )
-    decided: dict[str, Shard | None] = {**asked, **dict.fromkeys(whole)}
+    decided: dict[str, Shard | None] = {**requested, **dict.fromkeys(whole)}
     for step in steps:
         chosen = _choose_one(step, ranks, decided)
         for port in step.inputs:
@@ -105,7 +105,7 @@ def experts(
     """Return the division of the parameters of experts, and of no others. The arguments are those
     of `choose`.
     """
-    found = {
+    shards = {
         name: shard
         for step in steps
         for each in candidates(step, ranks)
@@ -113,18 +113,18 @@ def experts(
         for name, shard in each.shards.items()
     }
     rules: dict[str, Shard | None] = {
-        escape(name): shard for name, shard in found.items() if name not in whole
+        escape(name): shard for name, shard in shards.items() if name not in whole
     }
     return choose(steps, ranks, whole, {**rules, "*": None}) if rules else {}
 
 
-def _asked(
+def _match_rules(
     steps: Sequence[StepGraph], rules: Mapping[str, Shard | None]
 ) -> dict[str, Shard | None]:
     names = dict.fromkeys(
         port.name for step in steps for port in step.inputs if port.role is Role.PARAMETER
     )
-    found: dict[str, Shard | None] = {}
+    requested: dict[str, Shard | None] = {}
     for pattern, shard in rules.items():
         fits = [name for name in names if fnmatchcase(name, pattern)]
         if not fits:
@@ -134,40 +134,42 @@ def _asked(
                 expected=f"one of {', '.join(list(names)[:20])}",
             )
         for name in fits:
-            found.setdefault(name, shard)
-    return found
+            requested.setdefault(name, shard)
+    return requested
 
 
 def _choose_one(
     step: StepGraph, ranks: int, decided: Mapping[str, Shard | None]
 ) -> dict[str, Shard]:
-    found = candidates(step, ranks)
-    found.sort(key=lambda each: -each.worth)
-    wanted = [
-        c for c in found if any(decided.get(name) == shard for name, shard in c.shards.items())
+    by_worth = candidates(step, ranks)
+    by_worth.sort(key=lambda each: -each.worth)
+    requested = [
+        c for c in by_worth if any(decided.get(name) == shard for name, shard in c.shards.items())
     ]
-    taken: dict[str, Shard] = {}
-    for candidate in [*wanted, *found]:
+    chosen: dict[str, Shard] = {}
+    for candidate in [*requested, *by_worth]:
         free = all(
-            name not in taken and decided.get(name, shard) == shard
+            name not in chosen and decided.get(name, shard) == shard
             for name, shard in candidate.shards.items()
         )
-        if free and (candidate in wanted or candidate.pays):
-            taken.update(candidate.shards)
+        if free and (candidate in requested or candidate.pays):
+            chosen.update(candidate.shards)
     missing = sorted(
         n
         for n, s in decided.items()
-        if s is not None and taken.get(n) != s and any(p.name == n for p in step.inputs)
+        if s is not None and chosen.get(n) != s and any(p.name == n for p in step.inputs)
     )
     if missing:
         raise PlanError(
             "a parameter cannot be divided as requested",
             where=missing[0],
-            expected="; ".join(str(c.shards[missing[0]]) for c in found if missing[0] in c.shards)
+            expected="; ".join(
+                str(c.shards[missing[0]]) for c in by_worth if missing[0] in c.shards
+            )
             or "none: the graph does not allow dividing it",
             got=str(decided[missing[0]]),
         )
-    return taken
+    return chosen
 
 
 def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
@@ -175,15 +177,15 @@ def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
     links = linked(step)
     placeholders, _ = ends(step.module)
     inputs = dict(zip(placeholders, step.inputs, strict=True))
-    batch = of_data(links, inputs)
-    twice = _twice(links)
+    batch = data_factors(links, inputs)
+    repeated = _repeated_factors(links)
     shards: dict[Factor, dict[str, Shard]] = {}
     counts: dict[Factor, int] = {}
     for node, port in inputs.items():
         if port.role is not Role.PARAMETER:
             continue
         for leaf, shard in divisions(links, node, ranks):
-            if leaf not in batch and leaf not in twice:
+            if leaf not in batch and leaf not in repeated:
                 shards.setdefault(leaf, {})[port.name] = shard
                 counts[leaf] = counts.get(leaf, 0) + math.prod(node.meta["val"].shape)
     saved: dict[Factor, float] = dict.fromkeys(shards, 0.0)
@@ -218,14 +220,14 @@ def candidates(step: StepGraph, ranks: int) -> list[Candidate]:
                 links.holds(dims, factor) for dims in links.outputs[node]
             ):
                 exchanged[factor] += elements(node.meta["val"])
-    numbered = _numbered(links, inputs)
+    expert_factors = _expert_factors(links, inputs)
     return [
-        Candidate(f, own, saved[f], exchanged[f], counts[f], f in numbered)
+        Candidate(f, own, saved[f], exchanged[f], counts[f], f in expert_factors)
         for f, own in shards.items()
     ]
 
 
-def _numbered(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
+def _expert_factors(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
     """Return the factors that number the matrices of a parameter and of a batched product:
     experts.
     """
@@ -246,15 +248,15 @@ def _numbered(links: Links, inputs: Mapping[Node, Port]) -> set[Factor]:
     return batches.intersection(f for dim in stacks for f in links.factors.leaves(dim))
 
 
-def _twice(links: Links) -> set[Factor]:
+def _repeated_factors(links: Links) -> set[Factor]:
     """Return the factors that some value has more than once: a share of one would not be a share of
     the other.
     """
-    found: set[Factor] = set()
+    repeated: set[Factor] = set()
     for outputs in links.outputs.values():
         for dims in outputs:
             seen: set[Factor] = set()
             for dim in dims or ():
                 for leaf in links.factors.leaves(dim):
-                    (found if leaf in seen else seen).add(leaf)
-    return found
+                    (repeated if leaf in seen else seen).add(leaf)
+    return repeated

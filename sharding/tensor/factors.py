@@ -56,15 +56,15 @@ class Factors:
 
     def leaves(self, dim: Iterable[Factor]) -> Dim:
         """Return the factors that a dim currently consists of."""
-        found: list[Factor] = []
+        leaves: list[Factor] = []
         stack = list(dim)[::-1]
         while stack:
             factor = _root(stack.pop())
             if factor.parts is None:
-                found.append(factor)
+                leaves.append(factor)
             else:
                 stack += factor.parts[::-1]
-        return tuple(found)
+        return tuple(leaves)
 
     def is_broken(self, factor: Factor) -> bool:
         """Return True if dims overlap here in a way that no common factors express."""
@@ -93,26 +93,26 @@ class Factors:
         None if the dims of the two overlap.
         """
         rest = [factor for dim in dims for factor in self.leaves(dim)][::-1]
-        found: list[Dim] = []
+        regrouped: list[Dim] = []
         for size in shape:
-            own: list[Factor] = []
-            wanted: Size = size
-            while wanted != 1:
+            factors: list[Factor] = []
+            remaining: Size = size
+            while remaining != 1:
                 if not rest:
                     return None
                 factor = rest.pop()
-                if (left := divided(wanted, factor.size)) is not None:
-                    own.append(factor)
-                    wanted = left
-                elif (left := divided(factor.size, wanted)) is not None:
-                    first = Factor(wanted)
-                    rest.append(self._divide(factor, first, left))
-                    own.append(first)
-                    wanted = 1
+                if (quotient := divided(remaining, factor.size)) is not None:
+                    factors.append(factor)
+                    remaining = quotient
+                elif (quotient := divided(factor.size, remaining)) is not None:
+                    first = Factor(remaining)
+                    rest.append(self._divide(factor, first, quotient))
+                    factors.append(first)
+                    remaining = 1
                 else:
                     return None
-            found.append(tuple(own))
-        return tuple(found) if not rest else None
+            regrouped.append(tuple(factors))
+        return tuple(regrouped) if not rest else None
 
     def _divide(self, factor: Factor, first: Factor, rest: Size) -> Factor:
         second = Factor(rest)

@@ -14,14 +14,14 @@ from trainload.sharding.tensor.links import Links, Outputs, rule, sizes
 aten = torch.ops.aten
 
 
-def _lengths(node: Node) -> list[list[Any] | None]:
+def _output_sizes(node: Node) -> list[list[Any] | None]:
     """Return the sizes of each output; None for one that is not a tensor."""
     return [sizes(value) if isinstance(value, torch.Tensor) else None for value in node.meta["val"]]
 
 
-def _own(links: Links, node: Node, lengths: list[Any] | None) -> Dims | None:
+def _whole_dims(links: Links, node: Node, lengths: list[Any] | None) -> Dims | None:
     """Return whole dims of an output, tied to nothing else; None if it is not a tensor."""
-    return None if lengths is None else tuple(links.own(node, length) for length in lengths)
+    return None if lengths is None else tuple(links.whole_dim(node, length) for length in lengths)
 
 
 # Norms
@@ -42,17 +42,17 @@ def _layer_norm(links: Links, node: Node) -> Outputs:
 
 @rule(aten.native_layer_norm_backward, aten._fused_rms_norm_backward)
 def _layer_norm_backward(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    dims = links.dims(given["input"])
-    links.tie(links.dims(given["grad_out"] if "grad_out" in given else given["grad_output"]), dims)
-    first = len(dims) - len(given["normalized_shape"])
+    args = arguments(node)
+    dims = links.dims(args["input"])
+    links.tie(links.dims(args["grad_out"] if "grad_out" in args else args["grad_output"]), dims)
+    first = len(dims) - len(args["normalized_shape"])
     for name in ("mean", "rstd"):
-        if name in given:
-            links.tie(links.dims(given[name])[:first], dims[:first])
+        if name in args:
+            links.tie(links.dims(args[name])[:first], dims[:first])
     use = links.use(node)
     use.whole += [f for dim in dims[first:] for f in dim]
     rows = [f for dim in dims[:first] for f in dim]
-    affine = tuple(None if lengths is None else dims[first:] for lengths in _lengths(node)[1:])
+    affine = tuple(None if lengths is None else dims[first:] for lengths in _output_sizes(node)[1:])
     use.contracted = ([], *[rows] * len(affine))
     return (dims, *affine)
 
@@ -64,30 +64,30 @@ def _layer_norm_backward(links: Links, node: Node) -> Outputs:
     aten.cudnn_batch_norm,
 )
 def _batch_norm(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    dims = links.dims(given["input"])
-    return _of_channels(links, node, given, dims)
+    args = arguments(node)
+    dims = links.dims(args["input"])
+    return _batch_norm_outputs(links, node, args, dims)
 
 
 @rule(aten.native_batch_norm_backward, aten.cudnn_batch_norm_backward)
 def _batch_norm_backward(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    dims = links.dims(given["input"])
-    links.tie(links.dims(given["grad_out"] if "grad_out" in given else given["grad_output"]), dims)
-    return _of_channels(links, node, given, dims)
+    args = arguments(node)
+    dims = links.dims(args["input"])
+    links.tie(links.dims(args["grad_out"] if "grad_out" in args else args["grad_output"]), dims)
+    return _batch_norm_outputs(links, node, args, dims)
 
 
-def _of_channels(links: Links, node: Node, given: dict[str, Any], dims: Dims) -> Outputs:
+def _batch_norm_outputs(links: Links, node: Node, args: dict[str, Any], dims: Dims) -> Outputs:
     channels = dims[1]
     links.use(node).whole += [f for at, dim in enumerate(dims) if at != 1 for f in dim]
-    for value in given.values():
+    for value in args.values():
         if isinstance(value, Node) and links.has_dims(value) and len(links.dims(value)) == 1:
             links.factors.tie(links.dims(value)[0], channels)
-    found: list[Dims | None] = [dims]
-    for lengths in _lengths(node)[1:]:
-        of_channels = lengths is not None and len(lengths) == 1 and lengths[0] != 0
-        found.append((channels,) if of_channels else _own(links, node, lengths))
-    return tuple(found)
+    outputs: list[Dims | None] = [dims]
+    for lengths in _output_sizes(node)[1:]:
+        per_channel = lengths is not None and len(lengths) == 1 and lengths[0] != 0
+        outputs.append((channels,) if per_channel else _whole_dims(links, node, lengths))
+    return tuple(outputs)
 
 
 # Attention
@@ -100,18 +100,18 @@ def _of_channels(links: Links, node: Node, given: dict[str, Any], dims: Dims) ->
     aten._scaled_dot_product_cudnn_attention,
 )
 def _attention(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    query, value = _heads(links, node, given)
-    found: list[Dims | None] = [(*query[:3], value[3])]
-    for lengths in _lengths(node)[1:]:
-        asked = sizes(given["query"].meta["val"])[:3]
-        if lengths == asked:
-            found.append(query[:3])
-        elif lengths is not None and len(lengths) >= 2 and lengths[:2] == asked[:2]:
-            found.append((*query[:2], *(links.own(node, n) for n in lengths[2:])))
+    args = arguments(node)
+    query, value = _tie_heads(links, node, args)
+    outputs: list[Dims | None] = [(*query[:3], value[3])]
+    for lengths in _output_sizes(node)[1:]:
+        query_sizes = sizes(args["query"].meta["val"])[:3]
+        if lengths == query_sizes:
+            outputs.append(query[:3])
+        elif lengths is not None and len(lengths) >= 2 and lengths[:2] == query_sizes[:2]:
+            outputs.append((*query[:2], *(links.whole_dim(node, n) for n in lengths[2:])))
         else:
-            found.append(_own(links, node, lengths))
-    return tuple(found)
+            outputs.append(_whole_dims(links, node, lengths))
+    return tuple(outputs)
 
 
 @rule(
@@ -121,32 +121,32 @@ def _attention(links: Links, node: Node) -> Outputs:
     aten._scaled_dot_product_cudnn_attention_backward,
 )
 def _attention_backward(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    _heads(links, node, given)
-    gradients = [links.dims(given[name]) for name in ("query", "key", "value")]
-    return (*gradients, *(_own(links, node, lengths) for lengths in _lengths(node)[3:]))
+    args = arguments(node)
+    _tie_heads(links, node, args)
+    gradients = [links.dims(args[name]) for name in ("query", "key", "value")]
+    return (*gradients, *(_whole_dims(links, node, lengths) for lengths in _output_sizes(node)[3:]))
 
 
-def _heads(links: Links, node: Node, given: dict[str, Any]) -> tuple[Dims, Dims]:
+def _tie_heads(links: Links, node: Node, args: dict[str, Any]) -> tuple[Dims, Dims]:
     """Tie batch rows and heads, which are independent. A share of the queries may attend to all
     keys.
 
     Returns:
         The dims of query and value.
     """
-    query, key, value = (links.dims(given[name]) for name in ("query", "key", "value"))
+    query, key, value = (links.dims(args[name]) for name in ("query", "key", "value"))
     whole = links.use(node).whole
     for dims in (query, key, value):
         links.use(node).special += dims[2]
         whole += dims[3]
     for at in (0, 1):
         for dims in (key, value):
-            if sizes(given["query"].meta["val"])[at] == sizes(given["key"].meta["val"])[at]:
+            if sizes(args["query"].meta["val"])[at] == sizes(args["key"].meta["val"])[at]:
                 links.factors.tie(query[at], dims[at])
             else:
                 whole += [*query[at], *dims[at]]
     for name in ("attn_mask", "attn_bias", "grad_out", "grad_output", "out", "logsumexp"):
-        operand = given.get(name)
+        operand = args.get(name)
         if not isinstance(operand, Node):
             continue
         dims = links.dims(operand)
@@ -158,7 +158,7 @@ def _heads(links: Links, node: Node, given: dict[str, Any]) -> tuple[Dims, Dims]
             alike = (
                 back == -2
                 and not masks
-                and sizes(operand.meta["val"])[at] == sizes(given["query"].meta["val"])[2]
+                and sizes(operand.meta["val"])[at] == sizes(args["query"].meta["val"])[2]
             )
             if (back in (-4, -3) or alike) and dims[at]:
                 links.factors.tie(query[back], dims[at])
@@ -208,17 +208,17 @@ def _softmax_backward(links: Links, node: Node) -> Outputs:
 
 
 @rule(aten.gather)
-def _gathered(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    source, at, index = links.dims(given["self"]), given["dim"], links.dims(given["index"])
+def _gather(links: Links, node: Node) -> Outputs:
+    args = arguments(node)
+    source, at, index = links.dims(args["self"]), args["dim"], links.dims(args["index"])
     use = links.use(node)
     use.special += source[at]
     use.whole += index[at]
-    lengths, wanted = sizes(given["self"].meta["val"]), sizes(given["index"].meta["val"])
+    source_sizes, index_sizes = sizes(args["self"].meta["val"]), sizes(args["index"].meta["val"])
     for number, (one, other) in enumerate(zip(source, index, strict=True)):
         if number == at % len(source):
             continue
-        if lengths[number] == wanted[number]:
+        if source_sizes[number] == index_sizes[number]:
             links.factors.tie(one, other)
         else:
             use.whole += [*one, *other]
@@ -227,16 +227,16 @@ def _gathered(links: Links, node: Node) -> Outputs:
 
 @rule(aten.nll_loss_forward, aten.nll_loss_backward)
 def _negative_log_likelihood(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    source = links.dims(given["self"])
-    target = links.dims(given["target"])
+    args = arguments(node)
+    source = links.dims(args["self"])
+    target = links.dims(args["target"])
     use = links.use(node)
     links.tie(source[:-1], target)
     use.special += [f for dim in target for f in dim]
-    (use.special if given["weight"] is None else use.whole).extend(source[-1])
-    if "grad_output" in given:
+    (use.special if args["weight"] is None else use.whole).extend(source[-1])
+    if "grad_output" in args:
         return (source,)
-    return tuple(target if len(lengths or ()) else () for lengths in _lengths(node))
+    return tuple(target if len(lengths or ()) else () for lengths in _output_sizes(node))
 
 
 # Images
@@ -244,35 +244,35 @@ def _negative_log_likelihood(links: Links, node: Node) -> Outputs:
 
 @rule(aten.convolution)
 def _convolution(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    source, weight = links.dims(given["input"]), links.dims(given["weight"])
+    args = arguments(node)
+    source, weight = links.dims(args["input"]), links.dims(args["weight"])
     use = links.use(node)
     use.whole += [f for dims in (source, weight) for dim in dims[2:] for f in dim]
     shape = sizes(node.meta["val"])
-    if given["transposed"] or given["groups"] != 1:
+    if args["transposed"] or args["groups"] != 1:
         use.whole += [*source[1], *weight[0], *weight[1]]
-        channels: Dim = links.own(node, shape[1])
+        channels: Dim = links.whole_dim(node, shape[1])
     else:
         links.factors.tie(source[1], weight[1])
         use.contracted = (list(weight[1]),)
         channels = weight[0]
-    if given["bias"] is not None:
-        use.once.append(given["bias"])
-        links.factors.tie(links.dims(given["bias"])[0], channels)
-    return ((source[0], channels, *(links.own(node, n) for n in shape[2:])),)
+    if args["bias"] is not None:
+        use.once.append(args["bias"])
+        links.factors.tie(links.dims(args["bias"])[0], channels)
+    return ((source[0], channels, *(links.whole_dim(node, n) for n in shape[2:])),)
 
 
 @rule(aten.convolution_backward)
 def _convolution_backward(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
+    args = arguments(node)
     gradient, source, weight = (
-        links.dims(given[name]) for name in ("grad_output", "input", "weight")
+        links.dims(args[name]) for name in ("grad_output", "input", "weight")
     )
     use = links.use(node)
     links.factors.tie(gradient[0], source[0])
     use.whole += [f for dims in (gradient, source, weight) for dim in dims[2:] for f in dim]
     channels = gradient[1]
-    if given["transposed"] or given["groups"] != 1:
+    if args["transposed"] or args["groups"] != 1:
         use.whole += [
             f for dims in (gradient[1:2], source[1:2], weight[:2]) for dim in dims for f in dim
         ]
@@ -281,9 +281,10 @@ def _convolution_backward(links: Links, node: Node) -> Outputs:
         links.factors.tie(channels, weight[0])
         links.factors.tie(source[1], weight[1])
         use.contracted = (list(weight[0]), list(source[0]), list(source[0]))
-    found: tuple[Dims, ...] = (source, weight, (channels,))
+    gradients: tuple[Dims, ...] = (source, weight, (channels,))
     return tuple(
-        dims if wanted else None for dims, wanted in zip(found, given["output_mask"], strict=True)
+        dims if is_needed else None
+        for dims, is_needed in zip(gradients, args["output_mask"], strict=True)
     )
 
 
@@ -299,7 +300,7 @@ def _pooled(links: Links, node: Node) -> Outputs:
     dims = links.dims(source)  # type: ignore[arg-type]
     links.use(node).whole += [f for dim in dims[2:] for f in dim]
     values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
-    first = (*dims[:2], *(links.own(node, n) for n in sizes(values[0])[2:]))
+    first = (*dims[:2], *(links.whole_dim(node, n) for n in sizes(values[0])[2:]))
     return (first,) * len(values)
 
 
@@ -309,10 +310,10 @@ def _pooled(links: Links, node: Node) -> Outputs:
     aten._adaptive_avg_pool2d_backward,
 )
 def _pooled_backward(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    dims = links.dims(given["self"])
-    links.tie(links.dims(given["grad_output"])[:2], dims[:2])
+    args = arguments(node)
+    dims = links.dims(args["self"])
+    links.tie(links.dims(args["grad_output"])[:2], dims[:2])
     links.use(node).whole += [
-        f for source in (dims, links.dims(given["grad_output"])) for dim in source[2:] for f in dim
+        f for source in (dims, links.dims(args["grad_output"])) for dim in source[2:] for f in dim
     ]
     return (dims,)

@@ -56,16 +56,16 @@ class Links:
 
     def dims(self, node: Node) -> Dims:
         """Return the dims of a node whose value is one tensor."""
-        (found,) = self.outputs[node]
-        assert found is not None, node
-        return found
+        (dims,) = self.outputs[node]
+        assert dims is not None, node
+        return dims
 
     def has_dims(self, node: Node) -> bool:
         """Return True if a node's value is one tensor."""
-        found = self.outputs.get(node, ())
+        outputs = self.outputs.get(node, ())
         return (
-            len(found) == 1
-            and found[0] is not None
+            len(outputs) == 1
+            and outputs[0] is not None
             and not isinstance(node.meta.get("val"), tuple | list)
         )
 
@@ -97,23 +97,23 @@ class Links:
                 rule = _POINTWISE[0]
         if rule is not None:
             return rule(self, node)
-        return self.refuse(node) if node.op == "call_function" else self.fresh(node)
+        return self.require_whole(node) if node.op == "call_function" else self.fresh(node)
 
-    def refuse(self, node: Node) -> Outputs:
+    def require_whole(self, node: Node) -> Outputs:
         """Require whole operands for a node. Return dims of its outputs, tied to nothing."""
         whole = self.use(node).whole
         for source in node.all_input_nodes:
             for dims in self.outputs.get(source, ()):
                 whole += [factor for dim in dims or () for factor in dim]
-        made = self.fresh(node)
-        whole += [factor for dims in made for dim in dims or () for factor in dim]
-        return made
+        outputs = self.fresh(node)
+        whole += [factor for dims in outputs for dim in dims or () for factor in dim]
+        return outputs
 
-    def own(self, node: Node, size: Size) -> Dim:
+    def whole_dim(self, node: Node, size: Size) -> Dim:
         """Return a new dim of an operator's output, which must stay whole."""
-        made = self.factors.dim(size)
-        self.use(node).whole += made
-        return made
+        dim = self.factors.dim(size)
+        self.use(node).whole += dim
+        return dim
 
     def fresh(self, node: Node) -> Outputs:
         """Return dims of a node's outputs, tied to nothing."""
@@ -136,17 +136,17 @@ _POINTWISE: list[Rule] = []
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
     """Return a decorator that declares the rule of some operators."""
 
-    def declare(made: Rule) -> Rule:
-        RULES.update(dict.fromkeys(targets, made))
-        return made
+    def declare(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(targets, function))
+        return function
 
     return declare
 
 
-def pointwise(made: Rule) -> Rule:
+def pointwise(function: Rule) -> Rule:
     """Declare the rule of operators that have torch's pointwise tag and no rule of their own."""
-    _POINTWISE.append(made)
-    return made
+    _POINTWISE.append(function)
+    return function
 
 
 def sizes(value: torch.Tensor) -> list[Size]:
@@ -157,7 +157,7 @@ def sizes(value: torch.Tensor) -> list[Size]:
 def size_of(size: Any) -> Size:
     """Return a size as a number, or as an expression of symbols."""
     if isinstance(size, torch.SymInt):
-        known = size.node.maybe_as_int()
-        found: Size = size.node.expr if known is None else known
-        return found
+        number = size.node.maybe_as_int()
+        result: Size = size.node.expr if number is None else number
+        return result
     return int(size)

@@ -33,7 +33,14 @@ from trainload.sharding.analysis.node_costs import flops, moved_bytes
 from trainload.sharding.plans.plan import TENSOR, Replicated, Shard
 from trainload.sharding.tensor.factors import Dims, Factor
 from trainload.sharding.tensor.links import Links
-from trainload.sharding.tensor.placement import Emitter, Exchange, Held, Lie, Place, position
+from trainload.sharding.tensor.placement import (
+    Emitter,
+    Exchange,
+    Place,
+    ShareLayout,
+    Unsharded,
+    position,
+)
 from trainload.sharding.tensor.positions import Positions, positions_of
 from trainload.sharding.tensor.special import SPECIAL, Results, runs_on_shares
 
@@ -124,16 +131,16 @@ class _Partitioner:
             for p, n in zip(step.inputs, self._placeholders, strict=True)
             if p.role is Role.PARAMETER
         }
-        self._order = {
+        self._factors = {
             name: self._factor(name, shard)
             for name, shard in shards.items()
             if name in self._parameters
         }
-        self._found = positions_of(step, self.links, ranks) if positions else None
-        self._positions = None if self._found is None else self._found.factor
+        self._positions = positions_of(step, self.links, ranks) if positions else None
+        self._position_factor = None if self._positions is None else self._positions.factor
         self._divided = [
-            *dict.fromkeys(self._order.values()),
-            *([self._positions] if self._positions is not None else []),
+            *dict.fromkeys(self._factors.values()),
+            *([self._position_factor] if self._position_factor is not None else []),
         ]
         """In order of precedence: the first of these on whose shares an operator can run is
         chosen.
@@ -148,14 +155,14 @@ class _Partitioner:
         graph = Graph()
         for node in self._placeholders:
             copied = graph.node_copy(node)
-            self._values[node] = {Held.WHOLE: copied}
+            self._values[node] = {Unsharded.WHOLE: copied}
         rank = graph.placeholder("tensor_rank")
         mode = mode_of(self._placeholders)
         with mode:
             rank.meta["val"] = torch.empty(
                 (), dtype=torch.int64, device=self._placeholders[0].meta["val"].device
             )
-            for name, factor in self._order.items():
+            for name, factor in self._factors.items():
                 (copied,) = self._values[self._parameters[name]].values()
                 whole = copied.meta["val"]
                 copied.meta["val"] = torch.empty(
@@ -167,15 +174,15 @@ class _Partitioner:
         self.emit = Emitter(graph, mode, self._ranks, TENSOR, rank)
         for node in self._step.module.graph.nodes:
             if node.op == "get_attr":
-                self._values[node] = {Held.WHOLE: graph.node_copy(node)}
+                self._values[node] = {Unsharded.WHOLE: graph.node_copy(node)}
             elif node.op == "call_function":
                 if node.name == TANGENT:
-                    self._let_go()
+                    self._forget_gathered()
                 self._run(node)
         results = []
         for port, node in zip(self._step.outputs, self._results, strict=True):
-            owned = port.role is Role.GRADIENT and port.name in self._order
-            results.append(self.value(node, self._order[port.name] if owned else Held.WHOLE))
+            owned = port.role is Role.GRADIENT and port.name in self._factors
+            results.append(self.value(node, self._factors[port.name] if owned else Unsharded.WHOLE))
         graph.output(tuple(results)).meta["val"] = tuple(result.meta["val"] for result in results)
         module = LazyGraphModule(self._step.module, graph)
         module.graph.eliminate_dead_code()
@@ -185,27 +192,30 @@ class _Partitioner:
             StepGraph(module, inputs, self._step.outputs),
             tuple(self._exchanges),
             self._replicated(),
-            self._found,
+            self._positions,
         )
 
     def _replicated(self) -> tuple[Replicated, ...]:
         """Return the repeated work by operator, most expensive first. Views cost nothing."""
-        found: dict[str, Replicated] = {}
+        by_operator: dict[str, Replicated] = {}
         for node in self._whole:
             bodies = bodies_of(self._step.module, node).values()
             operations = flops(node) + sum(
                 flops(inner) for body in bodies for inner in body.graph.nodes
             )
-            name, (count, done, moved) = str(node.target), (1, operations, moved_bytes(node))
-            if (before := found.get(name)) is not None:
-                count, done, moved = (
+            name, (count, work, moved) = str(node.target), (1, operations, moved_bytes(node))
+            if (before := by_operator.get(name)) is not None:
+                count, work, moved = (
                     before.nodes + 1,
-                    before.operations + done,
+                    before.operations + work,
                     before.bytes + moved,
                 )
-            found[name] = Replicated(operator=name, nodes=count, operations=done, bytes=moved)
+            by_operator[name] = Replicated(operator=name, nodes=count, operations=work, bytes=moved)
         return tuple(
-            sorted(found.values(), key=lambda each: (-each.operations, -each.bytes, each.operator))
+            sorted(
+                by_operator.values(),
+                key=lambda each: (-each.operations, -each.bytes, each.operator),
+            )
         )
 
     # Factors
@@ -241,13 +251,13 @@ class _Partitioner:
         )
 
     def _share(self, node: Node, factor: Factor) -> list[Any]:
-        found = self._lie(self.links.dims(node), factor)
+        layout = self._layout(self.links.dims(node), factor)
         return [
-            size // self._ranks if at == found.dim else size
+            size // self._ranks if at == layout.dim else size
             for at, size in enumerate(node.meta["val"].shape)
         ]
 
-    def among(self, factors: Sequence[Factor], factor: Factor) -> bool:
+    def is_among(self, factors: Sequence[Factor], factor: Factor) -> bool:
         return factor in self.links.factors.leaves(factors)
 
     def _active(self, node: Node) -> Factor | None:
@@ -274,129 +284,140 @@ class _Partitioner:
 
     # Values
 
-    def _let_go(self) -> None:
+    def _forget_gathered(self) -> None:
         """Forget values gathered along positions, so that backward gathers them again. Keeping them
         would defeat the division.
         """
         for node in self._gathered:
-            del self._values[node][Held.WHOLE]
+            del self._values[node][Unsharded.WHOLE]
         self._gathered.clear()
 
     def value(self, node: Node, place: Place) -> Node:
         """Return a value of the step graph at a place."""
-        held = self._values[node]
-        if place not in held:
-            held[place] = self._moved(node, held, place)
-        return held[place]
+        by_place = self._values[node]
+        if place not in by_place:
+            by_place[place] = self._move(node, by_place, place)
+        return by_place[place]
 
-    def _moved(self, node: Node, held: Mapping[Place, Node], place: Place) -> Node:
+    def _move(self, node: Node, by_place: Mapping[Place, Node], place: Place) -> Node:
         dims = self.links.dims(node)
-        if place is Held.WHOLE:
-            have = Held.TERM if Held.TERM in held else next(iter(held))
-            value = held[have]
-            if have is Held.TERM:
-                return self._noted(node, "all_reduce", self.emit.reduced(value))
+        if place is Unsharded.WHOLE:
+            have = Unsharded.TERM if Unsharded.TERM in by_place else next(iter(by_place))
+            value = by_place[have]
+            if have is Unsharded.TERM:
+                return self._record_exchange(node, "all_reduce", self.emit.reduced(value))
             assert isinstance(have, Factor)
-            if have is self._positions:
+            if have is self._position_factor:
                 self._gathered.append(node)
                 # gather its source once for all views of it
                 if getattr(node.target, "overloadpacket", None) in _MOVES:
                     return self._call(
                         node,
-                        torch.fx.node.map_arg(node.args, lambda s: self.value(s, Held.WHOLE)),
+                        torch.fx.node.map_arg(node.args, lambda s: self.value(s, Unsharded.WHOLE)),
                         node.kwargs,
                     )
-            return self._noted(node, "all_gather", self.emit.gathered(value, self._lie(dims, have)))
+            return self._record_exchange(
+                node, "all_gather", self.emit.gathered(value, self._layout(dims, have))
+            )
         assert isinstance(place, Factor), f"{node} is wanted as a term"
-        lie = self._lie(dims, place)
-        if Held.TERM in held and Held.WHOLE not in held:
-            return self._noted(node, "reduce_scatter", self.emit.scattered(held[Held.TERM], lie))
-        return self.emit.own_share(self.value(node, Held.WHOLE), lie)
+        layout = self._layout(dims, place)
+        if Unsharded.TERM in by_place and Unsharded.WHOLE not in by_place:
+            return self._record_exchange(
+                node, "reduce_scatter", self.emit.scattered(by_place[Unsharded.TERM], layout)
+            )
+        return self.emit.own_share(self.value(node, Unsharded.WHOLE), layout)
 
-    def _lie(self, dims: Dims, factor: Factor) -> Lie:
-        found = position(self.links.factors, dims, factor, self._ranks)
-        assert found is not None
-        return found
+    def _layout(self, dims: Dims, factor: Factor) -> ShareLayout:
+        layout = position(self.links.factors, dims, factor, self._ranks)
+        assert layout is not None
+        return layout
 
     def _dim(self, dims: Dims | None, place: Place) -> int | None:
         """Return the dim of which each rank has a share, or None."""
-        found = (
+        layout = (
             position(self.links.factors, dims or (), place, self._ranks)
             if isinstance(place, Factor)
             else None
         )
-        return None if found is None else found.dim
+        return None if layout is None else layout.dim
 
-    def _noted(self, node: Node, collective: str, made: Node) -> Node:
-        value = made.meta["val"]
+    def _record_exchange(self, node: Node, collective: str, result: Node) -> Node:
+        value = result.meta["val"]
         sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
         by_rows = not all(isinstance(size, int) for size in value.shape)
         self._exchanges.append(
             Exchange(node.name, collective, math.prod(sizes), value.itemsize, by_rows)
         )
-        return made
+        return result
 
     # Nodes
 
     def _run(self, node: Node) -> None:
         if node.target is operator.getitem and node.args[0] in self._items:
-            made, place = self._items[node.args[0]][node.args[1]]  # type: ignore[index]
-            self._values[node] = {place: made}
+            result, place = self._items[node.args[0]][node.args[1]]  # type: ignore[index]
+            self._values[node] = {place: result}
         elif not holds_tensors(node):
-            self._values[node] = {Held.WHOLE: self._size(node)}
+            self._values[node] = {Unsharded.WHOLE: self._copy_size(node)}
         elif (
             node.target is operator.getitem
             or (active := self._active(node)) is None
-            or (active is self._positions and self._passes_terms(node))
+            or (active is self._position_factor and self._passes_terms(node))
         ):
             self._run_whole(node)
-        elif self.among(self.links.use(node).special, active):
-            self._keep(node, SPECIAL[node.target](self, node, active))
+        elif self.is_among(self.links.use(node).special, active):
+            self._store(node, SPECIAL[node.target](self, node, active))
         else:
-            self._keep(node, self._run_share(node, active))
+            self._store(node, self._run_share(node, active))
 
-    def _keep(self, node: Node, results: Results) -> None:
+    def _store(self, node: Node, results: Results) -> None:
         values = (
             node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
         )
-        for (made, place), whole, dims in zip(
+        for (result, place), whole, dims in zip(
             results, values, self.links.outputs[node], strict=True
         ):
             if dims is not None and whole is not None:  # None: a gradient that is not needed
                 divided = self._dim(dims, place)
-                wanted = [
+                expected = [
                     n // self._ranks if at == divided else n for at, n in enumerate(whole.shape)
                 ]
-                assert list(made.meta["val"].shape) == wanted, (
-                    f"{node.format_node()}: {place}: {wanted}, got {list(made.meta['val'].shape)}"
+                assert list(result.meta["val"].shape) == expected, (
+                    f"{node.format_node()}: {place}: {expected}, got"
+                    f" {list(result.meta['val'].shape)}"
                 )
         if isinstance(node.meta["val"], tuple | list):
             self._items[node] = results
         else:
-            ((made, place),) = results
-            self._values[node] = {place: made}
+            ((result, place),) = results
+            self._values[node] = {place: result}
 
-    def _size(self, node: Node) -> Node:
+    def _copy_size(self, node: Node) -> Node:
         """Copy a computation of sizes, which are those of whole tensors on every rank."""
         if node.target is not aten.sym_size.int:
-            return self.emit.graph.node_copy(node, lambda source: self.value(source, Held.WHOLE))
+            return self.emit.graph.node_copy(
+                node, lambda source: self.value(source, Unsharded.WHOLE)
+            )
         source, at = node.args
-        ((place, held),) = list(self._values[source].items())[:1]  # type: ignore[index]
-        made = self.emit.call(aten.sym_size.int, held, at)
+        ((place, value),) = list(self._values[source].items())[:1]  # type: ignore[index]
+        size = self.emit.call(aten.sym_size.int, value, at)
         divided = self._dim(self.links.dims(source), place)  # type: ignore[arg-type]
-        return self.emit.times(made, self._ranks) if divided == at else made
+        return self.emit.times(size, self._ranks) if divided == at else size
 
     def _run_whole(self, node: Node) -> None:
         passes = self._passes_terms(node)
         if passes or getattr(node.target, "overloadpacket", None) in _VIEWS:
             args = torch.fx.node.map_arg(
                 node.args,
-                lambda s: self.value(s, Held.TERM if passes and self._is_term(s) else Held.WHOLE),
+                lambda s: self.value(
+                    s, Unsharded.TERM if passes and self._is_term(s) else Unsharded.WHOLE
+                ),
             )
-            made = self._call(node, args, node.kwargs)
+            result = self._call(node, args, node.kwargs)
         else:
-            made = self.emit.graph.node_copy(node, lambda source: self.value(source, Held.WHOLE))
-        self._values[node] = {Held.TERM if passes else Held.WHOLE: made}
+            result = self.emit.graph.node_copy(
+                node, lambda source: self.value(source, Unsharded.WHOLE)
+            )
+        self._values[node] = {Unsharded.TERM if passes else Unsharded.WHOLE: result}
         if (
             not passes
             and node.target is not operator.getitem
@@ -405,7 +426,7 @@ class _Partitioner:
             self._whole.append(node)
 
     def _is_term(self, source: Node) -> bool:
-        return Held.TERM in self._values.get(source, {}) and len(source.users) == 1
+        return Unsharded.TERM in self._values.get(source, {}) and len(source.users) == 1
 
     def _passes_terms(self, node: Node) -> bool:
         """Return True if terms of a node's operands yield terms of its result, so that they are
@@ -449,39 +470,44 @@ class _Partitioner:
     def _run_share(self, node: Node, active: Factor) -> Results:
         """Run an operator on shares of the operands that have the factor."""
         use = self.links.use(node)
-        contracted = [self.among(factors, active) for factors in use.contracted] + [False] * len(
+        contracted = [self.is_among(factors, active) for factors in use.contracted] + [False] * len(
             self.links.outputs[node]
         )
 
         def operand(source: Node) -> Node:
             if not self.links.has_dims(source):
-                return self.value(source, Held.WHOLE)
-            made = self.value(
-                source, active if self.links.holds(self.links.dims(source), active) else Held.WHOLE
+                return self.value(source, Unsharded.WHOLE)
+            value = self.value(
+                source,
+                active if self.links.holds(self.links.dims(source), active) else Unsharded.WHOLE,
             )
-            return self.emit.only_first(made) if contracted[0] and source in use.once else made
+            return self.emit.only_first(value) if contracted[0] and source in use.once else value
 
         args = list(torch.fx.node.map_arg(tuple(node.args), operand))
         self._divide_sizes(node, args, active)
-        made = self._call(node, args, torch.fx.node.map_arg(dict(node.kwargs), operand))
+        result = self._call(node, args, torch.fx.node.map_arg(dict(node.kwargs), operand))
         if node.target in (aten.mean.dim, aten.mean.default) and contracted[0]:
-            made = self.emit.call(aten.div.Scalar, made, self._ranks)
+            result = self.emit.call(aten.div.Scalar, result, self._ranks)
         places: list[Place] = []
         for dims, is_term in zip(self.links.outputs[node], contracted, strict=False):
             places.append(
-                active if self.links.holds(dims, active) else Held.TERM if is_term else Held.WHOLE
+                active
+                if self.links.holds(dims, active)
+                else Unsharded.TERM
+                if is_term
+                else Unsharded.WHOLE
             )
         return (
-            self.items(made, places)
+            self.items(result, places)
             if isinstance(node.meta["val"], tuple | list)
-            else [(made, places[0])]
+            else [(result, places[0])]
         )
 
-    def items(self, made: Node, places: Sequence[Place]) -> Results:
+    def items(self, node: Node, places: Sequence[Place]) -> Results:
         """Return the outputs of a node that has several, and their places."""
-        values = made.meta["val"]
+        values = node.meta["val"]
         return [
-            (made if value is None else self.emit.call(operator.getitem, made, number), place)
+            (node if value is None else self.emit.call(operator.getitem, node, number), place)
             for number, (value, place) in enumerate(zip(values, places, strict=True))
         ]
 
@@ -502,9 +528,9 @@ class _Partitioner:
             args[3] = [self.emit.part(n, self._ranks) for n in args[3]]
         if packet in (aten.split, aten.split_with_sizes):
             first = self.links.outputs[node][0]
-            given = arguments(node)
+            named_args = arguments(node)
             at = self._dim(first, active)
-            if at is not None and at == given["dim"] % len(first or ()):
+            if at is not None and at == named_args["dim"] % len(first or ()):
                 lengths = args[1]
                 parts = [
                     self.emit.part(n, self._ranks)

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
-class Held(Enum):
+class Unsharded(Enum):
     """Placement of a value that is not sharded."""
 
     WHOLE = "whole"
@@ -28,7 +28,7 @@ class Held(Enum):
     """Each rank has a term; the value is their sum."""
 
 
-Place = Held | Factor
+Place = Unsharded | Factor
 """A `Factor` means that each rank has its share of that factor."""
 
 
@@ -104,38 +104,38 @@ class Emitter:
             return size if size == -1 else size // divisor
         return self.call(operator.floordiv, size, divisor)
 
-    def wait(self, flying: Node) -> Node:
+    def wait(self, in_flight: Node) -> Node:
         """Return the result of a collective."""
-        return self.call(c10d.wait_tensor.default, flying)
+        return self.call(c10d.wait_tensor.default, in_flight)
 
     def reduced(self, value: Node, how: str = "sum") -> Node:
         """Return the reduction of a value over all ranks."""
         return self.wait(self.call(c10d.all_reduce.default, value, how, self.group))
 
-    def gathered(self, value: Node, lie: Lie) -> Node:
+    def gathered(self, value: Node, layout: ShareLayout) -> Node:
         """Return the whole value from all shares with this layout."""
-        sizes, at = self.sizes(value), lie.dim
+        sizes, at = self.sizes(value), layout.dim
         packed = self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
-        flying = self.call(c10d.all_gather_into_tensor.default, packed, self.ranks, self.group)
-        split = [*sizes[:at], *self._halves(sizes[at], lie, 1), *sizes[at + 1 :]]
-        apart = self.call(aten.reshape.default, self.wait(flying), [self.ranks, *split])
+        in_flight = self.call(c10d.all_gather_into_tensor.default, packed, self.ranks, self.group)
+        split = [*sizes[:at], *self._halves(sizes[at], layout, 1), *sizes[at + 1 :]]
+        apart = self.call(aten.reshape.default, self.wait(in_flight), [self.ranks, *split])
         order = [*range(1, at + 2), 0, *range(at + 2, len(split) + 1)]
-        return self._joined(
+        return self._reshape(
             self.call(aten.permute.default, apart, order),
             [*sizes[:at], self.times(sizes[at], self.ranks), *sizes[at + 1 :]],
         )
 
-    def own_share(self, value: Node, lie: Lie) -> Node:
+    def own_share(self, value: Node, layout: ShareLayout) -> Node:
         """Return this rank's share of a value."""
-        sizes, at = self.sizes(value), lie.dim
-        apart = self._apart(value, sizes, lie)
+        sizes, at = self.sizes(value), layout.dim
+        apart = self._split_shares(value, sizes, layout)
         own = self.call(aten.index_select.default, apart, at + 1, self._rank_row())
-        return self._joined(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
+        return self._reshape(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
 
-    def scattered(self, term: Node, lie: Lie) -> Node:
+    def scattered(self, term: Node, layout: ShareLayout) -> Node:
         """Return this rank's share of the sum of all terms."""
-        sizes, at = self.sizes(term), lie.dim
-        apart = self._apart(term, sizes, lie)
+        sizes, at = self.sizes(term), layout.dim
+        apart = self._split_shares(term, sizes, layout)
         order = [at + 1, *range(at + 1), *range(at + 2, len(sizes) + 2)]
         packed = self.call(
             aten.clone.default,
@@ -145,7 +145,7 @@ class Emitter:
         own = self.wait(
             self.call(c10d.reduce_scatter_tensor.default, packed, "sum", self.ranks, self.group)
         )
-        return self._joined(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
+        return self._reshape(own, [*sizes[:at], self.part(sizes[at], self.ranks), *sizes[at + 1 :]])
 
     def offset(self, length: int) -> Node:
         """Return the number of elements before this rank's (0-dim int64), where each rank has
@@ -162,24 +162,24 @@ class Emitter:
             self.call(aten._to_copy.default, first, dtype=value.meta["val"].dtype),
         )
 
-    def _apart(self, value: Node, sizes: Sequence[Any], lie: Lie) -> Node:
-        before, after = self._halves(sizes[lie.dim], lie, self.ranks)
+    def _split_shares(self, value: Node, sizes: Sequence[Any], layout: ShareLayout) -> Node:
+        before, after = self._halves(sizes[layout.dim], layout, self.ranks)
         return self.call(
             aten.reshape.default,
             value,
-            [*sizes[: lie.dim], before, self.ranks, after, *sizes[lie.dim + 1 :]],
+            [*sizes[: layout.dim], before, self.ranks, after, *sizes[layout.dim + 1 :]],
         )
 
-    def _halves(self, size: Any, lie: Lie, shares: int) -> tuple[Any, Any]:
+    def _halves(self, size: Any, layout: ShareLayout, shares: int) -> tuple[Any, Any]:
         """Return, for a dim of this number of shares, how often a share begins in it, and how many
         of its elements follow in a row.
         """
-        if isinstance(lie.row, int):
-            return self.part(size, lie.row * shares), lie.row
-        assert isinstance(lie.before, int), lie
-        return lie.before, self.part(size, lie.before * shares)
+        if isinstance(layout.row, int):
+            return self.part(size, layout.row * shares), layout.row
+        assert isinstance(layout.before, int), layout
+        return layout.before, self.part(size, layout.before * shares)
 
-    def _joined(self, value: Node, sizes: list[Any]) -> Node:
+    def _reshape(self, value: Node, sizes: list[Any]) -> Node:
         return self.call(aten.reshape.default, value, sizes)
 
     def _rank_row(self) -> Node:
@@ -189,7 +189,7 @@ class Emitter:
 
 
 @dataclass(frozen=True, slots=True)
-class Lie:
+class ShareLayout:
     """Layout of shares of a factor in a tensor: in its dim `dim`, each has `before` times `row`
     elements, of which `row` are adjacent.
 
@@ -201,7 +201,7 @@ class Lie:
     row: Size
 
 
-def position(factors: Factors, dims: Dims, factor: Factor, ranks: int) -> Lie | None:
+def position(factors: Factors, dims: Dims, factor: Factor, ranks: int) -> ShareLayout | None:
     """Return the layout of the shares that `ranks` ranks have of a factor in a tensor; None if the
     tensor does not have the factor.
     """
@@ -213,5 +213,5 @@ def position(factors: Factors, dims: Dims, factor: Factor, ranks: int) -> Lie | 
                 math.prod(leaf.size for leaf in part)
                 for part in (leaves[:number], leaves[number + 1 :])
             )
-            return Lie(at, before, after * (factor.size // ranks))
+            return ShareLayout(at, before, after * (factor.size // ranks))
     return None

@@ -51,24 +51,24 @@ def positions_of(step: StepGraph, links: Links, ranks: int) -> Positions | None:
         if port.role is Role.BATCH
         for f in links.factors.leaves(links.dims(n)[0])
     }
-    known = [f for f in of_data(links, inputs) if f not in rows]
+    factors = [f for f in data_factors(links, inputs) if f not in rows]
     work = {node: cost for node in links.uses if (cost := flops(node)) > 0}
     nodes = list(step.module.graph.nodes)
     begin = next((index for index, node in enumerate(nodes) if node.name == TANGENT), len(nodes))
     forward = {node: work[node] for node in nodes[:begin] if node in work}
-    found: Positions | None = None
+    best: Positions | None = None
     for factor in (
         f
-        for f in known
+        for f in factors
         if isinstance(f.size, int) and f.size % ranks == 0 and not links.factors.is_broken(f)
     ):
-        kept = sum(
+        preserved = sum(
             cost
             for node, cost in forward.items()
             if any(links.holds(dims, factor) for dims in links.outputs[node])
         )
         summed = sum(cost for node, cost in forward.items() if _sums_over(links, node, factor))
-        if summed > kept:
+        if summed > preserved:
             # features of the data: a product sums over them, so they are not positions of its
             # result
             continue
@@ -76,10 +76,10 @@ def positions_of(step: StepGraph, links: Links, ranks: int) -> Positions | None:
         whole = max(
             work.keys() - apart.keys(), key=lambda node: (work[node], node.name), default=None
         )
-        made = Positions(factor, sum(apart.values()), sum(work.values()), whole)
-        if made.apart > 0 and (found is None or made.apart > found.apart):
-            found = made
-    return found
+        candidate = Positions(factor, sum(apart.values()), sum(work.values()), whole)
+        if candidate.apart > 0 and (best is None or candidate.apart > best.apart):
+            best = candidate
+    return best
 
 
 def _sums_over(links: Links, node: Node, factor: Factor) -> bool:
@@ -88,7 +88,7 @@ def _sums_over(links: Links, node: Node, factor: Factor) -> bool:
     )
 
 
-def of_data(links: Links, inputs: Mapping[Node, Port]) -> dict[Factor, None]:
+def data_factors(links: Links, inputs: Mapping[Node, Port]) -> dict[Factor, None]:
     """Return the factors of values computed from the batch only: rows, positions in a sequence,
     features of the data.
     """

@@ -21,23 +21,23 @@ aten = torch.ops.aten
 def _elementwise(links: Links, node: Node) -> Outputs:
     """Tie the dims of broadcast operands."""
     shape = sizes(node.meta["val"])
-    found: list[Dim | None] = [None] * len(shape)
+    dims: list[Dim | None] = [None] * len(shape)
     for source in node.all_input_nodes:
         if not links.has_dims(source):
             continue
-        theirs, own = sizes(source.meta["val"]), links.dims(source)
-        for back in range(1, len(own) + 1):
-            if theirs[-back] == 1 and shape[-back] != 1:
+        source_sizes, source_dims = sizes(source.meta["val"]), links.dims(source)
+        for back in range(1, len(source_dims) + 1):
+            if source_sizes[-back] == 1 and shape[-back] != 1:
                 continue
-            made = found[-back]
-            if made is None:
-                found[-back] = own[-back]
+            previous = dims[-back]
+            if previous is None:
+                dims[-back] = source_dims[-back]
             else:
-                links.factors.tie(made, own[-back])
+                links.factors.tie(previous, source_dims[-back])
     return (
         tuple(
             links.factors.dim(size) if dim is None else dim
-            for dim, size in zip(found, shape, strict=True)
+            for dim, size in zip(dims, shape, strict=True)
         ),
     )
 
@@ -73,7 +73,7 @@ rule(
     aten.new_full,
     aten.new_empty,
 )
-def _made(links: Links, node: Node) -> Outputs:
+def _new_tensor(links: Links, node: Node) -> Outputs:
     """Return untied dims: any part of a new tensor can be made alone."""
     return links.fresh(node)
 
@@ -103,65 +103,68 @@ def _permuted(links: Links, node: Node) -> Outputs:
 
 @rule(aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze)
 def _viewed(links: Links, node: Node) -> Outputs:
-    found = links.factors.regroup(links.dims(node.args[0]), sizes(node.meta["val"]))  # type: ignore[arg-type]
-    return links.refuse(node) if found is None else (found,)
+    dims = links.factors.regroup(links.dims(node.args[0]), sizes(node.meta["val"]))  # type: ignore[arg-type]
+    return links.require_whole(node) if dims is None else (dims,)
 
 
 @rule(aten.expand)
 def _expanded(links: Links, node: Node) -> Outputs:
     source = node.args[0]
-    own = list(links.dims(source))  # type: ignore[arg-type]
-    theirs, shape = sizes(source.meta["val"]), sizes(node.meta["val"])  # type: ignore[union-attr]
-    own, theirs = [()] * (len(shape) - len(own)) + own, [1] * (len(shape) - len(theirs)) + theirs
+    source_dims = list(links.dims(source))  # type: ignore[arg-type]
+    source_sizes, shape = sizes(source.meta["val"]), sizes(node.meta["val"])  # type: ignore[union-attr]
+    source_dims, source_sizes = (
+        [()] * (len(shape) - len(source_dims)) + source_dims,
+        [1] * (len(shape) - len(source_sizes)) + source_sizes,
+    )
     return (
         tuple(
             d if was == size else links.factors.dim(size)
-            for d, was, size in zip(own, theirs, shape, strict=True)
+            for d, was, size in zip(source_dims, source_sizes, shape, strict=True)
         ),
     )
 
 
 @rule(aten.slice)
 def _sliced(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    source, at = given["self"], given["dim"]
+    args = arguments(node)
+    source, at = args["self"], args["dim"]
     dims = list(links.dims(source))
     if _whole_slice(node):
         return (tuple(dims),)
     links.use(node).whole += dims[at]
-    dims[at] = links.own(node, sizes(node.meta["val"])[at])
+    dims[at] = links.whole_dim(node, sizes(node.meta["val"])[at])
     return (tuple(dims),)
 
 
 def _whole_slice(node: Node) -> bool:
     """Return True if a slice selects everything."""
-    given = arguments(node)
-    at = given["dim"]
+    args = arguments(node)
+    at = args["dim"]
     return (
-        bool(sizes(node.meta["val"])[at] == sizes(given["self"].meta["val"])[at])
-        and given["step"] == 1
+        bool(sizes(node.meta["val"])[at] == sizes(args["self"].meta["val"])[at])
+        and args["step"] == 1
     )
 
 
 @rule(aten.slice_backward, aten.select_backward)
-def _placed(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
+def _slice_backward(links: Links, node: Node) -> Outputs:
+    args = arguments(node)
     shape = sizes(node.meta["val"])
-    at = given["dim"] % len(shape)
-    dims = list(links.dims(given["grad_output"]))
+    at = args["dim"] % len(shape)
+    dims = list(links.dims(args["grad_output"]))
     if node.target is aten.select_backward.default:
         dims.insert(at, ())
     else:
         links.use(node).whole += dims[at]
-    dims[at] = links.own(node, shape[at])
+    dims[at] = links.whole_dim(node, shape[at])
     return (tuple(dims),)
 
 
 @rule(aten.select)
 def _selected(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    dims = list(links.dims(given["self"]))
-    links.use(node).whole += dims.pop(given["dim"])
+    args = arguments(node)
+    dims = list(links.dims(args["self"]))
+    links.use(node).whole += dims.pop(args["dim"])
     return (tuple(dims),)
 
 
@@ -173,17 +176,17 @@ def _padded(links: Links, node: Node) -> Outputs:
     for at, (was, size) in enumerate(zip(before, sizes(node.meta["val"]), strict=True)):
         if was != size:
             links.use(node).whole += dims[at]
-            dims[at] = links.own(node, size)
+            dims[at] = links.whole_dim(node, size)
     return (tuple(dims),)
 
 
 @rule(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
 def _divided(links: Links, node: Node) -> Outputs:
     """Split a dim: for equal pieces, the dim is (pieces, rest), and the pieces share the rest."""
-    given = arguments(node)
+    args = arguments(node)
     pieces = node.meta["val"]
-    dims = list(links.dims(given["self"]))
-    at = given["dim"] % len(dims)
+    dims = list(links.dims(args["self"]))
+    at = args["dim"] % len(dims)
     if node.target is aten.unbind.int:
         links.use(node).whole += dims.pop(at)
         return (tuple(dims),) * len(pieces)
@@ -195,7 +198,9 @@ def _divided(links: Links, node: Node) -> Outputs:
     )
     if halves is None:
         links.use(node).whole += dims[at]
-        return tuple((*dims[:at], links.own(node, length), *dims[at + 1 :]) for length in lengths)
+        return tuple(
+            (*dims[:at], links.whole_dim(node, length), *dims[at + 1 :]) for length in lengths
+        )
     links.use(node).whole += halves[0]
     return ((*dims[:at], halves[1], *dims[at + 1 :]),) * len(pieces)
 
@@ -203,10 +208,10 @@ def _divided(links: Links, node: Node) -> Outputs:
 @rule(aten.cat, aten.stack)
 def _joined(links: Links, node: Node) -> Outputs:
     """Join dims: the reverse of `_divided`."""
-    given = arguments(node)
+    args = arguments(node)
     shape = sizes(node.meta["val"])
-    at = given["dim"] % len(shape)
-    sources: Sequence[Node] = given["tensors"]
+    at = args["dim"] % len(shape)
+    sources: Sequence[Node] = args["tensors"]
     if node.target is aten.cat.default and len(shape) > 1:
         # cat ignores empty tensors of one dim
         sources = [s for s in sources if len(sizes(s.meta["val"])) > 1]
@@ -227,18 +232,18 @@ def _joined(links: Links, node: Node) -> Outputs:
         if len(lengths) == 1:
             links.factors.tie(first[at], part[at])
     if len(lengths) == 1:
-        pieces = links.own(node, len(parts))
+        pieces = links.whole_dim(node, len(parts))
         return ((*first[:at], (*pieces, *first[at]), *first[at + 1 :]),)
     for part in parts:
         links.use(node).whole += part[at]
-    return ((*first[:at], links.own(node, shape[at]), *first[at + 1 :]),)
+    return ((*first[:at], links.whole_dim(node, shape[at]), *first[at + 1 :]),)
 
 
 @rule(aten.cumsum, aten.flip, aten.tril, aten.triu, aten.roll)
-def _along(links: Links, node: Node) -> Outputs:
-    given = arguments(node)
-    dims = links.dims(given["self"])
-    ats = [-1, -2] if "diagonal" in given else [given["dim"]] if "dim" in given else given["dims"]
+def _along_dim(links: Links, node: Node) -> Outputs:
+    args = arguments(node)
+    dims = links.dims(args["self"])
+    ats = [-1, -2] if "diagonal" in args else [args["dim"]] if "dim" in args else args["dims"]
     for at in ats or range(len(dims)):
         links.use(node).whole += dims[at]
     return (dims,)
@@ -256,16 +261,16 @@ def _multiplied(links: Links, node: Node) -> Outputs:
         links.factors.tie(one[0], other[0])
         batch, one, other = one[:1], one[1:], other[1:]
     links.factors.tie(one[-1], other[0])
-    found = (*batch, *one[:-1], *other[1:])
+    result = (*batch, *one[:-1], *other[1:])
     use = links.use(node)
     use.contracted = (list(one[-1]),)
     for added in bias:
         use.once.append(added)
-        theirs = links.dims(added)
-        for back in range(1, len(theirs) + 1):
+        added_dims = links.dims(added)
+        for back in range(1, len(added_dims) + 1):
             if sizes(added.meta["val"])[-back] == sizes(node.meta["val"])[-back]:
-                links.factors.tie(found[-back], theirs[-back])
-    return (found,)
+                links.factors.tie(result[-back], added_dims[-back])
+    return (result,)
 
 
 # Reductions
@@ -291,31 +296,31 @@ def _summed(links: Links, node: Node) -> Outputs:
     aten.logsumexp,
     aten.var_mean,
 )
-def _condensed(links: Links, node: Node) -> Outputs:
+def _reduction(links: Links, node: Node) -> Outputs:
     dims, rest = _reduced(links, node)
     use = links.use(node)
     special = node.target in (aten.amax.default, aten.amin.default) or (
-        node.target is aten.argmax.default and len(_ats(node)) == 1
+        node.target is aten.argmax.default and len(_reduced_dims(node)) == 1
     )
     (use.special if special else use.whole).extend(dims)
     return (rest,) * (2 if node.target.overloadpacket is aten.var_mean else 1)  # type: ignore[union-attr]
 
 
-def _ats(node: Node) -> list[int]:
+def _reduced_dims(node: Node) -> list[int]:
     """Return the dims that are reduced: all of them if none is given."""
-    given = arguments(node)
-    asked = given.get("dim")
-    ndim = given["self"].meta["val"].ndim
-    if asked is None or asked == []:
+    args = arguments(node)
+    dim = args.get("dim")
+    ndim = args["self"].meta["val"].ndim
+    if dim is None or dim == []:
         return list(range(ndim))
-    return [at % ndim for at in ([asked] if isinstance(asked, int) else asked)] if ndim else []
+    return [at % ndim for at in ([dim] if isinstance(dim, int) else dim)] if ndim else []
 
 
 def _reduced(links: Links, node: Node) -> tuple[list, Dims]:  # type: ignore[type-arg]
-    given = arguments(node)
-    dims, ats = links.dims(given["self"]), _ats(node)
+    args = arguments(node)
+    dims, ats = links.dims(args["self"]), _reduced_dims(node)
     rest = [() if at in ats else dim for at, dim in enumerate(dims)]
-    kept = given.get("keepdim")
+    keepdim = args.get("keepdim")
     return [f for at in ats for f in dims[at]], tuple(
-        dim for at, dim in enumerate(rest) if kept or at not in ats
+        dim for at, dim in enumerate(rest) if keepdim or at not in ats
     )

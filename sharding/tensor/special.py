@@ -14,7 +14,7 @@ from torch.fx import Node
 from trainload.sharding.analysis.graph_nodes import arguments
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
-from trainload.sharding.tensor.placement import Emitter, Held, Place
+from trainload.sharding.tensor.placement import Emitter, Place, Unsharded
 
 aten = torch.ops.aten
 Results = list[tuple[Node, Place]]
@@ -29,7 +29,7 @@ class Partitioner(Protocol):
     def value(self, node: Node, place: Place) -> Node:
         """Return a value of the whole graph at a place."""
 
-    def items(self, made: Node, places: Sequence[Place]) -> Results:
+    def items(self, node: Node, places: Sequence[Place]) -> Results:
         """Return the outputs of a node that has several, each with its place."""
 
 
@@ -47,10 +47,10 @@ def special(*targets: Any, fits: Fits | None = None) -> Callable[[Special], Spec
     indices.
     """
 
-    def declare(made: Special) -> Special:
-        SPECIAL.update(dict.fromkeys(targets, made))
-        _FITS.update(dict.fromkeys(targets, fits or _leads))
-        return made
+    def declare(function: Special) -> Special:
+        SPECIAL.update(dict.fromkeys(targets, function))
+        _FITS.update(dict.fromkeys(targets, fits or _is_outermost))
+        return function
 
     return declare
 
@@ -81,7 +81,7 @@ def runs_on_shares(links: Links, node: Node, factor: Factor) -> bool:
     return not is_special or (node.target in SPECIAL and _FITS[node.target](links, node, factor))
 
 
-def _leads(links: Links, node: Node, factor: Factor) -> bool:
+def _is_outermost(links: Links, node: Node, factor: Factor) -> bool:
     holders = [
         dims
         for source in node.all_input_nodes
@@ -89,17 +89,19 @@ def _leads(links: Links, node: Node, factor: Factor) -> bool:
         if links.holds(dims, factor)
     ]
     leaves = [links.factors.leaves(dim) for dims in holders for dim in dims or ()]
-    return all(own[0] is factor for own in leaves if factor in own)
+    return all(factors[0] is factor for factors in leaves if factor in factors)
 
 
-def _counts_rows(links: Links, node: Node, factor: Factor) -> bool:
+def _can_divide_loss(links: Links, node: Node, factor: Factor) -> bool:
     """Return True if a loss can run on shares of a factor: any shares of its rows, but of its
     classes only one range of indices.
     """
-    return links.holds(links.dims(arguments(node)["target"]), factor) or _leads(links, node, factor)
+    return links.holds(links.dims(arguments(node)["target"]), factor) or _is_outermost(
+        links, node, factor
+    )
 
 
-def _own(at: Partitioner, index: Node, length: int) -> tuple[Node, Node]:
+def _local_indices(at: Partitioner, index: Node, length: int) -> tuple[Node, Node]:
     """Return which indices into a dim are among the `length` elements of this rank, and their
     values within these (otherwise 0).
     """
@@ -110,72 +112,79 @@ def _own(at: Partitioner, index: Node, length: int) -> tuple[Node, Node]:
         emit.call(aten.ge.Scalar, local, 0),
         emit.call(aten.lt.Scalar, local, length),
     )
-    return inside, emit.call(aten.where.self, inside, local, _zero(at, local))
+    return inside, emit.call(aten.where.self, inside, local, _zero_like(at, local))
 
 
-def _zero(at: Partitioner, like: Node) -> Node:
+def _zero_like(at: Partitioner, like: Node) -> Node:
     value = like.meta["val"]
     return at.emit.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
 
 
 def _masked(at: Partitioner, keep: Node, value: Node) -> Node:
-    return at.emit.call(aten.where.self, keep, value, _zero(at, value))
+    return at.emit.call(aten.where.self, keep, value, _zero_like(at, value))
 
 
 @special(aten.embedding.default)
 def _embedding(at: Partitioner, node: Node, active: Factor) -> Results:
-    given = arguments(node)
-    table = at.value(given["weight"], active)
-    inside, local = _own(at, at.value(given["indices"], Held.WHOLE), table.meta["val"].shape[0])
-    found = at.emit.call(aten.embedding.default, table, local, like=node)
-    return [(_masked(at, at.emit.call(aten.unsqueeze.default, inside, -1), found), Held.TERM)]
+    args = arguments(node)
+    table = at.value(args["weight"], active)
+    inside, local = _local_indices(
+        at, at.value(args["indices"], Unsharded.WHOLE), table.meta["val"].shape[0]
+    )
+    embeddings = at.emit.call(aten.embedding.default, table, local, like=node)
+    return [
+        (_masked(at, at.emit.call(aten.unsqueeze.default, inside, -1), embeddings), Unsharded.TERM)
+    ]
 
 
 @special(aten.embedding_dense_backward.default)
 def _embedding_backward(at: Partitioner, node: Node, active: Factor) -> Results:
-    given = arguments(node)
-    length = given["num_weights"] // at.emit.ranks
-    index = at.value(given["indices"], Held.WHOLE)
-    inside, local = _own(at, index, length)
-    if given["padding_idx"] >= 0:
+    args = arguments(node)
+    length = args["num_weights"] // at.emit.ranks
+    index = at.value(args["indices"], Unsharded.WHOLE)
+    inside, local = _local_indices(at, index, length)
+    if args["padding_idx"] >= 0:
         inside = at.emit.call(
             aten.logical_and.default,
             inside,
-            at.emit.call(aten.ne.Scalar, index, given["padding_idx"]),
+            at.emit.call(aten.ne.Scalar, index, args["padding_idx"]),
         )
     gradient = _masked(
         at,
         at.emit.call(aten.unsqueeze.default, inside, -1),
-        at.value(given["grad_output"], Held.WHOLE),
+        at.value(args["grad_output"], Unsharded.WHOLE),
     )
     return [(at.emit.call(node.target, gradient, local, length, -1, False, like=node), active)]  # type: ignore[arg-type]
 
 
 @special(aten.amax.default, aten.amin.default)
 def _extreme(at: Partitioner, node: Node, active: Factor) -> Results:
-    given = arguments(node)
-    source = at.value(given["self"], active)
-    found = at.emit.call(
+    args = arguments(node)
+    source = at.value(args["self"], active)
+    local_extreme = at.emit.call(
         node.target,  # type: ignore[arg-type]
         source,
-        given["dim"],
-        given["keepdim"],
+        args["dim"],
+        args["keepdim"],
         like=node,
     )
     return [
-        (at.emit.reduced(found, "max" if node.target is aten.amax.default else "min"), Held.WHOLE)
+        (
+            at.emit.reduced(local_extreme, "max" if node.target is aten.amax.default else "min"),
+            Unsharded.WHOLE,
+        )
     ]
 
 
 @special(aten.argmax.default)
 def _argmax(at: Partitioner, node: Node, active: Factor) -> Results:
     """Return the lowest index of the greatest values, as torch does on one device."""
-    emit, given = at.emit, arguments(node)
-    source = at.value(given["self"], active)
+    emit, args = at.emit, arguments(node)
+    source = at.value(args["self"], active)
     ndim = source.meta["val"].ndim
-    along = 0 if given["dim"] is None else given["dim"] % ndim
+    along = 0 if args["dim"] is None else args["dim"] % ndim
     length = source.meta["val"].shape[along]
-    keep = given["keepdim"]
+    keep = args["keepdim"]
     most = emit.call(aten.amax.default, source, [along], keep)
     index = emit.call(
         aten.add.Tensor, emit.call(aten.argmax.default, source, along, keep), emit.offset(length)
@@ -189,54 +198,56 @@ def _argmax(at: Partitioner, node: Node, active: Factor) -> Results:
         device=index.meta["val"].device,
     )
     index = emit.call(aten.where.self, emit.call(aten.eq.Tensor, most, greatest), index, beyond)
-    return [(emit.reduced(index, "min"), Held.WHOLE)]
+    return [(emit.reduced(index, "min"), Unsharded.WHOLE)]
 
 
 @special(aten._softmax.default, aten._log_softmax.default)
 def _softmax(at: Partitioner, node: Node, active: Factor) -> Results:
-    emit, given = at.emit, arguments(node)
-    along = [given["dim"]]
-    source = at.value(given["self"], active)
-    wide = _wide(at, source)
+    emit, args = at.emit, arguments(node)
+    along = [args["dim"]]
+    source = at.value(args["self"], active)
+    wide = _upcast(at, source)
     greatest = emit.reduced(emit.call(aten.amax.default, wide, along, True), "max")
     moved = emit.call(aten.sub.Tensor, wide, greatest)
     powers = emit.call(aten.exp.default, moved)
     total = emit.reduced(emit.call(aten.sum.dim_IntList, powers, along, True))
     if node.target is aten._softmax.default:
-        found = emit.call(aten.div.Tensor, powers, total)
+        result = emit.call(aten.div.Tensor, powers, total)
     else:
-        found = emit.call(aten.sub.Tensor, moved, emit.call(aten.log.default, total))
-    return [(_as(at, found, node.meta["val"].dtype), active)]
+        result = emit.call(aten.sub.Tensor, moved, emit.call(aten.log.default, total))
+    return [(_cast(at, result, node.meta["val"].dtype), active)]
 
 
 @special(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def _softmax_backward(at: Partitioner, node: Node, active: Factor) -> Results:
-    emit, given = at.emit, arguments(node)
-    along = [given["dim"]]
+    emit, args = at.emit, arguments(node)
+    along = [args["dim"]]
     gradient, output = (
-        _wide(at, at.value(given[name], active)) for name in ("grad_output", "output")
+        _upcast(at, at.value(args[name], active)) for name in ("grad_output", "output")
     )
     if node.target is aten._softmax_backward_data.default:
         products = emit.call(aten.mul.Tensor, gradient, output)
         total = emit.reduced(emit.call(aten.sum.dim_IntList, products, along, True))
-        found = emit.call(aten.sub.Tensor, products, emit.call(aten.mul.Tensor, output, total))
+        input_gradient = emit.call(
+            aten.sub.Tensor, products, emit.call(aten.mul.Tensor, output, total)
+        )
     else:
         total = emit.reduced(emit.call(aten.sum.dim_IntList, gradient, along, True))
-        found = emit.call(
+        input_gradient = emit.call(
             aten.sub.Tensor,
             gradient,
             emit.call(aten.mul.Tensor, emit.call(aten.exp.default, output), total),
         )
-    return [(_as(at, found, node.meta["val"].dtype), active)]
+    return [(_cast(at, input_gradient, node.meta["val"].dtype), active)]
 
 
-def _wide(at: Partitioner, value: Node) -> Node:
+def _upcast(at: Partitioner, value: Node) -> Node:
     """Return the value in at least float32, as torch's own kernels compute."""
     dtype = value.meta["val"].dtype
-    return _as(at, value, torch.float32) if dtype in (torch.bfloat16, torch.float16) else value
+    return _cast(at, value, torch.float32) if dtype in (torch.bfloat16, torch.float16) else value
 
 
-def _as(at: Partitioner, value: Node, dtype: torch.dtype) -> Node:
+def _cast(at: Partitioner, value: Node, dtype: torch.dtype) -> Node:
     return (
         value
         if value.meta["val"].dtype == dtype
@@ -246,30 +257,30 @@ def _as(at: Partitioner, value: Node, dtype: torch.dtype) -> Node:
 
 @special(aten.gather.default)
 def _gather(at: Partitioner, node: Node, active: Factor) -> Results:
-    given = arguments(node)
-    source = at.value(given["self"], active)
-    inside, local = _own(
-        at, at.value(given["index"], Held.WHOLE), source.meta["val"].shape[given["dim"]]
+    args = arguments(node)
+    source = at.value(args["self"], active)
+    inside, local = _local_indices(
+        at, at.value(args["index"], Unsharded.WHOLE), source.meta["val"].shape[args["dim"]]
     )
     return [
         (
             _masked(
                 at,
                 inside,
-                at.emit.call(aten.gather.default, source, given["dim"], local, like=node),
+                at.emit.call(aten.gather.default, source, args["dim"], local, like=node),
             ),
-            Held.TERM,
+            Unsharded.TERM,
         )
     ]
 
 
-@special(aten.nll_loss_forward.default, fits=_counts_rows)
+@special(aten.nll_loss_forward.default, fits=_can_divide_loss)
 def _negative_log_likelihood(at: Partitioner, node: Node, active: Factor) -> Results:
-    emit, given = at.emit, arguments(node)
-    source = at.value(given["self"], active)
-    if at.links.holds(at.links.dims(given["target"]), active):
+    emit, args = at.emit, arguments(node)
+    source = at.value(args["self"], active)
+    if at.links.holds(at.links.dims(args["target"]), active):
         return _loss_of_rows(at, node, active)
-    counts, inside, local = _targets(at, given, source)
+    counts, inside, local = _local_targets(at, args, source)
     picked = emit.call(
         aten.squeeze.dim,
         emit.call(
@@ -278,16 +289,16 @@ def _negative_log_likelihood(at: Partitioner, node: Node, active: Factor) -> Res
         1,
     )
     losses = _masked(at, inside, emit.call(aten.neg.default, picked))
-    weight = emit.call(aten.sum.default, _as(at, counts, source.meta["val"].dtype))
-    if given["reduction"] == 0:
-        return [(losses, Held.TERM), (_zero(at, source), Held.WHOLE)]
+    weight = emit.call(aten.sum.default, _cast(at, counts, source.meta["val"].dtype))
+    if args["reduction"] == 0:
+        return [(losses, Unsharded.TERM), (_zero_like(at, source), Unsharded.WHOLE)]
     total = emit.call(aten.sum.default, losses)
     return [
         (
-            emit.call(aten.div.Tensor, total, weight) if given["reduction"] == 1 else total,
-            Held.TERM,
+            emit.call(aten.div.Tensor, total, weight) if args["reduction"] == 1 else total,
+            Unsharded.TERM,
         ),
-        (weight, Held.WHOLE),
+        (weight, Unsharded.WHOLE),
     ]
 
 
@@ -295,75 +306,83 @@ def _loss_of_rows(at: Partitioner, node: Node, active: Factor) -> Results:
     """Return the loss of this rank's rows: the sum of their losses, divided by the weight of
     all.
     """
-    emit, given = at.emit, arguments(node)
+    emit, args = at.emit, arguments(node)
     operands = (
-        at.value(given["self"], active),
-        at.value(given["target"], active),
-        _class_weights(at, given),
+        at.value(args["self"], active),
+        at.value(args["target"], active),
+        _class_weights(at, args),
     )
-    reduction = given["reduction"]
-    found = emit.call(
+    reduction = args["reduction"]
+    loss_and_weight = emit.call(
         aten.nll_loss_forward.default,
         *operands,
         2 if reduction else 0,
-        given["ignore_index"],
+        args["ignore_index"],
         like=node,
     )
-    losses, own = (emit.call(operator.getitem, found, number) for number in range(2))
+    losses, local_weight = (
+        emit.call(operator.getitem, loss_and_weight, number) for number in range(2)
+    )
     if reduction == 0:
-        return [(losses, active), (own, Held.WHOLE)]
-    weight = emit.reduced(own)
+        return [(losses, active), (local_weight, Unsharded.WHOLE)]
+    weight = emit.reduced(local_weight)
     return [
-        (emit.call(aten.div.Tensor, losses, weight) if reduction == 1 else losses, Held.TERM),
-        (weight, Held.WHOLE),
+        (emit.call(aten.div.Tensor, losses, weight) if reduction == 1 else losses, Unsharded.TERM),
+        (weight, Unsharded.WHOLE),
     ]
 
 
-def _class_weights(at: Partitioner, given: dict[str, Any]) -> Node | None:
-    return None if given["weight"] is None else at.value(given["weight"], Held.WHOLE)
+def _class_weights(at: Partitioner, args: dict[str, Any]) -> Node | None:
+    return None if args["weight"] is None else at.value(args["weight"], Unsharded.WHOLE)
 
 
-@special(aten.nll_loss_backward.default, fits=_counts_rows)
+@special(aten.nll_loss_backward.default, fits=_can_divide_loss)
 def _negative_log_likelihood_backward(at: Partitioner, node: Node, active: Factor) -> Results:
-    emit, given = at.emit, arguments(node)
-    source = at.value(given["self"], active)
-    if at.links.holds(at.links.dims(given["target"]), active):
-        gradient = at.value(given["grad_output"], active if given["reduction"] == 0 else Held.WHOLE)
-        weight = at.value(given["total_weight"], Held.WHOLE)
-        operands = (gradient, source, at.value(given["target"], active), _class_weights(at, given))
+    emit, args = at.emit, arguments(node)
+    source = at.value(args["self"], active)
+    if at.links.holds(at.links.dims(args["target"]), active):
+        gradient = at.value(
+            args["grad_output"], active if args["reduction"] == 0 else Unsharded.WHOLE
+        )
+        weight = at.value(args["total_weight"], Unsharded.WHOLE)
+        operands = (gradient, source, at.value(args["target"], active), _class_weights(at, args))
         return [
             (
                 emit.call(
                     node.target,  # type: ignore[arg-type]
                     *operands,
-                    given["reduction"],
-                    given["ignore_index"],
+                    args["reduction"],
+                    args["ignore_index"],
                     weight,
                     like=node,
                 ),
                 active,
             )
         ]
-    _, inside, local = _targets(at, given, source)
-    gradient = emit.call(aten.neg.default, at.value(given["grad_output"], Held.WHOLE))
-    if given["reduction"] == 1:
-        gradient = emit.call(aten.div.Tensor, gradient, at.value(given["total_weight"], Held.WHOLE))
-    if given["reduction"] == 0:
+    _, inside, local = _local_targets(at, args, source)
+    gradient = emit.call(aten.neg.default, at.value(args["grad_output"], Unsharded.WHOLE))
+    if args["reduction"] == 1:
+        gradient = emit.call(
+            aten.div.Tensor, gradient, at.value(args["total_weight"], Unsharded.WHOLE)
+        )
+    if args["reduction"] == 0:
         gradient = emit.call(aten.unsqueeze.default, gradient, 1)
     length = source.meta["val"].shape[1]
     columns = emit.call(
         aten.arange.default, length, dtype=torch.int64, device=source.meta["val"].device
     )
-    own = emit.call(aten.eq.Tensor, emit.call(aten.unsqueeze.default, local, 1), columns)
-    own = emit.call(aten.logical_and.default, own, emit.call(aten.unsqueeze.default, inside, 1))
-    return [(_masked(at, own, gradient), active)]
+    one_hot = emit.call(aten.eq.Tensor, emit.call(aten.unsqueeze.default, local, 1), columns)
+    one_hot = emit.call(
+        aten.logical_and.default, one_hot, emit.call(aten.unsqueeze.default, inside, 1)
+    )
+    return [(_masked(at, one_hot, gradient), active)]
 
 
-def _targets(at: Partitioner, given: dict[str, Any], source: Node) -> tuple[Node, Node, Node]:
+def _local_targets(at: Partitioner, args: dict[str, Any], source: Node) -> tuple[Node, Node, Node]:
     """Return which targets count, which of them are among this rank's classes, and their indices
     there.
     """
-    target = at.value(given["target"], Held.WHOLE)
-    counts = at.emit.call(aten.ne.Scalar, target, given["ignore_index"])
-    inside, local = _own(at, target, source.meta["val"].shape[1])
+    target = at.value(args["target"], Unsharded.WHOLE)
+    counts = at.emit.call(aten.ne.Scalar, target, args["ignore_index"])
+    inside, local = _local_indices(at, target, source.meta["val"].shape[1])
     return counts, at.emit.call(aten.logical_and.default, inside, counts), local

@@ -77,12 +77,12 @@ def divide(
         PlanError: a rule does not fit, or nothing can be divided.
     """
     shards = _shards(steps, ranks, whole, rules, what)
-    made = (partitioned or functools.partial(partition, steps[0], ranks))(
+    result = (partitioned or functools.partial(partition, steps[0], ranks))(
         shards, positions=what != "tensor"
     )
     if what in ("sequence", "context"):
-        _check_positions(made.positions, ranks, LEAST if what == "context" else 0.0)
-    return TensorAxis(ranks, shards, made.exchanges, _rows(steps[0]), made.replicated)
+        _check_positions(result.positions, ranks, LEAST if what == "context" else 0.0)
+    return TensorAxis(ranks, shards, result.exchanges, _rows(steps[0]), result.replicated)
 
 
 def _shards(
@@ -94,8 +94,8 @@ def _shards(
 ) -> dict[str, Shard]:
     """Return which parameters are divided, and how."""
     if what in ("tensor", "sequence"):
-        found = choose(steps, ranks, whole, rules)
-        if not found:
+        shards = choose(steps, ranks, whole, rules)
+        if not shards:
             raise PlanError(
                 "the tensor axis has nothing to divide",
                 where="tensor_ranks",
@@ -106,7 +106,7 @@ def _shards(
                 got="none",
                 hint="Use the data axis, or specify what to divide (--tensor-rule).",
             )
-        return found
+        return shards
     if rules:
         raise PlanError(
             "tensor rules only apply where parameters are divided",
@@ -116,8 +116,8 @@ def _shards(
         )
     if what == "context":
         return {}
-    found = experts(steps, ranks, whole)
-    if not found:
+    shards = experts(steps, ranks, whole)
+    if not shards:
         raise PlanError(
             "the graph has no experts that this number of ranks can share",
             where="tensor_ranks",
@@ -125,11 +125,11 @@ def _shards(
             got="none",
             hint="Use the tensor axis (--tensor), or the data axis.",
         )
-    return found
+    return shards
 
 
-def _check_positions(found: Positions | None, ranks: int, least: float) -> None:
-    if found is None:
+def _check_positions(positions: Positions | None, ranks: int, least: float) -> None:
+    if positions is None:
         raise PlanError(
             "the graph has no positions that this number of ranks can share",
             where="tensor_ranks",
@@ -143,13 +143,13 @@ def _check_positions(found: Positions | None, ranks: int, least: float) -> None:
                 " another number of ranks."
             ),
         )
-    if found.share < least:
-        assert found.whole is not None
+    if positions.share < least:
+        assert positions.whole is not None
         raise PlanError(
             "most of the work cannot be divided by positions",
-            where=f"{found.whole.name} ({found.whole.target})",
+            where=f"{positions.whole.name} ({positions.whole.target})",
             expected=f"at least {least:.0%} of the operations of matrix products",
-            got=f"{found.share:.0%}, for a dim of {found.factor.size} positions",
+            got=f"{positions.share:.0%}, for a dim of {positions.factor.size} positions",
             hint="Use the tensor axis (--tensor), which divides parameters.",
         )
 
