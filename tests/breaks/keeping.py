@@ -119,7 +119,7 @@ KEEPING: tuple[Mutation, ...] = (
         "        folder.chmod(0o755)\n"
         "        for inner, _, _ in os.walk(folder):\n"
         "            sync_folder(Path(inner))\n"
-        "        _put(folder, Path(path))\n",
+        "        _move_into_place(folder, Path(path))\n",
         "        folder.rename(path)\n"
         "        folder = Path(path)\n"
         "        yield folder\n"
@@ -165,8 +165,8 @@ KEEPING: tuple[Mutation, ...] = (
         "a pulled file is taken though its digest is another one",
         "packaging/stores/pull.py",
         "    if size != entry.size or digest.hexdigest() != entry.sha256:\n"
-        "        raise _damaged(file",
-        "    if size != entry.size:\n        raise _damaged(file",
+        "        raise _damaged_error(file",
+        "    if size != entry.size:\n        raise _damaged_error(file",
         "../packaging/stores/test_stores_hostile.py::test_a_bit_that_flipped_in_the_store_is_noticed[folder]",
     ),
     Mutation(
