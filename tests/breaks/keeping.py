@@ -66,7 +66,7 @@ KEEPING: tuple[Mutation, ...] = (
         "an unsigned package is launched though a policy demands a signature",
         "packaging/signatures/policy.py",
         "        if count < policy.signatures:\n",
-        "        if held and count < policy.signatures:\n",
+        "        if signed and count < policy.signatures:\n",
         "../launch/api/test_policy_runs.py::test_an_unsigned_package_is_not_launched[launch]",
     ),
     Mutation(
@@ -265,8 +265,8 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "a driver whose number another process has is taken for alive",
         "src/trainload/core/processes.py",
-        "        return _began(int(parts[2])) != parts[3]\n",
-        "        return not _began(int(parts[2]))\n",
+        "        return _start_time(int(parts[2])) != parts[3]\n",
+        "        return not _start_time(int(parts[2]))\n",
         "../core/test_processes.py::test_a_process_whose_number_is_used_again_has_ended",
     ),
     Mutation(

@@ -37,8 +37,8 @@ def remove_temporaries(path: Path) -> None:
 
     Hold the lock of all writers of `path` when calling it.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager

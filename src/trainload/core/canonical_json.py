@@ -86,10 +86,10 @@ def parse_canonical(
             f"not readable as JSON in UTF-8: {error}", where=where, hint="Fetch the package again."
         ) from error
     try:
-        again = canonical_json(value)
+        reencoded = canonical_json(value)
     except PackageError as error:  # 1e999 parses as an infinity, "\\ud800" as a lone surrogate
         raise UnsafePackageError(error.problem, where=where) from error
-    if again != data:
+    if reencoded != data:
         json.loads(text, object_pairs_hook=lambda items: _check_no_duplicates(items, where))
         raise IntegrityError(
             "JSON is not in canonical form", where=where, hint="Fetch the package again."

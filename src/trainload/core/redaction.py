@@ -88,22 +88,24 @@ def redacted(text: str) -> str:
         text = text.replace(secret, reference)
     if ":/" not in text:
         return text
-    kept: list[str] = []
+    references: list[str] = []
 
     def away(match: re.Match[str]) -> str:
-        kept.append(match[0])
-        return chr(_REFERENCES_AWAY + len(kept) - 1)
+        references.append(match[0])
+        return chr(_REFERENCES_AWAY + len(references) - 1)
 
     searched = REFERENCE.sub(away, text)
     for pattern, end in ((_PASSWORD, "@"), (_USER, "@"), (_FIELD, "")):
-        searched = pattern.sub(lambda match, end=end: _without(match, end), searched)  # type: ignore[misc]  # because of the default
+        searched = pattern.sub(lambda match, end=end: _hide_secret(match, end), searched)  # type: ignore[misc]  # because of the default
     return "".join(
-        kept[ord(c) - _REFERENCES_AWAY] if 0 <= ord(c) - _REFERENCES_AWAY < len(kept) else c
+        references[ord(c) - _REFERENCES_AWAY]
+        if 0 <= ord(c) - _REFERENCES_AWAY < len(references)
+        else c
         for c in searched
     )
 
 
-def _without(match: re.Match[str], end: str) -> str:
+def _hide_secret(match: re.Match[str], end: str) -> str:
     """Return a match without its secret, if it has one.
 
     A field's name must suggest a secret; references are not secrets.

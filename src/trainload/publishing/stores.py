@@ -258,12 +258,12 @@ def _release_named(
     if not is_reference(store) or is_oci(store):
         return store, line, release
     url, own_line, own_release = parts_of(str(store))
-    for what, own, other in (("line", own_line, line), ("release", own_release, release)):
+    for kind, own, other in (("line", own_line, line), ("release", own_release, release)):
         if own is not None and other is not None and own != str(other):
             raise StorageError(
-                f"two {what}s are named",
+                f"two {kind}s are named",
                 where=str(store),
-                expected=f"one {what}",
+                expected=f"one {kind}",
                 got=f"{own} and {other}",
             )
     return url, own_line if line is None else line, own_release if release is None else release

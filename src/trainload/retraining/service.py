@@ -19,7 +19,7 @@ from trainload.core.errors import (
     TrainloadError,
     WorkError,
 )
-from trainload.core.processes import heeded
+from trainload.core.processes import unignored_handlers
 from trainload.retraining.ticks.tick_times import Schedule
 
 LONGEST_WAIT = 60.0
@@ -70,7 +70,7 @@ class WallClock:
         """Handle signals within the context: the first one makes the loop end after the current
         tick.
         """
-        before = heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = unignored_handlers(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
         def ask(number: int, frame: object) -> None:
             self._ended.set()

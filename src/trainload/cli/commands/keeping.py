@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainload.cli.commands.shared import DONE, FAILED, WRONG, err
 from trainload.core.errors import LostClusterError
-from trainload.core.processes import heeded
+from trainload.core.processes import unignored_handlers
 
 if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
@@ -142,7 +142,7 @@ def _drive(arguments: Sequence[str], asked: set[int]) -> int:
         asked.add(number)
         driver.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    before = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = unignored_handlers(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in before:
         signal.signal(number, forward)
     try:
