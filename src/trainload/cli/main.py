@@ -146,7 +146,7 @@ def freeze(
     libraries = named_libraries()
     # The job's own code may go to another folder, so paths are made absolute before it runs.
     target = Path.cwd() / output
-    small_spec = _at_its_place(reduced)
+    small_spec = _resolve_spec(reduced)
     own_wheels = tuple(str(Path.cwd() / wheel) for wheel in wheels)
     added = _asset_options(assets)
     check_supported_torch()
@@ -160,7 +160,9 @@ def freeze(
         from trainload.freezing.freeze import freeze as freeze_job
 
         small = load_job(small_spec) if small_spec is not None else None
-        shapes = {name: shapes_of(job, name) for name in _trained(job)} if explain_shapes else {}
+        shapes = (
+            {name: shapes_of(job, name) for name in _training_graphs(job)} if explain_shapes else {}
+        )
     if not as_json:
         for name, report in shapes.items():
             if len(shapes) > 1:
@@ -204,35 +206,38 @@ def freeze(
         _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
 
 
-def _asset_options(given: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
+def _asset_options(texts: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
     """Parse --asset: name -> path and media type, from "NAME=PATH" or "NAME:TYPE/SUBTYPE=PATH"."""
-    found = {}
-    for text in given:
+    options = {}
+    for text in texts:
         name, _, path = text.partition("=")
         name, _, media_type = name.partition(":")
         if not name or not path:
             raise click.UsageError(f"--asset {text}: expected NAME=PATH or NAME:TYPE/SUBTYPE=PATH.")
-        found[name] = (str(Path.cwd() / path), media_type or None)
-    return found
+        options[name] = (str(Path.cwd() / path), media_type or None)
+    return options
 
 
-def _at_its_place(spec: str | None) -> str | None:
+def _resolve_spec(spec: str | None) -> str | None:
     """Return a spec with its file's absolute path; a spec that names a module stays as it is."""
     place, colon, name = (spec or "").rpartition(":")
     return f"{Path.cwd() / place}{colon}{name}" if place.endswith(".py") else spec
 
 
-def _with_assets(job: Job, given: dict[str, tuple[str, str | None]]) -> Job:
+def _with_assets(job: Job, options: dict[str, tuple[str, str | None]]) -> Job:
     """The job with further assets; those that it has by these names give way."""
     from trainload.capture.job.definition import Asset
 
     return dataclasses.replace(
         job,
-        assets={**job.assets, **{name: Asset(path, kind) for name, (path, kind) in given.items()}},
+        assets={
+            **job.assets,
+            **{name: Asset(path, kind) for name, (path, kind) in options.items()},
+        },
     )
 
 
-def _trained(job: Job) -> list[str]:
+def _training_graphs(job: Job) -> list[str]:
     """The names of the job's training graphs."""
     from trainload.capture.tracing.targets import targets_of
 
