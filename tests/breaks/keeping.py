@@ -225,14 +225,14 @@ KEEPING: tuple[Mutation, ...] = (
         "src/trainload/retraining/ticks/tick.py",
         "        return found.model_copy(update={key: getattr(self._config, key) for key in OWN}),"
         ' ""\n',
-        '        return found, ""\n',
+        '        return config, ""\n',
         "../retraining/test_tick.py::test_commands_and_folders_are_those_of_the_file_whatever_the_store_says",
     ),
     Mutation(
         5,
         "data that has changed since it was pinned is trained on",
         "src/trainload/retraining/data/snapshot.py",
-        "        if identity != wanted.identity:\n",
+        "        if identity != record.identity:\n",
         "        if False:\n",
         "../retraining/test_snapshot.py::test_a_file_that_changed_since_is_noticed",
     ),
@@ -289,8 +289,8 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "the same tick elsewhere is asked to stop",
         "src/trainload/retraining/ticks/tick.py",
-        'if rules.taken == "replace" and found.record.tick < name and asked != found.record.id:',
-        'if rules.taken == "replace" and asked != found.record.id:',
+        'if rules.taken == "replace" and lease.record.tick < name and asked_id != lease.record.id:',
+        'if rules.taken == "replace" and asked_id != lease.record.id:',
         "../retraining/test_tick.py::test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop",
     ),
     Mutation(

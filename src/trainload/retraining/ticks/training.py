@@ -112,14 +112,14 @@ class TickRun:
         if (self.folder / RUN_FILE).exists():
             self._say(f"tick {self._trail.name}: continuing with {self.folder}")
             return resume(
-                self.folder, on_event=self._heard, policy=self._options["policy"], **place
+                self.folder, on_event=self._handle_event, policy=self._options["policy"], **place
             )
         folder = folder_of(self._trail)
         return launch(
             self._package,
             self._plan,
             train_source(config, self._snapshot, folder),
-            on_event=self._heard,
+            on_event=self._handle_event,
             run_dir=self.folder,
             steps=self._steps(),
             eval_data=evaluation_source(config, self._snapshot, folder),
@@ -140,7 +140,7 @@ class TickRun:
             return train.steps
         return max(1, math.ceil(train.epochs * self._snapshot.rows / self._plan.global_batch))
 
-    def _heard(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         # only on Ray this is called by the driver; a run in this process just ends
         if self._trail.config.cluster.backend == "ray":
             # otherwise another process may have resumed this run, and write to its folder
@@ -158,11 +158,11 @@ def settings_of(config: Config) -> GivenSettings:
     """
     from trainload.launching.settings.parse import parse_settings
 
-    if taken := next((name for name in KEYS_ELSEWHERE if name in config.train.settings), None):
+    if misplaced := next((name for name in KEYS_ELSEWHERE if name in config.train.settings), None):
         raise RequestError(
             "this setting has its own key",
-            where=f"train.set.{taken}",
-            expected=KEYS_ELSEWHERE[taken],
+            where=f"train.set.{misplaced}",
+            expected=KEYS_ELSEWHERE[misplaced],
         )
     try:
         return parse_settings(config.train.given)
