@@ -223,7 +223,7 @@ KEEPING: tuple[Mutation, ...] = (
         6,
         "commands of a retraining come from the store",
         "src/trainload/retraining/ticks/tick.py",
-        "        return found.model_copy(update={key: getattr(self._config, key) for key in OWN}),"
+        "        return config.model_copy(update={key: getattr(self._config, key) for key in OWN}),"
         ' ""\n',
         '        return config, ""\n',
         "../retraining/test_tick.py::test_commands_and_folders_are_those_of_the_file_whatever_the_store_says",
@@ -289,8 +289,8 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "the same tick elsewhere is asked to stop",
         "src/trainload/retraining/ticks/tick.py",
-        'if rules.taken == "replace" and lease.record.tick < name and asked_id != lease.record.id:',
-        'if rules.taken == "replace" and asked_id != lease.record.id:',
+        "                and lease.record.tick < name\n                and asked_id != lease.record.id\n",
+        "                and asked_id != lease.record.id\n",
         "../retraining/test_tick.py::test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop",
     ),
     Mutation(
