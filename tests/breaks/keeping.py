@@ -289,7 +289,8 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "the same tick elsewhere is asked to stop",
         "src/trainload/retraining/ticks/tick.py",
-        "                and lease.record.tick < name\n                and asked_id != lease.record.id\n",
+        "                and lease.record.tick < name\n"
+        "                and asked_id != lease.record.id\n",
         "                and asked_id != lease.record.id\n",
         "../retraining/test_tick.py::test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop",
     ),
