@@ -149,10 +149,10 @@ class _Graphs:
         # Parsed from the bytes that are written, so that readers get exactly what is validated
         # here.
         self._documents = {name: parse_graph(data, name) for name, data in self._bytes.items()}
-        operator_libraries = frozenset[str]().union(
+        all_namespaces = frozenset[str]().union(
             *(operator_namespaces(graph.graph_module) for graph in exported.values())
         )
-        self.namespaces = operator_libraries - BUILT_IN_NAMESPACES
+        self.namespaces = all_namespaces - BUILT_IN_NAMESPACES
         self.facts = [
             validate_graph(document, f"graphs/{name}.json", self.namespaces)
             for name, document in self._documents.items()

@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlparse
 from trainload.core.canonical_json import canonical_json, sha256_bytes, sha256_file
 from trainload.core.errors import PackageError
 
-_OF_INSTALLERS = frozenset(
+_INSTALLER_FILES = frozenset(
     {
         "RECORD",
         "RECORD.jws",
@@ -94,7 +94,9 @@ def counts(path: str) -> bool:
     parts = PurePosixPath(path).parts
     if ".." in parts or "__pycache__" in parts or path.startswith("/") or path.endswith(".pyc"):
         return False
-    return not (len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] in _OF_INSTALLERS)
+    return not (
+        len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] in _INSTALLER_FILES
+    )
 
 
 def import_name(module: ModuleType) -> str:

@@ -134,15 +134,15 @@ def _policy(fields: dict[str, Any], where: str) -> Policy:
         ) from error
 
 
-def find_policies(given_file: Path | None = None) -> tuple[Policy, ...]:
+def find_policies(policy_file: Path | None = None) -> tuple[Policy, ...]:
     """Return every policy that applies in this process: the machine's, $TRAINLOAD_POLICY, and
-    `given_file`. Each file occurs once.
+    `policy_file`. Each file occurs once.
 
     Raises: as `read_policy`. Only the machine's file may be missing.
     """
     from_environment = os.environ.get(POLICY)
     files = [Path(from_environment)] if from_environment else []
-    files += [given_file] if given_file is not None else []
+    files += [policy_file] if policy_file is not None else []
     machine_policies = [read_policy(SYSTEM_POLICY)] if os.path.lexists(SYSTEM_POLICY) else []
     return tuple(
         {

@@ -166,11 +166,11 @@ def write_pulled(
     manifest_bytes = _fetch_manifest(files, fetch)
     manifest = Manifest.from_bytes(manifest_bytes, MANIFEST)
     listed = {
-        file: _size_and_digest(entry)
+        file: _digest_and_size(entry)
         for file, entry in files.items()
         if file != MANIFEST and file.split("/")[0] not in OUTSIDE
     }
-    manifest_files = {file: _size_and_digest(entry) for file, entry in manifest.files.items()}
+    manifest_files = {file: _digest_and_size(entry) for file, entry in manifest.files.items()}
     if listed != manifest_files:
         wrong = sorted(
             file
@@ -217,7 +217,7 @@ def write_pulled(
     return fetched
 
 
-def _size_and_digest(entry: FileEntry) -> tuple[str, int]:
+def _digest_and_size(entry: FileEntry) -> tuple[str, int]:
     return entry.sha256, entry.size
 
 

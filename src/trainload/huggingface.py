@@ -43,7 +43,7 @@ LABELS = (
 )
 """Entries of a batch that predict does not read."""
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-_REFUSED: dict[str, tuple[Any, str]] = {
+_UNSUPPORTED_SETTINGS: dict[str, tuple[Any, str]] = {
     "label_smoothing_factor": (0, "Pass a loss with label smoothing: Job(loss=...)."),
     "fp16": (False, "Use bf16, which needs no loss scaling."),
     "gradient_checkpointing": (
@@ -61,7 +61,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "parallelism_config": (None, "Omit it: the strategy is chosen by trainload.plan."),
 }
 """Unsupported setting -> its value without effect, and a hint."""
-_UNTABLED = ("reduce_lr_on_plateau", "greedy")
+_LOSS_DEPENDENT_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Schedules that depend on the loss, not only on the step."""
 
 
@@ -230,7 +230,7 @@ class _Settings:
 
     def __init__(self, args: Any) -> None:
         self._args = args
-        for name, (idle, hint) in _REFUSED.items():
+        for name, (idle, hint) in _UNSUPPORTED_SETTINGS.items():
             value = self.get(name, idle)
             if value not in (idle, None, "", [], {}, False) and value != idle:
                 raise JobError(
@@ -302,7 +302,7 @@ class _Settings:
         # As in Trainer, a number below one is a fraction of the steps.
         count = int(warmup) if warmup >= 1 else math.ceil(self.steps * warmup)
         steps = self.steps
-        if name in _UNTABLED:
+        if name in _LOSS_DEPENDENT_SCHEDULES:
             raise JobError(
                 "a schedule that depends on the loss is not supported",
                 where="args.lr_scheduler_type",

@@ -53,7 +53,7 @@ from trainload.core.versions import check_supported_torch
 if TYPE_CHECKING:
     from trainload.capture.job.definition import Job
 
-_OBEYING = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
+_POLICY_COMMANDS = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
 """Commands that run packages, or say whether they may be run."""
 
 
@@ -71,8 +71,8 @@ def commands(
     context: click.Context, library: tuple[str, ...], trust_extensions: bool, policy: Path | None
 ) -> None:  # read by commands.shared
     """Freeze a PyTorch training job; choose the parallelism at launch."""
-    if policy is not None and context.invoked_subcommand not in _OBEYING:
-        raise click.UsageError(f"--policy can only be used with {', '.join(_OBEYING)}.")
+    if policy is not None and context.invoked_subcommand not in _POLICY_COMMANDS:
+        raise click.UsageError(f"--policy can only be used with {', '.join(_POLICY_COMMANDS)}.")
 
 
 @commands.command(short_help="Write a job's package.")

@@ -20,7 +20,7 @@ E = TypeVar("E", bound=RequestError)
 
 _STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
 """No conversion: neither True nor "4" is accepted as a number."""
-_OF_TYPES = ("_type", "_instance_of")
+_TYPE_ERRORS = ("_type", "_instance_of")
 """Suffixes of pydantic's error types that mean a wrong type, rather than a wrong value."""
 _UNKNOWN = object()
 _SHOWN = 100
@@ -56,7 +56,7 @@ def out_of_range(
         for each in alternatives
         if each["input"] is first["input"]
     ]
-    problem = "has the wrong type" if first["type"].endswith(_OF_TYPES) else "is out of range"
+    problem = "has the wrong type" if first["type"].endswith(_TYPE_ERRORS) else "is out of range"
     place = ".".join(filter(None, [where, *(names.get(part, part) for part in parts)]))
     return kind(
         problem,

@@ -21,7 +21,7 @@ MAX_BYTES = 256 * 2**20
 MAX_DEPTH = 128
 """Maximum nesting depth of objects and arrays."""
 
-_READ = 2**20
+_READ_BYTES = 2**20
 _BLOCK = 2**24
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 _STEPS = np.zeros(256, dtype=np.int8)
@@ -141,6 +141,6 @@ def sha256_file(path: Path) -> str:
     """Return the sha256 of a file, in lower-case hex. The file is read one MiB at a time."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_READ):
+        while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()

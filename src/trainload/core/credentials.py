@@ -18,7 +18,7 @@ from trainload.core.errors import StorageError, TrainingError, TrainloadError
 from trainload.core.redaction import HIDDEN, REFERENCE, hide, redacted
 
 _MOST_BYTES = 65536
-_ANY = re.compile(r"\$\{[^}]*\}?")
+_REFERENCE_LIKE = re.compile(r"\$\{[^}]*\}?")
 
 
 def check_no_credentials(url: str, where: str = "") -> None:
@@ -54,7 +54,7 @@ def resolve(text: str) -> str:
             another kind of reference.
     """
     check_no_credentials(text)
-    for match in _ANY.finditer(text):
+    for match in _REFERENCE_LIKE.finditer(text):
         if not REFERENCE.fullmatch(match[0]):
             raise StorageError(
                 "this is not a reference to a secret",

@@ -28,8 +28,8 @@ def has_ended(process: str) -> bool | None:
     determined from here.
     """
     parts = process.split(" ")
-    own = this_process().split(" ")
-    if len(parts) != len(own) or len(parts) != 4 or parts[:2] != own[:2]:
+    this = this_process().split(" ")
+    if len(parts) != len(this) or len(parts) != 4 or parts[:2] != this[:2]:
         return None
     try:
         return _start_time(int(parts[2])) != parts[3]

@@ -43,10 +43,10 @@ _WORDS = frozenset(
         "key",
     }
 )
-_AS_ONE = frozenset(
+_JOINED_WORDS = frozenset(
     {"apikey", "accesskey", "secretkey", "accountkey", "sharedkey", "authorization"}
 )
-_REFERENCES_AWAY = 0xE000
+_FIRST_PLACEHOLDER = 0xE000
 """First of the private-use characters that replace references while a text is searched."""
 
 _known: dict[str, str] = {}  # secret that this process has resolved -> its reference
@@ -61,7 +61,12 @@ def is_secret_name(name: str) -> bool:
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
     if not words or words[-1] in ("file", "path", "dir"):
         return False
-    return words[-1] in _WORDS or words[-1] in _AS_ONE or "password" in words or "secret" in words
+    return (
+        words[-1] in _WORDS
+        or words[-1] in _JOINED_WORDS
+        or "password" in words
+        or "secret" in words
+    )
 
 
 def hide(secret: str, reference: str) -> None:
@@ -90,16 +95,16 @@ def redacted(text: str) -> str:
         return text
     references: list[str] = []
 
-    def away(match: re.Match[str]) -> str:
+    def protect(match: re.Match[str]) -> str:
         references.append(match[0])
-        return chr(_REFERENCES_AWAY + len(references) - 1)
+        return chr(_FIRST_PLACEHOLDER + len(references) - 1)
 
-    searched = REFERENCE.sub(away, text)
+    searched = REFERENCE.sub(protect, text)
     for pattern, end in ((_PASSWORD, "@"), (_USER, "@"), (_FIELD, "")):
         searched = pattern.sub(lambda match, end=end: _hide_secret(match, end), searched)  # type: ignore[misc]  # because of the default
     return "".join(
-        references[ord(c) - _REFERENCES_AWAY]
-        if 0 <= ord(c) - _REFERENCES_AWAY < len(references)
+        references[ord(c) - _FIRST_PLACEHOLDER]
+        if 0 <= ord(c) - _FIRST_PLACEHOLDER < len(references)
         else c
         for c in searched
     )
@@ -111,7 +116,7 @@ def _hide_secret(match: re.Match[str], end: str) -> str:
     A field's name must suggest a secret; references are not secrets.
     """
     groups = match.groupdict()
-    secret = "".join(c for c in groups["secret"] if ord(c) < _REFERENCES_AWAY)
+    secret = "".join(c for c in groups["secret"] if ord(c) < _FIRST_PLACEHOLDER)
     if not secret or ("name" in groups and not is_secret_name(groups["name"])):
         return match[0]
     colon = ":" if match.re is _PASSWORD else ""

@@ -14,7 +14,7 @@ from types import ModuleType
 from trainload.core.errors import JobError
 
 FORMS = "path/to/file.py:name or package.module:name"
-_OWN = str(Path(__file__).parents[1]) + os.sep
+_TRAINLOAD_FOLDER = str(Path(__file__).parents[1]) + os.sep
 """Files of trainload, which are not to blame."""
 
 
@@ -103,7 +103,7 @@ def user_line(error: BaseException, module: ModuleType | str) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_OWN)
+        if not frame.filename.startswith(_TRAINLOAD_FOLDER)
     ]
     own_frames = [
         frame

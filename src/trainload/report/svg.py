@@ -34,7 +34,7 @@ SHADES = (
 _SVG = "http://www.w3.org/2000/svg"
 _LINK = "http://www.w3.org/1999/xlink"
 _FONT = 11.0
-_WRITTEN = re.compile(r"#0[0-9a-f]de0[0-9a-f]")
+_PLACEHOLDER = re.compile(r"#0[0-9a-f]de0[0-9a-f]")
 _FAMILY = re.compile(r"font:\s*(?P<size>[\d.]+)px[^;\"]*")
 
 
@@ -119,7 +119,7 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
     for element in root.iter():
         element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
         element.attrib = {
-            key.replace(f"{{{_LINK}}}", ""): _in_page(value)
+            key.replace(f"{{{_LINK}}}", ""): _use_page_style(value)
             for key, value in element.attrib.items()
         }
         if (
@@ -152,7 +152,7 @@ def _rename(root: ElementTree.Element, name: str) -> None:
             )
 
 
-def _in_page(value: str) -> str:
+def _use_page_style(value: str) -> str:
     """Replace placeholder colors and the font in an attribute by the page's."""
-    value = _WRITTEN.sub(lambda match: f"var(--{SHADES[int(match[0][2], 16)]})", value)
+    value = _PLACEHOLDER.sub(lambda match: f"var(--{SHADES[int(match[0][2], 16)]})", value)
     return _FAMILY.sub(r"font-size: \g<size>px", value)

@@ -18,7 +18,7 @@ from trainload.report.words import count, hour, moment, sanitize, span
 
 _LANE = 0.34
 """Height of a lane in inches."""
-_LONG_AWAY, _SHOWN_AWAY = 0.15, 0.05
+_LONG_ABSENCE, _SHORTENED_ABSENCE = 0.15, 0.05
 """Time without a driver that is longer than the first fraction of the other time is drawn with the
 second fraction as its length.
 """
@@ -157,11 +157,13 @@ class _Clock:
     def __init__(self, first: float, last: float, away: Sequence[tuple[float, float]]) -> None:
         driven_seconds = max(1.0, last - first - sum(until - since for since, until in away))
         self.cut = [
-            (since, until) for since, until in away if until - since > _LONG_AWAY * driven_seconds
+            (since, until)
+            for since, until in away
+            if until - since > _LONG_ABSENCE * driven_seconds
         ]
         edges = [first, *(edge for gap in self.cut for edge in gap), last]
         lengths = np.maximum(np.diff(edges), 0.0)
-        lengths[1::2] = _SHOWN_AWAY * driven_seconds
+        lengths[1::2] = _SHORTENED_ABSENCE * driven_seconds
         self._times = np.array(edges)
         self._places = np.concatenate([[0.0], np.cumsum(lengths)])
         self.length = float(self._places[-1])
@@ -305,7 +307,7 @@ def _draw(
             linewidth=0,
             zorder=3,
         )
-        _entitle(artist, titles, f"{name}-{row}-{number}", bar.title, bar.since)
+        _set_tooltip(artist, titles, f"{name}-{row}-{number}", bar.title, bar.since)
     places = sorted((clock.place(mark.time), number) for number, mark in enumerate(lane.marks))
     together: list[tuple[float, list[int]]] = []
     for place, number in places:
@@ -325,9 +327,9 @@ def _draw(
         )
         more = f"{len(numbers)} of them, the last: " if len(numbers) > 1 else ""
         mark = lane.marks[numbers[-1]]
-        _entitle(artist, titles, f"{name}-{row}-m{numbers[0]}", more + mark.title, mark.time)
+        _set_tooltip(artist, titles, f"{name}-{row}-m{numbers[0]}", more + mark.title, mark.time)
 
 
-def _entitle(artist: object, titles: dict[str, str], gid: str, title: str, time: float) -> None:
+def _set_tooltip(artist: object, titles: dict[str, str], gid: str, title: str, time: float) -> None:
     artist.set_gid(gid)  # type: ignore[attr-defined]
     titles[gid] = f"{hour(time)}  {sanitize(title, _TITLE)}"

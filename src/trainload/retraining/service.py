@@ -29,7 +29,7 @@ suspended.
 
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0
 """Minimum and maximum seconds until a failed tick is retried."""
-_PASSING = (StorageError, ClusterError, DataError, WorkError)
+_TEMPORARY_ERRORS = (StorageError, ClusterError, DataError, WorkError)
 """Errors after which a tick is retried, since their causes may be temporary."""
 
 _LATE = timedelta(seconds=2 * LONGEST_WAIT)
@@ -178,7 +178,7 @@ def _last(
     """
     try:
         return last_done()
-    except _PASSING as error:
+    except _TEMPORARY_ERRORS as error:
         on_event(f"the ticks that have run cannot be read: {error}")
         return None
 
@@ -203,7 +203,7 @@ def _run(
             retry_at = clock.now() + timedelta(seconds=pause)
             if (
                 isinstance(error, RunInterrupted)
-                or not isinstance(error, _PASSING)
+                or not isinstance(error, _TEMPORARY_ERRORS)
                 or retry_at >= schedule.next_after(when)
             ):
                 on_event(message)

@@ -199,7 +199,7 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
                 release.name,
                 state.status,
                 release.package[:12],
-                _name(release.parent),
+                _release_name(release.parent),
                 release.created,
                 size(release.bytes),
             )
@@ -231,7 +231,7 @@ def promote(
     pointer = stores.promote(
         store, release, line=line, only_if=only_if, reason=reason, rejected=rejected
     )
-    name = _name(pointer.release)
+    name = _release_name(pointer.release)
     if as_json:
         print_json(
             {
@@ -313,7 +313,7 @@ def _parse_value(text: str) -> int | float | str:
     return text
 
 
-def _name(release: str | None) -> str:
+def _release_name(release: str | None) -> str:
     from trainload.packaging.stores.releases import shown
 
     return shown(release) if release is not None else ""
@@ -333,7 +333,7 @@ def _state_json(state: ReleaseState) -> dict[str, Any]:
         "digest": release.package,
         "program": release.program,
         "weights": release.weights,
-        "parent": _name(release.parent) or None,
+        "parent": _release_name(release.parent) or None,
         "created": release.created,
         "message": release.message,
         "facts": release.facts,

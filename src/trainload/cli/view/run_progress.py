@@ -30,7 +30,7 @@ PLAIN_INTERVAL = 10.0
 """Seconds between two plain lines about steps."""
 MOST_RANKS = 8
 """Number of ranks in a panel, those furthest behind first."""
-_SAID_AT_THE_END = frozenset({"end", "failed", "stopped"})
+_FINAL_EVENTS = frozenset({"end", "failed", "stopped"})
 _REFRESHES = 4
 _LOOK_SECONDS = 1.0
 _BARS = "▁▂▃▄▅▆▇█"
@@ -97,7 +97,7 @@ class RunView:
             self._panel.take(event)
         if event.kind == "step":
             self._step(event.data)
-        elif event.kind not in _SAID_AT_THE_END:
+        elif event.kind not in _FINAL_EVENTS:
             self._print_line(event_line(event))
 
     def _step(self, data: Mapping[str, Any]) -> None:

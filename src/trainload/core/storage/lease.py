@@ -359,7 +359,7 @@ class Leases(Generic[R]):
         seen = self._heartbeat(lease)
         if (seen is not None and seen.over) or has_ended(record.process):
             return None
-        until = seen.until if seen is not None else _since_1970(record.created) + record.seconds
+        until = seen.until if seen is not None else _timestamp_of(record.created) + record.seconds
         if until > time.time():
             return OtherLease(record, until - time.time())
         watched = time.monotonic() + _WATCHED * record.seconds
@@ -389,5 +389,5 @@ def _seconds() -> float:
     )
 
 
-def _since_1970(created: str) -> float:
+def _timestamp_of(created: str) -> float:
     return datetime.strptime(created, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()

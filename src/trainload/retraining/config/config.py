@@ -61,11 +61,11 @@ def _check_folder(path: str) -> str:
     return path
 
 
-def _several(value: object) -> object:
+def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-def _as_span(span: timedelta) -> str:
+def _format_span(span: timedelta) -> str:
     return f"{round(span.total_seconds())}s"
 
 
@@ -73,13 +73,13 @@ Span = Annotated[
     timedelta,
     BeforeValidator(_check_span),
     BeforeValidator(seconds_of),
-    PlainSerializer(_as_span, when_used="json"),
+    PlainSerializer(_format_span, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": f"^{_SPAN.pattern}$"}),
 ]
 """A duration, written as "6h"."""
 Names = Annotated[
     tuple[str, ...],
-    BeforeValidator(_several),
+    BeforeValidator(_as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
 """A text or a list of texts."""

@@ -34,7 +34,7 @@ Bools = npt.NDArray[np.bool_]
 TRAIN, HELD, OTHER = "train", "held-out", "other"
 _MOST_SLICES = 64
 _BATCH = 65_536
-_DONE = "rows.json"
+_COUNTS_FILE = "rows.json"
 _LONGEST_SLICE, _DIGEST = 128, 16
 """Maximum length of a slice's name, which is also a name in a mixture, and length of the digest at
 the end of a longer one.
@@ -135,7 +135,7 @@ class RowFiles:
 
     def there(self) -> bool:
         """Return True if the files were written."""
-        return (self._folder / _DONE).is_file()
+        return (self._folder / _COUNTS_FILE).is_file()
 
     def write(self) -> dict[str, int]:
         """Write the files; return the numbers of training rows, of held-out rows without a slice,
@@ -155,7 +155,7 @@ class RowFiles:
                 for file in self._snapshot.held_out:
                     self._divide(file, writers, held=True)
                 counts = writers.close()
-            replace_file(self._folder / _DONE, json.dumps(counts, sort_keys=True).encode())
+            replace_file(self._folder / _COUNTS_FILE, json.dumps(counts, sort_keys=True).encode())
         except OSError as error:
             raise StorageError(
                 f"the tick's rows cannot be written: {error.strerror or error}",
@@ -168,7 +168,7 @@ class RowFiles:
 
         `which` is `TRAIN` or `HELD`.
         """
-        counts: dict[str, int] = json.loads((self._folder / _DONE).read_bytes())
+        counts: dict[str, int] = json.loads((self._folder / _COUNTS_FILE).read_bytes())
         if which == TRAIN:
             return str(self._folder / _file(TRAIN))
         slices = sorted(name for name in counts if name not in (TRAIN, HELD))
@@ -266,7 +266,7 @@ class _Writers:
     def add(self, name: str, batch: Any, rows: Bools, where: str) -> None:
         """Write the masked rows of a batch.
 
-        `where` is their source file. Raises DataError, as `_as_first` does.
+        `where` is their source file. Raises DataError, as `_cast_to_schema` does.
         """
         if not rows.any():
             return
@@ -279,7 +279,7 @@ class _Writers:
             self._open[name] = self._stack.enter_context(
                 pa.ipc.new_file(str(self._temporary[name]), self._schemas[name])
             )
-        self._open[name].write_batch(_as_first(part, self._schemas[name], where))
+        self._open[name].write_batch(_cast_to_schema(part, self._schemas[name], where))
         self._counts[name] = self._counts.get(name, 0) + part.num_rows
 
     def close(self) -> dict[str, int]:
@@ -318,7 +318,7 @@ def _slice(column: str, value: object, listed: set[str] | None) -> str:
     return f"{name[: _LONGEST_SLICE - _DIGEST - 1]}#{digest}"
 
 
-def _as_first(batch: Any, schema: Any, where: str) -> Any:
+def _cast_to_schema(batch: Any, schema: Any, where: str) -> Any:
     """Return a batch with the column order and types of the first batch.
 
     Raises DataError if values would change.

@@ -27,7 +27,7 @@ from trainload.retraining.ticks.tick_records import Ended
 
 _SUFFIXES = {"pt2": ".pt2", "aoti": ".pt2", "huggingface": ""}
 _TAIL = 400
-_AWAY = re.compile(r"\.[0-9]{8}T[0-9]{6}Z\.([0-9a-f]+\.part|[0-9]+)")
+_REMOVED_RUN = re.compile(r"\.[0-9]{8}T[0-9]{6}Z\.([0-9a-f]+\.part|[0-9]+)")
 CURRENT = "current"
 
 
@@ -137,7 +137,9 @@ def clean_up(
                 with suppress(FileNotFoundError):  # another process has removed it
                     (root / name).rename(temporary_beside(root / name))
         for folder in root.glob(".*") if root.is_dir() else ():
-            if _AWAY.fullmatch(folder.name):  # including leftovers of a process that was killed
+            if _REMOVED_RUN.fullmatch(
+                folder.name
+            ):  # including leftovers of a process that was killed
                 with suppress(FileNotFoundError):
                     shutil.rmtree(folder)
     except OSError as error:

@@ -13,7 +13,7 @@ from trainload.retraining.data.windows import check_window
 if TYPE_CHECKING:
     from trainload.packaging.package import Package
 
-_ALWAYS = ("eval.steps", "train.loss", "data.rows", "drift.greatest")
+_COMMON_NAMES = ("eval.steps", "train.loss", "data.rows", "drift.greatest")
 
 
 def check_config(config: Config) -> None:
@@ -49,7 +49,7 @@ def known_names(package: Package, *, sliced: bool) -> set[str]:
         f"{prefix}.{name}" for prefix in ("eval", "champion.eval") for name in ("loss", *metrics)
     }
     return {
-        *_ALWAYS,
+        *_COMMON_NAMES,
         *scores,
         *(f"drift.{name}" for name in package.manifest.data_inputs()),
         *(("slice.rows",) if sliced else ()),

@@ -97,7 +97,7 @@ class TickRun:
                 is not changed.
             TrainloadError: as for `trainload.launch` and `trainload.resume`.
         """
-        with _stopped_for(self._trail, self.folder):
+        with _forward_stop_requests(self._trail, self.folder):
             return self._result(optimizer_from)
 
     def _result(self, optimizer_from: str | None) -> RunResult:
@@ -209,7 +209,7 @@ def folder_of(trail: TickContext) -> Path:
 
 
 @contextmanager
-def _stopped_for(trail: TickContext, run_dir: Path) -> Iterator[None]:
+def _forward_stop_requests(trail: TickContext, run_dir: Path) -> Iterator[None]:
     """Forward a request to stop the tick to its run within the context; the run stops with a
     checkpoint.
     """
