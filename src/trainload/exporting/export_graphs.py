@@ -349,9 +349,8 @@ def _plain_program(
     copies: dict[int, Tensor] = {}
     for store in (program.state_dict, program.constants):
         for key, value in store.items():
-            store[key] = copies.setdefault(
-                id(value), _export_tensor(value, device)
-            )  # tied weights stay tied
+            # tied weights stay tied
+            store[key] = copies.setdefault(id(value), _export_tensor(value, device))
     return original, program
 
 

@@ -137,9 +137,8 @@ def clean_up(
                 with suppress(FileNotFoundError):  # another process has removed it
                     (root / name).rename(temporary_beside(root / name))
         for folder in root.glob(".*") if root.is_dir() else ():
-            if _REMOVED_RUN.fullmatch(
-                folder.name
-            ):  # including leftovers of a process that was killed
+            # including leftovers of a process that was killed
+            if _REMOVED_RUN.fullmatch(folder.name):
                 with suppress(FileNotFoundError):
                     shutil.rmtree(folder)
     except OSError as error:
