@@ -87,7 +87,7 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
         "graph": graph.document,
         "inputs": [[port.role.value, port.name] for port in step.inputs],
         "outputs": [[port.role.value, port.name] for port in step.outputs],
-        "tags": _tags(step.module),
+        "tags": _collect_tags(step.module),
     }
     data = canonical_json(document)
     _check_document(parse_graph(data, key), f"derived/{key}/step.json", package.namespaces)
@@ -108,7 +108,7 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
             write_bytes(temporary / "step.json", data)
             write_bytes(temporary / "seal.json", seal.to_bytes())
             temporary.chmod(0o755)
-            _put(temporary, folder / key)
+            _move_into_place(temporary, folder / key)
     except OSError as error:
         raise StorageError(
             f"the derived graph cannot be saved: {error.strerror}", where=str(folder)
@@ -159,18 +159,18 @@ def share_derived(package: Path, program: str, others: Iterable[Path]) -> tuple[
     Returns:
         The keys of the graphs that were copied.
     """
-    found: dict[str, None] = {}
+    copied: dict[str, None] = {}
     for other in others:
         for folder in (other / "derived").glob("[!.]*"):
-            if folder.name in found:
+            if folder.name in copied:
                 continue
             message = f"{folder} is damaged or being removed; not shared"
             with logged_suppress(_log, message, OSError, PackageError, level=logging.DEBUG):
                 if _read_seal(other, folder.name).program == program:
                     for file in ("step.json", "seal.json"):
                         link_or_copy(folder / file, package / "derived" / folder.name / file)
-                    found[folder.name] = None
-    return tuple(found)
+                    copied[folder.name] = None
+    return tuple(copied)
 
 
 def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:
@@ -188,8 +188,10 @@ def derived_problems(root: Path, namespaces: Set[str]) -> list[tuple[str, str]]:
     # "." marks temporary folders
     present = {f"derived/{path}" for path, _ in walk(root / "derived") if not path.startswith(".")}
     keys = sorted({path.split("/")[1] for path in present if path.count("/") == 2})
-    known = {f"derived/{key}/{name}" for key in keys for name in ("seal.json", "step.json")}
-    problems += [(path, "not part of a derived graph") for path in sorted(present - known)]
+    expected_files = {
+        f"derived/{key}/{name}" for key in keys for name in ("seal.json", "step.json")
+    }
+    problems += [(path, "not part of a derived graph") for path in sorted(present - expected_files)]
     for key in keys:
         try:
             _check_key(key)
@@ -211,10 +213,10 @@ def _check_key(key: str) -> None:
         )
 
 
-def _put(made: Path, target: Path) -> None:
+def _move_into_place(draft: Path, target: Path) -> None:
     for _ in range(3):
         try:
-            made.rename(target)
+            draft.rename(target)
             return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -265,7 +267,7 @@ def _check_document(
         )
     facts = validate_graph(document["graph"], where, namespaces)
     _check_tags(document["tags"], where)
-    return facts, _ports(document["inputs"], where), _ports(document["outputs"], where)
+    return facts, _parse_ports(document["inputs"], where), _parse_ports(document["outputs"], where)
 
 
 def _load(document: Any, where: str, namespaces: Set[str]) -> StepGraph:
@@ -280,9 +282,9 @@ def _load(document: Any, where: str, namespaces: Set[str]) -> StepGraph:
     module = flat_from_json(document["graph"], where)
     nodes = {node.name: node for node in module.graph.nodes}
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
-    taken = [node for node in nodes.values() if node.op == "placeholder"]
+    placeholders = [node for node in nodes.values() if node.op == "placeholder"]
     if (
-        len(taken) != len(inputs)
+        len(placeholders) != len(inputs)
         or not isinstance(returned, tuple)
         or len(returned) != len(outputs)
     ):
@@ -298,12 +300,14 @@ def _load(document: Any, where: str, namespaces: Set[str]) -> StepGraph:
     return StepGraph(module, inputs, outputs)
 
 
-def _check_tags(found: Any, where: str) -> None:
-    if not isinstance(found, dict) or not all(isinstance(tags, dict) for tags in found.values()):
+def _check_tags(tags_by_node: Any, where: str) -> None:
+    if not isinstance(tags_by_node, dict) or not all(
+        isinstance(tags, dict) for tags in tags_by_node.values()
+    ):
         raise UnsafePackageError(
             "the tags of a derived graph must be objects keyed by node", where=where
         )
-    for name, tags in found.items():
+    for name, tags in tags_by_node.items():
         for tag, value in tags.items():
             if not (tag in _TAGS or tag.startswith("trainload")) or not isinstance(
                 value, str | int | float
@@ -315,7 +319,7 @@ def _check_tags(found: Any, where: str) -> None:
                 )
 
 
-def _ports(pairs: Any, where: str) -> tuple[Port, ...]:
+def _parse_ports(pairs: Any, where: str) -> tuple[Port, ...]:
     try:
         return tuple(Port(Role(role), str(name)) for role, name in pairs)
     except (ValueError, TypeError) as error:
@@ -324,8 +328,8 @@ def _ports(pairs: Any, where: str) -> tuple[Port, ...]:
         ) from error
 
 
-def _tags(module: torch.fx.GraphModule) -> dict[str, dict[str, str | int | float]]:
-    found: dict[str, dict[str, str | int | float]] = {}
+def _collect_tags(module: torch.fx.GraphModule) -> dict[str, dict[str, str | int | float]]:
+    tags_by_node: dict[str, dict[str, str | int | float]] = {}
     for node in module.graph.nodes:
         tags = {
             tag: value
@@ -335,5 +339,5 @@ def _tags(module: torch.fx.GraphModule) -> dict[str, dict[str, str | int | float
             and node.op != "output"
         }
         if tags:
-            found[node.name] = tags
-    return found
+            tags_by_node[node.name] = tags
+    return tags_by_node

@@ -106,13 +106,13 @@ class Package:
         """
         state = self._state(meta=True)
         constants = self.all_constants()
-        graphs = {name: self._captured(name, state, constants) for name in self.manifest.graphs}
+        graphs = {name: self._load_capture(name, state, constants) for name in self.manifest.graphs}
         return Program(
             graphs=graphs,
             parameters=self.parameters,
             buffers=tuple(buffer_spec(entry) for entry in self.manifest.buffers),
             state={} if self.manifest.abstract is not None else LazyState(self.weights),
-            constants=self._of_graphs(constants),
+            constants=self._constants_of_graphs(constants),
             variants=self.manifest.variants,
         )
 
@@ -128,7 +128,7 @@ class Package:
         Raises:
             IntegrityError: the file is damaged.
         """
-        return self._of_graphs(self.all_constants())
+        return self._constants_of_graphs(self.all_constants())
 
     def all_constants(self) -> dict[str, torch.Tensor]:
         """Read all constants, those of update graphs included, by the manifest's names.
@@ -144,7 +144,7 @@ class Package:
         Raises:
             PackageError: there is no graph of this name; otherwise as `program`.
         """
-        return self._captured(name, self._state(meta=True), self.all_constants())
+        return self._load_capture(name, self._state(meta=True), self.all_constants())
 
     def graph(self, name: str) -> ExportedProgram:
         """Load one captured graph with its weights, ready to run:
@@ -154,7 +154,7 @@ class Package:
             PackageError: there is no graph of this name, or the package is abstract; otherwise as
                 `program`.
         """
-        return self._captured(name, self._state(meta=False), self.all_constants()).exported
+        return self._load_capture(name, self._state(meta=False), self.all_constants()).exported
 
     def dispatcher(self, graph: str = MAIN) -> Dispatcher:
         """Return the dispatcher that picks the variant of a graph for a batch.
@@ -168,8 +168,8 @@ class Package:
         """
         entries = self.manifest.graphs
         if graph not in entries or variant_of(graph):
-            known = ", ".join(name for name in entries if not variant_of(name))
-            raise PackageError("the package has no such graph", where=graph, expected=known)
+            graph_names = ", ".join(name for name in entries if not variant_of(name))
+            raise PackageError("the package has no such graph", where=graph, expected=graph_names)
         variants = {
             "": graph,
             **{variant: f"{graph}-{variant}" for variant in self.manifest.variants},
@@ -256,14 +256,16 @@ class Package:
         """
         return save_assets(self.path, self.manifest, name, Path(target))
 
-    def _of_graphs(self, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _constants_of_graphs(
+        self, constants: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         return {
             name: tensor
             for name, tensor in constants.items()
             if name.split("/")[0] in self.manifest.graphs
         }
 
-    def _captured(
+    def _load_capture(
         self, name: str, state: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]
     ) -> GraphCapture:
         entry = self.manifest.graphs.get(name)
@@ -294,12 +296,12 @@ class Package:
     ) -> ExportedProgram:
         document = read_graph(self.path, self.manifest, file)
         check_graph(self.manifest, document, file, self.namespaces)
-        own = {
+        graph_constants = {
             name.removeprefix(f"{prefix}/"): tensor
             for name, tensor in constants.items()
             if name.startswith(f"{prefix}/")
         }
-        return graph_from_json(document, state, own, file)
+        return graph_from_json(document, state, graph_constants, file)
 
     def _state(self, *, meta: bool) -> dict[str, torch.Tensor]:
         """Return every parameter and buffer by name; an alias is the same object as its owner."""
@@ -441,11 +443,11 @@ def check_tree(path: Path, manifest: Manifest) -> None:
         IntegrityError: a file is missing, of another size, or not listed.
         UnsafePackageError: the folder contains links or special files.
     """
-    left = dict(manifest.files)
+    missing = dict(manifest.files)
     for file, status in walk(path):
         if file == MANIFEST or (file.split("/")[0] in OUTSIDE and "/" in file):
             continue
-        entry = left.pop(file, None)
+        entry = missing.pop(file, None)
         if entry is None:
             raise IntegrityError(
                 "a file is not in the manifest",
@@ -460,9 +462,9 @@ def check_tree(path: Path, manifest: Manifest) -> None:
                 got=str(status.st_size),
                 hint="Fetch the package again.",
             )
-    if left:
+    if missing:
         raise IntegrityError(
-            "files of the package are missing", where=min(left), hint="Fetch the package again."
+            "files of the package are missing", where=min(missing), hint="Fetch the package again."
         )
 
 
@@ -500,7 +502,7 @@ def check_operators(manifest: Manifest, namespaces: Set[str]) -> None:
                 )
         raise PackageError(
             f"{len(wrong)} of the package's operators differ in torch {torch.__version__}; the"
-            f" worst is {worst.name}: {worst.told}",
+            f" worst is {worst.name}: {worst.schemas}",
             where=MANIFEST,
             hint=f"`trainload ops PKG --compat` lists them all. {advice}",
         )
@@ -524,16 +526,16 @@ def ways_to_allow(namespace: str, entry: OpLibraryEntry) -> str:
         if pinned
         else f"install {', '.join(entry.modules) or 'its library'}"
     )
-    named = (
+    install_hint = (
         f"{install}, and allow the namespace {namespace}: trainload --library {namespace}={module}"
         " COMMAND"
     )
     if entry.wheels:
         return (
             "load the wheel that is bundled with the package: trainload --trust-extensions"
-            f" COMMAND; or {named}"
+            f" COMMAND; or {install_hint}"
         )
-    return named
+    return install_hint
 
 
 def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[str]) -> None:
@@ -567,9 +569,9 @@ def check_graph(manifest: Manifest, document: Any, file: str, namespaces: Set[st
             )
     for update in manifest.updates:
         if file in (update.first, update.following):
-            takes = 3 if file == update.first else 3 + len(update.state)
+            input_count = 3 if file == update.first else 3 + len(update.state)
             check_signature(
-                document, manifest, prefix, file, inputs=takes, outputs=1 + len(update.state)
+                document, manifest, prefix, file, inputs=input_count, outputs=1 + len(update.state)
             )
 
 

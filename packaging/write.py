@@ -64,7 +64,7 @@ Returns the operator libraries with their wheels.
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _NO_LIBRARIES: Mapping[str, str | None] = MappingProxyType({})
-_OF_THE_FREEZE = ("batch", "capture")
+_FREEZE_DOCUMENTS = ("batch", "capture")
 """Documents of debug/ that passes copy unchanged."""
 
 
@@ -108,7 +108,7 @@ def write_package(
     """
     path = Path(path)
     graphs = _Graphs(program, updates)
-    constants = _constants(program, updates)
+    constants = _merge_constants(program, updates)
     with new_folder(path) as root:
         graphs.write(root)
         if constants:
@@ -129,7 +129,7 @@ def write_package(
         else:
             state = ((name, program.state[name]) for name in _state_names(bare))
             write_weights(root, stored_tensors(bare), state, max_shard, trained_tensors(bare))
-        _finish(root, bare, media_types)
+        _write_manifest(root, bare, media_types)
         graphs.check(root)
         write_debug(root, {**debug, **graphs.debug({})})
     return open_package(path, namespaces=graphs.namespaces)
@@ -139,7 +139,7 @@ class _Graphs:
     """All graphs of a package that is being written, as validated JSON."""
 
     def __init__(self, program: Program, updates: Sequence[UpdateGraph]) -> None:
-        exported = _exported(program, updates)
+        exported = _graph_programs(program, updates)
         self._written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
         self._bytes = {
             name: canonical_json(graph.document) for name, graph in self._written.items()
@@ -147,10 +147,10 @@ class _Graphs:
         # Parsed from the bytes that are written, so that readers get exactly what is validated
         # here.
         self._documents = {name: parse_graph(data, name) for name, data in self._bytes.items()}
-        used = frozenset[str]().union(
+        all_namespaces = frozenset[str]().union(
             *(operator_namespaces(graph.graph_module) for graph in exported.values())
         )
-        self.namespaces = used - BUILT_IN_NAMESPACES
+        self.namespaces = all_namespaces - BUILT_IN_NAMESPACES
         self.facts = [
             validate_graph(document, f"graphs/{name}.json", self.namespaces)
             for name, document in self._documents.items()
@@ -164,16 +164,16 @@ class _Graphs:
         """Check that the graphs match the manifest that was written."""
         check_graphs(Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST), self._documents)
 
-    def debug(self, known: Mapping[str, str | None]) -> dict[str, object]:
+    def debug(self, recorded_digests: Mapping[str, str | None]) -> dict[str, object]:
         """Return the graphs' documents for debug/.
 
-        `known` maps source files to digests that were recorded at capture.
+        `recorded_digests` maps source files to digests that were recorded at capture.
         """
         notes = {name: graph.debug for name, graph in self._written.items()}
         return {
             **notes,
             SOURCE_MAP: make_source_map(
-                {name: note["nodes"] for name, note in notes.items()}, known
+                {name: note["nodes"] for name, note in notes.items()}, recorded_digests
             ),
         }
 
@@ -230,49 +230,60 @@ def with_program(
         restore_traces(package.path, f"update-{update.group}-first", update.first)
         restore_traces(package.path, f"update-{update.group}-following", update.following)
     graphs = _Graphs(program, updates)
-    constants = _constants(program, updates)
+    constants = _merge_constants(program, updates)
     with new_folder(Path(path)) as root:
         graphs.write(root)
         if constants:
             write_tensors(root / CONSTANTS, constants)
-        done = (*package.manifest.passes, *passes)
+        all_passes = (*package.manifest.passes, *passes)
         bare = _bare_manifest(
-            program, updates, recipe, constants, graphs.facts, done, package.digest, _NO_LIBRARIES
+            program,
+            updates,
+            recipe,
+            constants,
+            graphs.facts,
+            all_passes,
+            package.digest,
+            _NO_LIBRARIES,
         )
         # A library's description from the time of capture says more than the one of this machine.
-        known = {
+        recorded_libraries = {
             name: entry
             for name, entry in package.manifest.op_libraries.items()
             if entry.digest is not None
         }
         bare = _with_libraries(
-            bare, {name: known.get(name, entry) for name, entry in bare.op_libraries.items()}
+            bare,
+            {
+                name: recorded_libraries.get(name, entry)
+                for name, entry in bare.op_libraries.items()
+            },
         )
-        new = add_weights(package.path, package.manifest, root, added) if added else []
-        kept = [
+        added_files = add_weights(package.path, package.manifest, root, added) if added else []
+        copied = [
             file
             for file in package.manifest.files
-            if file.split("/")[0] in ("weights", "assets") and file not in new
+            if file.split("/")[0] in ("weights", "assets") and file not in added_files
         ]
-        kept += sorted({wheel for entry in bare.op_libraries.values() for wheel in entry.wheels})
-        for file in kept:
+        copied += sorted({wheel for entry in bare.op_libraries.values() for wheel in entry.wheels})
+        for file in copied:
             link_or_copy(package.path / file, root / file)
-        _finish(root, bare, _media_types(package.manifest))
-        written = Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST).files
-        for file in kept:
-            if written[file] != package.manifest.files[file]:
+        _write_manifest(root, bare, _media_types(package.manifest))
+        written_files = Manifest.from_bytes((root / MANIFEST).read_bytes(), MANIFEST).files
+        for file in copied:
+            if written_files[file] != package.manifest.files[file]:
                 raise IntegrityError(
                     "a file does not match its entry in the manifest",
                     where=file,
                     hint="Fetch the package again.",
                 )
         graphs.check(root)
-        told = {
+        freeze_documents = {
             name: document
-            for name in _OF_THE_FREEZE
+            for name in _FREEZE_DOCUMENTS
             if (document := read_debug(package.path, name)) is not None
         }
-        write_debug(root, {**told, **graphs.debug(SourceMap(package.path).files)})
+        write_debug(root, {**freeze_documents, **graphs.debug(SourceMap(package.path).files)})
     return open_package(Path(path), namespaces=package.namespaces)
 
 
@@ -310,38 +321,46 @@ def with_weights(
         PackageError: a tensor is missing, unknown, occurs twice or does not fit.
         StorageError: the path is taken, or the disk is full; nothing is left behind.
     """
-    old = package.manifest
-    buffers = {buffer.name for buffer in old.buffers}
+    manifest = package.manifest
+    buffers = {buffer.name for buffer in manifest.buffers}
 
     def complete() -> Iterable[tuple[str, torch.Tensor]]:
-        left = set(buffers)
+        omitted = set(buffers)
         for name, tensor in tensors:
-            left.discard(name)
+            omitted.discard(name)
             yield name, tensor
-        for name in sorted(left):
+        for name in sorted(omitted):
             yield name, package.weights.tensor(name)
 
     with new_folder(Path(path)) as root:
-        kept = [file for file in old.files if not file.startswith("weights/")]
-        kept += [
+        copied = [file for file in manifest.files if not file.startswith("weights/")]
+        copied += [
             file
             for file, _ in walk(package.path)
             if file.startswith(("debug/", "derived/")) and not file.startswith("derived/.")
         ]
-        for file in kept:
+        for file in copied:
             link_or_copy(package.path / file, root / file)
         write_weights(
-            root, stored_tensors(old), complete(), max_shard, trained_tensors(old, trained)
+            root,
+            stored_tensors(manifest),
+            complete(),
+            max_shard,
+            trained_tensors(manifest, trained),
         )
-        features = {feature for feature in old.features if feature != "training"} | (
+        features = {feature for feature in manifest.features if feature != "training"} | (
             {"training"} if training is not None else set()
         )
-        told = {"parent": package.digest, "training": training, "features": tuple(sorted(features))}
-        _finish(root, old.model_copy(update=told), _media_types(old))
+        changes = {
+            "parent": package.digest,
+            "training": training,
+            "features": tuple(sorted(features)),
+        }
+        _write_manifest(root, manifest.model_copy(update=changes), _media_types(manifest))
     return open_package(Path(path), namespaces=package.namespaces)
 
 
-def _exported(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, ExportedProgram]:
+def _graph_programs(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, ExportedProgram]:
     graphs: dict[str, ExportedProgram] = {}
     for name, capture in sorted(program.graphs.items()):
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}(-[a-z][a-z0-9_]{0,31}){0,2}", name):
@@ -363,8 +382,8 @@ def _exported(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, Exp
     return graphs
 
 
-def _constants(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, torch.Tensor]:
-    found = dict(program.constants)
+def _merge_constants(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, torch.Tensor]:
+    constants = dict(program.constants)
     for update in updates:
         for place, exported in (("first", update.first), ("following", update.following)):
             if exported.state_dict:
@@ -379,8 +398,8 @@ def _constants(program: Program, updates: Sequence[UpdateGraph]) -> dict[str, to
                         where=f"update-{update.group}-{place}",
                         got=name,
                     )
-                found[f"update-{update.group}-{place}/{name}"] = value
-    return dict(sorted(found.items()))
+                constants[f"update-{update.group}-{place}/{name}"] = value
+    return dict(sorted(constants.items()))
 
 
 def _bare_manifest(
@@ -391,7 +410,7 @@ def _bare_manifest(
     facts: Sequence[GraphFacts],
     passes: tuple[PassEntry, ...],
     parent: str | None,
-    named: Libraries,
+    user_libraries: Libraries,
 ) -> Manifest:
     """Return the manifest without its list of files.
 
@@ -411,7 +430,7 @@ def _bare_manifest(
         features.add("schedules")
     if program.variants:
         features.add("variants")
-    asked = {
+    optional_features = {
         "clip-value": any(
             recipe.graph(name).clip_value is not None
             for name, graph in program.graphs.items()
@@ -420,7 +439,7 @@ def _bare_manifest(
         "ema": recipe.keeps_mean,
         "loss-scale": recipe.loss_scale is not None,
     }
-    features |= {name for name, used in asked.items() if used}
+    features |= {name for name, present in optional_features.items() if present}
     schemas: dict[str, str] = {}
     for name in sorted(operators):
         schema = running_schema(name)
@@ -461,7 +480,7 @@ def _bare_manifest(
             higher_order_ops=tuple(
                 sorted(frozenset[str]().union(*(fact.higher_order for fact in facts)))
             ),
-            op_libraries=describe_libraries(schemas, libraries, named),
+            op_libraries=describe_libraries(schemas, libraries, user_libraries),
             passes=passes,
             parent=parent,
             files={},
@@ -494,7 +513,7 @@ def _media_types(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _finish(root: Path, bare: Manifest, media_types: Mapping[str, str]) -> None:
+def _write_manifest(root: Path, bare: Manifest, media_types: Mapping[str, str]) -> None:
     """Write the manifest, with every file that is part of the identity.
 
     `media_types` maps files to their media types where these do not follow from the names.

@@ -69,9 +69,9 @@ def graph_difference(name: str, before: GraphLines, after: GraphLines) -> GraphD
     )
     modules: list[ModuleDifference] = []
     values: list[Change] = []
-    ours, theirs = _by_module(before), _by_module(after)
-    for module in dict.fromkeys([*ours, *theirs]):
-        lines, other = _module(ours.get(module, []), theirs.get(module, []))
+    lines_before, lines_after = _by_module(before), _by_module(after)
+    for module in dict.fromkeys([*lines_before, *lines_after]):
+        lines, other = _compare_modules(lines_before.get(module, []), lines_after.get(module, []))
         if lines:
             modules.append(ModuleDifference(module, tuple(lines)))
         values += other
@@ -81,13 +81,15 @@ def graph_difference(name: str, before: GraphLines, after: GraphLines) -> GraphD
 
 
 def _by_module(graph: GraphLines) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {}
+    lines_by_module: dict[str, list[Line]] = {}
     for line in graph.lines:
-        found.setdefault(line.module, []).append(line)
-    return found
+        lines_by_module.setdefault(line.module, []).append(line)
+    return lines_by_module
 
 
-def _module(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[NodeLine], list[Change]]:
+def _compare_modules(
+    before: Sequence[Line], after: Sequence[Line]
+) -> tuple[list[NodeLine], list[Change]]:
     start = 0
     while start < min(len(before), len(after)) and before[start].text == after[start].text:
         start += 1
@@ -101,7 +103,7 @@ def _module(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[NodeLin
     lines: list[NodeLine] = []
     often = Counter(line.text for line in b)
     if sum(often[line.text] for line in a) > MOST_PAIRS:
-        lines += _counted(a, b)
+        lines += _compare_counts(a, b)
     else:
         for tag, i, j, k, m in SequenceMatcher(
             None, [line.text for line in a], [line.text for line in b], autojunk=False
@@ -109,27 +111,27 @@ def _module(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[NodeLin
             if tag == "equal":
                 same += zip(a[i:j], b[k:m], strict=True)
             else:
-                lines += [NodeLine("-", _shown(line)) for line in a[i:j]] + [
-                    NodeLine("+", _shown(line)) for line in b[k:m]
+                lines += [NodeLine("-", _format_line(line)) for line in a[i:j]] + [
+                    NodeLine("+", _format_line(line)) for line in b[k:m]
                 ]
     same += zip(before[len(before) - end :], after[len(after) - end :], strict=True)
     return lines, [
-        Change(_where(x), x.values or None, y.values or None)
+        Change(_format_location(x), x.values or None, y.values or None)
         for x, y in same
         if x.values != y.values
     ]
 
 
-def _counted(before: Sequence[Line], after: Sequence[Line]) -> Iterator[NodeLine]:
-    was, now = Counter(map(_shown, before)), Counter(map(_shown, after))
+def _compare_counts(before: Sequence[Line], after: Sequence[Line]) -> Iterator[NodeLine]:
+    was, now = Counter(map(_format_line, before)), Counter(map(_format_line, after))
     for mark, more, fewer in (("-", was, now), ("+", now, was)):
         for text, count in (more - fewer).items():
             yield NodeLine(mark, text if count == 1 else f"{text} ({count} times)")
 
 
-def _shown(line: Line) -> str:
+def _format_line(line: Line) -> str:
     return f"{line.text} -> {line.values}" if line.values else line.text
 
 
-def _where(line: Line) -> str:
+def _format_location(line: Line) -> str:
     return f"{line.module}: {line.text}" if line.module else line.text

@@ -52,7 +52,7 @@ def graph_lines(document: Mapping[str, Any], inputs: Sequence[str]) -> GraphLine
     for number, spec in enumerate(module["signature"]["input_specs"]):
         ((kind, entry),) = spec.items()
         if kind == "user_input":
-            labels[_name(entry["arg"])] = next(names, f"input {number}")
+            labels[_first_name(entry["arg"])] = next(names, f"input {number}")
         else:
             labels[entry["arg"]["name"]] = (
                 entry[f"{kind}_name"]
@@ -63,11 +63,15 @@ def graph_lines(document: Mapping[str, Any], inputs: Sequence[str]) -> GraphLine
     for spec in module["signature"]["output_specs"]:
         ((kind, entry),) = spec.items()
         target = entry.get("buffer_name") or entry.get("parameter_name") or ""
-        shown = reader.argument(
+        argument_text = reader.argument(
             entry["arg"] if kind == "user_output" else {"as_tensor": entry["arg"]}, labels, ""
         )
         reader.lines.append(
-            Line("", " ".join(part for part in (kind.replace("_", " "), target, shown) if part), "")
+            Line(
+                "",
+                " ".join(part for part in (kind.replace("_", " "), target, argument_text) if part),
+                "",
+            )
         )
     return GraphLines(tuple(reader.lines), dict(reader.calls))
 
@@ -98,34 +102,44 @@ class _Reader:
             ]
             # own names depend on earlier bodies
             numbers = {body["name"]: f"body {number}" for number, body in enumerate(bodies, 1)}
-            given = ", ".join(
-                self._named(entry, ChainMap(numbers, labels) if bodies else labels, module)
+            arguments = ", ".join(
+                self._format_input(entry, ChainMap(numbers, labels) if bodies else labels, module)
                 for entry in node["inputs"]
             )
             self.lines.append(
-                Line(module, f"{indent}{operator}({given})", self._values(node["outputs"], graph))
+                Line(
+                    module,
+                    f"{indent}{operator}({arguments})",
+                    self._format_values(node["outputs"], graph),
+                )
             )
             for body in bodies:
-                self._body(body, numbers[body["name"]], module, indent + "  ")
-            values = [name for output in node["outputs"] for name in _names(output)]
+                self._add_body(body, numbers[body["name"]], module, indent + "  ")
+            values = [name for output in node["outputs"] for name in _value_names(output)]
             for number, name in enumerate(values):
                 labels[name] = f"{module}:{label}" + (f"[{number}]" if len(values) > 1 else "")
 
-    def _body(self, body: Mapping[str, Any], title: str, module: str, indent: str) -> None:
+    def _add_body(self, body: Mapping[str, Any], title: str, module: str, indent: str) -> None:
         graph = body["graph"]
         labels = {
             name: f"operand {number}"
             for number, entry in enumerate(graph["inputs"])
-            for name in _names(entry)
+            for name in _value_names(entry)
         }
         self.lines.append(Line(module, f"{indent}{title}:", ""))
         self.nodes(graph, labels, module, indent)
-        given = ", ".join(self.argument(entry, labels, module) for entry in graph["outputs"])
-        self.lines.append(Line(module, f"{indent}gives {given}", ""))
+        results = ", ".join(self.argument(entry, labels, module) for entry in graph["outputs"])
+        self.lines.append(Line(module, f"{indent}gives {results}", ""))
 
-    def _named(self, entry: Mapping[str, Any], labels: Mapping[str, str], module: str) -> str:
-        shown = self.argument(entry["arg"], labels, module)
-        return f"{entry['name']}={shown}" if entry["kind"] == 2 and entry["name"] else shown
+    def _format_input(
+        self, entry: Mapping[str, Any], labels: Mapping[str, str], module: str
+    ) -> str:
+        argument_text = self.argument(entry["arg"], labels, module)
+        return (
+            f"{entry['name']}={argument_text}"
+            if entry["kind"] == 2 and entry["name"]
+            else argument_text
+        )
 
     def argument(self, value: Any, labels: Mapping[str, str], module: str) -> str:
         """Return an argument in readable form."""
@@ -134,7 +148,7 @@ class _Reader:
         if not isinstance(value, dict):
             return repr(value)
         if set(value) == {"name"}:
-            return _within(labels.get(value["name"], value["name"]), module)
+            return _shorten_label(labels.get(value["name"], value["name"]), module)
         if set(value) == {"type", "index"}:
             return str(value["type"])
         if set(value) == {"real", "imag"}:
@@ -143,7 +157,7 @@ class _Reader:
         if kind == "as_none":
             return "None"
         if kind == "as_name":
-            return _within(labels.get(entry, entry), module)
+            return _shorten_label(labels.get(entry, entry), module)
         if kind == "as_scalar_type":
             return SCALAR_TYPES.get(entry, str(entry))
         if kind == "as_graph":
@@ -154,44 +168,46 @@ class _Reader:
             return str(entry).removeprefix("torch.ops.").removesuffix(".default")
         return self.argument(entry, labels, module)
 
-    def _values(self, outputs: Sequence[Mapping[str, Any]], graph: Mapping[str, Any]) -> str:
-        return ", ".join(_meta(name, graph) for output in outputs for name in _names(output))
+    def _format_values(self, outputs: Sequence[Mapping[str, Any]], graph: Mapping[str, Any]) -> str:
+        return ", ".join(
+            _format_meta(name, graph) for output in outputs for name in _value_names(output)
+        )
 
 
-def _meta(name: str, graph: Mapping[str, Any]) -> str:
+def _format_meta(name: str, graph: Mapping[str, Any]) -> str:
     meta = graph["tensor_values"].get(name)
     if meta is None:
         for table in ("sym_int_values", "sym_bool_values", "sym_float_values"):
             if name in graph[table]:
-                return _size(graph[table][name])
+                return _format_size(graph[table][name])
         return ""
     device = "" if meta["device"]["type"] == "cpu" else f" {meta['device']['type']}"
     dtype = SCALAR_TYPES.get(meta["dtype"], meta["dtype"])
-    return f"{dtype}[{', '.join(map(_size, meta['sizes']))}]{device}"
+    return f"{dtype}[{', '.join(map(_format_size, meta['sizes']))}]{device}"
 
 
-def _size(size: Mapping[str, Any]) -> str:
+def _format_size(size: Mapping[str, Any]) -> str:
     ((_, value),) = size.items()
     return _SYMBOL.sub(r"\1", value["expr_str"]) if isinstance(value, dict) else str(value)
 
 
-def _names(value: Any) -> list[str]:
+def _value_names(value: Any) -> list[str]:
     """Return the names of the values in an input, output or result."""
     if isinstance(value, list):
-        return [name for entry in value for name in _names(entry)]
+        return [name for entry in value for name in _value_names(entry)]
     if not isinstance(value, dict):
         return []
     return [
         name
         for key, entry in value.items()
-        for name in ([entry] if key in ("name", "as_name") else _names(entry))
+        for name in ([entry] if key in ("name", "as_name") else _value_names(entry))
     ]
 
 
-def _name(value: Any) -> str:
-    return next(iter(_names(value)), "")
+def _first_name(value: Any) -> str:
+    return next(iter(_value_names(value)), "")
 
 
-def _within(label: str, module: str) -> str:
+def _shorten_label(label: str, module: str) -> str:
     """Return a label as seen from a module: without the module's name if it is the same one."""
     return label.removeprefix(f"{module}:")

@@ -36,7 +36,7 @@ def changes(name: str, before: Any, after: Any) -> Iterator[Change]:
     of numbers at the first difference. Law: there is no change if and only if the canonical JSON of
     both is the same.
     """
-    if _same(before, after):
+    if _is_same(before, after):
         return
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):
@@ -49,7 +49,7 @@ def changes(name: str, before: Any, after: Any) -> Iterator[Change]:
         if a is not None and b is not None and (list(a) == list(b) or set(a) != set(b)):
             yield from changes(name, a, b)
             return
-        if _all(before, str) and _all(after, str) and set(before) != set(after):
+        if _are_all(before, str) and _are_all(after, str) and set(before) != set(after):
             yield from (
                 Change(f"{name}: {entry}", "listed", None) for entry in before if entry not in after
             )
@@ -58,15 +58,19 @@ def changes(name: str, before: Any, after: Any) -> Iterator[Change]:
             )
             return
         if (
-            _all(before, (int, float))
-            and _all(after, (int, float))
+            _are_all(before, (int, float))
+            and _are_all(after, (int, float))
             and max(len(before), len(after)) > 4
         ):
             at = next(
-                (i for i, (x, y) in enumerate(zip(before, after, strict=False)) if not _same(x, y)),
+                (
+                    i
+                    for i, (x, y) in enumerate(zip(before, after, strict=False))
+                    if not _is_same(x, y)
+                ),
                 min(len(before), len(after)),
             )
-            yield Change(f"{name}[{at}]", _entry(before, at), _entry(after, at))
+            yield Change(f"{name}[{at}]", _format_entry(before, at), _format_entry(after, at))
             return
     yield Change(name, spelled(before), spelled(after))
 
@@ -79,13 +83,13 @@ def spelled(value: Any) -> str | None:
     return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
 
 
-def _same(before: Any, after: Any) -> bool:
+def _is_same(before: Any, after: Any) -> bool:
     if before is ABSENT or after is ABSENT:
         return before is after
     return canonical_json(before) == canonical_json(after)
 
 
-def _all(values: Sequence[Any], kind: Any) -> bool:
+def _are_all(values: Sequence[Any], kind: Any) -> bool:
     return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
 
 
@@ -94,17 +98,17 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any] | None:
     not unique.
     """
     for key in _KEYS:
-        found = {
+        by_name = {
             value[key]: value
             for value in values
             if isinstance(value, Mapping) and isinstance(value.get(key), str)
         }
-        if len(found) == len(values):
-            return found
+        if len(by_name) == len(values):
+            return by_name
     return None
 
 
-def _entry(values: Sequence[Any], at: int) -> str:
+def _format_entry(values: Sequence[Any], at: int) -> str:
     return (
         f"{canonical_json(values[at]).decode()}, of {len(values)}"
         if at < len(values)

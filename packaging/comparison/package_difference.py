@@ -100,19 +100,21 @@ def package_difference(before: Path, after: Path, *, weights: bool = True) -> Pa
             is not safe.
     """
     a, b = open_to_look(before), open_to_look(after)
-    apart = a.digest != b.digest
-    compared, note = _weights(a, b) if weights and apart else (None, "" if apart else "the same")
+    differs = a.digest != b.digest
+    compared, note = (
+        _weights(a, b) if weights and differs else (None, "" if differs else "the same")
+    )
     return PackageDifference(
         before=_side(a),
         after=_side(b),
         relation=_relation(a, b),
         sections=tuple(section for section in _sections(a.manifest, b.manifest) if section.changes)
-        if apart
+        if differs
         else (),
-        graphs=tuple(_graphs(a, b)) if apart else (),
-        texts=tuple(_texts(a, b)) if apart else (),
+        graphs=tuple(_graphs(a, b)) if differs else (),
+        texts=tuple(_texts(a, b)) if differs else (),
         weights=compared,
-        weights_note=note if weights or not apart else "not compared",
+        weights_note=note if weights or not differs else "not compared",
     )
 
 
@@ -150,14 +152,14 @@ def _sections(a: Manifest, b: Manifest) -> Iterator[Section]:
         ("operator libraries", ("op_libraries",)),
         ("operators", ("ops", "higher_order_ops")),
     ):
-        found = [
+        section_changes = [
             change
             for field in fields
             for change in changes(
-                "" if len(fields) == 1 or field == "ops" else field, *_take(one, other, field)
+                "" if len(fields) == 1 or field == "ops" else field, *_pop_field(one, other, field)
             )
         ]
-        yield Section(title, tuple(found))
+        yield Section(title, tuple(section_changes))
     for title, spell in (
         ("parameters", _parameter),
         ("buffers", _buffer),
@@ -165,29 +167,29 @@ def _sections(a: Manifest, b: Manifest) -> Iterator[Section]:
     ):
         tables = (
             {entry["name"]: spell(entry) for entry in entries}
-            for entries in _take(one, other, title)
+            for entries in _pop_field(one, other, title)
         )
-        yield Section(title, _ordered(title, *tables))
+        yield Section(title, _compare_ordered(title, *tables))
     graphs = [
         {name: _graph(entry) for name, entry in entries.items()}
-        for entries in _take(one, other, "graphs")
+        for entries in _pop_field(one, other, "graphs")
     ]
     yield Section("inputs, outputs and guards of graphs", tuple(changes("", *graphs)))
-    yield Section("updates", tuple(changes("", *_take(one, other, "updates"))))
+    yield Section("updates", tuple(changes("", *_pop_field(one, other, "updates"))))
     yield Section("manifest", tuple(changes("", one, other)))
     yield Section("files", tuple(_files(a.files, b.files)))
 
 
-def _take(one: dict[str, Any], other: dict[str, Any], field: str) -> tuple[Any, Any]:
+def _pop_field(one: dict[str, Any], other: dict[str, Any], field: str) -> tuple[Any, Any]:
     return one.pop(field, ABSENT), other.pop(field, ABSENT)
 
 
-def _ordered(title: str, one: dict[str, str], other: dict[str, str]) -> tuple[Change, ...]:
+def _compare_ordered(title: str, one: dict[str, str], other: dict[str, str]) -> tuple[Change, ...]:
     """Return the changes between two tables whose order matters."""
-    found = tuple(changes("", one, other))
-    if not found and list(one) != list(other):
+    table_changes = tuple(changes("", one, other))
+    if not table_changes and list(one) != list(other):
         return (Change("order", f"{title} in one order", f"{title} in another"),)
-    return found
+    return table_changes
 
 
 def _shape(entry: Mapping[str, Any]) -> str:
@@ -217,8 +219,8 @@ def _graph(entry: Mapping[str, Any]) -> dict[str, Any]:
         f"output {number}": f"{output['name']}, {output['role']}"
         for number, output in enumerate(entry["outputs"])
     }
-    rest = {key: value for key, value in entry.items() if key not in ("inputs", "outputs")}
-    return {**inputs, **examples, **outputs, **rest}
+    remaining = {key: value for key, value in entry.items() if key not in ("inputs", "outputs")}
+    return {**inputs, **examples, **outputs, **remaining}
 
 
 def _files(one: Mapping[str, FileEntry], other: Mapping[str, FileEntry]) -> Iterator[Change]:
@@ -237,12 +239,14 @@ def _files(one: Mapping[str, FileEntry], other: Mapping[str, FileEntry]) -> Iter
 
 
 def _graphs(a: Package, b: Package) -> Iterator[GraphDifference]:
-    ours, theirs = (
+    files_before, files_after = (
         {name: file for file, name in package.manifest.graph_files().items()} for package in (a, b)
     )
-    for name in [name for name in ours if name in theirs]:
-        if a.manifest.files[ours[name]] != b.manifest.files[theirs[name]]:
-            yield graph_difference(name, _lines(a, name, ours[name]), _lines(b, name, theirs[name]))
+    for name in [name for name in files_before if name in files_after]:
+        if a.manifest.files[files_before[name]] != b.manifest.files[files_after[name]]:
+            yield graph_difference(
+                name, _lines(a, name, files_before[name]), _lines(b, name, files_after[name])
+            )
 
 
 def _lines(package: Package, name: str, file: str) -> GraphLines:
@@ -251,7 +255,7 @@ def _lines(package: Package, name: str, file: str) -> GraphLines:
     check_graph(manifest, document, file, frozenset(manifest.op_libraries))
     entry = manifest.graphs.get(name)
     if entry is not None:
-        return graph_lines(document, [given.name for given in entry.inputs])
+        return graph_lines(document, [input_entry.name for input_entry in entry.inputs])
     states = next(
         update.state for update in manifest.updates if file in (update.first, update.following)
     )
@@ -297,5 +301,5 @@ def _weights(a: Package, b: Package) -> tuple[tuple[TensorDifference, ...] | Non
         "constants.safetensors"
     ) == b.manifest.files.get("constants.safetensors"):
         return (), "the same"
-    found = weight_differences(a, b)
-    return found, "" if found else "the same values"
+    differences = weight_differences(a, b)
+    return differences, "" if differences else "the same values"

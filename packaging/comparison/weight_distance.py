@@ -59,7 +59,7 @@ def weight_differences(before: Package, after: Package) -> tuple[TensorDifferenc
         IntegrityError: bytes are damaged.
         PackageError: a package is abstract.
     """
-    found: list[TensorDifference] = []
+    differences: list[TensorDifference] = []
     a, b = before.weights, after.weights
     for name in a.names():
         if name not in b or (a.dtype(name), a.shape(name)) != (b.dtype(name), b.shape(name)):
@@ -73,10 +73,10 @@ def weight_differences(before: Package, after: Package) -> tuple[TensorDifferenc
             name, a.dtype(name), a.shape(name), _blocks(before, after, name)
         )
         if difference.changed:
-            found.append(difference)
+            differences.append(difference)
     if before.manifest.files.get(CONSTANTS) != after.manifest.files.get(CONSTANTS):
-        found += _constants(before, after)
-    return tuple(sorted(found, key=lambda difference: (difference.rank, difference.name)))
+        differences += _constants(before, after)
+    return tuple(sorted(differences, key=lambda difference: (difference.rank, difference.name)))
 
 
 def _blocks(
@@ -111,7 +111,7 @@ def tensor_difference(
     """
     changed = 0
     greatest = squares = reference = 0.0
-    lost = [0, 0]
+    non_finite = [0, 0]
     for before, after in blocks:
         size = before.element_size()
         bits = before.view(torch.uint8).reshape(-1, size) != after.view(torch.uint8).reshape(
@@ -120,16 +120,26 @@ def tensor_difference(
         changed += int(bits.any(1).sum())
         a, b = _numbers(before), _numbers(after)
         finite = (a.isfinite() & b.isfinite()).all(1)
-        lost[0] += int((~a.isfinite()).any(1).sum())
-        lost[1] += int((~b.isfinite()).any(1).sum())
-        apart = (a[finite] - b[finite]).square().sum(1)
-        greatest = max(greatest, math.sqrt(float(apart.max())) if apart.numel() else 0.0)
-        squares += float(apart.sum())
+        non_finite[0] += int((~a.isfinite()).any(1).sum())
+        non_finite[1] += int((~b.isfinite()).any(1).sum())
+        squared_distances = (a[finite] - b[finite]).square().sum(1)
+        greatest = max(
+            greatest,
+            math.sqrt(float(squared_distances.max())) if squared_distances.numel() else 0.0,
+        )
+        squares += float(squared_distances.sum())
         reference += float(a[finite].square().sum())
     relative = math.sqrt(squares / reference) if reference else None if squares else 0.0
-    spelled = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     return TensorDifference(
-        name, spelled, shape, math.prod(shape), changed, greatest, relative, (lost[0], lost[1])
+        name,
+        dtype_name,
+        shape,
+        math.prod(shape),
+        changed,
+        greatest,
+        relative,
+        (non_finite[0], non_finite[1]),
     )
 
 

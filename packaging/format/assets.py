@@ -173,14 +173,14 @@ def asset_sources(assets: Mapping[str, AssetLike]) -> tuple[AssetSource, ...]:
             type is malformed.
         StorageError: a source is missing or cannot be read.
     """
-    found: dict[str, AssetSource] = {}
-    for given, asset in assets.items():
+    sources: dict[str, AssetSource] = {}
+    for asset_name, asset in assets.items():
         media_type = asset.media_type if isinstance(asset, Asset) else None
         if media_type is not None:
-            _check_media_type(given, media_type)
-        for name, source in _files(given, asset.source if isinstance(asset, Asset) else asset):
-            path = _path(name)
-            if path.casefold() in found:
+            _check_media_type(asset_name, media_type)
+        for name, source in _files(asset_name, asset.source if isinstance(asset, Asset) else asset):
+            path = _asset_path(name)
+            if path.casefold() in sources:
                 raise PackageError(
                     "two assets have one name",
                     where=path,
@@ -189,8 +189,8 @@ def asset_sources(assets: Mapping[str, AssetLike]) -> tuple[AssetSource, ...]:
                         " case."
                     ),
                 )
-            found[path.casefold()] = AssetSource(path, source, media_type)
-    return tuple(found.values())
+            sources[path.casefold()] = AssetSource(path, source, media_type)
+    return tuple(sources.values())
 
 
 def write_assets(root: Path, assets: Mapping[str, AssetLike]) -> dict[str, str]:
@@ -221,19 +221,21 @@ def _files(name: str, source: str | os.PathLike[str] | bytes) -> Iterator[tuple[
         return
     path = Path(source)
     if path.is_dir():
-        inner = sorted(
+        relative_paths = sorted(
             file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()
         )
-        if not inner:
+        if not relative_paths:
             raise StorageError("an asset is an empty folder", where=str(path), hint="Omit it.")
-        yield from ((f"{name.rstrip('/')}/{each}", _readable(path / each)) for each in inner)
+        yield from (
+            (f"{name.rstrip('/')}/{each}", _check_readable(path / each)) for each in relative_paths
+        )
     elif path.is_file():
-        yield name, _readable(path)
+        yield name, _check_readable(path)
     else:
         raise StorageError("an asset is neither a file nor a folder", where=str(path))
 
 
-def _readable(path: Path) -> Path:
+def _check_readable(path: Path) -> Path:
     try:
         path.open("rb").close()
     except OSError as error:
@@ -241,7 +243,7 @@ def _readable(path: Path) -> Path:
     return path
 
 
-def _path(name: str) -> str:
+def _asset_path(name: str) -> str:
     try:
         return safe_path(f"{ASSETS}{name}")
     except ValueError as error:

@@ -86,8 +86,8 @@ def check_guard(
     """
     if [len(sizes) for sizes in guard.sizes] != [len(shape) for _, shape in inputs]:
         raise PackageError("the guard does not match the graph's inputs", where=where)
-    told: set[str] = set()
-    used: set[str] = set()
+    determined: set[str] = set()
+    used_symbols: set[str] = set()
     for (name, shape), sizes in zip(inputs, guard.sizes, strict=True):
         for declared, size in zip(shape, sizes, strict=True):
             if isinstance(declared, int) and size != declared:
@@ -97,13 +97,13 @@ def check_guard(
                     got=str(size),
                 )
             if isinstance(size, str):
-                expression = _parsed(size, where)
-                used.update(expression.symbols)
-                told.update(expression.symbols if expression.affine() is not None else ())
+                expression = _parse_expression(size, where)
+                used_symbols.update(expression.symbols)
+                determined.update(expression.symbols if expression.affine() is not None else ())
     for condition in guard.conditions:
-        used.update(_parsed(condition, where).symbols)
-    if told != set(guard.ranges) or not used <= told:
-        wrong = sorted((told ^ set(guard.ranges)) | (used - told))
+        used_symbols.update(_parse_expression(condition, where).symbols)
+    if determined != set(guard.ranges) or not used_symbols <= determined:
+        wrong = sorted((determined ^ set(guard.ranges)) | (used_symbols - determined))
         raise PackageError(
             "the guard's symbols do not match those that its sizes determine",
             where=where,
@@ -121,7 +121,7 @@ def check_guard(
         )
 
 
-def _parsed(text: str, where: str) -> Expression:
+def _parse_expression(text: str, where: str) -> Expression:
     try:
         return parse(text)
     except GrammarError as error:

@@ -59,8 +59,8 @@ def walk(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
     def visit(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
         try:
-            with os.scandir(folder) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            with os.scandir(folder) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
         except FileNotFoundError:
             return
         for entry in entries:
@@ -87,12 +87,12 @@ def check_outside_packages(path: Path) -> None:
     """Raise StorageError if `path` is inside a package, which an unlisted file would make
     invalid.
     """
-    whole = path.absolute()
-    for parent in whole.parents:
+    absolute = path.absolute()
+    for parent in absolute.parents:
         if (
             (parent / MANIFEST).is_file()
             and (parent / "graphs").is_dir()
-            and whole.relative_to(parent).parts[0] not in OUTSIDE
+            and absolute.relative_to(parent).parts[0] not in OUTSIDE
         ):
             raise StorageError(
                 "this path is inside a package, which could then no longer be opened",
@@ -113,12 +113,12 @@ def new_folder(path: Path) -> Iterator[Path]:
         StorageError: `path` is taken, its parent is missing or not writable, or the disk is full;
             nothing is left behind.
     """
-    with _draft_beside(Path(path)) as folder:
+    with _draft_folder(Path(path)) as folder:
         yield folder
         folder.chmod(0o755)
         for inner, _, _ in os.walk(folder):
             sync_folder(Path(inner))
-        _put(folder, Path(path))
+        _move_into_place(folder, Path(path))
 
 
 @contextmanager
@@ -134,14 +134,14 @@ def new_file(path: Path) -> Iterator[Path]:
             nothing is left behind.
     """
     path = Path(path)
-    with _draft_beside(path) as folder:
+    with _draft_folder(path) as folder:
         yield folder / path.name
         sync_file(folder / path.name)
-        _put(folder / path.name, path)
+        _move_into_place(folder / path.name, path)
 
 
 @contextmanager
-def _draft_beside(path: Path) -> Iterator[Path]:
+def _draft_folder(path: Path) -> Iterator[Path]:
     """Yield a hidden folder beside a free path.
 
     Its remaining contents are removed when the block ends.
@@ -173,7 +173,7 @@ def _draft_beside(path: Path) -> Iterator[Path]:
             ) from error
 
 
-def _put(made: Path, path: Path) -> None:
+def _move_into_place(finished: Path, path: Path) -> None:
     """Move a finished file or folder to its path and sync the parent folder to disk."""
     if os.path.lexists(path):
         raise StorageError(
@@ -181,7 +181,7 @@ def _put(made: Path, path: Path) -> None:
             where=str(path),
             hint="Choose another path, or remove it.",
         )
-    made.rename(path)
+    finished.rename(path)
     sync_folder(path.parent)
 
 

@@ -65,30 +65,32 @@ def users_path(path: str) -> str:
 
 
 def make_source_map(
-    notes: Mapping[str, Mapping[str, Mapping[str, str]]], known: Mapping[str, str | None]
+    notes: Mapping[str, Mapping[str, Mapping[str, str]]], recorded_digests: Mapping[str, str | None]
 ) -> dict[str, Any]:
     """Return the document.
 
     Args:
         notes: graph -> node -> notes of `graph_to_json` on it.
-        known: file -> sha256 that was recorded when the graph was captured; other files are read
-            now.
+        recorded_digests: file -> sha256 that was recorded when the graph was captured; other files
+            are read now.
     """
     files: list[list[str | None]] = []
     numbers: dict[str, int] = {}
     graphs: dict[str, dict[str, list[Any]]] = {}
     for graph, nodes in notes.items():
         graphs[graph] = {}
-        for node, told in nodes.items():
-            module = module_path(told.get("nn_module_stack", ""))
-            frame = _users_frame(told.get("stack_trace", ""))
+        for node, node_notes in nodes.items():
+            module = module_path(node_notes.get("nn_module_stack", ""))
+            frame = _users_frame(node_notes.get("stack_trace", ""))
             if frame is None:
                 graphs[graph][node] = [module, None, 0, ""]
                 continue
             path, line, text = frame
             if path not in numbers:
                 numbers[path] = len(files)
-                files.append([path, known[path] if path in known else _sha256(path)])
+                files.append(
+                    [path, recorded_digests[path] if path in recorded_digests else _sha256(path)]
+                )
             graphs[graph][node] = [module, numbers[path], line, text]
     return {"files": files, "graphs": graphs}
 
@@ -141,17 +143,17 @@ def restore_traces(root: Path, name: str, exported: ExportedProgram) -> None:
     if not isinstance(notes, dict):
         return
     for path, node in named_nodes(exported.graph_module):
-        told = notes.get(path)
-        trace = told.get("stack_trace") if isinstance(told, dict) else None
+        note = notes.get(path)
+        trace = note.get("stack_trace") if isinstance(note, dict) else None
         if isinstance(trace, str) and node.op == "call_function":
             node.meta["stack_trace"] = trace
 
 
 def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]:
     """Return (name in debug/, node) for every node of a graph and its bodies."""
-    found: list[tuple[str, Node]] = []
+    pairs: list[tuple[str, Node]] = []
     for node in module.graph.nodes:
-        found.append((prefix + node.name, node))
+        pairs.append((prefix + node.name, node))
         for source in node.args if node.op == "call_function" else ():
             body = (
                 getattr(module, str(source.target), None)
@@ -159,8 +161,8 @@ def named_nodes(module: GraphModule, prefix: str = "") -> list[tuple[str, Node]]
                 else None
             )
             if isinstance(body, GraphModule):
-                found += named_nodes(body, f"{prefix}{node.name}/{source.target}/")
-    return found
+                pairs += named_nodes(body, f"{prefix}{node.name}/{source.target}/")
+    return pairs
 
 
 def users_line(trace: str) -> str:

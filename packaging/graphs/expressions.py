@@ -104,11 +104,11 @@ class _Parser:
         self.at = 0
 
     def refuse(self, reason: str) -> UnsafePackageError:
-        shown = self.text if len(self.text) <= 120 else self.text[:117] + "..."
+        excerpt = self.text if len(self.text) <= 120 else self.text[:117] + "..."
         return UnsafePackageError(
             f"a symbolic size is not a valid expression: {reason}",
             where=self.where,
-            got=repr(shown),
+            got=repr(excerpt),
         )
 
     def run(self) -> None:
@@ -119,8 +119,8 @@ class _Parser:
     def next(self, kind: str | None = None, value: str | None = None) -> str:
         if self.at == len(self.tokens):
             raise self.refuse("unexpected end")
-        found, text = self.tokens[self.at]
-        if (kind is not None and found != kind) or (value is not None and text != value):
+        token_kind, text = self.tokens[self.at]
+        if (kind is not None and token_kind != kind) or (value is not None and text != value):
             raise self.refuse(f"found {text!r} instead of {value or kind}")
         self.at += 1
         return text

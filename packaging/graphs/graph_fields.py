@@ -30,20 +30,20 @@ _GRAPH_FIELDS = (
 
 def strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: str) -> None:
     """Keep the format's own fields, with module paths and calls; move other metadata to `notes`."""
-    _keep(graph, _GRAPH_FIELDS, where)
+    _strip_fields(graph, _GRAPH_FIELDS, where)
     for meta in graph["tensor_values"].values():
         # torch's reader drops offsets; a graph that is read back must be written as it was
         meta["storage_offset"] = {"as_int": 0}
     for node in graph["nodes"]:
-        _keep(node, _NODE_FIELDS, where)
+        _strip_fields(node, _NODE_FIELDS, where)
         metadata = node["metadata"]
-        told = {
+        node_notes = {
             key: metadata[key]
             for key in ("stack_trace", "nn_module_stack", "torch_fn")
             if key in metadata
         }
-        if told:
-            notes[path + str(node["name"])] = told
+        if node_notes:
+            notes[path + str(node["name"])] = node_notes
         stack = _module_paths(metadata.get("nn_module_stack", ""))
         node["metadata"] = {"nn_module_stack": stack} if stack else {}
         for argument in node["inputs"]:
@@ -53,7 +53,7 @@ def strip_graph(graph: dict[str, Any], path: str, notes: dict[str, Any], where: 
                 strip_graph(body["graph"], f"{path}{node['name']}/{body['name']}/", notes, where)
 
 
-def _keep(record: dict[str, Any], fields: Sequence[str], where: str) -> None:
+def _strip_fields(record: dict[str, Any], fields: Sequence[str], where: str) -> None:
     for key in [key for key in record if key not in fields]:
         if record.pop(key):
             raise PackageError(

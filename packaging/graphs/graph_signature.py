@@ -102,11 +102,11 @@ def check_signature(
             )
     for spec in signature["output_specs"]:
         ((kind, entry),) = spec.items()
-        for field, known in (
+        for field, tensors in (
             ("parameter_name", state["parameter"]),
             ("buffer_name", state["buffer"]),
         ):
-            if field in entry and entry[field] not in known:
+            if field in entry and entry[field] not in tensors:
                 raise PackageError(
                     f"the graph writes {entry[field]}, which the manifest lacks", where=where
                 )
@@ -137,7 +137,7 @@ def _check_keys(document: Mapping[str, Any], names: list[str], where: str) -> No
         "children_spec": [leaf] * len(names),
     }
     nothing = {"type": "builtins.dict", "context": "[]", "children_spec": []}
-    wanted = {
+    expected_tree = {
         "type": "builtins.tuple",
         "context": "null",
         "children_spec": [
@@ -145,7 +145,7 @@ def _check_keys(document: Mapping[str, Any], names: list[str], where: str) -> No
             nothing,
         ],
     }
-    if tree != wanted:
+    if tree != expected_tree:
         raise PackageError(
             "the graph does not take one dict of tensors with the manifest's names",
             where=where,

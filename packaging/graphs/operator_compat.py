@@ -47,7 +47,7 @@ class Comparison:
         return self.verdict in (Verdict.SAME, Verdict.COMPATIBLE)
 
     @property
-    def told(self) -> str:
+    def schemas(self) -> str:
         """Both schemas, for an error message."""
         return f"was {self.was}, is {self.now or 'missing'}"
 
@@ -57,21 +57,21 @@ def compare_operators(manifest: Manifest) -> tuple[Comparison, ...]:
 
     Operator libraries must have been imported.
     """
-    found = [_compare(name, was) for name, was in manifest.ops.items()]
+    comparisons = [_compare_schemas(name, was) for name, was in manifest.ops.items()]
     for name in manifest.higher_order_ops:
-        there = has_higher_order(name)
-        found.append(
+        registered = has_higher_order(name)
+        comparisons.append(
             Comparison(
                 f"torch.ops.higher_order.{name}",
                 "",
-                "" if there else None,
-                Verdict.SAME if there else Verdict.MISSING,
+                "" if registered else None,
+                Verdict.SAME if registered else Verdict.MISSING,
             )
         )
-    return tuple(sorted(found, key=lambda each: each.name))
+    return tuple(sorted(comparisons, key=lambda each: each.name))
 
 
-def _compare(name: str, was: str) -> Comparison:
+def _compare_schemas(name: str, was: str) -> Comparison:
     now = running_schema(name) if _is_operator(name) else None
     if now is None:
         return Comparison(name, was, None, Verdict.MISSING)

@@ -163,11 +163,11 @@ class _Validator:
     # JSON structures.
 
     def refuse(self, rule: str, got: object) -> NoReturn:
-        shown = repr(got)
+        excerpt = repr(got)
         raise UnsafePackageError(
             rule,
             where=f"{self.file}, {self.at}",
-            got=shown if len(shown) <= 120 else shown[:117] + "...",
+            got=excerpt if len(excerpt) <= 120 else excerpt[:117] + "...",
         )
 
     def record(self, required: Mapping[str, Check], optional: Mapping[str, Check]) -> Check:
@@ -264,9 +264,9 @@ class _Validator:
         if not isinstance(value, str) or len(value) > MAX_STRING:
             self.refuse(f"must be a string of at most {MAX_STRING} characters", value)
 
-    def matching(self, value: Any, pattern: re.Pattern[str], what: str) -> None:
+    def matching(self, value: Any, pattern: re.Pattern[str], description: str) -> None:
         if not isinstance(value, str) or not pattern.fullmatch(value):
-            self.refuse(f"must be {what}", value)
+            self.refuse(f"must be {description}", value)
 
     def identifier(self, value: Any) -> None:
         self.matching(value, _IDENTIFIER, "an identifier")
@@ -357,9 +357,11 @@ class _Validator:
 
     def check_known_symbols(self, document: Any) -> None:
         """Check that range constraints limit only symbols that occur in a size."""
-        known = {symbol for expression in self.hints for symbol in _QUOTED.findall(expression)}
+        size_symbols = {
+            symbol for expression in self.hints for symbol in _QUOTED.findall(expression)
+        }
         for symbol in document["range_constraints"]:
-            if symbol not in known:
+            if symbol not in size_symbols:
                 self.refuse("range_constraints limit a symbol that occurs in no size", symbol)
 
     # Graphs.

@@ -28,85 +28,87 @@ registered already.
 
 
 def describe_libraries(
-    operators: Iterable[str], namespaces: Iterable[str], named: Libraries
+    operators: Iterable[str], namespaces: Iterable[str], user_libraries: Libraries
 ) -> dict[str, OpLibraryEntry]:
     """Return manifest entries, without wheels, of the libraries that register operators here.
 
     Args:
         operators: names of operators that graphs call; those of other namespaces are ignored.
         namespaces: namespaces that are not built in.
-        named: libraries that the user named for some of them. They have been imported.
+        user_libraries: libraries that the user named for some of them. They have been imported.
 
     Raises:
         PackageError: a file of a library cannot be read.
     """
-    called = list(operators)
-    found = {}
+    operator_names = list(operators)
+    entries = {}
     for namespace in sorted(namespaces):
-        own = sorted(name for name in called if name.startswith(f"torch.ops.{namespace}."))
-        modules = modules_of(namespace, own, named.get(namespace))
+        library_operators = sorted(
+            name for name in operator_names if name.startswith(f"torch.ops.{namespace}.")
+        )
+        modules = modules_of(namespace, library_operators, user_libraries.get(namespace))
         provider = one_provider(modules)
-        found[namespace] = OpLibraryEntry(
+        entries[namespace] = OpLibraryEntry(
             distribution=provider.distribution if provider is not None else None,
             version=provider.version if provider is not None else None,
             digest=provider.digest if provider is not None else None,
             modules=tuple(sorted({import_name(module) for module in modules})),
-            kernels=_kernels(own),
+            kernels=_kernel_entries(library_operators),
             wheels=(),
         )
-    return found
+    return entries
 
 
 def modules_of(
-    namespace: str, operators: Sequence[str], named: str | None
+    namespace: str, operators: Sequence[str], user_library: str | None
 ) -> tuple[ModuleType, ...]:
     """Return the imported modules that register the operators of a namespace; () if unknown.
 
-    `named` is the module or file that registers them according to the user. Without it, torch is
-    queried for each operator; if it knows nothing (C++ operators without any Python code), the
-    module with the namespace's name is used, if it is imported.
+    `user_library` is the module or file that registers them according to the user. Without it,
+    torch is queried for each operator; if it knows nothing (C++ operators without any Python code),
+    the module with the namespace's name is used, if it is imported.
     """
-    if named is not None:
-        told = (
-            module_of_file(str(Path(named).absolute()))
-            if named.endswith(".py")
-            else sys.modules.get(named)
+    if user_library is not None:
+        user_module = (
+            module_of_file(str(Path(user_library).absolute()))
+            if user_library.endswith(".py")
+            else sys.modules.get(user_library)
         )
-        return () if told is None else (told,)
-    found: dict[str, ModuleType] = {}
+        return () if user_module is None else (user_module,)
+    modules: dict[str, ModuleType] = {}
     for name in operators:
         places = registered_by(name)
         module = next(
-            (module for place in places if (module := _imported(place)) is not None), None
+            (module for place in places if (module := _find_imported(place)) is not None), None
         )
         if module is not None:
-            found[module.__name__] = module
-    if not found and (module := sys.modules.get(namespace)) is not None:
-        found[namespace] = module
-    return tuple(found[name] for name in sorted(found))
+            modules[module.__name__] = module
+    if not modules and (module := sys.modules.get(namespace)) is not None:
+        modules[namespace] = module
+    return tuple(modules[name] for name in sorted(modules))
 
 
 def one_provider(modules: Sequence[ModuleType]) -> Provider | None:
     """Return the provider of all of the modules; None if it is unknown, or if there are several."""
     providers = [provider_of(module) for module in modules]
-    known = [provider for provider in providers if provider is not None]
+    identified = [provider for provider in providers if provider is not None]
     if (
-        not known
-        or len(known) < len(providers)
-        or len({(each.distribution, *sorted(each.files)) for each in known}) > 1
+        not identified
+        or len(identified) < len(providers)
+        or len({(each.distribution, *sorted(each.files)) for each in identified}) > 1
     ):
         return None
-    return known[0]
+    return identified[0]
 
 
-def differences(manifest: Manifest, named: Libraries) -> list[str]:
+def differences(manifest: Manifest, user_libraries: Libraries) -> list[str]:
     """Describe how the operator libraries imported here differ from those that a package was made
     with, a sentence for each.
 
     Args:
         manifest: the package's manifest.
-        named: namespace -> library that registers its operators according to the user. Other
-            namespaces are left out.
+        user_libraries: namespace -> library that registers its operators according to the user.
+            Other namespaces are left out.
 
     Raises:
         PackageError: a file of a library cannot be read.
@@ -114,26 +116,26 @@ def differences(manifest: Manifest, named: Libraries) -> list[str]:
     recorded = {
         namespace: entry
         for namespace, entry in manifest.op_libraries.items()
-        if namespace in named and entry.digest is not None
+        if namespace in user_libraries and entry.digest is not None
     }
-    here = describe_libraries(manifest.ops, recorded, named)
-    found = []
+    current = describe_libraries(manifest.ops, recorded, user_libraries)
+    sentences = []
     for namespace, was in recorded.items():
-        now = here[namespace]
+        now = current[namespace]
         if now.digest is None or now.digest == was.digest:
             continue
         if (now.distribution, now.version) != (was.distribution, was.version):
             before, after = spelled_library(was), spelled_library(now)
-            found.append(
+            sentences.append(
                 f"the package was made with the operators {namespace} of {before}; here they come"
                 f" from {after}"
             )
         else:
-            found.append(
+            sentences.append(
                 f"the package was made with the operators {namespace} of {spelled_library(was)},"
                 " whose files differ here"
             )
-    return found
+    return sentences
 
 
 def spelled_library(entry: OpLibraryEntry) -> str:
@@ -145,19 +147,19 @@ def spelled_library(entry: OpLibraryEntry) -> str:
     return f"the module {', '.join(entry.modules)}" if entry.modules else "an unknown library"
 
 
-def _imported(place: str) -> ModuleType | None:
+def _find_imported(place: str) -> ModuleType | None:
     return module_of_file(place) if place.endswith(".py") else sys.modules.get(place)
 
 
-def _kernels(operators: Iterable[str]) -> tuple[KernelEntry, ...]:
+def _kernel_entries(operators: Iterable[str]) -> tuple[KernelEntry, ...]:
     functions: dict[str, Any] = {}
     for name in operators:
         for function in triton_kernels(name):
             functions[f"{function.__module__}:{function.__name__}"] = function
-    return tuple(_kernel(name, functions[name]) for name in sorted(functions))
+    return tuple(_kernel_entry(name, functions[name]) for name in sorted(functions))
 
 
-def _kernel(name: str, function: Any) -> KernelEntry:
+def _kernel_entry(name: str, function: Any) -> KernelEntry:
     module = sys.modules.get(function.__module__)
     provider = provider_of(module) if module is not None else None
     file = getattr(module, "__file__", None)

@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlparse
 from trainload.core.canonical_json import canonical_json, sha256_bytes, sha256_file
 from trainload.core.errors import PackageError
 
-_OF_INSTALLERS = frozenset(
+_INSTALLER_FILES = frozenset(
     {
         "RECORD",
         "RECORD.jws",
@@ -94,7 +94,9 @@ def counts(path: str) -> bool:
     parts = PurePosixPath(path).parts
     if ".." in parts or "__pycache__" in parts or path.startswith("/") or path.endswith(".pyc"):
         return False
-    return not (len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] in _OF_INSTALLERS)
+    return not (
+        len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] in _INSTALLER_FILES
+    )
 
 
 def import_name(module: ModuleType) -> str:
@@ -122,12 +124,12 @@ def module_of_file(file: str) -> ModuleType | None:
 
 def provider_of(module: ModuleType) -> Provider | None:
     """Return the provider of an imported module; None if the module has no file."""
-    named = getattr(module, "__file__", None)
-    if named is None:
+    module_file = getattr(module, "__file__", None)
+    if module_file is None:
         return None
-    file, name = Path(named), import_name(module)
-    for known in distributions_with(name):
-        installed = distribution(known)
+    file, name = Path(module_file), import_name(module)
+    for distribution_name in distributions_with(name):
+        installed = distribution(distribution_name)
         files = {
             str(path): Path(str(installed.locate_file(path)))
             for path in installed.files or ()
@@ -138,8 +140,8 @@ def provider_of(module: ModuleType) -> Provider | None:
         )
         if same and any(path.endswith(".dist-info/METADATA") for path in files):
             return Provider(installed.metadata["Name"], installed.version, files)
-    loose = _beside(name, file)
-    in_place = _editable(file)
+    loose = _package_files(name, file)
+    in_place = _find_editable(file)
     if in_place is not None:
         return Provider(
             in_place.metadata["Name"], in_place.version, loose, in_place.read_text("METADATA")
@@ -152,11 +154,11 @@ def distributions_with(module: str) -> Sequence[str]:
     places = tuple(
         (place, Path(place).stat().st_mtime_ns) for place in sys.path if Path(place).is_dir()
     )
-    return _by_package(places).get(module.partition(".")[0], ())
+    return _packages_to_distributions(places).get(module.partition(".")[0], ())
 
 
 @cache
-def _by_package(places: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[str]]:
+def _packages_to_distributions(places: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[str]]:
     """Return `packages_distributions()`, which reads a file of each distribution; cached until
     something is installed in `places`.
     """
@@ -171,7 +173,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def _editable(file: Path) -> Distribution | None:
+def _find_editable(file: Path) -> Distribution | None:
     """Return the editable distribution whose source folder contains a file, or None."""
     for installed in distributions():
         url = json.loads(installed.read_text("direct_url.json") or "{}")
@@ -183,7 +185,7 @@ def _editable(file: Path) -> Distribution | None:
     return None
 
 
-def _beside(name: str, file: Path) -> dict[str, Path]:
+def _package_files(name: str, file: Path) -> dict[str, Path]:
     """Return the files of a module's outermost package, or its own file.
 
     Folders without `__init__.py` do not count as packages, since they may contain anything.
@@ -194,14 +196,14 @@ def _beside(name: str, file: Path) -> dict[str, Path]:
         start = getattr(package, "__file__", None)
         if start is not None and Path(start).name == "__init__.py":
             root, prefix = Path(start).parent, "/".join(parts[:end])
-            found = {
+            files = {
                 path.relative_to(root).as_posix(): path
                 for path in sorted(root.rglob("*"))
                 if path.is_file()
             }
             visible = {
                 path: each
-                for path, each in found.items()
+                for path, each in files.items()
                 if not any(part.startswith(".") for part in path.split("/"))
             }
             return {f"{prefix}/{path}": each for path, each in visible.items() if counts(path)}

@@ -86,7 +86,7 @@ def tags_of(file_name: str) -> frozenset[str]:
     Raises:
         PackageError: it is not the file name of a wheel.
     """
-    return frozenset(str(tag) for tag in _parsed(file_name)[3])
+    return frozenset(str(tag) for tag in _parse_file_name(file_name)[3])
 
 
 def missing_requirements(requires: Sequence[str], installed: Mapping[str, str | None]) -> list[str]:
@@ -96,18 +96,18 @@ def missing_requirements(requires: Sequence[str], installed: Mapping[str, str | 
         requires: requirements as in `Wheel.requires`.
         installed: normalised name -> version. None and missing names count as not installed.
     """
-    left = []
+    unmet = []
     for text in requires:
         requirement = _requirements.Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         version = installed.get(normalised(requirement.name))
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            left.append(
+            unmet.append(
                 f"{requirement.name}{requirement.specifier}"
                 + (f" (here: {version})" if version is not None else "")
             )
-    return left
+    return unmet
 
 
 def required_names(requires: Sequence[str], where: str) -> list[str]:
@@ -146,7 +146,7 @@ def make_wheel(provider: Provider, name: str, folder: Path) -> Path:
     )
     if info is None:
         name, version = provider.distribution or name, provider.version or "0"
-        info = f"{_escaped(name)}-{version}.dist-info"
+        info = f"{_escape_name(name)}-{version}.dist-info"
         pure = not any(Path(path).suffix in _NATIVE for path in contents)
         tag = "py3-none-any" if pure else running_tag()
         contents[f"{info}/METADATA"] = (
@@ -159,16 +159,16 @@ def make_wheel(provider: Provider, name: str, folder: Path) -> Path:
             f"Tag: {tag}\n".encode()
         )
     try:
-        return _write(contents, info, folder)
+        return _write_wheel(contents, info, folder)
     except OSError as error:
         raise StorageError(
             f"a wheel cannot be made: {error.strerror}", where=str(error.filename or folder)
         ) from error
 
 
-def _write(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
+def _write_wheel(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
     """Write a wheel of the given files; `info` is its `.dist-info` folder."""
-    with _read(contents.get(f"{info}/WHEEL", b"")) as source:
+    with _open_data(contents.get(f"{info}/WHEEL", b"")) as source:
         described = source.read().decode("utf-8", "replace")
     tags = re.findall(r"^Tag: *([^\s-]+-[^\s-]+-[^\s-]+)\s*$", described, re.MULTILINE)
     if not tags:
@@ -179,16 +179,16 @@ def _write(contents: dict[str, Path | bytes], info: str, folder: Path) -> Path:
         )
     triple = "-".join(".".join(sorted({tag.split("-")[part] for tag in tags})) for part in range(3))
     plain, _, version = info.removesuffix(".dist-info").rpartition("-")
-    file_name = f"{_escaped(plain)}-{version}-{triple}.whl"
+    file_name = f"{_escape_name(plain)}-{version}-{triple}.whl"
     if not re.fullmatch(SAFE_PART, file_name):
         raise PackageError(
             "a wheel's name is not allowed in a package",
             where=file_name,
             expected="letters, digits and _ . + -",
         )
-    record = "".join(f"{path},{_recorded(data)}\n" for path, data in sorted(contents.items()))
+    record = "".join(f"{path},{_record_fields(data)}\n" for path, data in sorted(contents.items()))
     contents[f"{info}/RECORD"] = (record + f"{info}/RECORD,,\n").encode()
-    _zip(folder / file_name, contents)
+    _write_archive(folder / file_name, contents)
     return folder / file_name
 
 
@@ -200,9 +200,9 @@ def read_wheel(file: IO[bytes], file_name: str) -> Wheel:
         UnsafePackageError: it contains what no wheel needs: paths that leave its folder, links, or
             too much data.
     """
-    name, version, _, _ = _parsed(file_name)
-    with _opened(file, file_name) as archive:
-        entries = list(_entries(archive, file_name))
+    name, version, _, _ = _parse_file_name(file_name)
+    with _open_archive(file, file_name) as archive:
+        entries = list(_checked_entries(archive, file_name))
         texts = [path for path, _ in entries if re.fullmatch(r"[^/]+\.dist-info/METADATA", path)]
         if len(texts) != 1:
             raise PackageError(
@@ -236,19 +236,19 @@ def unpack_wheel(file: IO[bytes], file_name: str, folder: Path) -> None:
 
     Raises: as `read_wheel`, and OSError.
     """
-    with _opened(file, file_name) as archive:
-        for path, entry in _entries(archive, file_name):
+    with _open_archive(file, file_name) as archive:
+        for path, entry in _checked_entries(archive, file_name):
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            with archive.open(entry) as source, target.open("xb") as written:
-                shutil.copyfileobj(source, written, _BLOCK)
-                written.flush()
-                os.fsync(written.fileno())
+            with archive.open(entry) as source, target.open("xb") as target_file:
+                shutil.copyfileobj(source, target_file, _BLOCK)
+                target_file.flush()
+                os.fsync(target_file.fileno())
 
 
-def _parsed(file_name: str) -> tuple[Any, Any, Any, Any]:
+def _parse_file_name(file_name: str) -> tuple[Any, Any, Any, Any]:
     try:
-        found: tuple[Any, Any, Any, Any] = _utils.parse_wheel_filename(file_name)
+        parts: tuple[Any, Any, Any, Any] = _utils.parse_wheel_filename(file_name)
     except _utils.InvalidWheelFilename as error:
         raise PackageError(
             "this is not a valid wheel name",
@@ -256,11 +256,11 @@ def _parsed(file_name: str) -> tuple[Any, Any, Any, Any]:
             expected="NAME-VERSION-PYTHON-ABI-PLATFORM.whl",
             got=str(error)[:200],
         ) from error
-    return found
+    return parts
 
 
 @contextmanager
-def _opened(file: IO[bytes], name: str) -> Iterator[zipfile.ZipFile]:
+def _open_archive(file: IO[bytes], name: str) -> Iterator[zipfile.ZipFile]:
     """Open a wheel as an archive. Errors of the zip format are raised as PackageError."""
     try:
         archive = zipfile.ZipFile(file)
@@ -273,17 +273,17 @@ def _opened(file: IO[bytes], name: str) -> Iterator[zipfile.ZipFile]:
         raise PackageError(f"a wheel is damaged: {error}", where=name) from error
 
 
-def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile.ZipInfo]]:
+def _checked_entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile.ZipInfo]]:
     """Yield (installed path, entry) of every file.
 
     Raises:
         UnsafePackageError: a path leaves the folder or occurs twice, an entry is not a plain file,
             or there is too much data.
     """
-    found = archive.infolist()
-    total = sum(entry.file_size for entry in found)
-    if len(found) > MAX_FILES or total > MAX_UNPACKED:
-        got = f"{len(found)} files, {total} bytes"
+    entries = archive.infolist()
+    total = sum(entry.file_size for entry in entries)
+    if len(entries) > MAX_FILES or total > MAX_UNPACKED:
+        got = f"{len(entries)} files, {total} bytes"
         raise UnsafePackageError(
             "a wheel is too large",
             where=name,
@@ -291,7 +291,7 @@ def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile
             got=got,
         )
     seen: set[str] = set()
-    for entry in found:
+    for entry in entries:
         # zipfile changes some names: it cuts them at NUL, and replaces backslashes on Windows. Such
         # names are rejected.
         parts = entry.filename.removesuffix("/").split("/")
@@ -325,7 +325,7 @@ def _entries(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, zipfile
         yield path, entry
 
 
-def _zip(target: Path, contents: Mapping[str, Path | bytes]) -> None:
+def _write_archive(target: Path, contents: Mapping[str, Path | bytes]) -> None:
     """Write the archive: sorted, with `.dist-info` last, as is usual in wheels."""
     with target.open("xb") as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -335,25 +335,25 @@ def _zip(target: Path, contents: Mapping[str, Path | bytes]) -> None:
                 entry.external_attr = (stat.S_IFREG | 0o644) << 16
                 data = contents[path]
                 entry.file_size = data.stat().st_size if isinstance(data, Path) else len(data)
-                with _read(data) as source, archive.open(entry, "w") as written:
-                    shutil.copyfileobj(source, written, _BLOCK)
+                with _open_data(data) as source, archive.open(entry, "w") as member:
+                    shutil.copyfileobj(source, member, _BLOCK)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _read(data: Path | bytes) -> IO[bytes]:
+def _open_data(data: Path | bytes) -> IO[bytes]:
     return data.open("rb") if isinstance(data, Path) else io.BytesIO(data)
 
 
-def _recorded(data: Path | bytes) -> str:
+def _record_fields(data: Path | bytes) -> str:
     """Return digest and size in the form of RECORD."""
     digest, size = hashlib.sha256(), 0
-    with _read(data) as source:
+    with _open_data(data) as source:
         while block := source.read(_BLOCK):
             digest.update(block)
             size += len(block)
     return f"sha256={base64.urlsafe_b64encode(digest.digest()).decode().rstrip('=')},{size}"
 
 
-def _escaped(name: str) -> str:
+def _escape_name(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()

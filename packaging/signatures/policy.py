@@ -62,13 +62,13 @@ class Policy(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        wanted = self.require_signature or self.extensions == "signed"
-        if wanted and self.signatures > len(self.identities):
+        needs_signatures = self.require_signature or self.extensions == "signed"
+        if needs_signatures and self.signatures > len(self.identities):
             raise ValueError(
                 f"{self.signatures} signatures are required, but there are {len(self.identities)}"
                 " identities"
             )
-        if not wanted and (self.identities or self.signatures > 1):
+        if not needs_signatures and (self.identities or self.signatures > 1):
             raise ValueError(
                 "identities and signatures have no effect without require_signature = true or"
                 ' extensions = "signed"'
@@ -128,28 +128,28 @@ def _policy(fields: dict[str, Any], where: str) -> Policy:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(name for name in Policy.model_fields if name != "source")
+        keys = ", ".join(name for name in Policy.model_fields if name != "source")
         raise PolicyError(
             f"the policy is invalid: {place + ': ' if place else ''}{first['msg']}",
             where=where,
-            expected=f"the keys {known}" if first["type"] == "extra_forbidden" else "",
+            expected=f"the keys {keys}" if first["type"] == "extra_forbidden" else "",
         ) from error
 
 
-def find_policies(named: Path | None = None) -> tuple[Policy, ...]:
+def find_policies(policy_file: Path | None = None) -> tuple[Policy, ...]:
     """Return every policy that applies in this process: the machine's, $TRAINLOAD_POLICY, and
-    `named`. Each file occurs once.
+    `policy_file`. Each file occurs once.
 
     Raises: as `read_policy`. Only the machine's file may be missing.
     """
     from_environment = os.environ.get(POLICY)
     files = [Path(from_environment)] if from_environment else []
-    files += [named] if named is not None else []
-    found = [read_policy(SYSTEM_POLICY)] if os.path.lexists(SYSTEM_POLICY) else []
+    files += [policy_file] if policy_file is not None else []
+    machine_policies = [read_policy(SYSTEM_POLICY)] if os.path.lexists(SYSTEM_POLICY) else []
     return tuple(
         {
             policy.source: policy
-            for policy in (*found, *(read_policy(path.absolute()) for path in files))
+            for policy in (*machine_policies, *(read_policy(path.absolute()) for path in files))
         }.values()
     )
 
@@ -244,20 +244,20 @@ def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
             identity_of(pem, f"identity {number} of {policy.source}")
             for number, pem in enumerate(policy.identities, 1)
         ]
-        held, lacking = vouched_for(path, manifest, digest, identities)
+        signed, lacking = vouched_for(path, manifest, digest, identities)
         # two identities with the same key count once
-        count = min(len(held), len({vouched.signer for vouched in held}))
+        count = min(len(signed), len({vouched.signer for vouched in signed}))
         if count < policy.signatures:
-            wanted = f"{policy.signatures} of {len(identities)} identities to have signed it"
+            requirement = f"{policy.signatures} of {len(identities)} identities to have signed it"
             raise refuse(
                 "it is not signed as required",
-                _why(count, lacking),
-                expected=wanted,
+                _summarize_refusals(count, lacking),
+                expected=requirement,
                 hint="Have it signed: trainload sign.",
             )
 
 
-def _why(count: int, lacking: Sequence[Refused]) -> str:
+def _summarize_refusals(count: int, lacking: Sequence[Refused]) -> str:
     reasons = list(dict.fromkeys(f"{refused.file}: {refused.reason}" for refused in lacking))
     more = [f"and {len(reasons) - 3} more reasons"] if len(reasons) > 3 else []
     return "; ".join([str(count) if count else "none", *reasons[:3], *more])

@@ -78,18 +78,22 @@ class SignatureFile:
             manifest: the package's manifest.
             digest: sha256 of manifest.json.
         """
-        wanted = signed_files(manifest, digest)
+        expected_files = signed_files(manifest, digest)
         missing, extra = (
-            sorted(set(wanted) - set(self.files)),
-            sorted(set(self.files) - set(wanted)),
+            sorted(set(expected_files) - set(self.files)),
+            sorted(set(self.files) - set(expected_files)),
         )
         changed = sorted(
-            path for path in set(wanted) & set(self.files) if wanted[path] != self.files[path]
+            path
+            for path in set(expected_files) & set(self.files)
+            if expected_files[path] != self.files[path]
         )
-        found = [("changed", changed), ("missing", missing), ("extra", extra)]
+        differences = [("changed", changed), ("missing", missing), ("extra", extra)]
         if not (changed or missing or extra):
             return None
-        listed = ", ".join(f"{word} {_some(paths)}" for word, paths in found if paths)
+        listed = ", ".join(
+            f"{word} {_abbreviate_paths(paths)}" for word, paths in differences if paths
+        )
         return f"the signed files differ from the package's: {listed}"
 
 
@@ -115,15 +119,15 @@ def signature_paths(root: Path) -> tuple[str, ...]:
         )
     if not folder.is_dir():
         return ()
-    found: list[str] = []
+    paths: list[str] = []
     for path, _ in walk(folder):
         if not path.startswith("."):
-            found.append(f"{FOLDER}/{path}")
-        if len(found) > MAX_SIGNATURES:
+            paths.append(f"{FOLDER}/{path}")
+        if len(paths) > MAX_SIGNATURES:
             raise UnsafePackageError(
                 "there are too many signatures", where=FOLDER, expected=f"at most {MAX_SIGNATURES}"
             )
-    return tuple(found)
+    return tuple(paths)
 
 
 def read_signature(root: Path, path: str) -> SignatureFile:
@@ -150,9 +154,9 @@ def parse_signature(data: bytes, where: str) -> SignatureFile:
 
     Raises: as `read_signature`.
     """
-    bundle = _record(_Bundle, _parse(data, where), where)
-    payload = _decoded(bundle.dsse_envelope.payload, where)
-    statement = _record(_Statement, _parse(payload, where), where)
+    bundle = _validate_record(_Bundle, _parse_json(data, where), where)
+    payload = _decode_base64(bundle.dsse_envelope.payload, where)
+    statement = _validate_record(_Statement, _parse_json(payload, where), where)
     files: dict[str, str] = {}
     for resource in statement.predicate.resources:
         if resource.name in files:
@@ -172,7 +176,7 @@ def parse_signature(data: bytes, where: str) -> SignatureFile:
     )
 
 
-def _some(paths: Sequence[str]) -> str:
+def _abbreviate_paths(paths: Sequence[str]) -> str:
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
@@ -261,7 +265,7 @@ class _Statement(_Open):
     predicate: _Predicate
 
 
-def _record(kind: type[Parsed], value: object, where: str) -> Parsed:
+def _validate_record(kind: type[Parsed], value: object, where: str) -> Parsed:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -277,23 +281,23 @@ def _record(kind: type[Parsed], value: object, where: str) -> Parsed:
 
 def _signer(material: _Material, where: str) -> tuple[Kind, bytes]:
     """Return the kind of signature, and the signer's certificate."""
-    given = [
+    materials = [
         value
         for value in (material.public_key, material.x509_certificate_chain, material.certificate)
         if value is not None
     ]
-    if len(given) != 1:
+    if len(materials) != 1:
         raise IntegrityError(
             "the signature is malformed: it names no signer, or several", where=where
         )
-    if isinstance(given[0], _PublicKey):
+    if isinstance(materials[0], _PublicKey):
         return "key", b""
-    if isinstance(given[0], _Chain):
-        return "certificate", _decoded(given[0].certificates[0].raw_bytes, where)
-    return "keyless", _decoded(given[0].raw_bytes, where)
+    if isinstance(materials[0], _Chain):
+        return "certificate", _decode_base64(materials[0].certificates[0].raw_bytes, where)
+    return "keyless", _decode_base64(materials[0].raw_bytes, where)
 
 
-def _decoded(text: str, where: str) -> bytes:
+def _decode_base64(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -302,7 +306,7 @@ def _decoded(text: str, where: str) -> bytes:
         ) from error
 
 
-def _parse(data: bytes, where: str) -> Any:
+def _parse_json(data: bytes, where: str) -> Any:
     """Decode JSON of any writer: it need not be canonical, but keys must be unique."""
     if len(data) > MAX_SIGNATURE:
         raise UnsafePackageError(
@@ -319,17 +323,19 @@ def _parse(data: bytes, where: str) -> Any:
             got=str(depth),
         )
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _once(pairs, where))
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=lambda pairs: _check_unique_keys(pairs, where)
+        )
     except ValueError as error:
         raise IntegrityError(
             f"the signature is malformed: it is not JSON in UTF-8: {error}", where=where
         ) from error
 
 
-def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _check_unique_keys(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise IntegrityError(
             "the signature is malformed: an object has a duplicate key", where=where
         )
-    return found
+    return fields

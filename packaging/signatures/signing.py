@@ -105,20 +105,20 @@ def sign_package(
             config.use_elliptic_key_signer(private_key=key.path, password=key.password)
         with tempfile.TemporaryDirectory() as folder:
             config.sign(path, Path(folder) / "signature")
-            made = parse_signature((Path(folder) / "signature").read_bytes(), file)
+            signature = parse_signature((Path(folder) / "signature").read_bytes(), file)
     except refusals as error:
         raise SignatureError(
             f"the key cannot sign: {error}", where=str(certificate or key.path)
         ) from error
     if certificate is None:
         check_signed_by(
-            made, path, manifest, report.digest, identity_of(key.public_pem, str(key.path))
+            signature, path, manifest, report.digest, identity_of(key.public_pem, str(key.path))
         )
-    _put(path, made)
-    return made
+    _write_signature(path, signature)
+    return signature
 
 
-def _put(path: Path, signature: SignatureFile) -> None:
+def _write_signature(path: Path, signature: SignatureFile) -> None:
     """Write the signature file atomically.
 
     Raises:

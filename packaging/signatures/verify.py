@@ -122,13 +122,13 @@ def _signatures(
 ) -> tuple[tuple[SignatureState, ...], list[Problem]]:
     """Return the signatures of this package, and problems with other signatures or missing ones."""
     problems: list[Problem] = []
-    found: list[SignatureState] = []
+    states: list[SignatureState] = []
     try:
-        held, refused = vouched_for(path, manifest, digest, identities)
+        signed, refused = vouched_for(path, manifest, digest, identities)
         files = signature_paths(path)
     except UnsafePackageError as error:
         return (), [Problem(error.where, str(error))]
-    known = {vouched.file: vouched.identity.name for vouched in held}
+    identity_names = {vouched.file: vouched.identity.name for vouched in signed}
     for file in files:
         try:
             signature = read_signature(path, file)
@@ -139,12 +139,14 @@ def _signatures(
         if different is not None:
             problems.append(Problem(file, different))
         else:
-            found.append(SignatureState(file, signature.kind, signature.signer, known.get(file)))
+            states.append(
+                SignatureState(file, signature.kind, signature.signer, identity_names.get(file))
+            )
     broken = {problem.file for problem in problems}
     problems += [
         Problem(lacking.file, lacking.reason) for lacking in refused if lacking.file not in broken
     ]
-    return tuple(found), problems
+    return tuple(states), problems
 
 
 def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list[Problem]:
@@ -200,8 +202,10 @@ def _wheels(path: Path, manifest: Manifest) -> list[Problem]:
         for wheel in entry.wheels:
             try:
                 with open_inside(path, wheel) as file:
-                    found = read_wheel(file, wheel.rpartition("/")[2])
-                if lacking := [module for module in entry.modules if not found.has_module(module)]:
+                    content = read_wheel(file, wheel.rpartition("/")[2])
+                if lacking := [
+                    module for module in entry.modules if not content.has_module(module)
+                ]:
                     problems.append(
                         Problem(
                             wheel,

@@ -72,13 +72,13 @@ def vouched_for(
             signatures.append(read_signature(path, file))
         except PackageError as error:
             broken.append((file, error.problem))
-    held: list[Vouched] = []
+    vouched: list[Vouched] = []
     refused: list[Refused] = []
     for identity in identities:
         tried: list[Refused] = [Refused(identity, file, reason) for file, reason in broken]
         for signature in signatures:
             try:
-                held.append(
+                vouched.append(
                     Vouched(
                         identity,
                         signature.file,
@@ -90,7 +90,7 @@ def vouched_for(
                 tried.append(Refused(identity, signature.file, error.problem))
         else:
             refused += tried or [Refused(identity, FOLDER, f"there is no signature by {identity}")]
-    return tuple(held), tuple(refused)
+    return tuple(vouched), tuple(refused)
 
 
 def check_signed_by(

@@ -127,12 +127,12 @@ def _collect(
             if state.status != "removed" and f"{line} {state.release.name}" not in removed:
                 needed |= {entry.sha256 for entry in state.release.files.values()}
     unneeded: list[StoredFile] = []
-    kept: list[StoredFile] = []
+    needed_blobs: list[StoredFile] = []
     drafts: list[StoredFile] = []
     for file in store.files.walk(""):
         blob = _BLOB.fullmatch(file.path)
         if blob is not None:
-            (kept if blob[2] in needed else unneeded).append(file)
+            (needed_blobs if blob[2] in needed else unneeded).append(file)
         elif _is_draft(file.path) and file.modified is not None and began - file.modified >= grace:
             drafts.append(file)
     dead = [path for path in pushes if path not in live]
@@ -150,8 +150,8 @@ def _collect(
         removed_releases=removed,
         removed_blobs=len(unneeded),
         removed_bytes=sum(file.size for file in unneeded),
-        kept_blobs=len(kept),
-        kept_bytes=sum(file.size for file in kept),
+        kept_blobs=len(needed_blobs),
+        kept_bytes=sum(file.size for file in needed_blobs),
         live_pushes=len(live),
         dead_pushes=len(dead),
         drafts=len(drafts),

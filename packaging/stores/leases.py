@@ -105,14 +105,14 @@ def leased(
         on_wait: told, once, if gc is at work and has to be waited for.
     """
     lease = PushedBlobs(store, blobs)
-    told = False
+    announced = False
     while (other := _gc_leases(store).other()) is not None:
-        if not told:
+        if not announced:
             on_wait(
                 f"{store.url}: gc is running; waiting for it for at most"
                 f" {max(1, round(other.left))} s"
             )
-            told = True
+            announced = True
         time.sleep(_POLL)
     yield lease
     lease.end()
@@ -125,16 +125,16 @@ def gc_lease(store: Store) -> HeldLease[LeaseRecord]:
         LeaseTakenError: another gc holds it.
     """
     leases = _gc_leases(store)
-    found = leases.take(GC_SECONDS)
-    if isinstance(found, OtherLease):
+    lease = leases.take(GC_SECONDS)
+    if isinstance(lease, OtherLease):
         raise LeaseTakenError(
             "another gc is running",
             where=store.url,
-            got=found.record.owner,
-            hint=f"Wait for it; if it was killed, its lease ends in {max(1, round(found.left))} s.",
+            got=lease.record.owner,
+            hint=f"Wait for it; if it was killed, its lease ends in {max(1, round(lease.left))} s.",
         )
-    leases.forget_before(found.id)
-    return found
+    leases.forget_before(lease.id)
+    return lease
 
 
 def _gc_leases(store: Store) -> Leases[LeaseRecord]:
@@ -143,10 +143,10 @@ def _gc_leases(store: Store) -> Leases[LeaseRecord]:
 
 def push_leases(store: Store) -> dict[str, PushLease]:
     """Path -> lease of every push that has not ended."""
-    found: dict[str, PushLease] = {}
+    leases_by_path: dict[str, PushLease] = {}
     for name in store.files.names(PUSHES):
         path = f"{PUSHES}/{name}"
         data = store.files.read(path, MAX_RECORD)
         if data is not None:
-            found[path] = PushLease.from_bytes(data, f"{store.url}/{path}")
-    return found
+            leases_by_path[path] = PushLease.from_bytes(data, f"{store.url}/{path}")
+    return leases_by_path

@@ -211,12 +211,12 @@ class _Repository:
                 where=reference,
                 hint='Install it: pip install "trainload[oci]".',
             ) from error
-        whole = reference.removeprefix(_SCHEME)
-        known = set(match["host"]) & {".", ":"}  # oras parses other hosts as part of the name
+        artifact_name = reference.removeprefix(_SCHEME)
+        host_marks = set(match["host"]) & {".", ":"}  # oras parses other hosts as part of the name
         self._container: Container = Container(
-            whole if known else whole.partition("/")[2], registry=match["host"]
+            artifact_name if host_marks else artifact_name.partition("/")[2], registry=match["host"]
         )
-        with self._reaching():
+        with self._translate_errors():
             self._registry: Registry = Registry(
                 match["host"], insecure=insecure, tls_verify=options.get("tls_verify", True)
             )
@@ -231,20 +231,22 @@ class _Repository:
     def has(self, digest: str, size: int) -> bool:
         """Return True if the repository has a blob."""
         layer = {"digest": f"sha256:{digest}", "size": size}
-        with self._reaching():
+        with self._translate_errors():
             return bool(self._registry.blob_exists(layer, self._container))
 
     def send(self, file: Path, digest: str, size: int) -> None:
         """Send a file. The registry verifies its digest."""
         layer = {"digest": f"sha256:{digest}", "size": size}
-        with self._reaching():
+        with self._translate_errors():
             chunked = size > BLOCK  # otherwise oras reads the whole file into memory
-            answer = self._registry.upload_blob(
+            response = self._registry.upload_blob(
                 str(file), self._container, layer, do_chunked=chunked, chunk_size=BLOCK
             )
-        if answer.status_code not in (200, 201, 202):
-            hint = "Check the package with `trainload verify`." if answer.status_code == 400 else ""
-            raise self._refusal("a file", answer, str(file), hint)
+        if response.status_code not in (200, 201, 202):
+            hint = (
+                "Check the package with `trainload verify`." if response.status_code == 400 else ""
+            )
+            raise self._make_refusal("a file", response, str(file), hint)
 
     def send_bytes(self, data: bytes) -> None:
         """Send a small blob."""
@@ -255,15 +257,15 @@ class _Repository:
 
     def publish(self, data: bytes) -> str:
         """Store the manifest under the tag. Return its digest."""
-        with self._reaching():
-            answer = self._request(
+        with self._translate_errors():
+            response = self._request(
                 "PUT",
                 self._container.manifest_url(),
                 data=data,
                 headers={"Content-Type": IMAGE_MANIFEST},
             )
-        if answer.status_code not in (200, 201, 202):
-            raise self._refusal("the manifest", answer, self.url)
+        if response.status_code not in (200, 201, 202):
+            raise self._make_refusal("the manifest", response, self.url)
         return f"sha256:{sha256_bytes(data)}"
 
     def manifest(self) -> bytes:
@@ -272,66 +274,66 @@ class _Repository:
         Raises:
             IntegrityError: they do not have the digest in the reference.
         """
-        with self._reaching():
-            answer = self._request(
+        with self._translate_errors():
+            response = self._request(
                 "GET",
                 self._container.manifest_url(),
                 headers={"Accept": IMAGE_MANIFEST},
                 stream=True,
             )
-            if answer.status_code == 404:
+            if response.status_code == 404:
                 raise StorageError("the registry has no such artifact", where=self.url)
-            if answer.status_code != 200:
-                raise self._refusal("the manifest", answer, self.url)
-            data = b"".join(_limited(answer, MAX_MANIFEST + 1))
+            if response.status_code != 200:
+                raise self._make_refusal("the manifest", response, self.url)
+            data = b"".join(_read_limited(response, MAX_MANIFEST + 1))
         if len(data) > MAX_MANIFEST:
             raise UnsafePackageError(
                 "the artifact's manifest is too large",
                 where=self.url,
                 expected=f"at most {MAX_MANIFEST} bytes",
             )
-        found = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        if self.digest is not None and self.digest != found:
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if self.digest is not None and self.digest != digest:
             raise IntegrityError(
                 "the artifact's digest does not match the reference",
                 where=self.url,
                 expected=self.digest,
-                got=found,
+                got=digest,
             )
         return data
 
     def receive(self, digest: str, size: int) -> Iterator[bytes]:
         """Yield a blob's bytes in blocks, at most `size` plus one block."""
-        with self._reaching():
-            answer = self._registry.get_blob(self._container, f"sha256:{digest}", stream=True)
-            if answer.status_code == 404:
+        with self._translate_errors():
+            response = self._registry.get_blob(self._container, f"sha256:{digest}", stream=True)
+            if response.status_code == 404:
                 raise IntegrityError(
                     "a file of the artifact is missing", where=f"{self.url}, sha256:{digest}"
                 )
-            if answer.status_code != 200:
-                raise self._refusal("a file", answer, f"sha256:{digest}")
-            yield from _limited(answer, size)
+            if response.status_code != 200:
+                raise self._make_refusal("a file", response, f"sha256:{digest}")
+            yield from _read_limited(response, size)
 
     def _request(self, method: str, url: str, **arguments: Any) -> requests.Response:
         ask: Callable[..., requests.Response] = self._registry.do_request
         return ask(f"{self._registry.prefix}://{url}", method, **arguments)
 
-    def _refusal(
-        self, what: str, answer: requests.Response, where: str, hint: str = ""
+    def _make_refusal(
+        self, subject: str, response: requests.Response, where: str, hint: str = ""
     ) -> StorageError:
-        told = " ".join(answer.text[:200].split())
+        excerpt = " ".join(response.text[:200].split())
         hint = hint or (
-            "Log in: docker login, or oras login." if answer.status_code in (401, 403) else ""
+            "Log in: docker login, or oras login." if response.status_code in (401, 403) else ""
         )
         return StorageError(
-            f"the registry rejected the request for {what}",
+            f"the registry rejected the request for {subject}",
             where=where,
-            got=f"status {answer.status_code} {told}",
+            got=f"status {response.status_code} {excerpt}",
             hint=hint,
         )
 
     @contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         import requests
         from oras.auth import AuthenticationException
 
@@ -355,11 +357,11 @@ class _Repository:
             ) from error
 
 
-def _limited(answer: requests.Response, most: int) -> Iterator[bytes]:
+def _read_limited(response: requests.Response, most: int) -> Iterator[bytes]:
     """Yield the body in blocks, up to and including the block that exceeds `most` bytes."""
     size = 0
-    with answer:
-        for block in answer.iter_content(BLOCK):
+    with response:
+        for block in response.iter_content(BLOCK):
             size += len(block)
             yield block
             if size > most:

@@ -101,7 +101,7 @@ def config_bytes(name: str, manifest: Manifest, files: Mapping[str, FileEntry]) 
     precisions = sorted({entry.dtype for entry in owners})
     config = {
         "format": "trainload",
-        "paramSize": _short(count),
+        "paramSize": _abbreviate_count(count),
         **({"precision": precisions[0]} if len(precisions) == 1 else {}),
     }
     layers = [f"sha256:{entry.sha256}" for _, entry in sorted(files.items())]
@@ -158,7 +158,7 @@ def files_of(data: bytes, where: str) -> dict[str, FileEntry]:
         )
     try:
         raw: Any = json.loads(data)
-        found = OciManifest.model_validate_json(data)
+        artifact = OciManifest.model_validate_json(data)
     except RecursionError as error:
         raise UnsafePackageError(
             "the artifact's manifest is nested too deeply", where=where
@@ -166,26 +166,26 @@ def files_of(data: bytes, where: str) -> dict[str, FileEntry]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        told = raw.get("mediaType") if isinstance(raw, dict) else None
+        stated_type = raw.get("mediaType") if isinstance(raw, dict) else None
         raise UnsafePackageError(
             f"this is not an artifact of a package: {place}: {first['msg']}",
             where=where,
             expected=ARTIFACT_TYPE,
-            got=str(told)[:80],
+            got=str(stated_type)[:80],
         ) from error
     except ValueError as error:
         raise IntegrityError(
             "the artifact's manifest is not readable as JSON", where=where
         ) from error
-    if found.artifact_type != ARTIFACT_TYPE:
+    if artifact.artifact_type != ARTIFACT_TYPE:
         raise UnsafePackageError(
             "this is not an artifact of a model",
             where=where,
             expected=ARTIFACT_TYPE,
-            got=found.artifact_type,
+            got=artifact.artifact_type,
         )
     files: dict[str, FileEntry] = {}
-    for layer in found.layers:
+    for layer in artifact.layers:
         try:
             path = _Path(path=layer.path).path
         except ValidationError as error:
@@ -213,7 +213,7 @@ def files_of(data: bytes, where: str) -> dict[str, FileEntry]:
     return files
 
 
-def _short(count: int) -> str:
+def _abbreviate_count(count: int) -> str:
     """Abbreviate a number: `1234567` -> "1.2M"."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:

@@ -89,23 +89,25 @@ def pull(
     path = Path(path)
     source = Store(store, options)
     name = source.line(line)
-    found = source.release(name, release)
-    mark = source.mark_of(name, found.id)
+    record = source.release(name, release)
+    mark = source.mark_of(name, record.id)
     if mark is not None and mark.verdict == "removed":
         raise StorageError(
             "the release's files were removed",
-            where=f"{source.url}, line {name}, release {found.name}",
+            where=f"{source.url}, line {name}, release {record.name}",
             got=mark.reason,
         )
     files = {
-        file: entry for file, entry in found.files.items() if debug or not file.startswith("debug/")
+        file: entry
+        for file, entry in record.files.items()
+        if debug or not file.startswith("debug/")
     }
 
     def fetch(entry: FileEntry) -> Iterator[bytes]:
         return source.files.receive(blob_path(entry.sha256), entry.size)
 
     fetched = write_pulled(path, files, fetch, reuse=reuse, on_progress=on_progress)
-    return pull_report(source.url, name, found.name, path, files, fetched)
+    return pull_report(source.url, name, record.name, path, files, fetched)
 
 
 def pull_report(
@@ -170,19 +172,23 @@ def write_pulled(
     manifest_bytes = _fetch_manifest(files, fetch)
     manifest = Manifest.from_bytes(manifest_bytes, MANIFEST)
     listed = {
-        file: _content(entry)
+        file: _digest_and_size(entry)
         for file, entry in files.items()
         if file != MANIFEST and file.split("/")[0] not in OUTSIDE
     }
-    wanted = {file: _content(entry) for file, entry in manifest.files.items()}
-    if listed != wanted:
-        wrong = sorted(file for file in {*listed, *wanted} if listed.get(file) != wanted.get(file))
+    manifest_files = {file: _digest_and_size(entry) for file, entry in manifest.files.items()}
+    if listed != manifest_files:
+        wrong = sorted(
+            file
+            for file in {*listed, *manifest_files}
+            if listed.get(file) != manifest_files.get(file)
+        )
         raise UnsafePackageError(
             "the files of the release do not match its manifest",
             where=MANIFEST,
             got=", ".join(wrong[:5]),
         )
-    here = _local_files(files, [*_beside(path), *map(Path, reuse)])
+    local_files = _local_files(files, [*_sibling_packages(path), *map(Path, reuse)])
     total, done = sum(entry.size for entry in files.values()), 0
 
     def moved(count: int) -> None:
@@ -190,30 +196,34 @@ def write_pulled(
         done += count
         on_progress(done, total)
 
-    _check_room(path, sum(entry.size for entry in files.values() if entry.sha256 not in here))
+    _check_disk_space(
+        path, sum(entry.size for entry in files.values() if entry.sha256 not in local_files)
+    )
     fetched = [MANIFEST]
     with new_folder(path) as root:
         write_bytes(root / MANIFEST, manifest_bytes)
         moved(len(manifest_bytes))
-        made: dict[str, Path] = {}
+        written: dict[str, Path] = {}
         for file, entry in sorted(files.items()):
             if file == MANIFEST:
                 continue
             target = root / file
             candidates = (
-                [made[entry.sha256]] if entry.sha256 in made else here.get(entry.sha256, [])
+                [written[entry.sha256]]
+                if entry.sha256 in written
+                else local_files.get(entry.sha256, [])
             )
             if _link(candidates, target, entry):
                 moved(entry.size)
             else:
                 _write(fetch(entry), target, entry, file, moved)
                 fetched.append(file)
-            made[entry.sha256] = target
+            written[entry.sha256] = target
         check_tree(root, manifest)
     return fetched
 
 
-def _content(entry: FileEntry) -> tuple[str, int]:
+def _digest_and_size(entry: FileEntry) -> tuple[str, int]:
     return entry.sha256, entry.size
 
 
@@ -232,7 +242,7 @@ def _fetch_manifest(files: Mapping[str, FileEntry], fetch: Fetch) -> bytes:
         if len(data) > entry.size:
             break
     if len(data) != entry.size or sha256_bytes(bytes(data)) != entry.sha256:
-        raise _damaged(MANIFEST, entry, len(data), sha256_bytes(bytes(data)))
+        raise _damaged_error(MANIFEST, entry, len(data), sha256_bytes(bytes(data)))
     return bytes(data)
 
 
@@ -256,10 +266,10 @@ def _write(
         write.flush()
         os.fsync(write.fileno())
     if size != entry.size or digest.hexdigest() != entry.sha256:
-        raise _damaged(file, entry, size, digest.hexdigest())
+        raise _damaged_error(file, entry, size, digest.hexdigest())
 
 
-def _damaged(file: str, entry: FileEntry, size: int, digest: str) -> IntegrityError:
+def _damaged_error(file: str, entry: FileEntry, size: int, digest: str) -> IntegrityError:
     return IntegrityError(
         "a fetched file differs from the published one",
         where=file,
@@ -284,27 +294,25 @@ def _link(candidates: Sequence[Path], target: Path, entry: FileEntry) -> bool:
     return False
 
 
-def _beside(path: Path) -> Iterator[Path]:
+def _sibling_packages(path: Path) -> Iterator[Path]:
     """Yield the packages next to `path`, including unfinished ones of killed pulls."""
     with suppress(OSError):
         yield from sorted(
-            found for found in path.absolute().parent.iterdir() if (found / MANIFEST).is_file()
+            sibling
+            for sibling in path.absolute().parent.iterdir()
+            if (sibling / MANIFEST).is_file()
         )
 
 
-def _local_files(
-    wanted: Mapping[str, FileEntry], packages: Iterable[Path]
-) -> dict[str, list[Path]]:
+def _local_files(files: Mapping[str, FileEntry], packages: Iterable[Path]) -> dict[str, list[Path]]:
     """Return digest -> files of local packages that may have these bytes.
 
     Files are matched by the packages' manifests or, outside of these, by path and size. Unreadable
     ones are left out. The caller compares digests before it uses a file.
     """
-    sizes = {entry.sha256: entry.size for entry in wanted.values()}
-    outside = {
-        file: entry.sha256 for file, entry in wanted.items() if file.split("/")[0] in OUTSIDE
-    }
-    found: dict[str, list[Path]] = {}
+    sizes = {entry.sha256: entry.size for entry in files.values()}
+    outside = {file: entry.sha256 for file, entry in files.items() if file.split("/")[0] in OUTSIDE}
+    candidates: dict[str, list[Path]] = {}
     for package in packages:
         try:
             entries = Manifest.from_bytes(read_manifest(package), MANIFEST).files
@@ -323,11 +331,11 @@ def _local_files(
                     and place.is_file()
                     and place.stat().st_size == sizes[digest]
                 ):
-                    found.setdefault(digest, []).append(place)
-    return found
+                    candidates.setdefault(digest, []).append(place)
+    return candidates
 
 
-def _check_room(path: Path, count: int) -> None:
+def _check_disk_space(path: Path, count: int) -> None:
     parent = path.absolute().parent
     if not parent.is_dir():
         raise StorageError("there is no such folder", where=str(parent), hint="Create it first.")

@@ -92,9 +92,9 @@ def local_package(path: Path, *, debug: bool = True) -> LocalPackage:
         MANIFEST: FileEntry(media_type="application/json", sha256=digest, size=len(data)),
         **manifest.files,
     }
-    wanted = TRAVELLING if debug else ("signatures",)
+    folders = TRAVELLING if debug else ("signatures",)
     for file, status in walk(path):
-        if file.split("/")[0] in wanted and "/" in file:
+        if file.split("/")[0] in folders and "/" in file:
             files[file] = FileEntry(
                 media_type=media_type_of(file), sha256=sha256_file(path / file), size=status.st_size
             )
@@ -169,7 +169,7 @@ def push(
             message=message,
             facts=facts,
         )
-        _check_whole(target, release, lease)
+        _check_not_withdrawn(target, release, lease)
     if promote:
         _promote(target, release, only_if, message)
     pointer = target.current(name)
@@ -197,7 +197,7 @@ def _promote(store: Store, release: Release, only_if: str | int | None, reason: 
         store.promote(release.line, release.name, only_if=only_if, reason=reason)
 
 
-def _check_whole(store: Store, release: Release, lease: PushedBlobs) -> None:
+def _check_not_withdrawn(store: Store, release: Release, lease: PushedBlobs) -> None:
     """Withdraw the release and raise if gc declared this push dead before the release appeared."""
     try:
         lease.check()
@@ -224,9 +224,9 @@ def _send(
         on_progress(done, total)
 
     on_progress(0, total)
-    there = store.blob_sizes(blobs)
+    stored_sizes = store.blob_sizes(blobs)
     for digest, (path, entry) in blobs.items():
-        if there[digest] == entry.size:
+        if stored_sizes[digest] == entry.size:
             moved(entry.size)
             continue
         store.files.send(

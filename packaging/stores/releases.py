@@ -127,8 +127,8 @@ class ReleaseState:
 
 def shown(release: str) -> str:
     """Return an id in readable form: "00000007" -> "7"."""
-    number, _, rest = release.partition("-")
-    return f"{int(number)}-{rest}" if rest else str(int(number))
+    number, _, suffix = release.partition("-")
+    return f"{int(number)}-{suffix}" if suffix else str(int(number))
 
 
 def release_id(text: str | int) -> str:
@@ -137,15 +137,15 @@ def release_id(text: str | int) -> str:
     Raises:
         StorageError: it is not a release's name.
     """
-    number, dash, rest = str(text).partition("-")
-    found = f"{int(number):08d}{dash}{rest}" if re.fullmatch(r"[0-9]{1,8}", number) else ""
-    if not _ID.fullmatch(found):
+    number, dash, suffix = str(text).partition("-")
+    identifier = f"{int(number):08d}{dash}{suffix}" if re.fullmatch(r"[0-9]{1,8}", number) else ""
+    if not _ID.fullmatch(identifier):
         raise StorageError(
             "this is not a release",
             where=str(text),
             expected="a number, as `trainload releases` shows it",
         )
-    return found
+    return identifier
 
 
 def is_id(name: str) -> bool:

@@ -79,15 +79,15 @@ class Store:
         self.files = open_files(url, options)
         if self._read(StoreInfo, INFO) is not None:
             return
-        there = self.files.names("")
+        existing = self.files.names("")
         # another writer has just created it, store.json first
-        if there and self._read(StoreInfo, INFO) is not None:
+        if existing and self._read(StoreInfo, INFO) is not None:
             return
-        if there:
+        if existing:
             raise StorageError(
                 "this location contains other files, but no store",
                 where=self.url,
-                got=", ".join(there[:5]),
+                got=", ".join(existing[:5]),
             )
         if not create:
             raise StorageError(
@@ -120,15 +120,15 @@ class Store:
                     expected="lowercase letters, digits and _ . -, at most 64",
                 )
             return name
-        found = self.lines()
-        if len(found) == 1 or (not found and default is not None):
-            return found[0] if found else str(default)
-        if not found:
+        lines = self.lines()
+        if len(lines) == 1 or (not lines and default is not None):
+            return lines[0] if lines else str(default)
+        if not lines:
             raise StorageError("the store has no releases", where=self.url)
         raise StorageError(
             "the store has several lines",
             where=self.url,
-            got=", ".join(found[:10]),
+            got=", ".join(lines[:10]),
             hint="Specify one with --line.",
         )
 
@@ -148,7 +148,7 @@ class Store:
 
     def release_ids(self, line: str) -> list[str]:
         """Return the ids of a line's releases, in order."""
-        return self._ids(f"lines/{line}/releases")
+        return self._record_ids(f"lines/{line}/releases")
 
     def release(self, line: str, release: str | int | None = None) -> Release:
         """Return a release of a line.
@@ -161,39 +161,39 @@ class Store:
             StorageError: there is no such release.
             IntegrityError: its record is damaged.
         """
-        wanted = self._wanted(line, release)
-        found = self._read_release(line, wanted)
-        if found is None:
-            known = ", ".join(shown(each) for each in self.release_ids(line)[-5:]) or "none"
+        identifier = self._resolve_id(line, release)
+        record = self._read_release(line, identifier)
+        if record is None:
+            latest = ", ".join(shown(each) for each in self.release_ids(line)[-5:]) or "none"
             raise StorageError(
                 "there is no such release",
                 where=f"{self.url}, line {line}",
-                expected=f"one of {known}",
-                got=shown(wanted),
+                expected=f"one of {latest}",
+                got=shown(identifier),
             )
-        return found
+        return record
 
     def current(self, line: str) -> Pointer | None:
         """Return the entry of a line's current release, or None if no release is current."""
-        ids = self._ids(f"lines/{line}/current")
+        ids = self._record_ids(f"lines/{line}/current")
         return self._read_pointer(line, ids[-1]) if ids else None
 
     def history(self, line: str) -> tuple[Pointer, ...]:
         """Return the history of a line's current releases, oldest first."""
-        found = self._many(
-            lambda each: self._read_pointer(line, each), self._ids(f"lines/{line}/current")
+        pointers = self._read_in_parallel(
+            lambda each: self._read_pointer(line, each), self._record_ids(f"lines/{line}/current")
         )
-        return tuple(pointer for pointer in found if pointer is not None)
+        return tuple(pointer for pointer in pointers if pointer is not None)
 
     def mark_of(self, line: str, release: str) -> Mark | None:
         """Return the mark of a release, or None."""
         path = f"lines/{line}/marks/{release}.json"
-        found = self._read(Mark, path)
-        if found is not None and (found.line, found.release) != (line, release):
+        mark = self._read(Mark, path)
+        if mark is not None and (mark.line, mark.release) != (line, release):
             raise IntegrityError(
                 "a record of the store does not match its path", where=f"{self.url}/{path}"
             )
-        return found
+        return mark
 
     def releases(self, line: str) -> tuple[ReleaseState, ...]:
         """Return a line's releases with their present status, in order.
@@ -202,12 +202,14 @@ class Store:
             IntegrityError: a record is damaged.
         """
         ids = self.release_ids(line)
-        releases = self._many(lambda each: self._read_release(line, each), ids)
+        releases = self._read_in_parallel(lambda each: self._read_release(line, each), ids)
         marked = {name.removesuffix(".json") for name in self.files.names(f"lines/{line}/marks")}
         marks = dict(
             zip(
                 ids,
-                self._many(lambda each: self.mark_of(line, each) if each in marked else None, ids),
+                self._read_in_parallel(
+                    lambda each: self.mark_of(line, each) if each in marked else None, ids
+                ),
                 strict=True,
             )
         )
@@ -219,19 +221,19 @@ class Store:
                 promoted[pointer.release] = pointer.reason
             current = pointer.release
         return tuple(
-            _state(release, marks[release.id], promoted, current)
+            _release_state(release, marks[release.id], promoted, current)
             for release in releases
             if release is not None
         )
 
     def blob_sizes(self, digests: Iterable[str]) -> dict[str, int | None]:
         """Return digest -> size of its blob in bytes, or None if the store does not have it."""
-        asked = list(digests)
+        ordered_digests = list(digests)
         with ThreadPoolExecutor(_READERS) as pool:
             return dict(
                 zip(
-                    asked,
-                    pool.map(lambda digest: self.files.size(blob_path(digest)), asked),
+                    ordered_digests,
+                    pool.map(lambda digest: self.files.size(blob_path(digest)), ordered_digests),
                     strict=True,
                 )
             )
@@ -259,9 +261,11 @@ class Store:
         Raises:
             StorageError: a text is too long, or the store cannot be written.
         """
-        found = self._many(lambda each: self._read_release(line, each), self.release_ids(line))
-        known = [release for release in found if release is not None]
-        for release in reversed(known):
+        records = self._read_in_parallel(
+            lambda each: self._read_release(line, each), self.release_ids(line)
+        )
+        published = [release for release in records if release is not None]
+        for release in reversed(published):
             if release.package != digest or release.files != dict(files):
                 continue
             mark = self.mark_of(line, release.id)
@@ -269,12 +273,13 @@ class Store:
             if thought == verdict or (facts and release.facts == facts and thought != "removed"):
                 return release, False
         parent = next(
-            (release.id for release in reversed(known) if release.package == manifest.parent), None
+            (release.id for release in reversed(published) if release.package == manifest.parent),
+            None,
         )
         nonce = secrets.token_hex(16)
 
         def make(name: str, _last: str | None) -> Release:
-            return _checked(
+            return _make_record(
                 Release,
                 line=line,
                 id=name,
@@ -320,10 +325,10 @@ class Store:
             StorageError: there is no such release, it was rejected, its files were removed, or the
                 store does not support conditions.
         """
-        found = self.release(line, release)
-        if rejected and _verdict(found, self.mark_of(line, found.id))[0] == "rejected":
-            self.mark(line, found.id, "candidate", reason or "promoted although it was rejected")
-        self._check_usable(found)
+        record = self.release(line, release)
+        if rejected and _present_verdict(record, self.mark_of(line, record.id))[0] == "rejected":
+            self.mark(line, record.id, "candidate", reason or "promoted although it was rejected")
+        self._check_usable(record)
         expected = None if only_if is None or str(only_if) == NOBODY else release_id(only_if)
         if (only_if, after) != (None, None) and not self.files.exclusive:
             raise StorageError(
@@ -351,19 +356,19 @@ class Store:
                     got=f"release {shown(before.release)}" if before else "none",
                     hint="Check `trainload releases`, and decide again.",
                 )
-            return _checked(
+            return _make_record(
                 Pointer,
                 line=line,
                 id=name,
-                release=found.id,
-                package=found.package,
+                release=record.id,
+                package=record.package,
                 reason=reason,
                 created=now(),
                 nonce=nonce,
             )
 
         pointer = self._append(f"lines/{line}/current", make)
-        self._take_back_if_removed(line, found, pointer)
+        self._undo_if_removed(line, record, pointer)
         return pointer
 
     def confirm(self, line: str, reason: str) -> Pointer | None:
@@ -395,20 +400,20 @@ class Store:
         Raises:
             StorageError: there is no such release.
         """
-        found = self.release(line, release)
-        mark = _checked(
+        record = self.release(line, release)
+        mark = _make_record(
             Mark,
             line=line,
-            release=found.id,
+            release=record.id,
             verdict=verdict,
             reason=reason,
             created=now(),
             nonce=secrets.token_hex(16),
         )
-        self.files.replace(f"lines/{line}/marks/{found.id}.json", mark.to_bytes())
+        self.files.replace(f"lines/{line}/marks/{record.id}.json", mark.to_bytes())
         return mark
 
-    def _take_back_if_removed(self, line: str, release: Release, pointer: Pointer) -> None:
+    def _undo_if_removed(self, line: str, release: Release, pointer: Pointer) -> None:
         """Undo a promotion if gc has removed the release's files.
 
         gc marks a release and then checks which one is current; this checks in the opposite order,
@@ -433,7 +438,7 @@ class Store:
         )
 
     def _check_usable(self, release: Release) -> None:
-        verdict, reason = _verdict(release, self.mark_of(release.line, release.id))
+        verdict, reason = _present_verdict(release, self.mark_of(release.line, release.id))
         where = f"{self.url}, line {release.line}, release {release.name}"
         if verdict == "removed":
             raise StorageError("the release's files were removed", where=where, got=reason)
@@ -441,7 +446,7 @@ class Store:
             hint = "To use it anyway, run `trainload promote --rejected`."
             raise StorageError("the release was rejected", where=where, got=reason, hint=hint)
 
-    def _wanted(self, line: str, release: str | int | None) -> str:
+    def _resolve_id(self, line: str, release: str | int | None) -> str:
         where = f"{self.url}, line {line}"
         if release is not None and release != "latest":
             return release_id(release)
@@ -465,7 +470,7 @@ class Store:
         `make` receives its id, and the id of the last record.
         """
         for attempt in range(_TRIES):
-            ids = self._ids(folder)
+            ids = self._record_ids(folder)
             number = int(ids[-1][:8]) + 1 if ids else 1
             name = (
                 f"{number:08d}" if self.files.exclusive else f"{number:08d}-{secrets.token_hex(8)}"
@@ -484,7 +489,7 @@ class Store:
             hint="Try again later.",
         )
 
-    def _ids(self, folder: str) -> list[str]:
+    def _record_ids(self, folder: str) -> list[str]:
         names = (
             name.removesuffix(".json")
             for name in self.files.names(folder)
@@ -492,7 +497,7 @@ class Store:
         )
         return sorted(name for name in names if is_id(name))
 
-    def _many(self, read: Callable[[str], R | None], ids: list[str]) -> list[R | None]:
+    def _read_in_parallel(self, read: Callable[[str], R | None], ids: list[str]) -> list[R | None]:
         with ThreadPoolExecutor(_READERS) as pool:
             return list(pool.map(read, ids))
 
@@ -502,26 +507,26 @@ class Store:
 
     def _read_release(self, line: str, release: str) -> Release | None:
         path = f"lines/{line}/releases/{release}.json"
-        found = self._read(Release, path)
-        if found is not None:
-            if (found.line, found.id) != (line, release):
+        record = self._read(Release, path)
+        if record is not None:
+            if (record.line, record.id) != (line, release):
                 raise IntegrityError(
                     "a record of the store does not match its path", where=f"{self.url}/{path}"
                 )
-            check_files(found.files, f"{self.url}/{path}")
-        return found
+            check_files(record.files, f"{self.url}/{path}")
+        return record
 
     def _read_pointer(self, line: str, pointer: str) -> Pointer | None:
         path = f"lines/{line}/current/{pointer}.json"
-        found = self._read(Pointer, path)
-        if found is not None and (found.line, found.id) != (line, pointer):
+        record = self._read(Pointer, path)
+        if record is not None and (record.line, record.id) != (line, pointer):
             raise IntegrityError(
                 "a record of the store does not match its path", where=f"{self.url}/{path}"
             )
-        return found
+        return record
 
 
-def _checked(kind: type[R], **fields: object) -> R:
+def _make_record(kind: type[R], **fields: object) -> R:
     """Return a record of fields that the caller passed.
 
     Raises:
@@ -536,15 +541,15 @@ def _checked(kind: type[R], **fields: object) -> R:
         ) from error
 
 
-def _verdict(release: Release, mark: Mark | None) -> tuple[str, str]:
+def _present_verdict(release: Release, mark: Mark | None) -> tuple[str, str]:
     """Return a release's present verdict and its reason: those of the mark, if there is one."""
     return (release.verdict, release.reason) if mark is None else (mark.verdict, mark.reason)
 
 
-def _state(
+def _release_state(
     release: Release, mark: Mark | None, promoted: Mapping[str, str], current: str | None
 ) -> ReleaseState:
-    verdict, reason = _verdict(release, mark)
+    verdict, reason = _present_verdict(release, mark)
     if verdict == "removed":
         return ReleaseState(release, "removed", reason)
     if release.id == current:

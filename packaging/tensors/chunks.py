@@ -67,10 +67,10 @@ def chunk_for(size: int) -> int:
     """Return the chunk size for a file of `size` bytes that will be read in parts: a power of two
     up to CHUNK.
     """
-    wanted = min(LEAST_CHUNK, CHUNK)
-    while wanted < CHUNK and wanted * CHUNKS_OF_A_FILE < size:
-        wanted *= 2
-    return wanted
+    chunk = min(LEAST_CHUNK, CHUNK)
+    while chunk < CHUNK and chunk * CHUNKS_OF_A_FILE < size:
+        chunk *= 2
+    return chunk
 
 
 def chunk_digests(file: BinaryIO) -> Iterator[str]:
@@ -209,7 +209,7 @@ class ChunkedFile:
             self._announce(file, start, stop, onward)
             for number in sorted(set(numbers) - set(inner)):
                 low, high = max(start, number * chunk), min(stop, (number + 1) * chunk)
-                block = memoryview(self._edge(number, file))
+                block = memoryview(self._read_edge(number, file))
                 into[low - start : high - start] = block[
                     low - number * chunk : high - number * chunk
                 ]
@@ -223,11 +223,11 @@ class ChunkedFile:
                         into[number * chunk - start : min((number + 1) * chunk, high) - start],
                     )
 
-            each = max(1, CHUNK // chunk)
+            chunks_per_group = max(1, CHUNK // chunk)
             groups = (
                 [
-                    range(at, min(at + each, inner[-1] + 1))
-                    for at in range(inner[0], inner[-1] + 1, each)
+                    range(at, min(at + chunks_per_group, inner[-1] + 1))
+                    for at in range(inner[0], inner[-1] + 1, chunks_per_group)
                 ]
                 if inner
                 else []
@@ -245,7 +245,7 @@ class ChunkedFile:
         file.announce(start, stop + (SPAN if onward and self._end == start else 0))
         self._end = stop
 
-    def _edge(self, number: int, file: Ranges) -> bytes:
+    def _read_edge(self, number: int, file: Ranges) -> bytes:
         last = self._last
         if last.file is not self or last.number != number:
             block = bytearray(min(self._chunk, self._size - number * self._chunk))

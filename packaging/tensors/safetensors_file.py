@@ -216,16 +216,16 @@ def parse_header(
         "format": "pt"
     }:
         raise IntegrityError("a tensor file's header is malformed", where=where)
-    wanted = {spec.name: spec for spec in expected}
-    if set(entries) != set(wanted):
+    specs = {spec.name: spec for spec in expected}
+    if set(entries) != set(specs):
         raise IntegrityError(
             "the tensors of a file do not match the manifest",
             where=where,
-            got=", ".join(sorted(set(entries) ^ set(wanted))[:5]),
+            got=", ".join(sorted(set(entries) ^ set(specs))[:5]),
         )
     places: dict[str, Place] = {}
     for name, entry in entries.items():
-        spec = wanted[name]
+        spec = specs[name]
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise IntegrityError("a tensor file's header is malformed", where=f"{where}, {name}")
         if (

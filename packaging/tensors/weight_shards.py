@@ -76,7 +76,7 @@ def shard_layout(
     """
     first = [spec for spec in specs if changing is None or spec.name in changing]
     others = [spec for spec in specs if changing is not None and spec.name not in changing]
-    shards = [shard for part in (first, others) for shard in _filled(part, max_shard)] or [[]]
+    shards = [shard for part in (first, others) for shard in _fill_shards(part, max_shard)] or [[]]
     total = len(shards)
     return {
         f"weights/model-{i:05d}-of-{total:05d}.safetensors": tuple(shard)
@@ -84,15 +84,15 @@ def shard_layout(
     }
 
 
-def _filled(specs: Sequence[TensorSpec], max_shard: int) -> list[list[TensorSpec]]:
+def _fill_shards(specs: Sequence[TensorSpec], max_shard: int) -> list[list[TensorSpec]]:
     shards: list[list[TensorSpec]] = []
-    used = 0
+    used_bytes = 0
     for spec in specs:
-        if not shards or used + spec.nbytes > max_shard:
+        if not shards or used_bytes + spec.nbytes > max_shard:
             shards.append([])
-            used = 0
+            used_bytes = 0
         shards[-1].append(spec)
-        used += spec.nbytes
+        used_bytes += spec.nbytes
     return shards
 
 
@@ -228,22 +228,24 @@ class WeightReader:
         self._places: dict[str, dict[str, Place]] = {}
         state, others = stored_tensors(manifest)
         self._aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
-        wanted = {spec.name: spec for spec in state}
+        state_specs = {spec.name: spec for spec in state}
         index = parse_canonical(read_checked(root, INDEX, manifest.files[INDEX]), INDEX)
-        homes = _weight_map(index, set(wanted))
-        for name, spec in wanted.items():
+        homes = _weight_map(index, set(state_specs))
+        for name, spec in state_specs.items():
             self._specs[name] = (f"weights/{homes[name]}", spec)
         for spec in others:
             self._specs[spec.name] = (NON_PERSISTENT, spec)
-        used = {path for path, _ in self._specs.values()}
+        used_files = {path for path, _ in self._specs.values()}
         listed = {path for path in manifest.files if path.startswith("weights/")} - {INDEX, CHUNKS}
-        if used - listed or {
-            path for path in listed if path not in used and (wanted or path == NON_PERSISTENT)
+        if used_files - listed or {
+            path
+            for path in listed
+            if path not in used_files and (state_specs or path == NON_PERSISTENT)
         }:
             raise IntegrityError(
                 "the files in the index do not match the manifest",
                 where=INDEX,
-                got=", ".join(sorted(used ^ listed)[:5]),
+                got=", ".join(sorted(used_files ^ listed)[:5]),
             )
         sizes = {path: manifest.files[path].size for path in listed}
         table = _chunk_table(
@@ -251,7 +253,7 @@ class WeightReader:
         )
         last = chunks.LastChunk()
         self._files = {
-            path: _chunked(root, path, sizes[path], digests, last)
+            path: _open_chunked(root, path, sizes[path], digests, last)
             for path, digests in table.items()
         }
 
@@ -363,7 +365,7 @@ class WeightReader:
         return places[self._aliases.get(name, name)]
 
 
-def _chunked(
+def _open_chunked(
     root: Path, path: str, size: int, digests: Sequence[str], last: chunks.LastChunk
 ) -> chunks.ChunkedFile:
     def damaged(number: int) -> IntegrityError:
@@ -401,7 +403,7 @@ class LazyState(Mapping[str, torch.Tensor]):
         return len(self._reader.names())
 
 
-def _weight_map(index: Any, wanted: set[str]) -> dict[str, str]:
+def _weight_map(index: Any, expected_names: set[str]) -> dict[str, str]:
     if (
         not isinstance(index, dict)
         or set(index) != {"metadata", "weight_map"}
@@ -409,23 +411,23 @@ def _weight_map(index: Any, wanted: set[str]) -> dict[str, str]:
     ):
         raise IntegrityError("the index is malformed", where=INDEX)
     homes = index["weight_map"]
-    if set(homes) != wanted or not all(isinstance(home, str) for home in homes.values()):
+    if set(homes) != expected_names or not all(isinstance(home, str) for home in homes.values()):
         raise IntegrityError(
             "the tensors in the index do not match the manifest",
             where=INDEX,
-            got=", ".join(sorted(set(homes) ^ wanted)[:5]),
+            got=", ".join(sorted(set(homes) ^ expected_names)[:5]),
         )
     return dict(homes)
 
 
-def _chunk_table(told: Any, sizes: Mapping[str, int]) -> dict[str, list[str]]:
+def _chunk_table(document: Any, sizes: Mapping[str, int]) -> dict[str, list[str]]:
     if (
-        not isinstance(told, dict)
-        or set(told) != {"chunk_size", "files"}
-        or canonical_json(told["chunk_size"]) != canonical_json(chunks.CHUNK)
+        not isinstance(document, dict)
+        or set(document) != {"chunk_size", "files"}
+        or canonical_json(document["chunk_size"]) != canonical_json(chunks.CHUNK)
     ):
         raise IntegrityError("the list of chunks is malformed", where=CHUNKS)
-    files = told["files"]
+    files = document["files"]
     if not isinstance(files, dict) or set(files) != set(sizes):
         raise IntegrityError(
             "the files in the list of chunks do not match the manifest", where=CHUNKS

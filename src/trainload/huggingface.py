@@ -43,7 +43,7 @@ LABELS = (
 )
 """Entries of a batch that predict does not read."""
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-_REFUSED: dict[str, tuple[Any, str]] = {
+_UNSUPPORTED_SETTINGS: dict[str, tuple[Any, str]] = {
     "label_smoothing_factor": (0, "Pass a loss with label smoothing: Job(loss=...)."),
     "fp16": (False, "Use bf16, which needs no loss scaling."),
     "gradient_checkpointing": (
@@ -61,7 +61,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "parallelism_config": (None, "Omit it: the strategy is chosen by trainload.plan."),
 }
 """Unsupported setting -> its value without effect, and a hint."""
-_UNTABLED = ("reduce_lr_on_plateau", "greedy")
+_LOSS_DEPENDENT_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Schedules that depend on the loss, not only on the step."""
 
 
@@ -96,8 +96,8 @@ def job_of(
         JobError: a setting is not supported (the message names it), or the batch is invalid.
     """
     settings = _Settings(args)
-    given: Mapping[str, Any] = batch  # not checked yet
-    entries = {name: value for name, value in given.items() if value is not None}
+    unchecked: Mapping[str, Any] = batch  # not checked yet
+    entries = {name: value for name, value in unchecked.items() if value is not None}
     for name, value in entries.items():
         if not isinstance(value, Tensor):
             raise JobError(
@@ -107,41 +107,41 @@ def job_of(
                 got=type(value).__name__,
                 hint='Pass return_tensors="pt" to the collator.',
             )
-    if _unheld(model):
+    if _experts_to_replace(model):
         warnings.warn(
             "the experts are computed by transformers' batched_mm, because its grouped_mm in"
             " float32 is a custom operator that a package cannot contain. batched_mm copies the"
             " weights of each token's experts; a model in bfloat16 keeps torch's grouped_mm.",
             stacklevel=2,
         )
-    weigh = _weight_of(model, entries)
+    weigh = _weight_function(model, entries)
     dtype = torch.bfloat16 if settings.get("bf16", False) else None
 
-    def loss(module: nn.Module, given: dict[str, Tensor]) -> Loss:
-        value = _called(module, given, dtype).loss
+    def loss(module: nn.Module, inputs: dict[str, Tensor]) -> Loss:
+        value = _call_model(module, inputs, dtype).loss
         if value is None:
             raise JobError(
                 "the model returns no loss",
                 where="batch",
                 expected="labels",
-                got=", ".join(sorted(given)),
+                got=", ".join(sorted(inputs)),
             )
-        return Loss(value.float() if dtype is not None else value, weight=weigh(given))
+        return Loss(value.float() if dtype is not None else value, weight=weigh(inputs))
 
-    def predict(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {
+    def predict(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        logits = {
             name: value
-            for name, value in _called(module, given, dtype).items()
+            for name, value in _call_model(module, inputs, dtype).items()
             if "logits" in name and isinstance(value, Tensor)
         }
-        if not found:
+        if not logits:
             raise JobError(
                 "the model returns no logits",
                 where="model",
                 got=type(module).__name__,
                 hint="Pass job_of(..., predict=...).",
             )
-        return found
+        return logits
 
     fields: dict[str, Any] = {
         "model": model,
@@ -207,7 +207,7 @@ def assets_of(
     name = type(model).__name__
     config.architectures = [name]
     config.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    found: dict[str, AssetLike] = {
+    assets: dict[str, AssetLike] = {
         "config.json": config.to_json_string().encode("utf-8"),
         "huggingface.json": (
             json.dumps({"class": name, "part": part}, sort_keys=True).encode("utf-8")
@@ -215,14 +215,14 @@ def assets_of(
     }
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None and getattr(model, "can_generate", lambda: False)():
-        found["generation_config.json"] = generation.to_json_string().encode("utf-8")
+        assets["generation_config.json"] = generation.to_json_string().encode("utf-8")
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             for file in sorted(Path(folder).rglob("*")):
                 if file.is_file():
-                    found[f"tokenizer/{file.relative_to(folder).as_posix()}"] = file.read_bytes()
-    return found
+                    assets[f"tokenizer/{file.relative_to(folder).as_posix()}"] = file.read_bytes()
+    return assets
 
 
 class _Settings:
@@ -230,7 +230,7 @@ class _Settings:
 
     def __init__(self, args: Any) -> None:
         self._args = args
-        for name, (idle, hint) in _REFUSED.items():
+        for name, (idle, hint) in _UNSUPPORTED_SETTINGS.items():
             value = self.get(name, idle)
             if value not in (idle, None, "", [], {}, False) and value != idle:
                 raise JobError(
@@ -263,8 +263,8 @@ class _Settings:
         return rows
 
     def optimizer(self) -> Callable[[nn.Module], torch.optim.Optimizer]:
-        given = self.get("optim", "adamw_torch")
-        name = str(getattr(given, "value", given))
+        setting = self.get("optim", "adamw_torch")
+        name = str(getattr(setting, "value", setting))
         rate, decay = self.get("learning_rate", 5e-5), self.get("weight_decay", 0.0)
         adam = {
             "betas": (self.get("adam_beta1", 0.9), self.get("adam_beta2", 0.999)),
@@ -295,14 +295,14 @@ class _Settings:
         return make
 
     def schedule(self) -> SchedulerFactory:
-        given = self.get("lr_scheduler_type", "linear")
-        name = str(getattr(given, "value", given))
+        setting = self.get("lr_scheduler_type", "linear")
+        name = str(getattr(setting, "value", setting))
         options = self.get("lr_scheduler_kwargs", None) or {}
         warmup = self.get("warmup_steps", 0) or self.get("warmup_ratio", None) or 0
         # As in Trainer, a number below one is a fraction of the steps.
         count = int(warmup) if warmup >= 1 else math.ceil(self.steps * warmup)
         steps = self.steps
-        if name in _UNTABLED:
+        if name in _LOSS_DEPENDENT_SCHEDULES:
             raise JobError(
                 "a schedule that depends on the loss is not supported",
                 where="args.lr_scheduler_type",
@@ -314,7 +314,7 @@ class _Settings:
             from transformers import get_scheduler
 
             try:
-                made: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
+                scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
                     name, optimizer, count, steps, options
                 )
             except (ValueError, TypeError) as error:
@@ -323,7 +323,7 @@ class _Settings:
                     where="args.lr_scheduler_type",
                     got=name,
                 ) from error
-            return made
+            return scheduler
 
         return make
 
@@ -340,25 +340,27 @@ def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
     Tied parameters are in only one of them.
     """
-    spared = {
+    layer_norm_ids = {
         id(p)
         for module in model.modules()
         if isinstance(module, nn.LayerNorm)
         for p in module.parameters()
     }
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    chosen = [
-        p for name, p in named if id(p) not in spared and not _WITHOUT_DECAY.search(name.lower())
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [
+        p
+        for name, p in trainable
+        if id(p) not in layer_norm_ids and not _WITHOUT_DECAY.search(name.lower())
     ]
-    left = {id(p) for p in chosen}
+    decayed_ids = {id(p) for p in decayed}
     groups = [
-        {"params": chosen, "weight_decay": decay},
-        {"params": [p for _, p in named if id(p) not in left], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": decay},
+        {"params": [p for _, p in trainable if id(p) not in decayed_ids], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def _weight_of(
+def _weight_function(
     model: nn.Module, batch: Mapping[str, Tensor]
 ) -> Callable[[Mapping[str, Tensor]], Tensor | None]:
     """Return a function from a batch to the number of labels over which the model's loss is a mean,
@@ -377,13 +379,13 @@ def _weight_of(
         return lambda _: None
     if labels is None or labels.is_floating_point():
         return lambda _: None
-    start = 1 if labels.ndim > 1 and _shifts(model) else 0
-    return lambda given: (
-        (given["labels"][..., start:] if start else given["labels"]).ne(IGNORED).sum()
+    start = 1 if labels.ndim > 1 and _shifts_labels(model) else 0
+    return lambda inputs: (
+        (inputs["labels"][..., start:] if start else inputs["labels"]).ne(IGNORED).sum()
     )
 
 
-def _shifts(model: nn.Module) -> bool:
+def _shifts_labels(model: nn.Module) -> bool:
     """Return True if the loss compares outputs with the labels of the next position, as in a
     decoder-only language model.
     """
@@ -392,37 +394,43 @@ def _shifts(model: nn.Module) -> bool:
     return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
-def _called(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | None) -> Any:
+def _call_model(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | None) -> Any:
     """Call the model without a cache of keys and values."""
     arguments: dict[str, Any] = dict(batch)
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False
     device = next(iter(batch.values())).device.type
     context = torch.autocast(device, dtype=dtype) if dtype is not None else contextlib.nullcontext()
-    with context, _without_cache(getattr(model, "config", None)), _held_experts(model):
+    with context, _without_cache(getattr(model, "config", None)), _replace_experts(model):
         return model(**arguments)
 
 
-def _unheld(model: nn.Module) -> dict[str, str]:
+def _experts_to_replace(model: nn.Module) -> dict[str, str]:
     """Return part of the configuration ("": its top) -> experts' implementation to set, for those
     that a package cannot contain.
     """
-    known: Any = getattr(model, "get_experts_implementation", None)
+    get_implementation: Any = getattr(model, "get_experts_implementation", None)
     matrices = [p for p in model.parameters() if p.ndim == 3]
-    if known is None or not matrices or all(p.dtype is torch.bfloat16 for p in matrices):
+    if (
+        get_implementation is None
+        or not matrices
+        or all(p.dtype is torch.bfloat16 for p in matrices)
+    ):
         return {}
-    return {part: "batched_mm" for part, name in known().items() if name == "grouped_mm"}
+    return {
+        part: "batched_mm" for part, name in get_implementation().items() if name == "grouped_mm"
+    }
 
 
 @contextlib.contextmanager
-def _held_experts(model: Any) -> Iterator[None]:
+def _replace_experts(model: Any) -> Iterator[None]:
     """Within the block, compute experts by torch's own operators."""
-    chosen = _unheld(model)
-    if not chosen:
+    implementations = _experts_to_replace(model)
+    if not implementations:
         yield
         return
     before = model.get_experts_implementation()
-    model.set_experts_implementation(before | chosen)
+    model.set_experts_implementation(before | implementations)
     try:
         yield
     finally:

@@ -92,12 +92,12 @@ def eliminate_common_subexpressions(graph: GraphModule, program: Program) -> Gra
     read a tensor to which the graph writes in place.
     """
     for part in graphs_in(graph):
-        written = _written(part)
+        written_nodes = _find_written(part)
         seen: dict[Any, Node] = {}
         for node in list(part.graph.nodes):
             if node.op != "call_function" or is_higher_order(node.target) or _has_effect(node):
                 continue
-            if node in written or not written.isdisjoint(node.all_input_nodes):
+            if node in written_nodes or not written_nodes.isdisjoint(node.all_input_nodes):
                 continue
             key = (node.target, _hashable(node.args), _hashable(tuple(sorted(node.kwargs.items()))))
             first = seen.setdefault(key, node)
@@ -144,12 +144,12 @@ def load_pass(spec: str) -> tuple[Pass, dict[str, Any]]:
     Raises:
         PassError: the spec is malformed, its module does not import, or it is not a function.
     """
-    first, *rest = spec.split(",")
-    location, _, name = first.rpartition(":")
+    reference, *options = spec.split(",")
+    location, _, name = reference.rpartition(":")
     if (
         not location
         or not name.isidentifier()
-        or not all(option.partition("=")[0].isidentifier() and "=" in option for option in rest)
+        or not all(option.partition("=")[0].isidentifier() and "=" in option for option in options)
     ):
         raise PassError(
             "this does not name a pass",
@@ -157,13 +157,13 @@ def load_pass(spec: str) -> tuple[Pass, dict[str, Any]]:
             expected="module:function or file.py:function[,name=value...]",
         )
     try:
-        found = getattr(load_module(location), name, None)
+        function = getattr(load_module(location), name, None)
     except JobError as error:
         raise PassError(error.problem, where=error.where) from error
-    if not callable(found):
+    if not callable(function):
         raise PassError(f"there is no function {name!r} in it", where=location)
-    return found, {
-        key: _option(value) for key, _, value in (option.partition("=") for option in rest)
+    return function, {
+        key: _option(value) for key, _, value in (option.partition("=") for option in options)
     }
 
 
@@ -198,11 +198,11 @@ def _has_effect(node: Node) -> bool:
     )
 
 
-def _written(part: GraphModule) -> set[Node]:
+def _find_written(part: GraphModule) -> set[Node]:
     """Return the nodes to whose memory the graph may write: arguments of operators that write, and
     the bases of views among them.
     """
-    found: set[Node] = set()
+    written: set[Node] = set()
     stack: list[Node] = []
     for node in part.graph.nodes:
         if is_higher_order(node.target) and _has_effect(node):
@@ -211,11 +211,11 @@ def _written(part: GraphModule) -> set[Node]:
             stack += [*written_by(node), node]
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in written:
+            written.add(node)
             # a view's first argument is its base
             stack += node.all_input_nodes[:1] if node.op == "call_function" else []
-    return found
+    return written
 
 
 def _hashable(value: Any) -> Any:

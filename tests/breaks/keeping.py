@@ -66,7 +66,7 @@ KEEPING: tuple[Mutation, ...] = (
         "an unsigned package is launched though a policy demands a signature",
         "packaging/signatures/policy.py",
         "        if count < policy.signatures:\n",
-        "        if held and count < policy.signatures:\n",
+        "        if signed and count < policy.signatures:\n",
         "../launch/api/test_policy_runs.py::test_an_unsigned_package_is_not_launched[launch]",
     ),
     Mutation(
@@ -119,7 +119,7 @@ KEEPING: tuple[Mutation, ...] = (
         "        folder.chmod(0o755)\n"
         "        for inner, _, _ in os.walk(folder):\n"
         "            sync_folder(Path(inner))\n"
-        "        _put(folder, Path(path))\n",
+        "        _move_into_place(folder, Path(path))\n",
         "        folder.rename(path)\n"
         "        folder = Path(path)\n"
         "        yield folder\n"
@@ -165,8 +165,8 @@ KEEPING: tuple[Mutation, ...] = (
         "a pulled file is taken though its digest is another one",
         "packaging/stores/pull.py",
         "    if size != entry.size or digest.hexdigest() != entry.sha256:\n"
-        "        raise _damaged(file",
-        "    if size != entry.size:\n        raise _damaged(file",
+        "        raise _damaged_error(file",
+        "    if size != entry.size:\n        raise _damaged_error(file",
         "../packaging/stores/test_stores_hostile.py::test_a_bit_that_flipped_in_the_store_is_noticed[folder]",
     ),
     Mutation(
@@ -223,16 +223,16 @@ KEEPING: tuple[Mutation, ...] = (
         6,
         "commands of a retraining come from the store",
         "src/trainload/retraining/ticks/tick.py",
-        "        return found.model_copy(update={key: getattr(self._config, key) for key in OWN}),"
+        "        return config.model_copy(update={key: getattr(self._config, key) for key in OWN}),"
         ' ""\n',
-        '        return found, ""\n',
+        '        return config, ""\n',
         "../retraining/test_tick.py::test_commands_and_folders_are_those_of_the_file_whatever_the_store_says",
     ),
     Mutation(
         5,
         "data that has changed since it was pinned is trained on",
         "src/trainload/retraining/data/snapshot.py",
-        "        if identity != wanted.identity:\n",
+        "        if identity != record.identity:\n",
         "        if False:\n",
         "../retraining/test_snapshot.py::test_a_file_that_changed_since_is_noticed",
     ),
@@ -265,8 +265,8 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "a driver whose number another process has is taken for alive",
         "src/trainload/core/processes.py",
-        "        return _began(int(parts[2])) != parts[3]\n",
-        "        return not _began(int(parts[2]))\n",
+        "        return _start_time(int(parts[2])) != parts[3]\n",
+        "        return not _start_time(int(parts[2]))\n",
         "../core/test_processes.py::test_a_process_whose_number_is_used_again_has_ended",
     ),
     Mutation(
@@ -289,8 +289,9 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "the same tick elsewhere is asked to stop",
         "src/trainload/retraining/ticks/tick.py",
-        'if rules.taken == "replace" and found.record.tick < name and asked != found.record.id:',
-        'if rules.taken == "replace" and asked != found.record.id:',
+        "                and lease.record.tick < name\n"
+        "                and asked_id != lease.record.id\n",
+        "                and asked_id != lease.record.id\n",
         "../retraining/test_tick.py::test_the_same_tick_elsewhere_is_waited_for_and_not_asked_to_stop",
     ),
     Mutation(

@@ -30,4 +30,4 @@ def test_no_file_of_a_stage_is_a_place_in_the_source_map(stage: str) -> None:
 
 
 def test_no_file_of_trainload_is_to_blame_for_a_job() -> None:
-    assert [file for file in IMPORTED if not file.startswith(user_code._OWN)] == []
+    assert [file for file in IMPORTED if not file.startswith(user_code._TRAINLOAD_FOLDER)] == []

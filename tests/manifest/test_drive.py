@@ -114,7 +114,7 @@ def test_a_run_that_was_evicted_asks_for_another_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
-    monkeypatch.setattr(watching, "_over", watching._state)
+    monkeypatch.setattr(watching, "_wait_for_end", watching._require_state)
     assert driven(run_dir, evicted, monkeypatch)[0] == 1
     assert not (run_dir / "evicted").exists()
     assert driven(run_dir, ended(STOPPED), monkeypatch)[0] == 0

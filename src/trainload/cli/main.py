@@ -56,7 +56,7 @@ from trainload.core.versions import check_supported_torch
 if TYPE_CHECKING:
     from trainload.capture.job.definition import Job
 
-_OBEYING = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
+_POLICY_COMMANDS = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
 """Commands that run packages, or say whether they may be run."""
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOG_VARIABLE = "TRAINLOAD_LOG_LEVEL"
@@ -77,8 +77,8 @@ def commands(
 ) -> None:  # the other options are read by commands.shared
     """Freeze a PyTorch training job; choose the parallelism at launch."""
     context.with_resource(logs_on_stderr(_log_level()))
-    if policy is not None and context.invoked_subcommand not in _OBEYING:
-        raise click.UsageError(f"--policy can only be used with {', '.join(_OBEYING)}.")
+    if policy is not None and context.invoked_subcommand not in _POLICY_COMMANDS:
+        raise click.UsageError(f"--policy can only be used with {', '.join(_POLICY_COMMANDS)}.")
 
 
 def _log_level() -> int:
@@ -162,7 +162,7 @@ def freeze(
     libraries = named_libraries()
     # The job's own code may go to another folder, so paths are made absolute before it runs.
     target = Path.cwd() / output
-    small_spec = _at_its_place(reduced)
+    small_spec = _resolve_spec(reduced)
     own_wheels = tuple(str(Path.cwd() / wheel) for wheel in wheels)
     added = _asset_options(assets)
     check_supported_torch()
@@ -176,7 +176,9 @@ def freeze(
         from trainload.freezing.freeze import freeze as freeze_job
 
         small = load_job(small_spec) if small_spec is not None else None
-        shapes = {name: shapes_of(job, name) for name in _trained(job)} if explain_shapes else {}
+        shapes = (
+            {name: shapes_of(job, name) for name in _training_graphs(job)} if explain_shapes else {}
+        )
     if not as_json:
         for name, report in shapes.items():
             if len(shapes) > 1:
@@ -220,35 +222,38 @@ def freeze(
         _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
 
 
-def _asset_options(given: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
+def _asset_options(texts: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:
     """Parse --asset: name -> path and media type, from "NAME=PATH" or "NAME:TYPE/SUBTYPE=PATH"."""
-    found = {}
-    for text in given:
+    options = {}
+    for text in texts:
         name, _, path = text.partition("=")
         name, _, media_type = name.partition(":")
         if not name or not path:
             raise click.UsageError(f"--asset {text}: expected NAME=PATH or NAME:TYPE/SUBTYPE=PATH.")
-        found[name] = (str(Path.cwd() / path), media_type or None)
-    return found
+        options[name] = (str(Path.cwd() / path), media_type or None)
+    return options
 
 
-def _at_its_place(spec: str | None) -> str | None:
+def _resolve_spec(spec: str | None) -> str | None:
     """Return a spec with its file's absolute path; a spec that names a module stays as it is."""
     place, colon, name = (spec or "").rpartition(":")
     return f"{Path.cwd() / place}{colon}{name}" if place.endswith(".py") else spec
 
 
-def _with_assets(job: Job, given: dict[str, tuple[str, str | None]]) -> Job:
+def _with_assets(job: Job, options: dict[str, tuple[str, str | None]]) -> Job:
     """The job with further assets; those that it has by these names give way."""
     from trainload.capture.job.definition import Asset
 
     return dataclasses.replace(
         job,
-        assets={**job.assets, **{name: Asset(path, kind) for name, (path, kind) in given.items()}},
+        assets={
+            **job.assets,
+            **{name: Asset(path, kind) for name, (path, kind) in options.items()},
+        },
     )
 
 
-def _trained(job: Job) -> list[str]:
+def _training_graphs(job: Job) -> list[str]:
     """The names of the job's training graphs."""
     from trainload.capture.tracing.targets import targets_of
 

@@ -20,7 +20,7 @@ E = TypeVar("E", bound=RequestError)
 
 _STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
 """No conversion: neither True nor "4" is accepted as a number."""
-_OF_TYPES = ("_type", "_instance_of")
+_TYPE_ERRORS = ("_type", "_instance_of")
 """Suffixes of pydantic's error types that mean a wrong type, rather than a wrong value."""
 _UNKNOWN = object()
 _SHOWN = 100
@@ -43,18 +43,20 @@ def out_of_range(
         names: field -> name that users know, if it is different.
         value: the validated value, if it was validated by a type adapter.
     """
-    found = error.errors(include_url=False, include_context=False)
-    first = found[0]
+    errors = error.errors(include_url=False, include_context=False)
+    first = errors[0]
     parts = (
-        [str(part) for part in first["loc"]] if value is _UNKNOWN else _inside(value, first["loc"])
+        [str(part) for part in first["loc"]]
+        if value is _UNKNOWN
+        else _value_path(value, first["loc"])
     )
-    alternatives = found if value is not _UNKNOWN else found[:1]
+    alternatives = errors if value is not _UNKNOWN else errors[:1]
     expected = [
         each["msg"].removeprefix("Input should be ")
         for each in alternatives
         if each["input"] is first["input"]
     ]
-    problem = "has the wrong type" if first["type"].endswith(_OF_TYPES) else "is out of range"
+    problem = "has the wrong type" if first["type"].endswith(_TYPE_ERRORS) else "is out of range"
     place = ".".join(filter(None, [where, *(names.get(part, part) for part in parts)]))
     return kind(
         problem,
@@ -80,7 +82,9 @@ def check_arguments(kind: type[RequestError]) -> Callable[[Callable[P, R]], Call
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            _check(signature.bind(*args, **kwargs).arguments, _adapters(function), "", kind)
+            _validate_values(
+                signature.bind(*args, **kwargs).arguments, _adapters(function), "", kind
+            )
             return function(*args, **kwargs)
 
         return inside
@@ -101,7 +105,7 @@ def check_fields(record: Any, where: str, kind: type[RequestError]) -> None:
     """
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     adapters = _adapters(type(record))  # type: ignore[arg-type]  # a class is hashable
-    _check(values, adapters, where, kind)
+    _validate_values(values, adapters, where, kind)
 
 
 @functools.cache
@@ -117,7 +121,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint, config=_STRICT)
 
 
-def _check(
+def _validate_values(
     values: Mapping[str, Any],
     adapters: Mapping[str, TypeAdapter[Any]],
     where: str,
@@ -134,23 +138,23 @@ def _check(
             ) from error
 
 
-def _inside(value: Any, place: Sequence[int | str]) -> list[str]:
+def _value_path(value: Any, place: Sequence[int | str]) -> list[str]:
     """Return the keys and indices in the location of a pydantic error, without the names of union
     members in between.
     """
-    found = []
+    keys = []
     for part in place:
         if (
             isinstance(value, Mapping | Sequence)
             and not isinstance(value, str)
-            and _holds(value, part)
+            and _has_part(value, part)
         ):
-            found.append(str(part))
-            value = value[part]  # type: ignore[index]  # `_holds` has checked it
-    return found
+            keys.append(str(part))
+            value = value[part]  # type: ignore[index]  # `_has_part` has checked it
+    return keys
 
 
-def _holds(value: Mapping[Any, Any] | Sequence[Any], part: int | str) -> bool:
+def _has_part(value: Mapping[Any, Any] | Sequence[Any], part: int | str) -> bool:
     return (
         part in value if isinstance(value, Mapping) else isinstance(part, int) and part < len(value)
     )

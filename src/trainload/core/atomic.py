@@ -37,8 +37,8 @@ def remove_temporaries(path: Path) -> None:
 
     Hold the lock of all writers of `path` when calling it.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager
@@ -125,17 +125,17 @@ def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            return _holds(path, data)
+            return _has_content(path, data)
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
             if path.exists():
-                return _holds(path, data)
+                return _has_content(path, data)
             temporary.replace(path)
     return True
 
 
-def _holds(path: Path, data: bytes) -> bool:
+def _has_content(path: Path, data: bytes) -> bool:
     """Return True if the file at `path` has this content.
 
     Links are not followed, since others may be able to write to the folder.

@@ -21,7 +21,7 @@ MAX_BYTES = 256 * 2**20
 MAX_DEPTH = 128
 """Maximum nesting depth of objects and arrays."""
 
-_READ = 2**20
+_READ_BYTES = 2**20
 _BLOCK = 2**24
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 _STEPS = np.zeros(256, dtype=np.int8)
@@ -86,10 +86,10 @@ def parse_canonical(
             f"not readable as JSON in UTF-8: {error}", where=where, hint="Fetch the package again."
         ) from error
     try:
-        again = canonical_json(value)
+        reencoded = canonical_json(value)
     except PackageError as error:  # 1e999 parses as an infinity, "\\ud800" as a lone surrogate
         raise UnsafePackageError(error.problem, where=where) from error
-    if again != data:
+    if reencoded != data:
         json.loads(text, object_pairs_hook=lambda items: _check_no_duplicates(items, where))
         raise IntegrityError(
             "JSON is not in canonical form", where=where, hint="Fetch the package again."
@@ -141,6 +141,6 @@ def sha256_file(path: Path) -> str:
     """Return the sha256 of a file, in lower-case hex. The file is read one MiB at a time."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_READ):
+        while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()

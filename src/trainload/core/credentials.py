@@ -18,7 +18,7 @@ from trainload.core.errors import StorageError, TrainingError, TrainloadError
 from trainload.core.redaction import HIDDEN, REFERENCE, hide, redacted
 
 _MOST_BYTES = 65536
-_ANY = re.compile(r"\$\{[^}]*\}?")
+_REFERENCE_LIKE = re.compile(r"\$\{[^}]*\}?")
 
 
 def check_no_credentials(url: str, where: str = "") -> None:
@@ -27,12 +27,12 @@ def check_no_credentials(url: str, where: str = "") -> None:
     Raises:
         StorageError: it does; the message does not show the secret.
     """
-    shown = redacted(url)
-    if HIDDEN in shown and HIDDEN not in url:
+    redacted_url = redacted(url)
+    if HIDDEN in redacted_url and HIDDEN not in url:
         raise StorageError(
             "the URL contains credentials, which would be written to files",
-            where=where or shown,
-            got=shown if where else "",
+            where=where or redacted_url,
+            got=redacted_url if where else "",
             hint=(
                 "Set them in the environment of every node, or refer to them as ${env:NAME} or"
                 " ${file:/PATH}."
@@ -54,7 +54,7 @@ def resolve(text: str) -> str:
             another kind of reference.
     """
     check_no_credentials(text)
-    for match in _ANY.finditer(text):
+    for match in _REFERENCE_LIKE.finditer(text):
         if not REFERENCE.fullmatch(match[0]):
             raise StorageError(
                 "this is not a reference to a secret",
@@ -70,24 +70,24 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises StorageError as `resolve`.
     """
-    found: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     for name, value in options.items():
-        found[name] = (
+        resolved[name] = (
             resolve(value)
             if isinstance(value, str)
             else resolve_options(value)
             if isinstance(value, Mapping)
             else value
         )
-    return found
+    return resolved
 
 
 def without_secrets(error: BaseException) -> BaseException:
     """Return an error without secrets: the error itself, if neither it nor its causes contain
     any.
     """
-    told = "".join(traceback.format_exception(error))
-    if redacted(told) == told:
+    report = "".join(traceback.format_exception(error))
+    if redacted(report) == report:
         return error
     if isinstance(error, TrainloadError):  # its own text is redacted, its causes are not
         error.__cause__ = error.__context__ = None
@@ -118,12 +118,12 @@ def _value(match: re.Match[str], text: str) -> str:
                 hint=f"Set {name} for the processes that open the storage, on every node.",
             )
     else:
-        value = _text_of(name, match[0], text)
+        value = _read_secret_file(name, match[0], text)
     hide(value, match[0])
     return value
 
 
-def _text_of(name: str, reference: str, text: str) -> str:
+def _read_secret_file(name: str, reference: str, text: str) -> str:
     path = Path(name)
     try:
         if not path.is_absolute():

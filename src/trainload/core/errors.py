@@ -69,13 +69,13 @@ class TrainloadError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
-        told = [
+        details = [
             f"{word} {value}"
             for word, value in (("expected", self.expected), ("got", self.got))
             if value
         ]
-        if told:
-            text += f" ({', '.join(told)})"
+        if details:
+            text += f" ({', '.join(details)})"
         return f"{text}. {self.hint}" if self.hint else text
 
     def __reduce__(self) -> tuple[object, ...]:

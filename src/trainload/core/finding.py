@@ -133,10 +133,10 @@ def _lines(headline: str, findings: Sequence[Finding], details: str, carets: boo
     if first.place is not None:
         lines += [] if str(first.place) in headline else [f"{first.place}:"]
         lines += [f"    {line}" for line in first.place.marked(WIDTH - 4)]
-    said = (
+    sentence = (
         "" if first.sentence in headline else f"{first.sentence[0].upper()}{first.sentence[1:]}. "
     )
-    lines.append(said + first.advice)
+    lines.append(sentence + first.advice)
     if first.rewrite:
         rewrite = first.rewrite.splitlines()
         most = _SHORT_REWRITE_LINES if rest else _REWRITE_LINES

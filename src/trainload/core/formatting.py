@@ -12,11 +12,11 @@ def clock(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """Format seconds: `75.2` -> "1m15s"."""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
+    total_seconds = round(seconds)
+    hours, minutes = total_seconds // 3600, total_seconds // 60 % 60
     if hours:
         return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
+    return f"{minutes}m{total_seconds % 60:02}s" if minutes else f"{total_seconds}s"
 
 
 def size(count: int) -> str:

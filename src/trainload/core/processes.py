@@ -18,7 +18,7 @@ def this_process() -> str:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_began(os.getpid())}"
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_start_time(os.getpid())}"
     except (OSError, IndexError):
         return ""
 
@@ -28,11 +28,11 @@ def has_ended(process: str) -> bool | None:
     determined from here.
     """
     parts = process.split(" ")
-    own = this_process().split(" ")
-    if len(parts) != len(own) or len(parts) != 4 or parts[:2] != own[:2]:
+    this = this_process().split(" ")
+    if len(parts) != len(this) or len(parts) != 4 or parts[:2] != this[:2]:
         return None
     try:
-        return _began(int(parts[2])) != parts[3]
+        return _start_time(int(parts[2])) != parts[3]
     except (FileNotFoundError, ProcessLookupError):
         return True
     except (OSError, IndexError):
@@ -72,24 +72,26 @@ def interrupted_by_signals() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
-def heeded(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
+def unignored_handlers(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
     """Return the signals that this process does not ignore, with their handlers.
 
     So signals that `nohup` or a background job of a shell ignores stay ignored.
     """
-    found = {number: signal.getsignal(number) for number in numbers}
-    return {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    return {
+        number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN
+    }
 
 
 def is_nobodys(handler: Any) -> bool:
     """Return True if a signal's handler is Python's or Ray's own, not one that the caller has
     set.
     """
-    own = handler in (signal.SIG_DFL, signal.default_int_handler, None)
-    return own or str(getattr(handler, "__module__", "")).partition(".")[0] == "ray"
+    is_default = handler in (signal.SIG_DFL, signal.default_int_handler, None)
+    return is_default or str(getattr(handler, "__module__", "")).partition(".")[0] == "ray"
 
 
-def _began(process: int) -> str:
+def _start_time(process: int) -> str:
     """Return the start time of a process in clock ticks of its machine, or "ended" for a zombie."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return "ended" if fields[0] in "ZX" else fields[19]

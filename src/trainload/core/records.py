@@ -42,8 +42,8 @@ class LeanRecord(BaseModel):
     later: ClassVar[frozenset[str]] = frozenset()
 
     @model_serializer(mode="wrap")
-    def _lean(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = whole(self)
+    def _lean(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
         return {
             k: v
             for k, v in fields.items()

@@ -43,10 +43,10 @@ _WORDS = frozenset(
         "key",
     }
 )
-_AS_ONE = frozenset(
+_JOINED_WORDS = frozenset(
     {"apikey", "accesskey", "secretkey", "accountkey", "sharedkey", "authorization"}
 )
-_REFERENCES_AWAY = 0xE000
+_FIRST_PLACEHOLDER = 0xE000
 """First of the private-use characters that replace references while a text is searched."""
 
 _known: dict[str, str] = {}  # secret that this process has resolved -> its reference
@@ -61,7 +61,12 @@ def is_secret_name(name: str) -> bool:
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
     if not words or words[-1] in ("file", "path", "dir"):
         return False
-    return words[-1] in _WORDS or words[-1] in _AS_ONE or "password" in words or "secret" in words
+    return (
+        words[-1] in _WORDS
+        or words[-1] in _JOINED_WORDS
+        or "password" in words
+        or "secret" in words
+    )
 
 
 def hide(secret: str, reference: str) -> None:
@@ -88,28 +93,30 @@ def redacted(text: str) -> str:
         text = text.replace(secret, reference)
     if ":/" not in text:
         return text
-    kept: list[str] = []
+    references: list[str] = []
 
-    def away(match: re.Match[str]) -> str:
-        kept.append(match[0])
-        return chr(_REFERENCES_AWAY + len(kept) - 1)
+    def protect(match: re.Match[str]) -> str:
+        references.append(match[0])
+        return chr(_FIRST_PLACEHOLDER + len(references) - 1)
 
-    searched = REFERENCE.sub(away, text)
+    searched = REFERENCE.sub(protect, text)
     for pattern, end in ((_PASSWORD, "@"), (_USER, "@"), (_FIELD, "")):
-        searched = pattern.sub(lambda match, end=end: _without(match, end), searched)  # type: ignore[misc]  # because of the default
+        searched = pattern.sub(lambda match, end=end: _hide_secret(match, end), searched)  # type: ignore[misc]  # because of the default
     return "".join(
-        kept[ord(c) - _REFERENCES_AWAY] if 0 <= ord(c) - _REFERENCES_AWAY < len(kept) else c
+        references[ord(c) - _FIRST_PLACEHOLDER]
+        if 0 <= ord(c) - _FIRST_PLACEHOLDER < len(references)
+        else c
         for c in searched
     )
 
 
-def _without(match: re.Match[str], end: str) -> str:
+def _hide_secret(match: re.Match[str], end: str) -> str:
     """Return a match without its secret, if it has one.
 
     A field's name must suggest a secret; references are not secrets.
     """
     groups = match.groupdict()
-    secret = "".join(c for c in groups["secret"] if ord(c) < _REFERENCES_AWAY)
+    secret = "".join(c for c in groups["secret"] if ord(c) < _FIRST_PLACEHOLDER)
     if not secret or ("name" in groups and not is_secret_name(groups["name"])):
         return match[0]
     colon = ":" if match.re is _PASSWORD else ""

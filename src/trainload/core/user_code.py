@@ -14,7 +14,7 @@ from types import ModuleType
 from trainload.core.errors import JobError
 
 FORMS = "path/to/file.py:name or package.module:name"
-_OWN = str(Path(__file__).parents[1]) + os.sep
+_TRAINLOAD_FOLDER = str(Path(__file__).parents[1]) + os.sep
 """Files of trainload, which are not to blame."""
 
 
@@ -99,16 +99,16 @@ def user_line(error: BaseException, module: ModuleType | str) -> str:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     file = getattr(module, "__file__", None)
-    home = Path(file).parent if file is not None else Path.cwd()
+    job_folder = Path(file).parent if file is not None else Path.cwd()
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_OWN)
+        if not frame.filename.startswith(_TRAINLOAD_FOLDER)
     ]
-    own = [
+    own_frames = [
         frame
         for frame in frames
-        if home in Path(frame.filename).parents
+        if job_folder in Path(frame.filename).parents
         and "site-packages" not in Path(frame.filename).parts
     ]
     others = [
@@ -116,8 +116,8 @@ def user_line(error: BaseException, module: ModuleType | str) -> str:
         for frame in frames
         if not frame.filename.startswith("<") and not _is_library(Path(frame.filename))
     ]
-    chosen = own or others
-    return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else str(file or module)
+    relevant = own_frames or others
+    return f"{relevant[-1].filename}:{relevant[-1].lineno}" if relevant else str(file or module)
 
 
 def _is_library(path: Path) -> bool:

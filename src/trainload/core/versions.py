@@ -23,20 +23,20 @@ def check_supported_torch() -> None:
     """
     from importlib.metadata import PackageNotFoundError, version
 
-    expected = f"torch >={_spelled(OLDEST)},<{_spelled(BEYOND)}"
+    expected = f"torch >={_format_version(OLDEST)},<{_format_version(BEYOND)}"
     hint = f"pip install '{expected.replace(' ', '')}'"
     try:
-        found = version("torch")
+        installed = version("torch")
     except PackageNotFoundError as error:
         raise VersionError(
             "torch is not installed", expected=expected, got="none", hint=hint
         ) from error
-    release = re.match(r"(\d+)\.(\d+)", found)
+    release = re.match(r"(\d+)\.(\d+)", installed)
     if release is None or not OLDEST <= (int(release[1]), int(release[2])) < BEYOND:
         raise VersionError(
-            "this version of torch is not supported", expected=expected, got=found, hint=hint
+            "this version of torch is not supported", expected=expected, got=installed, hint=hint
         )
 
 
-def _spelled(release: tuple[int, int]) -> str:
+def _format_version(release: tuple[int, int]) -> str:
     return ".".join(map(str, release))

@@ -84,52 +84,65 @@ def board() -> dict[str, Any]:
                 },
             ]
         },
-        "panels": _placed(_panels()),
+        "panels": _place_panels(_panels()),
     }
 
 
-def _of(measure: Measure, *more: str) -> str:
+def _query_per_run(measure: Measure, *more: str) -> str:
     """Return the query of a measure's value for each run; a run may have had several drivers."""
     by = ", ".join(("run", *more))
-    return f"max by ({by}) ({_chosen(measure)})"
+    return f"max by ({by}) ({_selector(measure)})"
 
 
-def _chosen(measure: Measure) -> str:
+def _selector(measure: Measure) -> str:
     return f'{measure.exported}{{run=~"$run"}}'
 
 
 def _rate(measure: Measure) -> str:
-    return f"sum by (run) (rate({_chosen(measure)}[$__rate_interval]))"
+    return f"sum by (run) (rate({_selector(measure)}[$__rate_interval]))"
 
 
 def _panels() -> list[list[dict[str, Any]]]:
     """Return the panels of each row."""
-    age = f"time() - {_of(CHECKPOINT_TIME)}"
+    age = f"time() - {_query_per_run(CHECKPOINT_TIME)}"
     return [
         [
-            _stat("Running", [(_of(RUNNING), "{{run}}")], "none", red_below=1.0),
-            _stat("Steps done", [(f"{_of(STEP)} / {_of(STEPS)}", "{{run}}")], "percentunit"),
-            _stat("Loss", [(_of(LOSS), "{{run}}")], "none"),
+            _stat("Running", [(_query_per_run(RUNNING), "{{run}}")], "none", red_below=1.0),
+            _stat(
+                "Steps done",
+                [(f"{_query_per_run(STEP)} / {_query_per_run(STEPS)}", "{{run}}")],
+                "percentunit",
+            ),
+            _stat("Loss", [(_query_per_run(LOSS), "{{run}}")], "none"),
             _stat("Time since a checkpoint", [(age, "{{run}}")], "s"),
-            _stat("Failures", [(_of(FAILURES), "{{run}}")], "none", red_above=1.0),
-            _stat("Warnings", [(_of(WARNINGS), "{{run}}")], "none"),
+            _stat("Failures", [(_query_per_run(FAILURES), "{{run}}")], "none", red_above=1.0),
+            _stat("Warnings", [(_query_per_run(WARNINGS), "{{run}}")], "none"),
         ],
         [
             _curve(
                 "Loss",
-                [(_of(LOSS), "{{run}}"), (_of(EVALUATION_LOSS), "{{run}}, evaluation")],
+                [
+                    (_query_per_run(LOSS), "{{run}}"),
+                    (_query_per_run(EVALUATION_LOSS), "{{run}}, evaluation"),
+                ],
                 "none",
             ),
             _curve(
                 "Gradient norm",
-                [(_of(GRADIENT_NORM), "{{run}}"), (_of(LOSS_SCALE), "{{run}}, loss scale")],
+                [
+                    (_query_per_run(GRADIENT_NORM), "{{run}}"),
+                    (_query_per_run(LOSS_SCALE), "{{run}}, loss scale"),
+                ],
                 "none",
             ),
         ],
         [
             _curve(
                 "Throughput",
-                [(_of(TOKENS), "{{run}}, tokens/s"), (_of(ROWS), "{{run}}, rows/s")],
+                [
+                    (_query_per_run(TOKENS), "{{run}}, tokens/s"),
+                    (_query_per_run(ROWS), "{{run}}, rows/s"),
+                ],
                 "short",
             ),
             _curve(
@@ -139,31 +152,43 @@ def _panels() -> list[list[dict[str, Any]]]:
             ),
         ],
         [
-            _curve("Model FLOP/s utilisation", [(_of(MFU), "{{run}}")], "percentunit"),
-            _curve("Memory, maximum over ranks", [(_of(MEMORY), "{{run}}")], "bytes"),
+            _curve("Model FLOP/s utilisation", [(_query_per_run(MFU), "{{run}}")], "percentunit"),
+            _curve("Memory, maximum over ranks", [(_query_per_run(MEMORY), "{{run}}")], "bytes"),
         ],
         [
-            _curve("Metrics", [(_of(METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")], "none"),
+            _curve(
+                "Metrics",
+                [(_query_per_run(METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")],
+                "none",
+            ),
             _curve(
                 "Metrics of evaluations",
-                [(_of(EVALUATION_METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")],
+                [(_query_per_run(EVALUATION_METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")],
                 "none",
             ),
         ],
         [
             _curve(
                 "Steps",
-                [(_of(STEP), "{{run}}"), (_of(CHECKPOINT_STEP), "{{run}}, checkpoint")],
+                [
+                    (_query_per_run(STEP), "{{run}}"),
+                    (_query_per_run(CHECKPOINT_STEP), "{{run}}, checkpoint"),
+                ],
                 "short",
             ),
             _curve("Time since a checkpoint", [(age, "{{run}}")], "s"),
         ],
         [
-            _curve("Writing a checkpoint", [(_of(CHECKPOINT_SECONDS), "{{run}}")], "s"),
-            _curve("Size of a checkpoint", [(_of(CHECKPOINT_BYTES), "{{run}}")], "bytes"),
+            _curve("Writing a checkpoint", [(_query_per_run(CHECKPOINT_SECONDS), "{{run}}")], "s"),
+            _curve(
+                "Size of a checkpoint", [(_query_per_run(CHECKPOINT_BYTES), "{{run}}")], "bytes"
+            ),
             _curve(
                 "Failures and warnings",
-                [(_of(FAILURES), "{{run}}, failures"), (_of(WARNINGS), "{{run}}, warnings")],
+                [
+                    (_query_per_run(FAILURES), "{{run}}, failures"),
+                    (_query_per_run(WARNINGS), "{{run}}, warnings"),
+                ],
                 "none",
             ),
         ],
@@ -247,14 +272,14 @@ def _panel(
     }
 
 
-def _placed(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _place_panels(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the panels with positions and ids; each row fills the width."""
-    found: list[dict[str, Any]] = []
+    placed: list[dict[str, Any]] = []
     y = 0
     for row in rows:
         width = _WIDTH // len(row)
         for column, panel in enumerate(row):
             place = {**panel["gridPos"], "x": column * width, "y": y, "w": width}
-            found.append({**panel, "id": len(found) + 1, "gridPos": place})
+            placed.append({**panel, "id": len(placed) + 1, "gridPos": place})
         y += int(row[0]["gridPos"]["h"])
-    return found
+    return placed

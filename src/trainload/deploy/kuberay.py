@@ -116,7 +116,7 @@ class Pods:
             not path.is_absolute()
             or len(path.parts) < 2
             or ".." in path.parts
-            or any(path.is_relative_to(own) for own in _OWN_PATHS)
+            or any(path.is_relative_to(reserved) for reserved in _OWN_PATHS)
         ):
             raise RequestError(
                 "nothing can be mounted there",
@@ -193,12 +193,12 @@ def ray_version() -> str:
     try:
         return version("ray")
     except PackageNotFoundError:
-        asked = next(
+        requirement = next(
             Requirement(text)
             for text in requires("trainload") or ()
             if Requirement(text).name == "ray"
         )
-        least = next(each.version for each in asked.specifier if each.operator == ">=")
+        least = next(each.version for each in requirement.specifier if each.operator == ">=")
         return ".".join([*least.split("."), "0", "0"][:3])
 
 
@@ -283,7 +283,7 @@ def _cluster(pods: Pods, before_head_ends: list[str] | None) -> Json:
     if pods.elastic:
         spec |= {
             "enableInTreeAutoscaling": True,
-            "autoscalerOptions": {"version": "v2", "securityContext": _confined()},
+            "autoscalerOptions": {"version": "v2", "securityContext": _security_context()},
         }
     # The head offers no CPUs to Ray, so that ranks run on workers only.
     head = _template(
@@ -346,7 +346,7 @@ def container_of(pods: Pods, name: str, cpus: int, limits: Mapping[str, object])
         # CPUs are not limited: a throttled rank would slow down all others.
         "resources": {"requests": {"cpu": cpus, **limits}, "limits": dict(limits)},
         "env": _variables(pods),
-        "securityContext": _confined(),
+        "securityContext": _security_context(),
         "volumeMounts": [
             {"name": "storage", "mountPath": pods.mount},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
@@ -388,14 +388,14 @@ def pod_of(pods: Pods, container: Json, *, ranks: int, token: bool) -> Json:
 
 
 def _variables(pods: Pods) -> list[Json]:
-    own = {
+    defaults = {
         "TRAINLOAD_CACHE_DIR": _CACHE,
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(DRAIN_SECONDS),
     }
-    return [{"name": name, "value": value} for name, value in (own | dict(pods.env)).items()]
+    return [{"name": name, "value": value} for name, value in (defaults | dict(pods.env)).items()]
 
 
-def _confined() -> Json:
+def _security_context() -> Json:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 

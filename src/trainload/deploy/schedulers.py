@@ -42,10 +42,10 @@ def crontab_of(timing: Timing) -> tuple[str, str]:
     if timing.cron is not None:
         return " ".join(timing.cron.split()), timing.zone
     assert timing.every is not None, "a schedule is one or the other"
-    minutes, rest = divmod(timing.every, timedelta(minutes=1))
-    if not rest and timing.every == 7 * _DAY:
+    minutes, remainder = divmod(timing.every, timedelta(minutes=1))
+    if not remainder and timing.every == 7 * _DAY:
         return "0 0 * * 4", "UTC"  # 1970 began on a Thursday
-    if not rest and minutes and not _DAY % timing.every:
+    if not remainder and minutes and not _DAY % timing.every:
         if minutes < 60 and 60 % minutes == 0:
             return (f"*/{minutes} * * * *" if minutes > 1 else "* * * * *"), "UTC"
         if minutes % 60 == 0:
@@ -150,8 +150,8 @@ After=network-online.target
 
 [Service]
 Type=oneshot
-WorkingDirectory={_escaped(folder)}
-ExecStart={" ".join(_quoted(word) for word in tick)}
+WorkingDirectory={_escape(folder)}
+ExecStart={" ".join(_quote(word) for word in tick)}
 KillSignal=SIGTERM
 # Secrets and settings, one NAME=value in a line, readable by this service alone:
 EnvironmentFile=-/etc/trainload/{name}.env
@@ -199,12 +199,12 @@ def calendar_of(crontab: str, zone: str) -> str:
 
 def _times(field: str, first: int) -> str:
     """Convert a field of numbers. `first` is the smallest value, with which */5 begins."""
-    found = []
+    parts = []
     for part in field.split(","):
         span, slash, step = part.partition("/")
         begin = f"{first:02d}" if span == "*" and slash else span.replace("-", "..")
-        found.append(f"{begin}/{step}" if slash else begin)
-    return ",".join(found)
+        parts.append(f"{begin}/{step}" if slash else begin)
+    return ",".join(parts)
 
 
 def _weekdays(field: str) -> str:
@@ -216,9 +216,9 @@ def _weekdays(field: str) -> str:
     return ",".join(dict.fromkeys(_DAYS[day] for day in sorted(day % 7 for day in days)))
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
     """Quote a word of a command for a unit file."""
-    text = _escaped(word).replace("$", "$$")
+    text = _escape(word).replace("$", "$$")
     return (
         text
         if re.fullmatch(r"[A-Za-z0-9_@%+=:,./$-]+", text)
@@ -226,7 +226,7 @@ def _quoted(word: str) -> str:
     )
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("%", "%%")
 
 

@@ -147,8 +147,8 @@ def export(
             "unknown export format", where="to", expected=", ".join(get_args(Kind)), got=repr(to)
         )
     if to == "huggingface":
-        given = {"graph": graph, "variant": variant, "device": device}
-        if useless := [name for name, value in given.items() if value is not None]:
+        graph_options = {"graph": graph, "variant": variant, "device": device}
+        if useless := [name for name, value in graph_options.items() if value is not None]:
             raise PackageError(
                 "an export of weights contains no graph",
                 where=", ".join(useless),
@@ -170,7 +170,7 @@ def export(
             got=path.name,
         )
     check_path(path)
-    capture = package.captured(_chosen(package, graph, variant))
+    capture = package.captured(_graph_name(package, graph, variant))
     target = _device(device or "cpu")
     if to == "aoti" and not has_cpp_compiler():
         raise PackageError(
@@ -181,15 +181,17 @@ def export(
     return _export_graph(package, path, capture, "pt2" if to == "pt2" else "aoti", target, check)
 
 
-def _chosen(package: Package, graph: str | None, variant: str | None) -> str:
+def _graph_name(package: Package, graph: str | None, variant: str | None) -> str:
     """Return the name of the graph to export."""
     manifest = package.manifest
     modes = manifest.modes()
     usable = [name for name, mode in modes.items() if mode is not Mode.TRAIN]
     base = graph or "predict"
     if variant and variant not in manifest.variants:
-        known = ", ".join(manifest.variants) or "only the first variant"
-        raise PackageError("the graph has no such variant", where=base, expected=known, got=variant)
+        variants = ", ".join(manifest.variants) or "only the first variant"
+        raise PackageError(
+            "the graph has no such variant", where=base, expected=variants, got=variant
+        )
     name = f"{base}-{variant}" if variant else base
     if name in usable:
         return name
@@ -230,8 +232,8 @@ def _device(name: str) -> torch.device:
 
 
 def _export_weights(package: Package, path: Path, part: str | None, check: bool) -> Exported:
-    chosen = part if part is not None else transformers_part(package) or ""
-    contents = contents_of(package.manifest, chosen)
+    module = part if part is not None else transformers_part(package) or ""
+    contents = contents_of(package.manifest, module)
     with new_folder(path) as root:
         write_folder(root, package, contents, _origin(package))
         if check:
@@ -249,7 +251,7 @@ def _export_graph(
     check: bool,
 ) -> Exported:
     name, where = capture.name, f"graph {capture.name}"
-    own = own_operators(capture.exported.graph_module)
+    operators = own_operators(capture.exported.graph_module)
     libraries = custom_libraries(
         capture.exported.graph_module,
         {name: entry.distribution for name, entry in package.manifest.op_libraries.items()},
@@ -257,7 +259,7 @@ def _export_graph(
     batches = _batches(capture, needed=check or to == "aoti")
     with quiet_torch(), warnings.catch_warnings():
         ignore_torchs_warnings()
-        whole, program = _plain(package, capture, device)
+        original, program = _plain_program(package, capture, device)
         if batches:
             program.example_inputs = (
                 ({key: value.to(device) for key, value in batches[0].items()},),
@@ -296,7 +298,7 @@ def _export_graph(
                     got=to,
                 ) from error
             difference = (
-                _difference(capture, _Own(whole, program), place, to, device, batches)
+                _difference(capture, _ReferenceGraph(original, program), place, to, device, batches)
                 if check
                 else None
             )
@@ -307,7 +309,7 @@ def _export_graph(
         device.type,
         inputs,
         outputs,
-        own,
+        operators,
         libraries,
         difference,
         files=1,
@@ -336,23 +338,24 @@ def _batches(capture: GraphCapture, *, needed: bool) -> list[dict[str, Tensor]]:
         raise PackageError(error.problem, where=error.where, hint=hint) from error
 
 
-def _plain(
+def _plain_program(
     package: Package, capture: GraphCapture, device: torch.device
 ) -> tuple[ExportedProgram, ExportedProgram]:
     """Return the graph with its weights twice: as in the package, on the CPU, and with only torch's
     operators, on `device`.
     """
-    whole = package.graph(capture.name)
-    module = plain_graph(dataclasses.replace(capture, exported=whole), device)
-    program = with_graph(whole, module, f"graph {capture.name}")
-    held: dict[int, Tensor] = {}
+    original = package.graph(capture.name)
+    module = plain_graph(dataclasses.replace(capture, exported=original), device)
+    program = with_graph(original, module, f"graph {capture.name}")
+    copies: dict[int, Tensor] = {}
     for store in (program.state_dict, program.constants):
         for key, value in store.items():
-            store[key] = held.setdefault(id(value), _held(value, device))  # tied weights stay tied
-    return whole, program
+            # tied weights stay tied
+            store[key] = copies.setdefault(id(value), _export_tensor(value, device))
+    return original, program
 
 
-def _held(value: Tensor, device: torch.device) -> Tensor:
+def _export_tensor(value: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the state for the export: on its device, without requires_grad."""
     other = value.detach().to(device)
     return (
@@ -364,8 +367,8 @@ def _held(value: Tensor, device: torch.device) -> Tensor:
 
 def _difference(
     capture: GraphCapture,
-    own: _Own,
-    written: Path,
+    reference: _ReferenceGraph,
+    file: Path,
     to: Literal["pt2", "aoti"],
     device: torch.device,
     batches: Sequence[Mapping[str, Tensor]],
@@ -383,10 +386,10 @@ def _difference(
     call: Call
     try:
         if to == "pt2":
-            loaded = torch.export.load(written).module()  # noqa: TID251  # this process has just written it
+            loaded = torch.export.load(file).module()  # noqa: TID251  # this process has just written it
             buffers, call = dict(loaded.named_buffers()), loaded
         else:
-            compiled = load_ahead(written)
+            compiled = load_ahead(file)
             call = lambda batch: compiled(**batch)  # noqa: E731  # parallel to the other branch
     except Exception as error:  # torch's loader may raise anything
         raise PackageError(
@@ -398,28 +401,28 @@ def _difference(
     worst = 0.0
     for seed, batch in enumerate(batches, _SEED):
         with replaying(False, seed):
-            expected = own(batch)
+            expected = reference(batch)
         try:
             with replaying(False, seed):
-                got = call({name: value.to(device) for name, value in batch.items()})
+                results = call({name: value.to(device) for name, value in batch.items()})
         except Exception as error:  # torch's code may raise anything, as above
             raise PackageError(
                 f"the exported graph fails: {raised(error)}", where=where, got=to
             ) from error
         pairs = [
             (f"output {spec.name}", a, b)
-            for spec, a, b in zip(capture.outputs, expected, got, strict=True)
+            for spec, a, b in zip(capture.outputs, expected, results, strict=True)
         ]
         pairs += [
             (f"buffer {name}", value, buffers[name])
-            for name, value in own.buffers.items()
+            for name, value in reference.buffers.items()
             if name in buffers
         ]
-        for what, value, other in pairs:
+        for value_name, value, other in pairs:
             distance = relative_distance(value.detach(), other.detach().cpu())
             if not distance <= tolerance:
                 raise PackageError(
-                    f"the exported graph differs from the package's own in its {what}",
+                    f"the exported graph differs from the package's own in its {value_name}",
                     where=where,
                     expected=f"a relative difference of at most {tolerance:g}",
                     got=f"{distance:.2g}",
@@ -428,14 +431,16 @@ def _difference(
     return worst
 
 
-class _Own:
+class _ReferenceGraph:
     """The package's own graph, run unchanged with its own copies of buffers.
 
     A graph captured on a GPU is run in its lowered form.
     """
 
-    def __init__(self, whole: ExportedProgram, program: ExportedProgram) -> None:
-        self._program = program if other_devices(whole.graph_module, torch.device("cpu")) else whole
+    def __init__(self, original: ExportedProgram, program: ExportedProgram) -> None:
+        self._program = (
+            program if other_devices(original.graph_module, torch.device("cpu")) else original
+        )
         self.buffers: dict[str, Tensor] = {}
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Sequence[Tensor]:

@@ -76,7 +76,7 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
     owners = {p.name: p.alias_of or p.name for p in manifest.parameters}
     specs = [*((p.name, p.dtype, p.shape) for p in manifest.parameters)]
     specs += [(b.name, b.dtype, b.shape) for b in manifest.buffers if b.persistent]
-    kept: dict[str, Stored] = {}
+    by_owner: dict[str, Stored] = {}
     aliases: dict[str, str] = {}
     # Parameters that are not aliases come first, so that they keep their names if they are in the
     # module.
@@ -85,18 +85,18 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
         inside, key=lambda spec: owners.get(spec[0], spec[0]) != spec[0]
     ):
         owner, short = owners.get(name, name), name.removeprefix(prefix)
-        if owner in kept:
-            aliases[short] = kept[owner].name
+        if owner in by_owner:
+            aliases[short] = by_owner[owner].name
         else:
-            kept[owner] = Stored(short, TensorSpec(name, dtype, shape))
-    if not kept:
+            by_owner[owner] = Stored(short, TensorSpec(name, dtype, shape))
+    if not by_owner:
         modules = sorted({name.rpartition(".")[0] for name, _, _ in specs} - {""})
         raise PackageError(
             "the model has no module of this name with weights",
             where=part,
             hint=f"Modules with weights: {', '.join(modules[:8]) or 'none'}.",
         )
-    return Contents(part, tuple(kept.values()), dict(sorted(aliases.items())))
+    return Contents(part, tuple(by_owner.values()), dict(sorted(aliases.items())))
 
 
 def transformers_part(package: Package) -> str | None:
@@ -109,16 +109,16 @@ def transformers_part(package: Package) -> str | None:
     if f"{ASSETS}{MADE_OF}" not in package.manifest.files:
         return None
     try:
-        told: Any = json.loads(package.asset(MADE_OF))
+        document: Any = json.loads(package.asset(MADE_OF))
     except ValueError as error:
         raise PackageError("not valid JSON", where=f"{ASSETS}{MADE_OF}") from error
-    part = told.get("part") if isinstance(told, dict) else None
+    part = document.get("part") if isinstance(document, dict) else None
     if not isinstance(part, str):
         raise PackageError(
             "the file does not name a module",
             where=f"{ASSETS}{MADE_OF}",
             expected='{"part": "..."}',
-            got=repr(told)[:80],
+            got=repr(document)[:80],
         )
     return part
 
@@ -180,19 +180,21 @@ def check_folder(root: Path, package: Package, contents: Contents) -> None:
     Raises:
         PackageError: a tensor is missing or differs.
     """
-    left = {stored.name: stored.spec.name for stored in contents.tensors}
+    unchecked = {stored.name: stored.spec.name for stored in contents.tensors}
     for file in sorted(root.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys() & left.keys():
-                if not _same(opened.get_tensor(name), package.weights.tensor(left.pop(name))):
+            for name in opened.keys() & unchecked.keys():
+                if not _is_same(
+                    opened.get_tensor(name), package.weights.tensor(unchecked.pop(name))
+                ):
                     raise PackageError(
                         "a written tensor differs from the package's", where=f"{file.name}, {name}"
                     )
-    if left:
-        raise PackageError("a tensor was not written", where=min(left))
+    if unchecked:
+        raise PackageError("a tensor was not written", where=min(unchecked))
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _is_same(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors are equal bit for bit, so that NaN equals NaN."""
     alike = (first.dtype, first.shape) == (second.dtype, second.shape)
     return alike and torch.equal(
@@ -220,29 +222,29 @@ def _assets(package: Package, contents: Contents) -> dict[str, str]:
         PackageError: two files have the same name.
     """
     made_for = transformers_part(package)
-    found: dict[str, str] = {}
+    asset_names: dict[str, str] = {}
     for asset in assets_of(package.manifest):
         if asset.name == MADE_OF or (
             asset.role == "configuration" and made_for not in (None, contents.part)
         ):
             continue
         place = asset.name.removeprefix(TOKENIZER)
-        if place in found or place in (INDEX, NOTE) or _WEIGHTS.fullmatch(place):
+        if place in asset_names or place in (INDEX, NOTE) or _WEIGHTS.fullmatch(place):
             raise PackageError(
                 "two files of the folder have the same name",
                 where=f"{ASSETS}{asset.name}",
                 got=place,
                 hint="Rename the asset.",
             )
-        found[place] = asset.name
-    return found
+        asset_names[place] = asset.name
+    return asset_names
 
 
 def _card(package: Package, contents: Contents) -> str:
     """Return a model card for a package without one."""
     manifest = package.manifest
     transformers = f"{ASSETS}{MADE_OF}" in manifest.files
-    count = sum(_elements(stored.spec.shape) for stored in contents.tensors)
+    count = sum(_element_count(stored.spec.shape) for stored in contents.tensors)
     rows = [
         ("package", package.digest),
         ("made from", manifest.parent or "a freeze"),
@@ -282,7 +284,7 @@ def _card(package: Package, contents: Contents) -> str:
     )
 
 
-def _elements(shape: Sequence[int]) -> int:
+def _element_count(shape: Sequence[int]) -> int:
     count = 1
     for length in shape:
         count *= length

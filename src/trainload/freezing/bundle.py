@@ -34,7 +34,7 @@ from trainload.packaging.libraries.wheels import (
     unpack_wheel,
 )
 
-_ALONE = """
+_STANDALONE_SCRIPT = """
 import importlib, json, sys
 folders, modules, operators = json.loads(sys.argv[1])
 sys.path[:0] = folders
@@ -99,44 +99,46 @@ class Bundler:
                 operators.
         """
         folder.mkdir()
-        made: dict[str, Path] = {}
-        found: dict[str, OpLibraryEntry] = {}
-        used: set[Path] = set()
+        built: dict[str, Path] = {}
+        entries: dict[str, OpLibraryEntry] = {}
+        used_paths: set[Path] = set()
         for namespace, entry in manifest.op_libraries.items():
-            given = [each for each in self.given if _brings(each, entry)]
-            used |= {each.path for each in given}
-            for each in given:
+            matching_wheels = [each for each in self.given if _provides(each, entry)]
+            used_paths |= {each.path for each in matching_wheels}
+            for each in matching_wheels:
                 if not (folder / each.path.name).exists():
                     shutil.copyfile(each.path, folder / each.path.name)
-            paths = [folder / each.path.name for each in given] or [
-                self._make(namespace, manifest, folder, made)
+            paths = [folder / each.path.name for each in matching_wheels] or [
+                self._build_wheel(namespace, manifest, folder, built)
             ]
-            found[namespace] = entry.model_copy(
+            entries[namespace] = entry.model_copy(
                 update={"wheels": tuple(sorted(f"{EXTENSIONS}/{path.name}" for path in paths))}
             )
         for each in self.given:
-            if each.path not in used:
-                called = "; ".join(
+            if each.path not in used_paths:
+                libraries = "; ".join(
                     f"{namespace}: {spelled_library(entry)}"
                     for namespace, entry in manifest.op_libraries.items()
                 )
                 raise PackageError(
                     "the wheel provides none of the operators that the graphs call",
                     where=str(each.path),
-                    expected=called,
+                    expected=libraries,
                 )
-        _try_alone(manifest, found, folder)
-        return found
+        _check_standalone(manifest, entries, folder)
+        return entries
 
-    def _make(
-        self, namespace: str, manifest: Manifest, folder: Path, made: dict[str, Path]
+    def _build_wheel(
+        self, namespace: str, manifest: Manifest, folder: Path, built: dict[str, Path]
     ) -> Path:
         """Return the wheel of an imported library.
 
         For a library with several namespaces it is built once.
         """
-        own = sorted(name for name in manifest.ops if name.startswith(f"torch.ops.{namespace}."))
-        modules = modules_of(namespace, own, self.named.get(namespace))
+        operators = sorted(
+            name for name in manifest.ops if name.startswith(f"torch.ops.{namespace}.")
+        )
+        modules = modules_of(namespace, operators, self.named.get(namespace))
         provider: Provider | None = one_provider(modules)
         if provider is None:
             names = ", ".join(module.__name__ for module in modules)
@@ -150,14 +152,14 @@ class Bundler:
                     " wheel: --wheel FILE."
                 ),
             )
-        if provider.digest not in made:
-            made[provider.digest] = make_wheel(
+        if provider.digest not in built:
+            built[provider.digest] = make_wheel(
                 provider, manifest.op_libraries[namespace].modules[0].partition(".")[0], folder
             )
-        return made[provider.digest]
+        return built[provider.digest]
 
 
-def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
+def _provides(candidate: GivenWheel, entry: OpLibraryEntry) -> bool:
     """Return True if a wheel belongs to an operator library.
 
     Raises:
@@ -165,16 +167,16 @@ def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
     """
     if entry.distribution is None:
         return bool(entry.modules) and all(
-            given.wheel.has_module(module) for module in entry.modules
+            candidate.wheel.has_module(module) for module in entry.modules
         )
-    if given.wheel.name != normalised(entry.distribution):
+    if candidate.wheel.name != normalised(entry.distribution):
         return False
-    if given.wheel.version != entry.version:
+    if candidate.wheel.version != entry.version:
         raise PackageError(
             "the wheel has a different version from the library that the graphs were captured with",
-            where=str(given.path),
+            where=str(candidate.path),
             expected=f"{entry.distribution} {entry.version}",
-            got=given.wheel.version,
+            got=candidate.wheel.version,
             hint=(
                 "Install the wheel's version and freeze again, or pass a wheel of the expected"
                 " version."
@@ -183,7 +185,9 @@ def _brings(given: GivenWheel, entry: OpLibraryEntry) -> bool:
     return True
 
 
-def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], folder: Path) -> None:
+def _check_standalone(
+    manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], folder: Path
+) -> None:
     """Check that wheels for this kind of machine register their operators in a process without the
     user's folders.
     """
@@ -204,19 +208,25 @@ def _try_alone(manifest: Manifest, libraries: Mapping[str, OpLibraryEntry], fold
             ]
         if not folders:
             return
-        command = [sys.executable, "-I", "-c", _ALONE, json.dumps([folders, modules, operators])]
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+        command = [
+            sys.executable,
+            "-I",
+            "-c",
+            _STANDALONE_SCRIPT,
+            json.dumps([folders, modules, operators]),
+        ]
+        process = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     hint = "Bundle a self-contained wheel with --wheel FILE, or freeze without --bundle-ops."
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    if process.returncode:
+        last_line = (process.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise PackageError(
             "the operator libraries cannot be imported from their wheels alone",
             where=", ".join(modules),
-            got=said[:300],
+            got=last_line[:300],
             hint=hint,
         )
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    for name, schema in found.items():
+    schemas: dict[str, str] = json.loads(process.stdout.splitlines()[-1])
+    for name, schema in schemas.items():
         if schema != manifest.ops[name]:
             raise PackageError(
                 "the bundled wheels do not register this operator",

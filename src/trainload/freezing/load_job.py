@@ -41,10 +41,10 @@ def load_job(spec: str) -> Job:
             else ""
         )
         raise JobError(f"there is no {name!r} in it", where=location, hint=hint)
-    found = getattr(module, name)
-    if inspect.isroutine(found):
+    value = getattr(module, name)
+    if inspect.isroutine(value):
         try:
-            found = found()
+            value = value()
         except TrainloadError:
             raise
         except (Exception, SystemExit) as error:
@@ -54,25 +54,25 @@ def load_job(spec: str) -> Job:
         where = f"{location}:{name}()"
     else:
         where = f"{location}:{name}"
-    if not isinstance(found, Job):
-        got = f"the class {found.__name__}" if inspect.isclass(found) else type(found).__name__
+    if not isinstance(value, Job):
+        got = f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__
         raise JobError(
             "this is not a job",
             where=where,
             expected="a trainload.Job, or a function without arguments that returns one",
             got=got,
         )
-    return found
+    return value
 
 
 def _candidates(module: ModuleType, job: type) -> list[str]:
     """Return the names in `module` that could be meant: its jobs and the functions that it
     defines.
     """
-    own = (
+    names = (
         name
         for name, value in vars(module).items()
         if isinstance(value, job)
         or (inspect.isfunction(value) and value.__module__ == module.__name__)
     )
-    return sorted(name for name in own if not name.startswith("_"))
+    return sorted(name for name in names if not name.startswith("_"))

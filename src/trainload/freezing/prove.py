@@ -101,7 +101,7 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
     derived = [name for name, graph in program.graphs.items() if not is_plain(graph)]
     steps: dict[str, StepGraph] = {}
     for name in derived:
-        with _answered_by_its_page(program.graphs[name].tracing):
+        with _raise_first_refusal(program.graphs[name].tracing):
             steps[name] = derive(program, name, _CPU)
     proven = Proven(program, recipe, updates, steps)
     for name, step in proven.training_steps().items():
@@ -111,7 +111,7 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
             if check is Check.THOROUGH
             else [example]
         ):
-            with _answered_by_its_page(program.graphs[name].tracing):
+            with _raise_first_refusal(program.graphs[name].tracing):
                 check_step(program, name, step, batch, replayed.pop(name, ()))
     return replace(proven, program=_with_coupled(proven, examples))
 
@@ -119,20 +119,20 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
 def _with_coupled(proven: Proven, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
     """Return the program with `coupled` measured for each training graph."""
     program = proven.program
-    found = {
+    coupled = {
         n: are_rows_coupled(program, program.graphs[n], step, examples[n])
         for n, step in proven.training_steps().items()
     }
     return replace(
         program,
         graphs={
-            n: replace(graph, coupled=found.get(n, False)) for n, graph in program.graphs.items()
+            n: replace(graph, coupled=coupled.get(n, False)) for n, graph in program.graphs.items()
         },
     )
 
 
 @contextmanager
-def _answered_by_its_page(tracing: Tracing | None) -> Iterator[None]:
+def _raise_first_refusal(tracing: Tracing | None) -> Iterator[None]:
     """Replace errors of a graph that was captured in strict mode as a fallback by the report of the
     non-strict mode.
     """

@@ -74,7 +74,9 @@ class Recording:
 
     def __enter__(self) -> Self:
         if self._loss is None:
-            self._handle = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
+            self._handle = self._model.register_forward_pre_hook(
+                self._record_call, with_kwargs=True
+            )
         return self
 
     def __exit__(
@@ -96,7 +98,7 @@ class Recording:
             self._seen.add(batch)
             return self._loss(self._model, dict(batch))
         if self._handle is None:
-            self._seen.add(self._completed(batch))
+            self._seen.add(self._normalize(batch))
         return self._model(**batch)
 
     @property
@@ -109,7 +111,7 @@ class Recording:
         lines = []
         for family in self.families:
             lines.append(str(family))
-            for variant, shapes in _by_variant(family).items():
+            for variant, shapes in _shapes_by_variant(family).items():
                 lines.append(f"    {variant or 'the first variant'}: {len(shapes)} of the shapes")
         return "\n".join(lines)
 
@@ -132,11 +134,11 @@ class Recording:
                 message lists the families.
             CaptureError: a family cannot be captured.
         """
-        taken = sorted({"model", "batch", "variants", "replays"} & set(fields))
-        if taken:
+        conflicting = sorted({"model", "batch", "variants", "replays"} & set(fields))
+        if conflicting:
             raise JobError(
                 "the recording determines this field",
-                where=f"Recording.job({taken[0]}=...)",
+                where=f"Recording.job({conflicting[0]}=...)",
                 hint="Omit it.",
             )
         families = self.families
@@ -152,34 +154,36 @@ class Recording:
         if len(families) > most_variants:
             raise _too_many(families, most_variants)
         fields.setdefault("loss", self._loss)
-        fields["dynamic"] = _dynamic(families, fields.get("dynamic", {}))
-        made: dict[str, dict[str, Any]] = {}
+        fields["dynamic"] = _merge_dynamic(families, fields.get("dynamic", {}))
+        variants: dict[str, dict[str, Any]] = {}
         for family in families:
             family.variants.clear()
             for shapes in self._variants(family, fields):
-                name = _name(family, families, shapes, made) if made else ""
-                made[name] = family.kept[shapes]
+                name = _name(family, families, shapes, variants) if variants else ""
+                variants[name] = family.kept[shapes]
                 family.variants.update(
                     {each: name for each, by in family.variants.items() if by == _PENDING}
                 )
-                if len(made) > most_variants:
+                if len(variants) > most_variants:
                     raise _too_many(families, most_variants)
-        kept = [
+        replays = [
             batch
             for family in families
             for shapes, batch in family.kept.items()
             if min(map(min, shapes), default=0) > 0
         ]
-        first = made.pop("")
-        return Job(model=self._model, batch=first, variants=made, replays=kept, **fields)
+        first = variants.pop("")
+        return Job(model=self._model, batch=first, variants=variants, replays=replays, **fields)
 
-    def _note(self, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _record_call(
+        self, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
         bound = inspect.signature(model.forward).bind(*arguments, **keywords).arguments
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, value in bound.items():
             kind = self._parameters[name].kind
             if kind is inspect.Parameter.VAR_KEYWORD:
-                found |= value
+                entries |= value
             elif kind is inspect.Parameter.VAR_POSITIONAL:
                 raise JobError(
                     "a call with positional arguments that forward does not name",
@@ -190,10 +194,10 @@ class Recording:
                     ),
                 )
             else:
-                found[name] = value
-        self._seen.add(self._completed(found))
+                entries[name] = value
+        self._seen.add(self._normalize(entries))
 
-    def _completed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _normalize(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch in normal form: with forward's default flags, and without None where
         that is the default.
         """
@@ -213,15 +217,17 @@ class Recording:
         """Yield the shapes of examples until every recorded shape is accepted; `family.variants` is
         marked before each.
         """
-        left = sorted(family.seen, key=lambda shapes: (not _usual(shapes), -family.seen[shapes]))
-        while left:
-            example = next((shapes for shapes in left if shapes in family.kept), None)
+        remaining = sorted(
+            family.seen, key=lambda shapes: (not _has_usual_sizes(shapes), -family.seen[shapes])
+        )
+        while remaining:
+            example = next((shapes for shapes in remaining if shapes in family.kept), None)
             if example is None:
                 raise JobError(
                     "no variant accepts some of the recorded shapes, and none of their batches was"
                     " kept",
                     where="Recording.job",
-                    got=str(left[:3]),
+                    got=str(remaining[:3]),
                     hint="Keep more batches: trainload.record(model, most_kept=...).",
                 )
             guards = self._guards(family.kept[example], fields)
@@ -229,18 +235,20 @@ class Recording:
                 Dispatcher("the recorded one", {"": [guard]}, ignored=family.inputs)
                 for guard in guards
             ]
-            taken = [
-                shapes for shapes in left if all(_takes(d, family, shapes) for d in dispatchers)
+            accepted = [
+                shapes
+                for shapes in remaining
+                if all(_accepts(d, family, shapes) for d in dispatchers)
             ]
-            assert example in taken, "a guard takes its own example"
-            family.variants.update(dict.fromkeys(taken, _PENDING))
+            assert example in accepted, "a guard takes its own example"
+            family.variants.update(dict.fromkeys(accepted, _PENDING))
             yield example
-            left = [shapes for shapes in left if shapes not in taken]
+            remaining = [shapes for shapes in remaining if shapes not in accepted]
 
     def _guards(self, batch: dict[str, Any], fields: Mapping[str, Any]) -> list[Guard]:
         """Return the guards of the graphs of one example."""
         job = arranged(Job(model=self._model, batch=batch, **fields))
-        found = []
+        guards = []
         with modes_kept(self._model) as set_training, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the freeze repeats them
             for target in targets_of(job):
@@ -249,8 +257,8 @@ class Recording:
                 with state_kept(self._model):
                     exported = export_graph(target, example, shapes)
                 captured = GraphCapture(target.name, exported, input_specs(exported, example), ())
-                found.append(size_guard(exported, captured, example))
-        return found
+                guards.append(size_guard(exported, captured, example))
+        return guards
 
 
 _PENDING = "-"
@@ -270,7 +278,7 @@ def _too_many(families: tuple[Family, ...], most: int) -> JobError:
     )
 
 
-def _takes(dispatcher: Dispatcher, family: Family, shapes: Shapes) -> bool:
+def _accepts(dispatcher: Dispatcher, family: Family, shapes: Shapes) -> bool:
     dtypes = (getattr(torch, dtype) for dtype in family.inputs.values())
     facts = {
         name: (dtype, shape)
@@ -279,30 +287,30 @@ def _takes(dispatcher: Dispatcher, family: Family, shapes: Shapes) -> bool:
     return not dispatcher.misfits(facts, {})
 
 
-def _usual(shapes: Shapes) -> bool:
+def _has_usual_sizes(shapes: Shapes) -> bool:
     """Return True if no size is 0 or 1, which torch treats as constants."""
     return all(size > 1 for shape in shapes for size in shape)
 
 
-def _dynamic(families: tuple[Family, ...], said: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_dynamic(families: tuple[Family, ...], user_entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return `Job.dynamic`: the user's entries, and AUTO for every other dim that varied."""
-    found: dict[str, Any] = dict(said)
+    dynamic: dict[str, Any] = dict(user_entries)
     for family in families:
         for name, dims in family.varied().items():
-            if name not in said or isinstance(said[name], Mapping):
-                found[name] = {**dict.fromkeys(dims, Dim.AUTO), **found.get(name, {})}
-    return found
+            if name not in user_entries or isinstance(user_entries[name], Mapping):
+                dynamic[name] = {**dict.fromkeys(dims, Dim.AUTO), **dynamic.get(name, {})}
+    return dynamic
 
 
-def _by_variant(family: Family) -> dict[str, list[Shapes]]:
-    found: dict[str, list[Shapes]] = {}
+def _shapes_by_variant(family: Family) -> dict[str, list[Shapes]]:
+    by_variant: dict[str, list[Shapes]] = {}
     for shapes, variant in family.variants.items():
-        found.setdefault(variant, []).append(shapes)
-    return found
+        by_variant.setdefault(variant, []).append(shapes)
+    return by_variant
 
 
 def _name(
-    family: Family, families: tuple[Family, ...], shapes: Shapes, taken: Mapping[str, Any]
+    family: Family, families: tuple[Family, ...], shapes: Shapes, used_names: Mapping[str, Any]
 ) -> str:
     """Return a name that says how a variant differs from the first one: "with_mask", "task_b",
     "image_32_32".
@@ -320,7 +328,7 @@ def _name(
         for name, dtype in family.inputs.items()
         if first.inputs.get(name, dtype) != dtype
     ]
-    if _by_variant(family).keys() - {_PENDING} or not words:
+    if _shapes_by_variant(family).keys() - {_PENDING} or not words:
         varied = family.varied()
         sized = [(n, s) for n, s in zip(family.inputs, shapes, strict=True) if n in varied] or list(
             zip(family.inputs, shapes, strict=True)
@@ -328,10 +336,10 @@ def _name(
         words += [f"{name}_{'_'.join(map(str, shape[1:]))}" for name, shape in sized]
     text = re.sub(r"_+", "_", re.sub(r"[^a-z0-9]", "_", "_".join(words[:3]).lower())).strip("_")
     text = (text if text[:1].isalpha() else f"v_{text}")[:_LONGEST_NAME].strip("_")
-    if text not in taken and text not in ("eval", "predict", "update"):
+    if text not in used_names and text not in ("eval", "predict", "update"):
         return text
     return next(
         name
         for n in itertools.count(2)
-        if (name := f"{text[: _LONGEST_NAME - 4]}_{n}") not in taken
+        if (name := f"{text[: _LONGEST_NAME - 4]}_{n}") not in used_names
     )

@@ -87,7 +87,7 @@ def push(
             options=options,
             on_progress=on_progress,
         )
-    store, line = _line_named(store, line)
+    store, line = _resolve_line(store, line)
     if "://" not in str(store):
         check_outside_packages(Path(store))
     return push_to_store(
@@ -157,7 +157,7 @@ def pull(
             options=options,
             on_progress=on_progress,
         )
-    store, line, release = _release_named(store, line, release)
+    store, line, release = _resolve_release(store, line, release)
     return pull_from_store(
         store,
         path,
@@ -188,7 +188,7 @@ def releases(
         for state in trainload.releases("s3://models/gpt")["main"]:
             print(state.release.name, state.status, state.reason)
     """
-    store, line = _line_named(store, line)
+    store, line = _resolve_line(store, line)
     place = Store(store, options)
     lines = place.lines() if line is None else (place.known_line(line),)
     return {name: place.releases(name) for name in lines}
@@ -223,20 +223,20 @@ def promote(
         trainload.promote("s3://models/gpt", 2, only_if=1, reason="passed evaluation")
         trainload.promote("s3://models/gpt", 1, reason="rollback of 2")
     """
-    store, line = _line_named(store, line)
+    store, line = _resolve_line(store, line)
     place = Store(store, options)
     return place.promote(
         place.line(line), release, only_if=only_if, reason=reason, rejected=rejected
     )
 
 
-def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | None]:
+def _resolve_line(store: str | Path, line: str | None) -> tuple[str | Path, str | None]:
     """Return the store and the line of a reference STORE or STORE#LINE and the argument `line`.
 
     Raises:
         StorageError: they name different lines, or the reference names a release.
     """
-    url, line, release = _release_named(store, line, None)
+    url, line, release = _resolve_release(store, line, None)
     if release is not None:
         raise StorageError(
             "the reference names a release",
@@ -247,7 +247,7 @@ def _line_named(store: str | Path, line: str | None) -> tuple[str | Path, str | 
     return url, line
 
 
-def _release_named(
+def _resolve_release(
     store: str | Path, line: str | None, release: str | int | None
 ) -> tuple[str | Path, str | None, str | int | None]:
     """Return the store, the line and the release of a reference and the other arguments.
@@ -258,12 +258,12 @@ def _release_named(
     if not is_reference(store) or is_oci(store):
         return store, line, release
     url, own_line, own_release = parts_of(str(store))
-    for what, own, other in (("line", own_line, line), ("release", own_release, release)):
+    for kind, own, other in (("line", own_line, line), ("release", own_release, release)):
         if own is not None and other is not None and own != str(other):
             raise StorageError(
-                f"two {what}s are named",
+                f"two {kind}s are named",
                 where=str(store),
-                expected=f"one {what}",
+                expected=f"one {kind}",
                 got=f"{own} and {other}",
             )
     return url, own_line if line is None else line, own_release if release is None else release

@@ -42,10 +42,14 @@ def sign(
         signature = trainload.sign("gpt.tl", "release-key.pem", name="release")
         print(signature.file, signature.signer)
     """
-    read = read_private_key(Path(key), password)
-    own = None if certificate is None else Path(certificate)
+    private_key = read_private_key(Path(key), password)
+    certificate_path = None if certificate is None else Path(certificate)
     return sign_package(
-        Path(package), read, name, certificate=own, chain=[Path(issuer) for issuer in chain]
+        Path(package),
+        private_key,
+        name,
+        certificate=certificate_path,
+        chain=[Path(issuer) for issuer in chain],
     )
 
 

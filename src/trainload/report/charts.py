@@ -121,8 +121,8 @@ def _curves(history: History) -> Iterable[_Curve]:
 
 def _chart(curve: _Curve, history: History) -> Chart | None:
     steps = history.steps
-    kept = steps.kept()
-    line = thin(steps.done[kept], curve.numbers[kept])
+    indices = steps.kept()
+    line = thin(steps.done[indices], curve.numbers[indices])
     evaluated = [(float(step), value) for step, value in curve.evaluated if np.isfinite(value)]
     if line is None and not evaluated:
         return None
@@ -138,7 +138,7 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
         _draw_line(axes, line)
         legend.insert(0, ("train", "training" if curve.evaluated else "each step"))
     if evaluated:
-        x, y = np.array(_fewer(evaluated)).T
+        x, y = np.array(_select_points(evaluated)).T
         axes.plot(x, y, color=shade("evaluation"), marker="o", markersize=3.2, zorder=4)
         legend.append(("evaluation", "evaluation"))
     log = curve.log and _is_wide(line, evaluated)
@@ -182,7 +182,7 @@ def _draw_discarded(axes: Axes, stretches: Sequence[tuple[Numbers, Numbers]]) ->
     """Draw the earlier numbers of repeated steps as a broad, light line under the other; return
     True if there are any.
     """
-    drawn = False
+    any_drawn = False
     for x, y in stretches:
         line = thin(x, y, 60)
         if line is not None:
@@ -197,16 +197,16 @@ def _draw_discarded(axes: Axes, stretches: Sequence[tuple[Numbers, Numbers]]) ->
                 solid_capstyle="round",
                 zorder=1,
             )
-            drawn = True
-    return drawn
+            any_drawn = True
+    return any_drawn
 
 
 def _draw_restarts(axes: Axes, history: History) -> bool:
     """Mark the steps from which the run was resumed after restarts; return True if there are
     any.
     """
-    found = [float(event.data["step"]) for event in history.of("start")[1:]]
-    for step in sorted(set(found))[-_MOST_STRETCHES:]:
+    restart_steps = [float(event.data["step"]) for event in history.of("start")[1:]]
+    for step in sorted(set(restart_steps))[-_MOST_STRETCHES:]:
         axes.axvline(
             step,
             color=shade("failure"),
@@ -215,13 +215,13 @@ def _draw_restarts(axes: Axes, history: History) -> bool:
             alpha=0.7,
             zorder=1.5,
         )
-    return bool(found)
+    return bool(restart_steps)
 
 
 def _draw_checkpoints(axes: Axes, history: History) -> bool:
-    found = [(float(event.data["step"]), 0.0) for event in history.of("checkpoint")]
-    if found:
-        x = np.array(_fewer(found)).T[0]
+    points = [(float(event.data["step"]), 0.0) for event in history.of("checkpoint")]
+    if points:
+        x = np.array(_select_points(points)).T[0]
         axes.plot(
             x,
             np.zeros(len(x)),
@@ -231,10 +231,10 @@ def _draw_checkpoints(axes: Axes, history: History) -> bool:
             markeredgewidth=1.4,
             transform=axes.get_xaxis_transform(),
         )
-    return bool(found)
+    return bool(points)
 
 
-def _fewer(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _select_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Select at most _MOST_MARKS points, evenly, including the first and the last."""
     if len(points) <= _MOST_MARKS:
         return list(points)
@@ -245,11 +245,11 @@ def _is_wide(line: Line | None, evaluated: Sequence[tuple[float, float]]) -> boo
     """Return True if all numbers are positive, and most of them span a large range (outliers are
     ignored).
     """
-    shown = np.array([value for _, value in evaluated], dtype=np.float64)
+    values = np.array([value for _, value in evaluated], dtype=np.float64)
     low, high = (
-        (shown, shown)
+        (values, values)
         if line is None
-        else (np.append(line.low, shown), np.append(line.high, shown))
+        else (np.append(line.low, values), np.append(line.high, values))
     )
     least = np.nanmin(low) if np.isfinite(low).any() else 0.0
     return bool(least > 0 and np.nanpercentile(high, 98) > _LOG_BEYOND * np.nanpercentile(low, 2))
@@ -300,8 +300,8 @@ class _Words(Formatter):
             ),
             6,
         )
-        shown = value * self._scale / size
-        return f"{shown:,.{digits}f}{unit if shown else ''}{self._unit}"
+        scaled = value * self._scale / size
+        return f"{scaled:,.{digits}f}{unit if scaled else ''}{self._unit}"
 
 
 def _decades(axes: Axes) -> float:
@@ -313,9 +313,9 @@ def _label(curve: _Curve, line: Line | None) -> str:
     """Describe a curve in words."""
     if line is None or not np.isfinite(line.mean).any():
         return f"{curve.title} by step"
-    shown = line.mean[np.isfinite(line.mean)]
+    means = line.mean[np.isfinite(line.mean)]
     least, most = float(np.nanmin(line.low)), float(np.nanmax(line.high))
-    last = f"from {curve.words(float(shown[0]))} to {curve.words(float(shown[-1]))}"
+    last = f"from {curve.words(float(means[0]))} to {curve.words(float(means[-1]))}"
     return (
         f"{curve.title} by step: {last}, minimum {curve.words(least)}, maximum {curve.words(most)}"
     )

@@ -74,7 +74,7 @@ def _attempts(history: History, going_on: bool) -> Iterator[Attempt]:
         )
         closing = next((event for event in events if event.kind in _CLOSING), None)
         leaving = next((event for event in reversed(events) if event.kind in _LEAVING), None)
-        here = going_on and index == len(segments) - 1
+        is_running = going_on and index == len(segments) - 1
         heard = max(
             [
                 start.time,
@@ -82,14 +82,26 @@ def _attempts(history: History, going_on: bool) -> Iterator[Attempt]:
                 *(each.time for each in events if _is_of_workers(each)),
             ]
         )
-        outcome = _CLOSING[closing.kind] if closing is not None else _left(events, going_on=here)
-        ended = closing.time if closing is not None else (history.last or heard) if here else heard
-        gone = leaving.time if leaving is not None else ended if outcome == "broke off" else None
+        outcome = (
+            _CLOSING[closing.kind]
+            if closing is not None
+            else _open_outcome(events, going_on=is_running)
+        )
+        ended = (
+            closing.time
+            if closing is not None
+            else (history.last or heard)
+            if is_running
+            else heard
+        )
+        driver_ended = (
+            leaving.time if leaving is not None else ended if outcome == "broke off" else None
+        )
         following = segments[index + 1][0].time if index + 1 < len(segments) else None
         away = None
-        if gone is not None and following is not None:
-            back = _first_of([event for event in events if event.time > gone])
-            away = (gone, max(gone, following if back is None else back))
+        if driver_ended is not None and following is not None:
+            back = _first_of([event for event in events if event.time > driver_ended])
+            away = (driver_ended, max(driver_ended, following if back is None else back))
         data = start.data
         yield Attempt(
             prepared=start.time if prepared is None else prepared,
@@ -111,12 +123,12 @@ def _attempts(history: History, going_on: bool) -> Iterator[Attempt]:
 
 def _segments(events: Sequence[Event]) -> list[list[Event]]:
     """Split events into those before the first start, and each start with the events after it."""
-    found: list[list[Event]] = [[]]
+    segments: list[list[Event]] = [[]]
     for event in events:
         if event.kind == "start":
-            found.append([])
-        found[-1].append(event)
-    return found
+            segments.append([])
+        segments[-1].append(event)
+    return segments
 
 
 def _first_of(events: Sequence[Event]) -> float | None:
@@ -139,7 +151,7 @@ def _is_of_workers(event: Event) -> bool:
     )
 
 
-def _left(events: Sequence[Event], *, going_on: bool) -> Outcome:
+def _open_outcome(events: Sequence[Event], *, going_on: bool) -> Outcome:
     """Return the outcome of an attempt without a closing event."""
     if going_on:
         return "going on"

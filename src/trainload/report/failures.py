@@ -54,17 +54,17 @@ def failures_of(history: History, attempts: Sequence[Attempt]) -> tuple[Failure,
         for event in history.others
         if event.kind in ("failure", "failed") and event.time < started
     ]
-    found: list[Failure] = list(_told(early, None, None))
-    done = [0] * len(found)
+    failures: list[Failure] = list(_read_failures(early, None, None))
+    step_counts = [0] * len(failures)
     for index, attempt in enumerate(attempts):
         following = attempts[index + 1] if index + 1 < len(attempts) else None
-        new = list(_told(attempt.events, attempt, following))
-        found += new
-        done += [attempt.last] * len(new)
-    return tuple(_costs(history, found, done))
+        new = list(_read_failures(attempt.events, attempt, following))
+        failures += new
+        step_counts += [attempt.last] * len(new)
+    return tuple(_add_costs(history, failures, step_counts))
 
 
-def _told(
+def _read_failures(
     events: Sequence[Event], attempt: Attempt | None, following: Attempt | None
 ) -> Iterator[Failure]:
     """Yield the failures of one attempt, without their costs."""
@@ -92,7 +92,7 @@ def _told(
                 event.time,
                 "failed",
                 f"{data['error']}: {data['message']}",
-                _resumed(following),
+                _describe_restart(following),
                 (),
                 (),
                 {},
@@ -102,22 +102,36 @@ def _told(
             )
     if attempt is not None and attempt.outcome == "broke off":
         yield Failure(
-            attempt.ended, "broke off", BROKE_OFF, _resumed(following), (), (), {}, 0.0, None, None
+            attempt.ended,
+            "broke off",
+            BROKE_OFF,
+            _describe_restart(following),
+            (),
+            (),
+            {},
+            0.0,
+            None,
+            None,
         )
 
 
-def _resumed(following: Attempt | None) -> str:
+def _describe_restart(following: Attempt | None) -> str:
     return "not resumed" if following is None else f"resumed at {hour(following.prepared)}"
 
 
-def _costs(history: History, found: Sequence[Failure], done: Sequence[int]) -> Iterator[Failure]:
-    """Yield failures with their costs. `done` is the number of step events before each failure."""
+def _add_costs(
+    history: History, failures: Sequence[Failure], step_counts: Sequence[int]
+) -> Iterator[Failure]:
+    """Yield failures with their costs.
+
+    `step_counts` are the numbers of step events before each failure.
+    """
     times, numbers = history.steps.time, history.steps.number
-    for index, (failure, place) in enumerate(zip(found, done, strict=True)):
-        first = index == 0 or done[index - 1] != place
-        last = index + 1 == len(found) or done[index + 1] != place
+    for index, (failure, place) in enumerate(zip(failures, step_counts, strict=True)):
+        first = index == 0 or step_counts[index - 1] != place
+        last = index + 1 == len(failures) or step_counts[index + 1] != place
         before = float(times[place - 1]) if place else history.first or failure.time
-        before = before if first else found[index - 1].time
+        before = before if first else failures[index - 1].time
         noticed = max(0.0, failure.time - before)
         if place >= len(times):
             yield replace(failure, noticed=noticed)
@@ -137,7 +151,7 @@ def time_spent(
     checkpoint, which is subtracted.
     """
     seconds = history.steps.columns["seconds"]
-    kept = float(seconds[history.steps.kept()].sum())
+    counted = float(seconds[history.steps.kept()].sum())
     saving = sum(
         float(event.data["seconds"])
         for event in history.of("stage")
@@ -145,9 +159,9 @@ def time_spent(
     )
     away = sum(each.away[1] - each.away[0] for each in attempts if each.away is not None)
     waiting = sum(until - since for since, until in waits_of(history))
-    found = {
-        "steps": max(0.0, kept - saving),
-        "steps done again": float(seconds.sum()) - kept,
+    uses = {
+        "steps": max(0.0, counted - saving),
+        "steps done again": float(seconds.sum()) - counted,
         "evaluations": sum(float(event.data["seconds"]) for event in history.of("eval")),
         "checkpoints": saving,
         "starting": max(0.0, sum(each.started - each.prepared for each in attempts) - waiting),
@@ -157,21 +171,21 @@ def time_spent(
         ),
         "nobody drove it": away,
     }
-    whole = 0.0 if history.first is None or history.last is None else history.last - history.first
-    found["other"] = max(0.0, whole - sum(found.values()))
-    return {name: spent for name, spent in found.items() if spent >= 0.05}
+    total = 0.0 if history.first is None or history.last is None else history.last - history.first
+    uses["other"] = max(0.0, total - sum(uses.values()))
+    return {name: spent for name, spent in uses.items() if spent >= 0.05}
 
 
 def waits_of(history: History) -> list[tuple[float, float]]:
     """Return the times (from, to) in which the run's driver reported that it waited."""
-    found: list[tuple[float, float]] = []
+    waits: list[tuple[float, float]] = []
     since: float | None = None
     for event in history.others:
         if event.kind == "waiting":
             since = event.time if since is None else since
         elif since is not None:
-            found.append((since, event.time))
+            waits.append((since, event.time))
             since = None
     if since is not None and history.last is not None:
-        found.append((since, history.last))
-    return found
+        waits.append((since, history.last))
+    return waits

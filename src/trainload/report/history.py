@@ -60,20 +60,20 @@ class Steps:
 
     def kept(self) -> Whole:
         """Return the indices of the last occurrence of each step, ordered by step."""
-        _, found = np.unique(self.number[::-1], return_index=True)
-        return (len(self.number) - 1 - found).astype(np.int64)
+        _, last_indices = np.unique(self.number[::-1], return_index=True)
+        return (len(self.number) - 1 - last_indices).astype(np.int64)
 
     def discarded(self) -> list[Whole]:
         """Return the indices of steps that were repeated later, as runs of consecutive steps of one
         attempt.
         """
-        rest = np.ones(len(self.number), dtype=bool)
-        rest[self.kept()] = False
-        places = np.flatnonzero(rest)
+        repeated = np.ones(len(self.number), dtype=bool)
+        repeated[self.kept()] = False
+        places = np.flatnonzero(repeated)
         if not len(places):
             return []
-        apart = (np.diff(places) != 1) | (np.diff(self.attempt[places]) != 0)
-        return [each.astype(np.int64) for each in np.split(places, np.flatnonzero(apart) + 1)]
+        breaks = (np.diff(places) != 1) | (np.diff(self.attempt[places]) != 0)
+        return [each.astype(np.int64) for each in np.split(places, np.flatnonzero(breaks) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def read_history(events: Iterable[Event]) -> History:
         attempt=np.array(attempt, dtype=np.int64),
         time=np.array(time, dtype=np.float64),
         columns={name: np.array(column, dtype=np.float64) for name, column in columns.items()},
-        metrics={name: _spread(*found, len(number)) for name, found in metrics.items()},
+        metrics={name: _spread(*pairs, len(number)) for name, pairs in metrics.items()},
     )
     return History(summary, steps, tuple(others), first, last)
 
@@ -145,6 +145,6 @@ def _number(value: float | None) -> float:
 
 
 def _spread(places: array[int], values: array[float], count: int) -> Numbers:
-    found = np.full(count, np.nan)
-    found[np.array(places, dtype=np.int64)] = np.array(values, dtype=np.float64)
-    return found
+    spread = np.full(count, np.nan)
+    spread[np.array(places, dtype=np.int64)] = np.array(values, dtype=np.float64)
+    return spread

@@ -33,9 +33,9 @@ def charts_of(ticks: Sequence[TickStory], name: str) -> list[Chart]:
     names = list(dict.fromkeys(metric for tick in judged for metric in metrics_of(tick)))[
         : 1 + _MOST_METRICS
     ]
-    found = [_metric(judged, metric, f"{name}-{number}") for number, metric in enumerate(names)]
+    charts = [_metric(judged, metric, f"{name}-{number}") for number, metric in enumerate(names)]
     drift = _drift(judged, f"{name}-drift")
-    return [*found, *([drift] if drift is not None else [])]
+    return [*charts, *([drift] if drift is not None else [])]
 
 
 def _metric(ticks: Sequence[TickStory], metric: str, name: str) -> Chart:
@@ -53,7 +53,7 @@ def _metric(ticks: Sequence[TickStory], metric: str, name: str) -> Chart:
             outcome = tick.ended.outcome if tick.ended is not None else "under way"
             marker, colour = _MARKS.get(outcome, (".", "muted"))
             if math.isfinite(value):
-                (drawn,) = axes.plot(
+                (artist,) = axes.plot(
                     [_day(tick)],
                     [value],
                     marker=marker,
@@ -61,7 +61,7 @@ def _metric(ticks: Sequence[TickStory], metric: str, name: str) -> Chart:
                     linestyle="none",
                     markersize=5,
                 )
-                drawn.set_gid(f"{name}-tick-{number}")
+                artist.set_gid(f"{name}-tick-{number}")
                 titles[f"{name}-tick-{number}"] = f"{tick.name}: {outcome}, {value:.6g}"
         _time_axis(axes)
         svg = svg_of(figure, name, f"{metric} of champion and challenger over ticks", titles)
@@ -73,18 +73,21 @@ def _drift(ticks: Sequence[TickStory], name: str) -> Chart | None:
     """Return a chart of each tick's greatest drift of a column; None if there is no drift to
     show.
     """
-    found = [
+    points = [
         (_day(tick), max(tick.decided.drift.values()))
         for tick in ticks
         if tick.decided is not None and tick.decided.drift
     ]
-    if not found:
+    if not points:
         return None
     with drawing():
         figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.add_subplot()
         axes.plot(
-            [at for at, _ in found], [value for _, value in found], color=shade("train"), marker="."
+            [at for at, _ in points],
+            [value for _, value in points],
+            color=shade("train"),
+            marker=".",
         )
         axes.set_ylim(bottom=0)
         _time_axis(axes)
@@ -106,8 +109,8 @@ def _time_axis(axes: Any) -> None:
 
 def _day(tick: TickStory) -> float:
     """Return a tick's time as a matplotlib date."""
-    found: float = date2num(time_of(tick.name))  # type: ignore[no-untyped-call]  # matplotlib's dates have no types
-    return found
+    day: float = date2num(time_of(tick.name))  # type: ignore[no-untyped-call]  # matplotlib's dates have no types
+    return day
 
 
 def _number(value: float | None) -> float:

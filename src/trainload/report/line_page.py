@@ -15,7 +15,7 @@ from trainload.packaging.stores.releases import shown
 from trainload.packaging.stores.store import Store
 from trainload.report.line_charts import charts_of
 from trainload.report.page_frame import rendered
-from trainload.report.words import span, told
+from trainload.report.words import sanitize, span
 from trainload.retraining.ticks.lineage import (
     Ancestor,
     LineStory,
@@ -47,7 +47,7 @@ def store_page(store: Store, lines: Sequence[str]) -> tuple[str, dict[str, Any]]
     shown_lines = [
         _line(store, read_line(store, name), f"l{number}") for number, name in enumerate(lines)
     ]
-    page = rendered("line.html", store=told(store.url), lines=shown_lines)
+    page = rendered("line.html", store=sanitize(store.url), lines=shown_lines)
     return page, {
         line["name"]: {
             "current": line["current"],
@@ -94,7 +94,7 @@ def _line(store: Store, story: LineStory, name: str) -> dict[str, Any]:
         "ticks": [_tick(tick) for tick in reversed(story.ticks[-_MOST_TICKS:])],
         "ticks_before": max(0, len(story.ticks) - _MOST_TICKS),
         "changes": [
-            (entry.created, shown(entry.release), told(entry.reason))
+            (entry.created, shown(entry.release), sanitize(entry.reason))
             for entry in reversed(story.changes[-_MOST_TICKS:])
         ],
     }
@@ -108,7 +108,7 @@ def _step(step: Ancestor) -> dict[str, Any]:
         ("weights", release.weights),
     ]
     if release.message:
-        facts.append(("said", told(release.message)))
+        facts.append(("said", sanitize(release.message)))
     if tick is not None:
         facts += _facts(tick)
     return {
@@ -122,10 +122,10 @@ def _step(step: Ancestor) -> dict[str, Any]:
 
 def _facts(tick: TickStory) -> list[tuple[str, str]]:
     """Return facts about the tick that created a release."""
-    found: list[tuple[str, str]] = [("tick", f"{tick.name}, started {tick.begun} times")]
+    facts: list[tuple[str, str]] = [("tick", f"{tick.name}, started {tick.begun} times")]
     if tick.taken is not None:
         snapshot = tick.taken.snapshot
-        found.append(
+        facts.append(
             (
                 "data",
                 (
@@ -135,13 +135,13 @@ def _facts(tick: TickStory) -> list[tuple[str, str]]:
             )
         )
     if tick.trained is not None:
-        found.append(
+        facts.append(
             (
                 "plan",
                 ", ".join(f"{name} {value}" for name, value in sorted(tick.trained.plan.items())),
             )
         )
-        found.append(
+        facts.append(
             (
                 "trained",
                 (
@@ -151,13 +151,13 @@ def _facts(tick: TickStory) -> list[tuple[str, str]]:
             )
         )
         if "first step" in tick.trained.seconds:
-            found.append(("to the first step", span(tick.trained.seconds["first step"])))
-        found.append(("sent", size(tick.trained.sent_bytes)))
-    found += [(name, _both(both)) for name, both in metrics_of(tick).items()]
+            facts.append(("to the first step", span(tick.trained.seconds["first step"])))
+        facts.append(("sent", size(tick.trained.sent_bytes)))
+    facts += [(name, _format_scores(both)) for name, both in metrics_of(tick).items()]
     if tick.decided is not None:
-        found.append(("decision", told(tick.decided.reason)))
+        facts.append(("decision", sanitize(tick.decided.reason)))
     if tick.pinned is not None:
-        found.append(
+        facts.append(
             (
                 "versions",
                 ", ".join(
@@ -165,7 +165,7 @@ def _facts(tick: TickStory) -> list[tuple[str, str]]:
                 ),
             )
         )
-    return found
+    return facts
 
 
 def _tick(tick: TickStory) -> dict[str, Any]:
@@ -176,14 +176,16 @@ def _tick(tick: TickStory) -> dict[str, Any]:
         "tone": _TONES.get(outcome, "idle"),
         "release": "" if tick.trained is None else shown(tick.trained.release),
         "rows": "" if tick.taken is None else f"{tick.taken.snapshot.rows:,}",
-        "loss": _both(metrics_of(tick).get("loss", {})),
+        "loss": _format_scores(metrics_of(tick).get("loss", {})),
         "begun": tick.begun,
-        "reason": "" if tick.ended is None else told(tick.ended.reason),
-        "warnings": () if tick.ended is None else tuple(told(text) for text in tick.ended.warnings),
+        "reason": "" if tick.ended is None else sanitize(tick.ended.reason),
+        "warnings": ()
+        if tick.ended is None
+        else tuple(sanitize(text) for text in tick.ended.warnings),
     }
 
 
-def _both(values: dict[str, float | None]) -> str:
+def _format_scores(values: dict[str, float | None]) -> str:
     if not values:
         return ""
     champion, challenger = (

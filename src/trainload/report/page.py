@@ -15,7 +15,7 @@ from trainload.report.failures import Failure
 from trainload.report.page_frame import rendered
 from trainload.report.run_folder import Record, facts_of
 from trainload.report.timeline import ENDS, OUTCOMES, timeline_of
-from trainload.report.words import count, moment, percent, ranks, span, told
+from trainload.report.words import count, moment, percent, ranks, sanitize, span
 
 _WIDE, _NARROW = 11.2, 4.6
 """Widths of the timeline in inches."""
@@ -43,7 +43,7 @@ _SPENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _FailureRow:
     """A failure as displayed. `doing` has pairs of ranks and their activity."""
 
     time: str
@@ -64,10 +64,10 @@ def page_of(record: Record) -> str:
     return rendered(
         "page.html",
         name=record.run_dir.name,
-        folder=told(str(record.run_dir)),
+        folder=sanitize(str(record.run_dir)),
         phase=record.phase,
         tone=_TONES[record.phase],
-        because=told(_because(record)),
+        because=sanitize(_explain_phase(record)),
         done=_share(record.history.summary.step, record.spec.steps),
         tiles=_tiles(record),
         facts=facts_of(record),
@@ -77,7 +77,7 @@ def page_of(record: Record) -> str:
         outcomes=_outcomes(record),
         away=any(each.away is not None for each in record.attempts),
         spent=_spent(record.spent),
-        failures=[_shown(each) for each in record.failures[-_MOST_FAILURES:]],
+        failures=[_failure_row(each) for each in record.failures[-_MOST_FAILURES:]],
         failures_before=max(0, len(record.failures) - _MOST_FAILURES),
         warnings=_warnings(record)[-_MOST_WARNINGS:],
         warnings_before=max(0, len(_warnings(record)) - _MOST_WARNINGS),
@@ -90,7 +90,7 @@ def page_of(record: Record) -> str:
     )
 
 
-def _because(record: Record) -> str:
+def _explain_phase(record: Record) -> str:
     """Return an explanation of the run's phase; "" if it needs none."""
     if record.phase == "lost" and record.state is not None:
         return (
@@ -100,91 +100,91 @@ def _because(record: Record) -> str:
     return record.history.summary.message
 
 
-def _share(part: float, whole: float) -> float:
-    return 100.0 * min(1.0, part / whole) if whole else 0.0
+def _share(part: float, total: float) -> float:
+    return 100.0 * min(1.0, part / total) if total else 0.0
 
 
 def _tiles(record: Record) -> list[tuple[str, str, str]]:
     """Return the tiles: name, number and remark of each."""
     summary, history = record.history.summary, record.history
-    found = [("step", f"{summary.step:,}", f"of {record.spec.steps:,}")]
+    tiles = [("step", f"{summary.step:,}", f"of {record.spec.steps:,}")]
     if summary.loss is not None:
-        found.append(("training loss", f"{summary.loss:.4f}", "of the last step"))
+        tiles.append(("training loss", f"{summary.loss:.4f}", "of the last step"))
     if summary.evaluation is not None:
-        found.append(
+        tiles.append(
             ("evaluation", f"{summary.evaluation:.4f}", f"at step {summary.evaluated_at:,}")
         )
     rate = summary.tokens_per_second or summary.rows_per_second
     if rate is not None:
-        found.append(
+        tiles.append(
             ("throughput", count(rate), "tokens/s" if summary.tokens_per_second else "rows/s")
         )
     if history.first is not None and history.last is not None:
-        whole = history.last - history.first
-        driven = whole - record.spent.get("nobody drove it", 0.0)
-        found.append(("time", span(whole), f"since {moment(history.first)[5:16]}"))
-        if driven > 0:
-            found.append(
+        total = history.last - history.first
+        driven_seconds = total - record.spent.get("nobody drove it", 0.0)
+        tiles.append(("time", span(total), f"since {moment(history.first)[5:16]}"))
+        if driven_seconds > 0:
+            tiles.append(
                 (
                     "goodput",
-                    percent(record.spent.get("steps", 0.0) / driven),
+                    percent(record.spent.get("steps", 0.0) / driven_seconds),
                     "of the time, in steps that count",
                 )
             )
     if summary.checkpoint is not None and summary.checkpoint_time is not None:
-        found.append(
+        tiles.append(
             ("checkpoint", f"{summary.checkpoint:,}", f"at {moment(summary.checkpoint_time)[5:16]}")
         )
-    again = sum(each.again or 0 for each in record.failures)
-    found.append(
+    repeated = sum(each.again or 0 for each in record.failures)
+    tiles.append(
         (
             "failures",
             f"{len(record.failures):,}",
-            f"{again:,} steps done again" if record.failures else "none",
+            f"{repeated:,} steps done again" if record.failures else "none",
         )
     )
-    return found
+    return tiles
 
 
 def _timelines(record: Record) -> list[tuple[str, Markup]]:
     """Return (CSS class, SVG) of the timelines for wide and for narrow screens."""
-    found = []
+    timelines = []
     for name, width in (("wide", _WIDE), ("narrow", _NARROW)):
-        drawn = timeline_of(record.history, record.attempts, record.failures, name, width)
-        if drawn is not None:
-            found.append((name, Markup(drawn)))  # safe: ElementTree has escaped it
-    return found
+        svg = timeline_of(record.history, record.attempts, record.failures, name, width)
+        if svg is not None:
+            timelines.append((name, Markup(svg)))  # safe: ElementTree has escaped it
+    return timelines
 
 
 def _outcomes(record: Record) -> list[tuple[str, str]]:
     """Return (CSS class, description) of the outcomes of attempts, for the legend."""
-    there = {each.outcome for each in record.attempts if each.outcome != "going on"}
-    return [(ENDS[outcome], words) for outcome, words in OUTCOMES.items() if outcome in there]
+    present = {each.outcome for each in record.attempts if each.outcome != "going on"}
+    return [(ENDS[outcome], words) for outcome, words in OUTCOMES.items() if outcome in present]
 
 
 def _spent(spent: Mapping[str, float]) -> list[tuple[str, str, float, str, str]]:
     """Return name, CSS class, percentage, percentage as text and duration as text of each use of
     time.
     """
-    whole = sum(spent.values())
+    total = sum(spent.values())
     return [
-        (name, _SPENT[name], _share(seconds, whole), percent(seconds / whole), span(seconds))
+        (name, _SPENT[name], _share(seconds, total), percent(seconds / total), span(seconds))
         for name, seconds in spent.items()
     ]
 
 
-def _shown(failure: Failure) -> _Shown:
+def _failure_row(failure: Failure) -> _FailureRow:
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, text in sorted(failure.doing.items()):
         groups[text].append(rank)
-    doing = [(ranks(members), told(text, _LONG)) for text, members in groups.items()]
-    return _Shown(
+    doing = [(ranks(members), sanitize(text, _LONG)) for text, members in groups.items()]
+    return _FailureRow(
         time=moment(failure.time),
         what=failure.what,
-        message=told(failure.message, _LONG),
-        action=told(failure.action, _LONG),
+        message=sanitize(failure.message, _LONG),
+        action=sanitize(failure.action, _LONG),
         whose=ranks(failure.ranks),
-        nodes=[told(node, _LONG) for node in failure.nodes[:_MOST_GROUPS]],
+        nodes=[sanitize(node, _LONG) for node in failure.nodes[:_MOST_GROUPS]],
         doing=doing[:_MOST_GROUPS],
         more=len(doing) - _MOST_GROUPS,
         noticed="" if failure.what == "broke off" else span(failure.noticed),
@@ -197,11 +197,13 @@ def _warnings(record: Record) -> list[tuple[str, int, str]]:
     """Return the warnings: time of the last occurrence, number of occurrences and message of
     each.
     """
-    found: dict[str, tuple[float, int]] = {}
+    latest: dict[str, tuple[float, int]] = {}
     for event in record.history.of("warning"):
         message = str(event.data["message"])
-        found[message] = (event.time, found.pop(message, (0.0, 0))[1] + 1)
-    return [(moment(at), times, told(message, _LONG)) for message, (at, times) in found.items()]
+        latest[message] = (event.time, latest.pop(message, (0.0, 0))[1] + 1)
+    return [
+        (moment(at), times, sanitize(message, _LONG)) for message, (at, times) in latest.items()
+    ]
 
 
 def _ranks(record: Record) -> list[tuple[int, RankSeen, str, str]]:
@@ -209,4 +211,4 @@ def _ranks(record: Record) -> list[tuple[int, RankSeen, str, str]]:
     if record.state is None:
         return []
     seen = sorted(record.state.ranks.items())[:_MOST_RANKS]
-    return [(rank, each, duration(each.age), told(each.doing, _LONG)) for rank, each in seen]
+    return [(rank, each, duration(each.age), sanitize(each.doing, _LONG)) for rank, each in seen]

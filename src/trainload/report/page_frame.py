@@ -19,13 +19,13 @@ MARK = "trainload report"
 
 def rendered(template: str, **values: Any) -> str:
     """Render a page from a template."""
-    own = {
+    frame_values = {
         "mark": MARK,
         "style": Markup(_read("page.css")),
         "made": moment(time.time()),
         "version": VERSION,
     }
-    return _environment().get_template(template).render(**own, **values)
+    return _environment().get_template(template).render(**frame_values, **values)
 
 
 @cache

@@ -20,7 +20,7 @@ from trainload.packaging.package import read_manifest
 from trainload.report.episodes import Attempt, attempts_of
 from trainload.report.failures import Failure, failures_of, time_spent
 from trainload.report.history import History, read_history
-from trainload.report.words import told
+from trainload.report.words import sanitize
 
 _SETTINGS = (
     "keep",
@@ -107,7 +107,7 @@ def facts_of(record: Record) -> list[tuple[str, str]]:
         if not record.attempts
         else next((p for p in spec.plans if p.world_size == record.attempts[-1].world), spec.plan)
     )
-    found: list[tuple[str, object]] = [
+    facts: list[tuple[str, object]] = [
         ("package", Path(spec.package).name),
         ("digest", spec.digest or plan.package),
         (
@@ -123,11 +123,11 @@ def facts_of(record: Record) -> list[tuple[str, str]]:
         elements = sum(
             _product(entry.shape) for entry in manifest.parameters if entry.alias_of is None
         )
-        found.append(("parameters", f"{elements:,}"))
+        facts.append(("parameters", f"{elements:,}"))
     last = record.attempts[-1] if record.attempts else None
     world = plan.world_size if last is None else last.world
     nodes = len(set(last.nodes)) if last is not None and last.nodes else plan.cluster.nodes
-    found += [
+    facts += [
         ("strategy", (plan.strategy if last is None else last.strategy) + _axes(record)),
         ("ranks", f"{world} on {nodes} node{'s' if nodes > 1 else ''}, {plan.cluster.device}"),
         ("steps", f"{spec.steps:,}"),
@@ -138,7 +138,7 @@ def facts_of(record: Record) -> list[tuple[str, str]]:
                 f" microbatch{'es' if plan.accumulate > 1 else ''}"
             ),
         ),
-        ("data", told(spec.made.get("data", spec.data))),
+        ("data", sanitize(spec.made.get("data", spec.data))),
     ]
     if spec.eval_data is not None:
         every = (
@@ -146,10 +146,10 @@ def facts_of(record: Record) -> list[tuple[str, str]]:
             if spec.eval_every is None
             else f"every {spec.eval_every:,} steps"
         )
-        found.append(
-            ("held-out data", f"{told(spec.made.get('eval_data', spec.eval_data))}, {every}")
+        facts.append(
+            ("held-out data", f"{sanitize(spec.made.get('eval_data', spec.eval_data))}, {every}")
         )
-    found.append(
+    facts.append(
         (
             "checkpoints",
             (
@@ -160,14 +160,14 @@ def facts_of(record: Record) -> list[tuple[str, str]]:
         )
     )
     if spec.plans:
-        found.append(
+        facts.append(
             ("elastic", f"from {spec.plans[0].world_size} to {spec.plans[-1].world_size} ranks")
         )
     if not spec.compile:
-        found.append(("compiled", "no"))
+        facts.append(("compiled", "no"))
     changed = spec.overrides.model_dump(mode="json", exclude_defaults=True)
     if changed:
-        found.append(
+        facts.append(
             ("changed at launch", ", ".join(f"{name} {value}" for name, value in changed.items()))
         )
     settings = {
@@ -176,28 +176,28 @@ def facts_of(record: Record) -> list[tuple[str, str]]:
         if getattr(spec, name) != RunSpec.model_fields[name].default
     }
     if settings:
-        found.append(
+        facts.append(
             ("settings", ", ".join(f"{name} {_plain(value)}" for name, value in settings.items()))
         )
     if spec.libraries:
-        found.append(("operator libraries", ", ".join(sorted(spec.libraries))))
+        facts.append(("operator libraries", ", ".join(sorted(spec.libraries))))
     if spec.output is not None:
-        found.append(("trained package", told(spec.output)))
-    found.append(
+        facts.append(("trained package", sanitize(spec.output)))
+    facts.append(
         (
             "launched with",
             ", ".join(f"{name} {version}" for name, version in spec.versions.items())
             or "not known",
         )
     )
-    return [(name, told(str(value))) for name, value in found]
+    return [(name, sanitize(str(value))) for name, value in facts]
 
 
 def _product(shape: Sequence[int]) -> int:
-    found = 1
+    product = 1
     for size in shape:
-        found *= size
-    return found
+        product *= size
+    return product
 
 
 def _axes(record: Record) -> str:

@@ -34,7 +34,7 @@ SHADES = (
 _SVG = "http://www.w3.org/2000/svg"
 _LINK = "http://www.w3.org/1999/xlink"
 _FONT = 11.0
-_WRITTEN = re.compile(r"#0[0-9a-f]de0[0-9a-f]")
+_PLACEHOLDER = re.compile(r"#0[0-9a-f]de0[0-9a-f]")
 _FAMILY = re.compile(r"font:\s*(?P<size>[\d.]+)px[^;\"]*")
 
 
@@ -90,12 +90,12 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
         label: description for screen readers.
         titles: gid of an artist -> its tooltip.
     """
-    written = io.StringIO()
+    buffer = io.StringIO()
     FigureCanvasSVG(figure)
     figure.savefig(
-        written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
     )
-    root = ElementTree.fromstring(written.getvalue())
+    root = ElementTree.fromstring(buffer.getvalue())
     root.attrib = {
         "viewBox": root.attrib["viewBox"],
         "role": "img",
@@ -110,16 +110,16 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
             if child.tag == f"{{{_SVG}}}style":  # matplotlib's style would apply to the whole page
                 parent.remove(child)
     for element in root.iter():
-        said = titles.get(element.attrib.get("id", ""))
-        if said is not None:
+        tooltip = titles.get(element.attrib.get("id", ""))
+        if tooltip is not None:
             title = ElementTree.Element(f"{{{_SVG}}}title")
-            title.text = said
+            title.text = tooltip
             element.insert(0, title)
     _rename(root, name)
     for element in root.iter():
         element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
         element.attrib = {
-            key.replace(f"{{{_LINK}}}", ""): _in_page(value)
+            key.replace(f"{{{_LINK}}}", ""): _use_page_style(value)
             for key, value in element.attrib.items()
         }
         if (
@@ -138,11 +138,13 @@ def _rename(root: ElementTree.Element, name: str) -> None:
     figure; remove others.
     """
     text = ElementTree.tostring(root, encoding="unicode")
-    used = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r'href="#([^"]+)"', text))
+    referenced = set(re.findall(r"url\(#([^)]+)\)", text)) | set(
+        re.findall(r'href="#([^"]+)"', text)
+    )
     for element in root.iter():
-        named = element.attrib.pop("id", None)
-        if named in used:
-            element.attrib["id"] = f"{name}-{named}"
+        element_id = element.attrib.pop("id", None)
+        if element_id in referenced:
+            element.attrib["id"] = f"{name}-{element_id}"
         for key, value in element.attrib.items():
             value = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", value)
             element.attrib[key] = (
@@ -150,7 +152,7 @@ def _rename(root: ElementTree.Element, name: str) -> None:
             )
 
 
-def _in_page(value: str) -> str:
+def _use_page_style(value: str) -> str:
     """Replace placeholder colors and the font in an attribute by the page's."""
-    value = _WRITTEN.sub(lambda found: f"var(--{SHADES[int(found[0][2], 16)]})", value)
+    value = _PLACEHOLDER.sub(lambda match: f"var(--{SHADES[int(match[0][2], 16)]})", value)
     return _FAMILY.sub(r"font-size: \g<size>px", value)

@@ -44,8 +44,8 @@ def thin(x: Numbers, y: Numbers, buckets: int = BUCKETS) -> Line | None:
     Returns:
         The line; None if there are no numbers.
     """
-    there = ~np.isnan(y)
-    x, y = x[there], y[there]
+    present = ~np.isnan(y)
+    x, y = x[present], y[present]
     if not len(y):
         return None
     finite = np.isfinite(y)

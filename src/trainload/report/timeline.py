@@ -14,11 +14,11 @@ from trainload.report.episodes import Attempt, Outcome
 from trainload.report.failures import Failure, waits_of
 from trainload.report.history import History
 from trainload.report.svg import drawing, shade, svg_of
-from trainload.report.words import count, hour, moment, span, told
+from trainload.report.words import count, hour, moment, sanitize, span
 
 _LANE = 0.34
 """Height of a lane in inches."""
-_LONG_AWAY, _SHOWN_AWAY = 0.15, 0.05
+_LONG_ABSENCE, _SHORTENED_ABSENCE = 0.15, 0.05
 """Time without a driver that is longer than the first fraction of the other time is drawn with the
 second fraction as its length.
 """
@@ -147,19 +147,23 @@ def timeline_of(
         axes.grid(visible=True, axis="x")
         ticks = clock.ticks(5 if width < 6 else 9)
         axes.set_xticks([clock.place(tick) for tick in ticks], clock.words(ticks))
-        said = f"What happened from {moment(history.first)} to {moment(history.last)}"
-        return svg_of(figure, name, said, titles)
+        description = f"What happened from {moment(history.first)} to {moment(history.last)}"
+        return svg_of(figure, name, description, titles)
 
 
 class _Clock:
     """Scale of the time axis. Long times without a driver are shortened."""
 
     def __init__(self, first: float, last: float, away: Sequence[tuple[float, float]]) -> None:
-        driven = max(1.0, last - first - sum(until - since for since, until in away))
-        self.cut = [(since, until) for since, until in away if until - since > _LONG_AWAY * driven]
+        driven_seconds = max(1.0, last - first - sum(until - since for since, until in away))
+        self.cut = [
+            (since, until)
+            for since, until in away
+            if until - since > _LONG_ABSENCE * driven_seconds
+        ]
         edges = [first, *(edge for gap in self.cut for edge in gap), last]
         lengths = np.maximum(np.diff(edges), 0.0)
-        lengths[1::2] = _SHOWN_AWAY * driven
+        lengths[1::2] = _SHORTENED_ABSENCE * driven_seconds
         self._times = np.array(edges)
         self._places = np.concatenate([[0.0], np.cumsum(lengths)])
         self.length = float(self._places[-1])
@@ -172,26 +176,26 @@ class _Clock:
         """Return about `most` axis ticks at round times, outside of shortened times; for a short
         run, its beginning and end.
         """
-        drawn = [step for step in _STEPS if self.length / step <= most] or [
+        steps = [step for step in _STEPS if self.length / step <= most] or [
             math.ceil(self.length / most / 604800) * 604800
         ]
-        found: list[float] = []
+        times: list[float] = []
         for since, until in zip(self._times[::2], self._times[1::2], strict=True):
-            first = math.ceil(since / drawn[0]) * drawn[0]
-            found += [float(tick) for tick in np.arange(first, until, drawn[0])]
-        return found if len(found) > 1 else [float(self._times[0]), float(self._times[-1])]
+            first = math.ceil(since / steps[0]) * steps[0]
+            times += [float(tick) for tick in np.arange(first, until, steps[0])]
+        return times if len(times) > 1 else [float(self._times[0]), float(self._times[-1])]
 
     def words(self, ticks: Sequence[float]) -> list[str]:
         """Return the labels of ticks, with the day if there are several days."""
         days = {int(tick // 86400) for tick in ticks}
         exact = any(round(tick) % 60 for tick in ticks)
-        shown = [hour(tick) if exact else hour(tick)[:5] for tick in ticks]
+        texts = [hour(tick) if exact else hour(tick)[:5] for tick in ticks]
         if len(days) == 1:
-            return shown
+            return texts
         before = [None, *(int(tick // 86400) for tick in ticks[:-1])]
         return [
             f"{text}\n{moment(tick)[5:10]}" if int(tick // 86400) != day else text
-            for text, tick, day in zip(shown, ticks, before, strict=True)
+            for text, tick, day in zip(texts, ticks, before, strict=True)
         ]
 
 
@@ -209,8 +213,12 @@ def _lanes(
                 True,
             )
         )
-        done = f"steps {attempt.step} to {attempt.done}, {attempt.world} ranks, {attempt.outcome}"
-        bars.append(_Bar(attempt.started, attempt.ended, "train", f"attempt {number}: {done}"))
+        description = (
+            f"steps {attempt.step} to {attempt.done}, {attempt.world} ranks, {attempt.outcome}"
+        )
+        bars.append(
+            _Bar(attempt.started, attempt.ended, "train", f"attempt {number}: {description}")
+        )
         bars.append(
             _Bar(
                 attempt.ended,
@@ -241,11 +249,11 @@ def _lanes(
             marker="X",
             shade="failure",
         ),
-        _Lane("preempted", marks=_said(history, "preemption"), marker="v", shade="warning"),
-        _Lane("resized", marks=_said(history, "resize"), marker="D", shade="ink"),
+        _Lane("preempted", marks=_event_marks(history, "preemption"), marker="v", shade="warning"),
+        _Lane("resized", marks=_event_marks(history, "resize"), marker="D", shade="ink"),
         _Lane("waiting", waits),
-        _Lane("warnings", marks=_said(history, "warning"), marker="^", shade="warning"),
-        _Lane("evaluations", _joined(evaluations, history)),
+        _Lane("warnings", marks=_event_marks(history, "warning"), marker="^", shade="warning"),
+        _Lane("evaluations", _merge_close_bars(evaluations, history)),
         _Lane(
             "checkpoints",
             marks=[
@@ -257,29 +265,29 @@ def _lanes(
     ]
 
 
-def _said(history: History, kind: str) -> list[_Mark]:
+def _event_marks(history: History, kind: str) -> list[_Mark]:
     return [_Mark(event.time, str(event.data["message"])) for event in history.of(kind)]
 
 
-def _joined(bars: Sequence[_Bar], history: History) -> list[_Bar]:
+def _merge_close_bars(bars: Sequence[_Bar], history: History) -> list[_Bar]:
     """Merge bars of a lane that are too close to be distinguished."""
     assert history.first is not None and history.last is not None
     least = (history.last - history.first) / _MARKS
-    found: list[_Bar] = []
+    merged: list[_Bar] = []
     numbers: list[int] = []
     for bar in bars:
-        if found and bar.since - found[-1].since < least:
+        if merged and bar.since - merged[-1].since < least:
             numbers[-1] += 1
-            found[-1] = _Bar(
-                found[-1].since,
+            merged[-1] = _Bar(
+                merged[-1].since,
                 bar.until,
                 bar.shade,
                 f"{numbers[-1]} of them, the last: {bar.title}",
             )
         else:
-            found.append(bar)
+            merged.append(bar)
             numbers.append(1)
-    return found
+    return merged
 
 
 def _draw(
@@ -289,7 +297,7 @@ def _draw(
         since, until = clock.place(bar.since), clock.place(bar.until)
         width = clock.length / 120 if bar.cap else max(until - since, clock.length / 300)
         since = max(0.0, since - width) if bar.cap else since
-        (drawn,) = axes.barh(
+        (artist,) = axes.barh(
             row,
             width,
             left=since,
@@ -299,7 +307,7 @@ def _draw(
             linewidth=0,
             zorder=3,
         )
-        _entitle(drawn, titles, f"{name}-{row}-{number}", bar.title, bar.since)
+        _set_tooltip(artist, titles, f"{name}-{row}-{number}", bar.title, bar.since)
     places = sorted((clock.place(mark.time), number) for number, mark in enumerate(lane.marks))
     together: list[tuple[float, list[int]]] = []
     for place, number in places:
@@ -308,7 +316,7 @@ def _draw(
         else:
             together.append((place, [number]))
     for place, numbers in together:
-        (drawn,) = axes.plot(
+        (artist,) = axes.plot(
             [place],
             [row],
             lane.marker,
@@ -319,9 +327,9 @@ def _draw(
         )
         more = f"{len(numbers)} of them, the last: " if len(numbers) > 1 else ""
         mark = lane.marks[numbers[-1]]
-        _entitle(drawn, titles, f"{name}-{row}-m{numbers[0]}", more + mark.title, mark.time)
+        _set_tooltip(artist, titles, f"{name}-{row}-m{numbers[0]}", more + mark.title, mark.time)
 
 
-def _entitle(artist: object, titles: dict[str, str], gid: str, title: str, time: float) -> None:
+def _set_tooltip(artist: object, titles: dict[str, str], gid: str, title: str, time: float) -> None:
     artist.set_gid(gid)  # type: ignore[attr-defined]
-    titles[gid] = f"{hour(time)}  {told(title, _TITLE)}"
+    titles[gid] = f"{hour(time)}  {sanitize(title, _TITLE)}"

@@ -13,7 +13,7 @@ _QUERY = re.compile(r"(?P<url>[A-Za-z][A-Za-z0-9+.-]*://[^\s?'\"]*)\?[^\s'\")]*"
 _LONGEST = 2000
 
 
-def told(text: str, longest: int = _LONGEST) -> str:
+def sanitize(text: str, longest: int = _LONGEST) -> str:
     """Return a string of a run for its report: truncated, and without user names, passwords and
     signatures in URLs.
     """
@@ -35,8 +35,8 @@ def span(seconds: float) -> str:
     """Format a duration: "0.4s", "1m15s", "2d3h"."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
-    days, rest = divmod(round(seconds), 86400)
-    return f"{days}d{rest // 3600}h" if days else duration(seconds)
+    days, remainder = divmod(round(seconds), 86400)
+    return f"{days}d{remainder // 3600}h" if days else duration(seconds)
 
 
 def count(value: float) -> str:

@@ -93,33 +93,33 @@ def migrate(
     """
     check_weights(new)
     check_weights(old)
-    names = _renamed(old, rename or {})
-    plan = [_fate(new, old, name, names.get(name)) for name in new.weights.names()]
-    taken = {source for fate, source, _ in plan if fate != "missing"}
-    left = tuple(sorted(source for source in names.values() if source not in taken))
+    names = _rename_tensors(old, rename or {})
+    plan = [_match_tensor(new, old, name, names.get(name)) for name in new.weights.names()]
+    sources = {source for fate, source, _ in plan if fate != "missing"}
+    unused = tuple(sorted(source for source in names.values() if source not in sources))
     kinds = {
         kind: tuple(name for fate, _, name in plan if fate == kind)
         for kind in ("matched", "converted", "reshaped", "missing")
     }
-    if strict and (left or kinds["reshaped"] or kinds["missing"]):
+    if strict and (unused or kinds["reshaped"] or kinds["missing"]):
         raise PackageError(
             "not all weights can be carried over",
             where=str(new.path),
             expected="the same names and shapes",
             got="; ".join(
-                f"{what}: {', '.join(found[:5])}"
-                + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-                for what, found in (
+                f"{outcome}: {', '.join(listed[:5])}"
+                + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+                for outcome, listed in (
                     ("missing", kinds["missing"]),
                     ("reshaped", kinds["reshaped"]),
-                    ("left", left),
+                    ("left", unused),
                 )
-                if found
+                if listed
             ),
             hint="Map the old names to the new ones with --rename, or omit --strict.",
         )
     count = _Count()
-    written = with_weights(new, Path(output), _tensors(new, old, plan, count, overlap=overlap))
+    package = with_weights(new, Path(output), _tensors(new, old, plan, count, overlap=overlap))
     reshaped = tuple(
         Reshaped(
             name,
@@ -132,13 +132,13 @@ def migrate(
         if fate == "reshaped"
     )
     return Migration(
-        package=written.path,
-        digest=written.digest,
+        package=package.path,
+        digest=package.digest,
         matched=kinds["matched"],
         converted=kinds["converted"],
         reshaped=reshaped,
         missing=kinds["missing"],
-        left=left,
+        left=unused,
         elements=count.elements,
         carried=count.carried,
     )
@@ -154,36 +154,36 @@ class _Count:
         self.overlapped: set[str] = set()
 
 
-def _renamed(old: Package, rename: Mapping[str, str]) -> dict[str, str]:
+def _rename_tensors(old: Package, rename: Mapping[str, str]) -> dict[str, str]:
     """Return name in the new program -> name in the old one."""
-    found: dict[str, str] = {}
-    used: set[str] = set()
+    sources: dict[str, str] = {}
+    used_patterns: set[str] = set()
     for name in old.weights.names():
         target = name
         for pattern, replacement in rename.items():
-            if (filled := _filled(pattern, replacement, name)) is not None:
+            if (filled := _apply_pattern(pattern, replacement, name)) is not None:
                 target = filled
-                used.add(pattern)
+                used_patterns.add(pattern)
                 break
-        if target in found:
+        if target in sources:
             raise RequestError(
                 "two tensors would have the same name",
                 where=target,
-                got=f"{found[target]} and {name}",
+                got=f"{sources[target]} and {name}",
                 hint="Change --rename.",
             )
-        found[target] = name
+        sources[target] = name
     for pattern in rename:
-        if pattern not in used:
+        if pattern not in used_patterns:
             raise RequestError(
                 "no tensor has this name",
                 where=f"--rename {pattern}",
                 expected="a name in the old program, or a pattern that matches one",
             )
-    return found
+    return sources
 
 
-def _filled(pattern: str, replacement: str, name: str) -> str | None:
+def _apply_pattern(pattern: str, replacement: str, name: str) -> str | None:
     """Return the new name of a tensor; None if the pattern does not match.
 
     Raises RequestError if the pattern is invalid.
@@ -203,7 +203,9 @@ def _filled(pattern: str, replacement: str, name: str) -> str | None:
     )
 
 
-def _fate(new: Package, old: Package, name: str, source: str | None) -> tuple[str, str, str]:
+def _match_tensor(
+    new: Package, old: Package, name: str, source: str | None
+) -> tuple[str, str, str]:
     """Return a new tensor's kind (the name of its list in `Migration`), the old tensor's name, and
     its own name.
     """
@@ -228,30 +230,32 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the new program, one at a time."""
     for fate, source, name in plan:
-        own = new.weights.tensor(name)
-        count.elements += own.numel()
+        new_tensor = new.weights.tensor(name)
+        count.elements += new_tensor.numel()
         if fate in ("matched", "converted"):
-            count.carried += own.numel()
-            yield name, old.weights.tensor(source).to(own.dtype)
-        elif fate == "reshaped" and overlap and own.dim() == len(old.weights.shape(source)):
-            given = old.weights.tensor(source)
-            corner = tuple(slice(0, min(a, b)) for a, b in zip(own.shape, given.shape, strict=True))
+            count.carried += new_tensor.numel()
+            yield name, old.weights.tensor(source).to(new_tensor.dtype)
+        elif fate == "reshaped" and overlap and new_tensor.dim() == len(old.weights.shape(source)):
+            old_tensor = old.weights.tensor(source)
+            corner = tuple(
+                slice(0, min(a, b)) for a, b in zip(new_tensor.shape, old_tensor.shape, strict=True)
+            )
             with torch.no_grad():
-                made = own.clone()
-                made[corner] = given[corner].to(own.dtype)
-            count.carried += made[corner].numel()
+                merged = new_tensor.clone()
+                merged[corner] = old_tensor[corner].to(new_tensor.dtype)
+            count.carried += merged[corner].numel()
             count.overlapped.add(name)
-            yield name, made
+            yield name, merged
         else:
-            yield name, own
+            yield name, new_tensor
 
 
-def publish(made: Migration, old: Package, store: str, line: str) -> str:
+def publish(migration: Migration, old: Package, store: str, line: str) -> str:
     """Publish a migrated package as the first release of a line, whose lineage continues with the
     source of the weights.
 
     Args:
-        made: result of the migration.
+        migration: result of the migration.
         old: package with the original weights.
         store: folder or fsspec URL of the store.
         line: line without releases.
@@ -278,8 +282,8 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
             hint="Choose another --line.",
         )
     facts: dict[str, bool | int | float | str] = {
-        "migrated.carried": made.carried,
-        "migrated.elements": made.elements,
+        "migrated.carried": migration.carried,
+        "migrated.elements": migration.elements,
     }
     if old.source is not None and "#" in old.source:
         url, name, number = parts_of(old.source)
@@ -290,7 +294,7 @@ def publish(made: Migration, old: Package, store: str, line: str) -> str:
             facts[STORE] = url
     message = f"the weights of {old.source or old.digest[:12]}"
     return push(
-        made.package, store, line=line, only_if=NOBODY, message=message, facts=facts
+        migration.package, store, line=line, only_if=NOBODY, message=message, facts=facts
     ).release
 
 

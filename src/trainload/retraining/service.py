@@ -19,7 +19,7 @@ from trainload.core.errors import (
     TrainloadError,
     WorkError,
 )
-from trainload.core.processes import heeded
+from trainload.core.processes import unignored_handlers
 from trainload.retraining.ticks.tick_times import Schedule
 
 LONGEST_WAIT = 60.0
@@ -29,7 +29,7 @@ suspended.
 
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0
 """Minimum and maximum seconds until a failed tick is retried."""
-_PASSING = (StorageError, ClusterError, DataError, WorkError)
+_TEMPORARY_ERRORS = (StorageError, ClusterError, DataError, WorkError)
 """Errors after which a tick is retried, since their causes may be temporary."""
 
 _LATE = timedelta(seconds=2 * LONGEST_WAIT)
@@ -70,7 +70,7 @@ class WallClock:
         """Handle signals within the context: the first one makes the loop end after the current
         tick.
         """
-        before = heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = unignored_handlers(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
         def ask(number: int, frame: object) -> None:
             self._ended.set()
@@ -138,15 +138,15 @@ def _serve(
     after = last_done() or (
         schedule.last_until(began) if missed == "skip" else _before(schedule, began)
     )
-    done = 0
-    told: datetime | None = None
-    while ticks is None or done < ticks:
+    finished = 0
+    announced: datetime | None = None
+    while ticks is None or finished < ticks:
         now = clock.now()
         due = schedule.next_after(after)
         if due > now:
-            if due != told:
+            if due != announced:
                 on_event(f"the next tick is due at {due:%Y-%m-%dT%H:%M:%SZ}")
-                told = due
+                announced = due
             if clock.wait(min(LONGEST_WAIT, (due - now).total_seconds())):
                 break
             continue
@@ -163,11 +163,11 @@ def _serve(
                 f"missed: the ticks from {due:%Y-%m-%dT%H:%M:%SZ} on; running"
                 f" {last:%Y-%m-%dT%H:%M:%SZ} in their place"
             )
-        done += 1
+        finished += 1
         if _run(schedule, last, tick, on_event, clock):
             break
         after = max(after, _last(last_done, on_event) or after)
-    return done
+    return finished
 
 
 def _last(
@@ -178,7 +178,7 @@ def _last(
     """
     try:
         return last_done()
-    except _PASSING as error:
+    except _TEMPORARY_ERRORS as error:
         on_event(f"the ticks that have run cannot be read: {error}")
         return None
 
@@ -199,18 +199,18 @@ def _run(
             tick(when)
             return clock.wait(0.0)
         except TrainloadError as error:
-            said = f"tick {when:%Y-%m-%dT%H:%M:%SZ} failed: {error}"
-            again = clock.now() + timedelta(seconds=pause)
+            message = f"tick {when:%Y-%m-%dT%H:%M:%SZ} failed: {error}"
+            retry_at = clock.now() + timedelta(seconds=pause)
             if (
                 isinstance(error, RunInterrupted)
-                or not isinstance(error, _PASSING)
-                or again >= schedule.next_after(when)
+                or not isinstance(error, _TEMPORARY_ERRORS)
+                or retry_at >= schedule.next_after(when)
             ):
-                on_event(said)
+                on_event(message)
                 return clock.wait(0.0)
-            on_event(f"{said}; retrying in {pause:.0f} s")
-        while (left := (again - clock.now()).total_seconds()) > 0:
-            if clock.wait(min(LONGEST_WAIT, left)):
+            on_event(f"{message}; retrying in {pause:.0f} s")
+        while (remaining := (retry_at - clock.now()).total_seconds()) > 0:
+            if clock.wait(min(LONGEST_WAIT, remaining)):
                 return True
         pause = min(2 * pause, LONGEST_PAUSE)
 

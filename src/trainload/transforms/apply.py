@@ -126,25 +126,25 @@ class Transformation:
             module = copy.deepcopy(capture.exported.graph_module)
             module.meta[GRAPH] = graph
             try:
-                made = function(module, self.program, **options)
+                result = function(module, self.program, **options)
             except TrainloadError:
                 raise
             except Exception as error:  # a pass is user code and may raise anything
                 raise PassError(
                     f"the pass fails: {type(error).__name__}: {error}", where=where
                 ) from error
-            if not isinstance(made, GraphModule):
+            if not isinstance(result, GraphModule):
                 raise PassError(
                     "the pass returns no graph",
                     where=where,
                     expected="a torch.fx.GraphModule",
-                    got=type(made).__name__,
+                    got=type(result).__name__,
                 )
-            made.meta.pop(GRAPH, None)
-            _complete(made, where)
+            result.meta.pop(GRAPH, None)
+            _fill_metadata(result, where)
             try:
                 graphs[graph] = dataclasses.replace(
-                    capture, exported=with_graph(capture.exported, made, where)
+                    capture, exported=with_graph(capture.exported, result, where)
                 )
             except PackageError as error:
                 raise PassError(
@@ -273,13 +273,13 @@ def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tens
     if rows is None:
         return [synthesise(capture, seed, more) for seed, more in enumerate(_REPLAYS)]
     names = {spec.name for spec in capture.inputs}
-    found = []
+    batches = []
     for seed, more in enumerate(_REPLAYS):
         batch = rows.batch(np.arange(seed, seed + rows_of(capture, more)) % rows.size)
         # inputs that other graphs feed are not in the data
         fed = {} if names <= batch.keys() else synthesise(capture, seed, more)
-        found.append({name: batch[name] if name in batch else fed[name] for name in names})
-    return found
+        batches.append({name: batch[name] if name in batch else fed[name] for name in names})
+    return batches
 
 
 def _check_sizes(capture: GraphCapture, where: str) -> None:
@@ -304,7 +304,7 @@ def _check_sizes(capture: GraphCapture, where: str) -> None:
                 )
 
 
-def _complete(module: GraphModule, where: str) -> None:
+def _fill_metadata(module: GraphModule, where: str) -> None:
     """Set `meta["val"]` of new nodes, and check the graph by torch's lint."""
     for part in graphs_in(module):
         for node in part.graph.nodes:
@@ -355,10 +355,10 @@ def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> 
     module = str(getattr(function, "__module__", ""))
     distribution = next(iter(distributions_with(module)), None)
     file = getattr(sys.modules.get(module), "__file__", None)
-    given = {
+    recorded_options = {
         key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
     }
-    for key, value in given.items():
+    for key, value in recorded_options.items():
         # a one-element tensor would pass for a number
         if not isinstance(value, bool | int | float | str | tuple | None):
             raise PassError(
@@ -373,7 +373,7 @@ def _entry(function: Pass, name: str, options: Options, *, preserving: bool) -> 
             distribution=distribution,
             version=None if distribution is None else version(distribution),
             source=None if file is None else sha256_file(Path(file)),
-            options=given,
+            options=recorded_options,
             preserving=preserving,
         )
     except ValidationError as error:

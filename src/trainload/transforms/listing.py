@@ -56,8 +56,8 @@ def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
     ]
     lines = [_line(name, node, sources, graph) for name, node in nodes if module in _modules(node)]
     if not lines:
-        known = sorted(set().union(*(_modules(node) for _, node in nodes)) - {""})
-        close = difflib.get_close_matches(module, known, n=3) or known[:8]
+        modules = sorted(set().union(*(_modules(node) for _, node in nodes)) - {""})
+        close = difflib.get_close_matches(module, modules, n=3) or modules[:8]
         raise PackageError(
             "the graph has no node of this module",
             where=module,
@@ -77,7 +77,7 @@ def _modules(node: Node) -> set[str]:
 def _line(name: str, node: Node, sources: SourceMap, graph: str) -> Line:
     place = sources.place(graph, name)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    here = place is not None and place.unchanged
+    is_unchanged = place is not None and place.unchanged
     return Line(
         node=name,
         text=(
@@ -85,8 +85,8 @@ def _line(name: str, node: Node, sources: SourceMap, graph: str) -> Line:
             f" {spelled(node.target)}({', '.join(_arguments(node))})"
         ),
         module=users_path(str(stack[-1][0])) if stack else "",
-        file=place.file if place is not None and here else None,
-        line=place.line if place is not None and here else None,
+        file=place.file if place is not None and is_unchanged else None,
+        line=place.line if place is not None and is_unchanged else None,
         source=place.text if place is not None else "",
     )
 

@@ -97,7 +97,10 @@ def operator_uses(package: Package) -> tuple[OperatorUse, ...]:
             counts=dict(counts[name]),
             core=is_core(targets[name]) if is_overload(targets[name]) else None,
             device_specific=is_device_specific(targets[name]),
-            becomes=next((found for node in calls.get(name, ()) if (found := becomes(node))), ()),
+            becomes=next(
+                (replacements for node in calls.get(name, ()) if (replacements := becomes(node))),
+                (),
+            ),
         )
         for name in sorted(targets)
     )

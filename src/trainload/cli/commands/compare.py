@@ -64,58 +64,60 @@ def diff(
     check_supported_torch()
     from trainload.publishing import trust
 
-    found = trust.diff(before, after, weights=not no_weights)
+    difference = trust.diff(before, after, weights=not no_weights)
     if as_json:
-        print_json({"same": found.same, **view.as_json(found)})
-    elif found.same:
+        print_json({"same": difference.same, **view.as_json(difference)})
+    elif difference.same:
         out().print(
-            f"no differences: both are {found.before.digest}",
+            f"no differences: both are {difference.before.digest}",
             markup=False,
             highlight=False,
             soft_wrap=True,
         )
     else:
-        _print(found, rows, None if full else MOST_LINES)
-    if exit_code and not found.same:
+        _print_difference(difference, rows, None if full else MOST_LINES)
+    if exit_code and not difference.same:
         raise click.exceptions.Exit(FAILED)
 
 
-def _print(found: PackageDifference, rows: int, most: int | None) -> None:
+def _print_difference(difference: PackageDifference, rows: int, most: int | None) -> None:
     sides = [
         (name, f"{side.path}  {side.digest}")
-        for name, side in (("A", found.before), ("B", found.after))
+        for name, side in (("A", difference.before), ("B", difference.after))
     ]
-    if found.before.program == found.after.program:
+    if difference.before.program == difference.after.program:
         sides.append(("program", "the same"))
-    out().print(view.table([*sides, ("relation", found.relation)]))
-    for section in found.sections:
+    out().print(view.table([*sides, ("relation", difference.relation)]))
+    for section in difference.sections:
         if section.title != FILES:
-            _section(section, most)
-    for text in found.texts:
-        _title(text.file)
-        _lines([(line, _STYLES.get(line[:1], "")) for line in text.lines], most)
-    for graph in found.graphs:
-        _graph(graph, most)
-    _weights(found, rows)
-    for section in found.sections:
+            _print_section(section, most)
+    for text in difference.texts:
+        _print_title(text.file)
+        _print_lines([(line, _STYLES.get(line[:1], "")) for line in text.lines], most)
+    for graph in difference.graphs:
+        _print_graph(graph, most)
+    _print_weights(difference, rows)
+    for section in difference.sections:
         if section.title == FILES:  # at the end: all above says what is in them
-            _section(section, most)
+            _print_section(section, most)
 
 
-def _section(section: Section, most: int | None) -> None:
-    _title(section.title, len(section.changes))
-    _lines([line for change in section.changes for line in _change(change)], most)
+def _print_section(section: Section, most: int | None) -> None:
+    _print_title(section.title, len(section.changes))
+    _print_lines([line for change in section.changes for line in _change(change)], most)
 
 
-def _graph(graph: GraphDifference, most: int | None) -> None:
-    _title(f"graph {graph.name}")
-    _lines([line for change in graph.operators for line in _change(change)], most)
+def _print_graph(graph: GraphDifference, most: int | None) -> None:
+    _print_title(f"graph {graph.name}")
+    _print_lines([line for change in graph.operators for line in _change(change)], most)
     for module in graph.modules:
-        _lines([(f"  in {module.module or 'the model or the loss'}:", "dim")], None)
-        _lines([(f"  {line.mark} {line.text}", _STYLES[line.mark]) for line in module.lines], most)
+        _print_lines([(f"  in {module.module or 'the model or the loss'}:", "dim")], None)
+        _print_lines(
+            [(f"  {line.mark} {line.text}", _STYLES[line.mark]) for line in module.lines], most
+        )
     if graph.values:
-        _lines([("  other sizes:", "dim")], None)
-        _lines(
+        _print_lines([("  other sizes:", "dim")], None)
+        _print_lines(
             [
                 (f"  ~ {change.name}: {change.before} -> {change.after}", "yellow")
                 for change in graph.values
@@ -123,14 +125,16 @@ def _graph(graph: GraphDifference, most: int | None) -> None:
             most,
         )
     if graph.unseen:
-        _lines([("  other names, strides or order: no operator, argument or size", "dim")], None)
+        _print_lines(
+            [("  other names, strides or order: no operator, argument or size", "dim")], None
+        )
 
 
-def _weights(found: PackageDifference, rows: int) -> None:
-    tensors = found.weights or ()
-    _title("weights", len(tensors) if tensors else None)
-    if found.weights_note:
-        _lines([(f"  {found.weights_note}", "dim")], None)
+def _print_weights(difference: PackageDifference, rows: int) -> None:
+    tensors = difference.weights or ()
+    _print_title("weights", len(tensors) if tensors else None)
+    if difference.weights_note:
+        _print_lines([(f"  {difference.weights_note}", "dim")], None)
     if not tensors or not rows:
         return
     numbers = ("changed", "greatest", "relative RMS", "not finite")
@@ -139,7 +143,7 @@ def _weights(found: PackageDifference, rows: int) -> None:
         table.add(*_row(tensor))
     out().print(table)
     if len(tensors) > rows:
-        _lines([(f"  and {len(tensors) - rows} more", "dim")], None)
+        _print_lines([(f"  and {len(tensors) - rows} more", "dim")], None)
 
 
 def _row(tensor: TensorDifference) -> Sequence[str]:
@@ -167,20 +171,20 @@ def _change(change: Change) -> Iterable[tuple[str, str]]:
         yield f"  {mark} {change.name}" + ("" if value == LISTED else f": {value}"), _STYLES[mark]
 
 
-def _title(text: str, count: int | None = None) -> None:
+def _print_title(text: str, count: int | None = None) -> None:
     out().print(
         Text(_printable(text if count is None else f"{text} ({count})"), style="bold"),
         soft_wrap=True,
     )
 
 
-def _lines(lines: Sequence[tuple[str, str]], most: int | None) -> None:
-    shown = lines if most is None or len(lines) <= most + 1 else lines[:most]
-    for text, style in shown:
+def _print_lines(lines: Sequence[tuple[str, str]], most: int | None) -> None:
+    visible = lines if most is None or len(lines) <= most + 1 else lines[:most]
+    for text, style in visible:
         out().print(Text(_printable(text), style=style), soft_wrap=True)
-    if len(shown) < len(lines):
+    if len(visible) < len(lines):
         out().print(
-            Text(f"    and {len(lines) - len(shown)} more lines: --full", style="dim"),
+            Text(f"    and {len(lines) - len(visible)} more lines: --full", style="dim"),
             soft_wrap=True,
         )
 

@@ -22,14 +22,14 @@ from trainload.launching.settings.parse import parse_settings
 if TYPE_CHECKING:
     from trainload.deploy.kuberay import Pods
 
-_OURS = {
+_OWN_OPTIONS = {
     "run_dir": "--run-dir",
     "nodes": "--nodes",
     "workers": "--workers",
     "data": "--data",
 }
 """Options of `launch` that are given to this command."""
-_NOT_THERE = {"address", "backend", "detach", "dry_run", "as_json"}
+_UNAVAILABLE = {"address", "backend", "detach", "dry_run", "as_json"}
 """Those that make no sense in a job of a cluster."""
 _PATHS = {"package", "data", "eval_data", "output", "plan_file"}
 
@@ -166,21 +166,23 @@ def kuberay(
         service_account=service_account,
     )
     if package is None or data is None:
-        made = ray_cluster(pods)
+        document = ray_cluster(pods)
     else:
-        place = _placing(pods.mount)
+        place = _make_placer(pods.mount)
         folder = place(run_dir or f"runs/{pods.name}")
-        given = _launch_options(options, place)
-        asked = [
+        launch_arguments = _launch_options(options, place)
+        arguments = [
             place(package),
             "--data",
             place(data),
-            *_size(pods.nodes, workers, planned="--plan" in given),
-            *given,
+            *_size_options(pods.nodes, workers, planned="--plan" in launch_arguments),
+            *launch_arguments,
         ]
-        launch.make_context("launch", list(asked))
-        made = ray_job(pods, folder, entrypoint(folder, asked, shared.program_options()), retries)
-    text = json.dumps(made, indent=2) + "\n" if as_json else as_yaml(made)
+        launch.make_context("launch", list(arguments))
+        document = ray_job(
+            pods, folder, entrypoint(folder, arguments, shared.program_options()), retries
+        )
+    text = json.dumps(document, indent=2) + "\n" if as_json else as_yaml(document)
     if output is None:
         click.echo(text, nl=False)
     else:
@@ -197,21 +199,21 @@ def pods_of(claim: str, env: Sequence[str], **others: Any) -> Pods:
     from trainload.deploy.kuberay import Pods
 
     volume, _, mount = claim.partition(":")
-    return Pods(claim=volume, mount=mount or "/trainload", env=_variables(env), **others)
+    return Pods(claim=volume, mount=mount or "/trainload", env=_parse_variables(env), **others)
 
 
-def _variables(given: Sequence[str]) -> dict[str, str]:
+def _parse_variables(texts: Sequence[str]) -> dict[str, str]:
     """Parse --env."""
-    found = {}
-    for text in given:
+    variables = {}
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise click.UsageError("--env: expected KEY=VALUE.")
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
-def _placing(mount: str) -> Callable[[str], str]:
+def _make_placer(mount: str) -> Callable[[str], str]:
     """Return a path as the pods see it. URLs and references stay as they are."""
     from trainload.core.credentials import check_no_credentials
 
@@ -226,41 +228,43 @@ def _placing(mount: str) -> Callable[[str], str]:
     return place
 
 
-def _launch_options(given: Sequence[str], place: Callable[[str], str]) -> list[str]:
+def _launch_options(arguments: Sequence[str], place: Callable[[str], str]) -> list[str]:
     """Options of `launch`, as its own parser reads them, with their paths as the pods see them."""
-    values, rest, order = launch.make_parser(click.Context(launch, info_name="launch")).parse_args(
-        ["PKG", *given]
+    values, extra, order = launch.make_parser(click.Context(launch, info_name="launch")).parse_args(
+        ["PKG", *arguments]
     )
-    if rest:
+    if extra:
         raise click.UsageError(
-            f"{shlex.join(rest)} is not an option of launch. Pass launch options as in: -- --steps"
+            f"{shlex.join(extra)} is not an option of launch. Pass launch options as in: -- --steps"
             " 1000 --set lr=3e-4."
         )
-    found: list[str] = []
+    options: list[str] = []
     for option in dict.fromkeys(order):
         if not isinstance(option, click.Option) or option.name is None:
             continue
-        if option.name in _OURS:
+        if option.name in _OWN_OPTIONS:
             raise click.UsageError(
-                f"{_OURS[option.name]} is an option of this command: pass it before the --."
+                f"{_OWN_OPTIONS[option.name]} is an option of this command: pass it before the --."
             )
-        if option.name in _NOT_THERE:
+        if option.name in _UNAVAILABLE:
             raise click.UsageError(f"{option.opts[0]} cannot be used in a cluster's job: omit it.")
         value: Any = values[option.name]
         if option.is_flag:
-            found.append(option.opts[0])
+            options.append(option.opts[0])
             continue
         for each in value if isinstance(value, list | tuple) else (value,):
-            found += [option.opts[0], place(each) if option.name in _PATHS else each]
-    parse_settings([each for option, each in pairwise(found) if option == "--set"])
-    return found
+            options += [option.opts[0], place(each) if option.name in _PATHS else each]
+    parse_settings([each for option, each in pairwise(options) if option == "--set"])
+    return options
 
 
-def _size(nodes: tuple[int, int], workers: tuple[int, str], *, planned: bool) -> list[str]:
+def _size_options(nodes: tuple[int, int], workers: tuple[int, str], *, planned: bool) -> list[str]:
     """--nodes and --workers of the launch. A plan says how many workers there are."""
     least, most = nodes
     count, kind = workers
-    found = [] if planned else ["--workers", str(count) if kind == KINDS[0] else f"{count}/{kind}"]
+    options = (
+        [] if planned else ["--workers", str(count) if kind == KINDS[0] else f"{count}/{kind}"]
+    )
     if most > 1 and not (planned and least == most):
-        found += ["--nodes", str(most) if least == most else f"{least}:{most}"]
-    return found
+        options += ["--nodes", str(most) if least == most else f"{least}:{most}"]
+    return options

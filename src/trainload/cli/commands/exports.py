@@ -69,7 +69,7 @@ def export(
         else folder.with_name(folder.name.removesuffix(".tl") + _SUFFIXES[to])
     )
     with redirect_stdout(sys.stderr):  # compilers print
-        made = write(
+        exported = write(
             opened,
             path,
             to=cast(Kind, to),
@@ -80,34 +80,34 @@ def export(
             check=check,
         )
     if as_json:
-        print_json(made)
+        print_json(exported)
         return
     rows: list[tuple[str, Any]] = [
-        ("written", str(made.path)),
-        ("files", made.files),
-        ("bytes", made.bytes),
+        ("written", str(exported.path)),
+        ("files", exported.files),
+        ("bytes", exported.bytes),
     ]
-    if made.graph:
+    if exported.graph:
         rows += [
-            ("graph", f"{made.graph}, for {made.device}"),
+            ("graph", f"{exported.graph}, for {exported.device}"),
             (
                 "takes",
-                ("one dict: " if made.to == "pt2" else "keywords: ")
-                + ", ".join(f"{name} {kind}" for name, kind in made.inputs.items()),
+                ("one dict: " if exported.to == "pt2" else "keywords: ")
+                + ", ".join(f"{name} {kind}" for name, kind in exported.inputs.items()),
             ),
-            ("returns", f"a tuple: {', '.join(made.outputs)}"),
+            ("returns", f"a tuple: {', '.join(exported.outputs)}"),
             (
                 "difference",
                 (
                     "not compared"
-                    if made.difference is None
-                    else f"{made.difference:.2g} from the package's own graph"
+                    if exported.difference is None
+                    else f"{exported.difference:.2g} from the package's own graph"
                 ),
             ),
         ]
-    if made.lowered:
-        rows.append(("traced away", ", ".join(made.lowered)))
-    for namespace, distribution in made.libraries.items():
+    if exported.lowered:
+        rows.append(("traced away", ", ".join(exported.lowered)))
+    for namespace, distribution in exported.libraries.items():
         rows.append(
             (
                 "needs",

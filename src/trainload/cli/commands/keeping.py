@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainload.cli.commands.shared import DONE, FAILED, WRONG, err
 from trainload.core.errors import LostClusterError
-from trainload.core.processes import heeded
+from trainload.core.processes import unignored_handlers
 
 if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
@@ -65,12 +65,12 @@ def keep(
     from trainload.launching.run.run_state import read_state
 
     losses, saved = 0, None
-    asked: set[int] = set()
+    signals: set[int] = set()
     while True:
         before = read_state(run_dir)
-        status = _drive(arguments, asked)
+        status = _drive(arguments, signals)
         state = read_state(run_dir)
-        said = state is not None and state != before
+        has_reported = state is not None and state != before
         if state is None and status not in (DONE, FAILED, WRONG):
             err().print(
                 f"trainload: the driver of {run_dir} died before it started the run, with status"
@@ -81,15 +81,15 @@ def keep(
             return FAILED
         if state is None or status == DONE:
             return status
-        if asked and status < 0:
+        if signals and status < 0:
             err().print(
                 f"the run's driver was ended by signal {-status}, as requested",
                 highlight=False,
                 soft_wrap=True,
             )
             return FAILED
-        if asked or not (
-            _is_lost(state, status) if said else losses or status not in (FAILED, WRONG)
+        if signals or not (
+            _is_lost(state, status) if has_reported else losses or status not in (FAILED, WRONG)
         ):
             return status
         losses = 1 if state.summary.checkpoint != saved else losses + 1
@@ -128,10 +128,8 @@ def _is_lost(state: RunState, status: int) -> bool:
     return state.phase == "ended" and status not in (FAILED, WRONG)
 
 
-def _drive(arguments: Sequence[str], asked: set[int]) -> int:
-    """Runs one driver, and passes signals on to it, which are added to those that it was `asked` to
-    end by.
-    """
+def _drive(arguments: Sequence[str], signals: set[int]) -> int:
+    """Runs one driver, and passes signals on to it, which are added to `signals`."""
     driver = subprocess.Popen(
         [sys.executable, "-m", "trainload", *arguments],
         env={**os.environ, KEPT: "1"},
@@ -139,10 +137,10 @@ def _drive(arguments: Sequence[str], asked: set[int]) -> int:
     )
 
     def forward(number: int, frame: object) -> None:
-        asked.add(number)
+        signals.add(number)
         driver.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    before = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = unignored_handlers(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in before:
         signal.signal(number, forward)
     try:

@@ -41,7 +41,7 @@ def rollback(store: str, line: str | None, to: str | None, reason: str, as_json:
 
     place = Store(store)
     pointer = go_back(place, place.line(line), to=to, reason=reason)
-    found = {
+    record = {
         "store": store,
         "line": pointer.line,
         "release": shown(pointer.release),
@@ -49,7 +49,7 @@ def rollback(store: str, line: str | None, to: str | None, reason: str, as_json:
         "reason": pointer.reason,
     }
     if as_json:
-        print_json(found)
+        print_json(record)
     else:
         out().print(
             view.table(
@@ -74,17 +74,17 @@ def history(store: str, line: str | None, as_json: bool) -> None:
 
     place = Store(store)
     story = read_line(place, place.line(line))
-    rows = _happened(story)
+    rows = _history_rows(story)
     if as_json:
         print_json({"store": store, "line": story.line, "history": rows})
         return
-    made = Columns(("time", "tick", "what", "release", "reason"), title=f"line {story.line}")
+    table = Columns(("time", "tick", "what", "release", "reason"), title=f"line {story.line}")
     for row in rows:
-        made.add(row["time"], row["tick"] or "", row["what"], row["release"] or "", row["reason"])
-    out().print(made)
+        table.add(row["time"], row["tick"] or "", row["what"], row["release"] or "", row["reason"])
+    out().print(table)
 
 
-def _happened(story: LineStory) -> list[dict[str, Any]]:
+def _history_rows(story: LineStory) -> list[dict[str, Any]]:
     """Every change of what is current, and every tick, in the order of time.
 
     A tick's promotion is told once, as the tick's.
@@ -108,15 +108,15 @@ def _happened(story: LineStory) -> list[dict[str, Any]]:
         if entry.id not in by_tick
     ]
     for tick in story.ticks:
-        ended, begun = tick.ended, tick.pinned
+        ended, pinned = tick.ended, tick.pinned
         release = tick.trained.release if tick.trained is not None else None
         rows.append(
             {
                 "time": (
                     ended.created
                     if ended is not None
-                    else begun.created
-                    if begun is not None
+                    else pinned.created
+                    if pinned is not None
                     else ""
                 ),
                 "tick": tick.name,
@@ -139,24 +139,24 @@ def lineage(release: str, as_json: bool) -> None:
     from trainload.launching.node.fetching import parts_of
     from trainload.packaging.stores.store import Store
     from trainload.retraining.ticks.lineage import ancestry
-    from trainload.retraining.ticks.lineage import as_json as told
+    from trainload.retraining.ticks.lineage import as_json as lineage_json
 
     url, line, number = parts_of(release)
     place = Store(url)
-    found = ancestry(place, place.line(line), number)
+    ancestors = ancestry(place, place.line(line), number)
     if as_json:
-        print_json({"store": place.url, "lineage": told(found)})
+        print_json({"store": place.url, "lineage": lineage_json(ancestors)})
         return
     tree: Tree | None = None
     top: Tree | None = None
-    for step in found:
-        node = Tree(_described(step)) if tree is None else tree.add(_described(step))
+    for step in ancestors:
+        node = Tree(_describe(step)) if tree is None else tree.add(_describe(step))
         top, tree = top or node, node
     assert top is not None, "a release is its own first ancestor"
     out().print(top)
 
 
-def _described(step: Ancestor) -> Table:
+def _describe(step: Ancestor) -> Table:
     """A step of a lineage, in words."""
     from trainload.retraining.ticks.lineage import metrics_of
 
@@ -181,7 +181,12 @@ def _described(step: Ancestor) -> Table:
                 ("trained", f"{tick.trained.steps} steps, {plan}; started {tick.begun} times")
             )
         for name, both in metrics_of(tick).items():
-            rows.append((name, f"{_number(both['champion'])} -> {_number(both['challenger'])}"))
+            rows.append(
+                (
+                    name,
+                    f"{_format_number(both['champion'])} -> {_format_number(both['challenger'])}",
+                )
+            )
         if tick.ended is not None:
             rows.append((tick.ended.outcome, tick.ended.reason))
         if tick.pinned is not None:
@@ -196,7 +201,7 @@ def _described(step: Ancestor) -> Table:
     return view.table(rows)
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "no number" if value is None else f"{value:.6g}"
 
 
@@ -218,7 +223,7 @@ def _number(value: float | None) -> str:
 )
 @click.option(
     "--rename",
-    "given",
+    "renames",
     multiple=True,
     metavar="OLD=NEW",
     help="Rename parameters; one * may match.",
@@ -232,7 +237,7 @@ def migrate(
     package: str,
     source: str,
     output: Path | None,
-    given: tuple[str, ...],
+    renames: tuple[str, ...],
     overlap: bool,
     strict: bool,
     store: str | None,
@@ -253,42 +258,44 @@ def migrate(
     from trainload.retraining.migrate import migrate as carry_over
     from trainload.retraining.migrate import written_to
 
-    rename = dict(_pair(text) for text in given)
+    rename = dict(_parse_rename(text) for text in renames)
     new, old = shared.open_to_run(package), shared.open_to_run(source)
     with written_to(output) as path:
-        found = carry_over(new, old, path, rename=rename, overlap=overlap, strict=strict)
+        migration = carry_over(new, old, path, rename=rename, overlap=overlap, strict=strict)
         release = None
         if store is not None and line is not None:
             from trainload.retraining.migrate import publish
 
-            release = publish(found, old, store, line)
-    told = {
+            release = publish(migration, old, store, line)
+    summary = {
         "release": release,
         "package": None if output is None else str(output),
-        "digest": found.digest,
+        "digest": migration.digest,
     }
     lists = {
-        name: getattr(found, name)
+        name: getattr(migration, name)
         for name in ("matched", "converted", "reshaped", "missing", "left")
     }
     if as_json:
-        print_json({**told, **lists, "elements": found.elements, "carried": found.carried})
+        print_json(
+            {**summary, **lists, "elements": migration.elements, "carried": migration.carried}
+        )
         return
     rows: list[tuple[str, Any]] = [
-        (name, value) for name, value in told.items() if value is not None
+        (name, value) for name, value in summary.items() if value is not None
     ]
     rows += [(name, len(each)) for name, each in lists.items()]
     rows.append(
         (
             "carried over",
             (
-                f"{found.carried:,} of {found.elements:,} elements"
-                f" ({found.carried / max(1, found.elements):.1%})"
+                f"{migration.carried:,} of {migration.elements:,} elements"
+                f" ({migration.carried / max(1, migration.elements):.1%})"
             ),
         )
     )
     out().print(view.table(rows))
-    for each in found.reshaped:
+    for each in migration.reshaped:
         how = (
             "the part that both have was carried over"
             if each.copied
@@ -297,13 +304,13 @@ def migrate(
         out().print(
             f"reshaped: {each.name}: {list(each.old)} -> {list(each.new)}: {how}", highlight=False
         )
-    for name in found.missing:
+    for name in migration.missing:
         out().print(f"missing: {name}: the new program's own values", highlight=False)
-    for name in found.left:
+    for name in migration.left:
         out().print(f"left: {name}", highlight=False)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_rename(text: str) -> tuple[str, str]:
     old, equals, new = text.partition("=")
     if not equals or not old or not new:
         raise click.UsageError(f"--rename {text}: expected OLD=NEW.")

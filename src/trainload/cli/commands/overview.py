@@ -23,22 +23,22 @@ class Overview(click.Group):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in running text, and the commands."""
-        found = [
+        options = [
             param
             for param in self.get_params(ctx)
             if isinstance(param, click.Option) and not param.hidden
         ]
-        spelled = [
-            " ".join((each.opts[0], *((each.metavar,) if each.metavar else ()))) for each in found
+        usages = [
+            " ".join((each.opts[0], *((each.metavar,) if each.metavar else ()))) for each in options
         ]
-        told = [
+        descriptions = [
             f"{name} ({each.help})" if each.help else name
-            for name, each in zip(spelled, found, strict=True)
+            for name, each in zip(usages, options, strict=True)
         ]
         formatter.write_paragraph()
         formatter.write(
             textwrap.fill(
-                f"Options: {', '.join(told)}",
+                f"Options: {', '.join(descriptions)}",
                 _WIDTH,
                 subsequent_indent="  ",
                 break_on_hyphens=False,
@@ -53,9 +53,11 @@ class Overview(click.Group):
         What a command says of itself is cut where it does not fit: at most 27 characters with names
         of 9.
         """
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        listed = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         commands = [
-            (name, command) for name, command in found if command is not None and not command.hidden
+            (name, command)
+            for name, command in listed
+            if command is not None and not command.hidden
         ]
         if not commands:
             return

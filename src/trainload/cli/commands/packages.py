@@ -54,18 +54,18 @@ def inspect(package: str, asset: str | None, output: Path | None, as_json: bool)
     if output is not None and asset is None:
         raise click.UsageError("-o is the path of an asset: pass --asset NAME.")
     _, folder = located(package)
-    opened = _opened_to_look(folder)
+    opened = _open_to_look(folder)
     manifest = opened.manifest
     if asset is not None:
-        _give_out(opened, asset, output, as_json)
+        _write_asset(opened, asset, output, as_json)
         return
     if as_json:
-        told = {
+        details = {
             "assets": opened.assets,
-            "captured": _captured(folder),
+            "captured": _tracing_modes(folder),
             "signatures": _signatures(folder),
         }
-        print_json({"path": folder, "digest": opened.digest, "manifest": manifest, **told})
+        print_json({"path": folder, "digest": opened.digest, "manifest": manifest, **details})
         return
     rows = _summary(folder, opened.digest, manifest)
     rows += [
@@ -73,21 +73,24 @@ def inspect(package: str, asset: str | None, output: Path | None, as_json: bool)
         for a in opened.assets
     ]
     for signature in _signatures(folder):
-        said = (
+        status = (
             signature.get("problem") or f"{signature['kind']} {signature['signer']} (not verified)"
         )
-        rows.append(("signature", f"{signature['file']}: {said}"))
-    known: dict[str, list[str]] = {}
-    for name, (mode, why) in _captured(folder).items():
-        known.setdefault(f"{mode}: {why}", []).append(name)
+        rows.append(("signature", f"{signature['file']}: {status}"))
+    by_reason: dict[str, list[str]] = {}
+    for name, (mode, why) in _tracing_modes(folder).items():
+        by_reason.setdefault(f"{mode}: {why}", []).append(name)
     out().print(
         view.table(
-            [*rows, *(("captured", f"{', '.join(names)}: {how}") for how, names in known.items())]
+            [
+                *rows,
+                *(("captured", f"{', '.join(names)}: {how}") for how, names in by_reason.items()),
+            ]
         )
     )
 
 
-def _opened_to_look(folder: Path) -> Package:
+def _open_to_look(folder: Path) -> Package:
     """The package, without its graphs, so its operators need neither be here nor be trusted; where
     libraries are named, with them.
     """
@@ -100,19 +103,19 @@ def _opened_to_look(folder: Path) -> Package:
     return open_to_look(folder)
 
 
-def _give_out(package: Package, name: str, output: Path | None, as_json: bool) -> None:
+def _write_asset(package: Package, name: str, output: Path | None, as_json: bool) -> None:
     """Writes assets to a path, or one to stdout."""
     if output is not None:
-        written = package.save_asset(name, output)
+        saved = package.save_asset(name, output)
         if as_json:
-            print_json({"written": output, "assets": written})
+            print_json({"written": output, "assets": saved})
         else:
             out().print(
                 view.table(
                     [
                         ("written", str(output)),
-                        ("files", len(written)),
-                        ("bytes", sum(a.size for a in written)),
+                        ("files", len(saved)),
+                        ("bytes", sum(a.size for a in saved)),
                     ]
                 )
             )
@@ -122,12 +125,12 @@ def _give_out(package: Package, name: str, output: Path | None, as_json: bool) -
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
         return
-    found = next(a for a in package.assets if a.name == name)
+    entry = next(a for a in package.assets if a.name == name)
     try:
-        told = {"text": data.decode("utf-8")}
+        contents = {"text": data.decode("utf-8")}
     except UnicodeDecodeError:
-        told = {"base64": base64.b64encode(data).decode("ascii")}
-    print_json({"asset": found, **told})
+        contents = {"base64": base64.b64encode(data).decode("ascii")}
+    print_json({"asset": entry, **contents})
 
 
 @click.command(short_help="Check every byte.")
@@ -156,11 +159,11 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
     from trainload.publishing import trust
 
     report = trust.verify(package, identities)
-    if not report.problems and (named := shared.policy()) is not None:
+    if not report.problems and (policy_file := shared.policy()) is not None:
         from trainload.packaging.signatures.policy import check_policies, find_policies
 
         try:
-            check_policies(package, find_policies(named))
+            check_policies(package, find_policies(policy_file))
         except PolicyError as error:
             report = replace(report, problems=(Problem("", str(error)),))
     if as_json:
@@ -196,28 +199,28 @@ def _signatures(path: Path) -> list[dict[str, str]]:
     """Return the claims of the files in signatures/, none of which is verified."""
     from trainload.packaging.signatures.signature_file import read_signature, signature_paths
 
-    found: list[dict[str, str]] = []
+    claims: list[dict[str, str]] = []
     for file in signature_paths(path):
         try:
             signature = read_signature(path, file)
         except PackageError as error:
-            found.append({"file": file, "problem": error.problem})
+            claims.append({"file": file, "problem": error.problem})
         else:
-            found.append({"file": file, "kind": signature.kind, "signer": signature.signer})
-    return found
+            claims.append({"file": file, "kind": signature.kind, "signer": signature.signer})
+    return claims
 
 
-def _captured(path: Path) -> dict[str, tuple[str, str]]:
+def _tracing_modes(path: Path) -> dict[str, tuple[str, str]]:
     """By graph, torch.export's mode and why it was taken, as debug/ tells it: nothing where it
     tells something else.
     """
     from trainload.packaging.format.debug import read_debug
 
     document = read_debug(path, "capture")
-    told = document.get("tracing") if isinstance(document, dict) else None
+    tracing = document.get("tracing") if isinstance(document, dict) else None
     return {
         str(name): (str(how.get("mode", "")), str(how.get("why", "")))
-        for name, how in (told.items() if isinstance(told, dict) else ())
+        for name, how in (tracing.items() if isinstance(tracing, dict) else ())
         if isinstance(how, dict)
     }
 
@@ -225,8 +228,8 @@ def _captured(path: Path) -> dict[str, tuple[str, str]]:
 def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any]]:
     tensors = [p for p in manifest.parameters if p.alias_of is None]
     aliases = len(manifest.parameters) - len(tensors)
-    count = sum(_product(p.shape) for p in tensors)
-    frozen = sum(_product(p.shape) for p in tensors if not p.trainable)
+    count = sum(_element_count(p.shape) for p in tensors)
+    frozen = sum(_element_count(p.shape) for p in tensors if not p.trainable)
     recipe = manifest.recipe
     inputs = manifest.data_inputs().values()
     rows: list[tuple[str, Any]] = [
@@ -272,15 +275,15 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         )
         rows.insert(-2, ("clipping", listed))
     if recipe.loop:
-        rows.insert(-2, ("round", ", ".join(_turn(turn) for turn in recipe.loop)))
+        rows.insert(-2, ("round", ", ".join(_format_turn(turn) for turn in recipe.loop)))
     if manifest.abstract is not None:
         proven = f"{manifest.abstract.reduced_parameters:,} parameters of a reduced job"
         rows.insert(
             2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}")
         )
-    rows += _takes(manifest)
+    rows += _guard_rows(manifest)
     rows += [
-        ("operator library", f"{namespace}: {_library(entry)}")
+        ("operator library", f"{namespace}: {_format_library(entry)}")
         for namespace, entry in manifest.op_libraries.items()
     ]
     if manifest.passes:
@@ -300,17 +303,19 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
             ("trained", f"{manifest.training.steps} steps on data {manifest.training.data}")
         )
         for change in manifest.training.changed:
-            told = ", ".join(f"{name}={_setting(value)}" for name, value in change.settings.items())
-            rows.append((f"from step {change.step}" if change.step else "settings", told))
+            settings = ", ".join(
+                f"{name}={_format_setting(value)}" for name, value in change.settings.items()
+            )
+            rows.append((f"from step {change.step}" if change.step else "settings", settings))
     return rows
 
 
-def _setting(value: Option) -> str:
+def _format_setting(value: Option) -> str:
     """A setting's value, as --set would be given it."""
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _library(entry: OpLibraryEntry) -> str:
+def _format_library(entry: OpLibraryEntry) -> str:
     """Return the provider of a namespace's operators."""
     from trainload.packaging.package import told_library
 
@@ -322,7 +327,7 @@ def _library(entry: OpLibraryEntry) -> str:
     return f"{told_library(entry)}; {', '.join(entry.wheels) or 'not in the package'}{kernels}"
 
 
-def _takes(manifest: Manifest) -> list[tuple[str, Any]]:
+def _guard_rows(manifest: Manifest) -> list[tuple[str, Any]]:
     """Which batches each training graph takes, in the order in which its variants are tried."""
     from trainload.capture.program import variant_of
     from trainload.packaging.format.entries import graph_guard
@@ -338,7 +343,7 @@ def _clipping(graph: GraphRecipe) -> str:
     return f"gradient values {graph.clip_value}" if graph.clip_value is not None else ""
 
 
-def _turn(turn: TurnRecipe) -> str:
+def _format_turn(turn: TurnRecipe) -> str:
     parts = [turn.graph]
     if turn.times > 1:
         parts.append(f"x {turn.times}")
@@ -351,7 +356,7 @@ def _turn(turn: TurnRecipe) -> str:
     return " ".join(parts)
 
 
-def _product(shape: Sequence[int]) -> int:
+def _element_count(shape: Sequence[int]) -> int:
     count = 1
     for length in shape:
         count *= length

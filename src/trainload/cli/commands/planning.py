@@ -115,7 +115,7 @@ KINDS = ("cpu", "cuda")
 )
 @click.option(
     "--set",
-    "given",
+    "settings",
     multiple=True,
     metavar="KEY=VALUE",
     help="Setting of the launch: trainload settings.",
@@ -147,7 +147,7 @@ def plan(
     accumulate: int | None,
     bucket_mib: float | None,
     prefetch: int | None,
-    given: tuple[str, ...],
+    settings: tuple[str, ...],
     explain: int | None,
     output: Path | None,
     as_json: bool,
@@ -162,7 +162,7 @@ def plan(
     name, shard_ranks = strategy or (None, None)
     options: dict[str, Any] = {
         "shard_ranks": shard_ranks,
-        "tensor_rules": dict(_rule(text) for text in rules),
+        "tensor_rules": dict(_parse_rule(text) for text in rules),
         "batch_norm": batch_norm,
     }
     if bucket_mib is not None:
@@ -170,19 +170,21 @@ def plan(
     ranks, divide = tensor or (None, "tensor")
     if prefetch is not None:
         options["prefetch"] = prefetch
-    opened = changed_by(given, shared.open_package(located(package)[1]))
+    opened = changed_by(settings, shared.open_package(located(package)[1]))
     if device not in KINDS:
-        wanted: dict[str, Any] = {
+        choices: dict[str, Any] = {
             "strategy": name,
             "tensor": ranks,
             "divide": divide,
             "pipeline": pipeline,
             "accumulate": accumulate,
         }
-        wanted |= {"recompute": recompute, "schedule": schedule}
+        choices |= {"recompute": recompute, "schedule": schedule}
         cluster = {"nodes": nodes, "devices_per_node": devices_per_node}
         searched = {"global_batch": global_batch, "options": options}
-        _plan_best(opened, cluster, device, wanted, searched, _Shown(explain, output, as_json))
+        _plan_best(
+            opened, cluster, device, choices, searched, _OutputOptions(explain, output, as_json)
+        )
         return
     if explain is not None:
         raise click.UsageError(
@@ -200,31 +202,31 @@ def plan(
         "pipeline_ranks": pipeline or 1,
     }
     options |= dict(zip(("schedule", "stages_per_rank"), schedule or (None, None), strict=True))
-    made = make_plan(opened, nodes, devices_per_node, device, name, **options)
+    planned = make_plan(opened, nodes, devices_per_node, device, name, **options)
     if output is not None:
-        write_text(output, made.model_dump_json(indent=2) + "\n")
+        write_text(output, planned.model_dump_json(indent=2) + "\n")
     if as_json:
-        print_json(made)
+        print_json(planned)
         return
-    rows = _described(made)
-    if (note := note_on_coupled_rows(opened.manifest, made)) is not None:
+    rows = _describe(planned)
+    if (note := note_on_coupled_rows(opened.manifest, planned)) is not None:
         rows.append(("note", note))
     if output is not None:
         rows.append(("plan", str(output)))
     out().print(view.table(rows))
 
 
-def changed_by(given: tuple[str, ...], package: Package) -> Package:
+def changed_by(settings: tuple[str, ...], package: Package) -> Package:
     """The package as --set has a launch train it; there it must be given the same settings."""
     from trainload.launching.settings.parse import parse_settings
 
-    chosen = parse_settings(given)
-    if others := [*chosen.run, *chosen.batch]:
+    parsed = parse_settings(settings)
+    if others := [*parsed.run, *parsed.batch]:
         raise click.UsageError(
             f"--set {others[0]}: only settings of the training can be set for a plan; pass this one"
             " to the launch, or use its option."
         )
-    return chosen.overrides.apply(package)
+    return parsed.overrides.apply(package)
 
 
 def make_plan(
@@ -245,56 +247,65 @@ def make_plan(
     return plans.make_plan(package, cluster, strategy, **options)
 
 
-def _described(made: Plan) -> list[tuple[str, Any]]:
-    cluster = made.cluster
+def _describe(planned: Plan) -> list[tuple[str, Any]]:
+    cluster = planned.cluster
     return [
         ("cluster", f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}"),
-        ("strategy", f"{made.strategy}{f', {made.replicas} copies' if made.shard_ranks else ''}"),
+        (
+            "strategy",
+            f"{planned.strategy}{f', {planned.replicas} copies' if planned.shard_ranks else ''}",
+        ),
         (
             "batch",
             (
-                f"{made.global_batch} rows = {made.data_ranks} ranks x {made.accumulate}"
-                f" microbatches x {made.rows_per_call} rows"
+                f"{planned.global_batch} rows = {planned.data_ranks} ranks x {planned.accumulate}"
+                f" microbatches x {planned.rows_per_call} rows"
             ),
         ),
-        *_described_tensor(made),
-        *([("pipeline", _spelled(made.pipeline))] if made.pipeline is not None else []),
-        *([("recompute", made.recompute)] if made.recompute != "job" else []),
-        ("buckets", len(made.buckets)),
-        *view.as_json(made.estimate).items(),
+        *_describe_tensor_axis(planned),
+        *(
+            [("pipeline", _format_pipeline(planned.pipeline))]
+            if planned.pipeline is not None
+            else []
+        ),
+        *([("recompute", planned.recompute)] if planned.recompute != "job" else []),
+        ("buckets", len(planned.buckets)),
+        *view.as_json(planned.estimate).items(),
     ]
 
 
-def _described_tensor(made: Plan) -> list[tuple[str, Any]]:
-    if made.tensor_ranks == 1:
+def _describe_tensor_axis(planned: Plan) -> list[tuple[str, Any]]:
+    if planned.tensor_ranks == 1:
         return []
-    what = f"{len(made.tensor_shards)} parameters" if made.tensor_shards else "positions"
-    also = ", and positions elsewhere" if made.tensor_shards and made.divide != "tensor" else ""
-    also += (
+    divided = f"{len(planned.tensor_shards)} parameters" if planned.tensor_shards else "positions"
+    remarks = (
+        ", and positions elsewhere" if planned.tensor_shards and planned.divide != "tensor" else ""
+    )
+    remarks += (
         "; some are on several nodes, whose links are slow"
-        if made.cluster.devices_per_node % made.tensor_ranks
+        if planned.cluster.devices_per_node % planned.tensor_ranks
         else ""
     )
-    shown = [
+    products = [
         f"{each.operator.removesuffix('.default')} x {each.nodes}"
-        for each in made.replicated
+        for each in planned.replicated
         if each.operations
     ][:4]
-    rows = [(made.divide, f"{made.tensor_ranks} ranks divide {what}{also}")]
-    return [*rows, ("products that each does whole", ", ".join(shown) or "none")]
+    rows = [(planned.divide, f"{planned.tensor_ranks} ranks divide {divided}{remarks}")]
+    return [*rows, ("products that each does whole", ", ".join(products) or "none")]
 
 
-def _spelled(pipeline: Pipeline) -> str:
+def _format_pipeline(pipeline: Pipeline) -> str:
     return f"{pipeline.ranks} ranks, {len(pipeline.stage_ranks)} stages, {pipeline.schedule}"
 
 
-def _rule(text: str) -> tuple[str, Any]:
+def _parse_rule(text: str) -> tuple[str, Any]:
     """PATTERN=DIM, PATTERN=DIM/BLOCKS or PATTERN=whole, as `make_plan` takes it."""
     from trainload.sharding.plans.plan import Shard
 
     pattern, _, how = text.rpartition("=")
-    found = re.fullmatch(r"(?P<whole>whole)|(?P<dim>[0-9]{1,2})(/(?P<blocks>[0-9]{1,6}))?", how)
-    if not pattern or found is None or found["blocks"] == "0":
+    match = re.fullmatch(r"(?P<whole>whole)|(?P<dim>[0-9]{1,2})(/(?P<blocks>[0-9]{1,6}))?", how)
+    if not pattern or match is None or match["blocks"] == "0":
         raise PlanError(
             "this is not a rule of the tensor axis",
             where="--tensor-rule",
@@ -302,7 +313,7 @@ def _rule(text: str) -> tuple[str, Any]:
             got=text,
         )
     return pattern, (
-        None if found["whole"] else Shard(dim=int(found["dim"]), blocks=int(found["blocks"] or 1))
+        None if match["whole"] else Shard(dim=int(match["dim"]), blocks=int(match["blocks"] or 1))
     )
 
 
@@ -318,13 +329,13 @@ def _rule(text: str) -> tuple[str, Any]:
 )
 @click.option(
     "--set",
-    "given",
+    "settings",
     multiple=True,
     metavar="KEY=VALUE",
     help="Setting that the plan was made with.",
 )
 @json_option
-def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bool) -> None:
+def simulate(package: Path, plan_file: Path, settings: tuple[str, ...], as_json: bool) -> None:
     """Build the graphs of every rank of a plan, without tensor data or a cluster, and check that
     their collectives match.
 
@@ -334,27 +345,27 @@ def simulate(package: Path, plan_file: Path, given: tuple[str, ...], as_json: bo
     from trainload.sharding.planner.simulate import simulate
     from trainload.sharding.plans.plan import read_plan
 
-    made = read_plan(plan_file)
+    planned = read_plan(plan_file)
     began = time.perf_counter()
-    found = simulate(changed_by(given, shared.open_package(package)), made)
+    simulation = simulate(changed_by(settings, shared.open_package(package)), planned)
     took = time.perf_counter() - began
-    graphs = sum(len(rank.ranks) + len(rank.updates) for rank in found.ranks)
+    graphs = sum(len(rank.ranks) + len(rank.updates) for rank in simulation.ranks)
     if as_json:
         print_json(
             {
-                "ranks": made.world_size,
+                "ranks": planned.world_size,
                 "graphs": graphs,
-                "collectives": found.counts(),
+                "collectives": simulation.counts(),
                 "seconds": took,
             }
         )
         return
     rows: list[tuple[str, Any]] = [
-        ("ranks", made.world_size),
-        ("graphs", f"{graphs} of {len(found.ranks)} places in a pipeline"),
+        ("ranks", planned.world_size),
+        ("graphs", f"{graphs} of {len(simulation.ranks)} places in a pipeline"),
     ]
-    for group, counts in found.counts().items():
-        size = len(made.groups()[group][0])
+    for group, counts in simulation.counts().items():
+        size = len(planned.groups()[group][0])
         rows.append(
             (
                 group,
@@ -403,30 +414,30 @@ def profile(
         )
     from trainload.launching.node.measure import measure
 
-    found = measure(
+    measured = measure(
         device,
         name or output.stem,
         workers,
-        lambda what: err().print(f"measuring {what}", highlight=False),
+        lambda subject: err().print(f"measuring {subject}", highlight=False),
     )
-    write_text(output, found.model_dump_json(indent=2) + "\n")
+    write_text(output, measured.model_dump_json(indent=2) + "\n")
     if as_json:
-        print_json(found)
+        print_json(measured)
         return
-    link = found.node
-    rates = ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in found.flops.items())
+    link = measured.node
+    rates = ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in measured.flops.items())
     out().print(
         view.table(
             [
-                ("products", f"{rates} GFLOP/s; attention {found.attention:.0%} of it"),
+                ("products", f"{rates} GFLOP/s; attention {measured.attention:.0%} of it"),
                 (
                     "memory",
                     (
-                        f"{found.memory_bytes / 2**30:.1f} GiB,"
-                        f" {found.memory_bytes_per_second / 1e9:.4g} GB/s"
+                        f"{measured.memory_bytes / 2**30:.1f} GiB,"
+                        f" {measured.memory_bytes_per_second / 1e9:.4g} GB/s"
                     ),
                 ),
-                ("kernel", f"{found.kernel_seconds * 1e6:.3g} us"),
+                ("kernel", f"{measured.kernel_seconds * 1e6:.3g} us"),
                 ("links", f"{link.bytes_per_second / 1e9:.4g} GB/s, {link.seconds * 1e6:.3g} us"),
                 ("figures", str(output)),
             ]
@@ -441,9 +452,9 @@ def _plan_best(
     package: Package,
     cluster: Mapping[str, int],
     device: str,
-    wanted: dict[str, Any],
+    choices: dict[str, Any],
     options: dict[str, Any],
-    show: _Shown,
+    show: _OutputOptions,
 ) -> None:
     """Searches, and shows what was found."""
     from trainload.cli.view import plans as plans_view
@@ -455,31 +466,31 @@ def _plan_best(
     from trainload.sharding.plans.plan import Cluster
 
     profile, source = read(device), Source(package, evaluates=False)
-    shape, asked = Cluster(**cluster, device=profile.kind), Wanted(**wanted)
-    with err().status("reading the package") as shown:
-        found = search(source, shape, profile, asked, **options, say=shown.update)
+    shape, wanted = Cluster(**cluster, device=profile.kind), Wanted(**choices)
+    with err().status("reading the package") as status:
+        result = search(source, shape, profile, wanted, **options, say=status.update)
     if show.explain is not None:
-        if show.explain > len(found.candidates):
+        if show.explain > len(result.candidates):
             raise click.UsageError(
-                f"--explain {show.explain}: there are {len(found.candidates)} candidates."
+                f"--explain {show.explain}: there are {len(result.candidates)} candidates."
             )
-        chosen = found.candidates[show.explain - 1]
+        candidate = result.candidates[show.explain - 1]
         (
-            print_json(plans_view.explained(chosen))
+            print_json(plans_view.explained(candidate))
             if show.as_json
-            else plans_view.print_explained(out(), chosen)
+            else plans_view.print_explained(out(), candidate)
         )
         return
-    best = found.best
+    best = result.best
     if best is not None and best.plan.pipeline is not None:
         with err().status("partitioning the evaluation graphs"):
             simulate(package, best.plan)
     if best is not None and show.output is not None:
         write_text(show.output, best.plan.model_dump_json(indent=2) + "\n")
     (
-        print_json(plans_view.as_record(found))
+        print_json(plans_view.as_record(result))
         if show.as_json
-        else plans_view.print_found(out(), found, show.output)
+        else plans_view.print_found(out(), result, show.output)
     )
     if (
         best is not None
@@ -488,11 +499,11 @@ def _plan_best(
     ):
         out().print(note, markup=False)
     if best is None:
-        raise plans_view.nothing_fits(found, smallest(source, shape, profile, asked, **options))
+        raise plans_view.nothing_fits(result, smallest(source, shape, profile, wanted, **options))
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _OutputOptions:
     """Output of a search: what is shown, and the file of the best plan."""
 
     explain: int | None

@@ -53,7 +53,7 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
     text: bytes = page_of(record).encode()
     _write(path, text)
     summary = record.history.summary
-    told = {
+    result = {
         "run": run_dir,
         "report": path,
         "bytes": len(text),
@@ -65,7 +65,7 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
         "seconds": record.spent,
     }
     if as_json:
-        print_json(told)
+        print_json(result)
         return
     rows = [
         ("report", str(path)),
@@ -90,9 +90,9 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
     page, lines = store_page(store, [store.known_line(line)] if line else store.lines())
     text = page.encode()
     _write(path, text)
-    told = {"store": store.url, "report": path, "bytes": len(text), "lines": lines}
+    result = {"store": store.url, "report": path, "bytes": len(text), "lines": lines}
     if as_json:
-        print_json(told)
+        print_json(result)
     else:
         rows = [
             (
@@ -169,13 +169,15 @@ def dashboard(output: Path | None, as_json: bool) -> None:
     """
     from trainload.deploy.grafana import board
 
-    made = board()
+    document = board()
     if output is None:
-        print_json(made)
+        print_json(document)
         return
     if output.exists():
         raise StorageError(
             "it exists already", where=str(output), hint="Choose another path, or remove it."
         )
-    write_text(output, view.dump_json(made) + "\n")
-    show_record({"board": output, "title": made["title"], "panels": len(made["panels"])}, as_json)
+    write_text(output, view.dump_json(document) + "\n")
+    show_record(
+        {"board": output, "title": document["title"], "panels": len(document["panels"])}, as_json
+    )

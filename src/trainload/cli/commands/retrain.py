@@ -71,14 +71,14 @@ def schema(as_json: bool) -> None:
     """
     from trainload.retraining.config.config import Config
 
-    found = {
+    document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **Config.model_json_schema(),
     }
     if as_json:
-        print_json(found)
+        print_json(document)
     else:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(document, indent=2))
 
 
 @retrain.command(short_help="Check a file.")
@@ -92,11 +92,11 @@ def check(file: Path, as_json: bool) -> None:
 
     config = read_config(file)
     with redirect_stdout(sys.stderr):
-        found = checked(config, _stages(as_json=True))
+        result = checked(config, _stages(as_json=True))
     if as_json:
-        print_json({"config": config.to_json(), **found})
+        print_json({"config": config.to_json(), **result})
     else:
-        out().print(view.table([("line", f"{config.line} of {config.store}"), *found.items()]))
+        out().print(view.table([("line", f"{config.line} of {config.store}"), *result.items()]))
 
 
 @retrain.command(short_help="Run one scheduled time.")
@@ -115,10 +115,10 @@ def tick(file: Path, at: str, as_json: bool) -> int:
     from trainload.retraining.config.config import read_config
 
     config = read_config(file)
-    scheduled = _time(config, at)
+    scheduled = _parse_time(config, at)
     with redirect_stdout(sys.stderr):
         ended = _scheduler(config, as_json).tick(scheduled)
-    _show(ended, as_json)
+    _print_outcome(ended, as_json)
     return FAILED if ended.outcome == "failed" else DONE
 
 
@@ -146,20 +146,29 @@ def run(
     if zone is not None and cron is None:
         raise click.UsageError("--zone requires --cron.")
     if every is not None or cron is not None:
-        given = {"every": every, "cron": cron, "zone": zone or "UTC"}
+        schedule_options = {"every": every, "cron": cron, "zone": zone or "UTC"}
         missed = {} if config.schedule is None else {"missed": config.schedule.missed}
-        schedule = {name: value for name, value in given.items() if value is not None} | missed
+        schedule = {
+            name: value for name, value in schedule_options.items() if value is not None
+        } | missed
         config = checked(config.to_json() | {"schedule": schedule}, "the command line")
     timing = _timing(config)
     scheduler = _scheduler(config, as_json)
 
-    def one(scheduled: datetime) -> None:
+    def run_tick(scheduled: datetime) -> None:
         with redirect_stdout(sys.stderr):
             ended = scheduler.tick(scheduled)
-        _show(ended, as_json)
+        _print_outcome(ended, as_json)
 
     assert config.schedule is not None
-    serve(timing, config.schedule.missed, one, scheduler.last_done, on_event=_say, ticks=ticks)
+    serve(
+        timing,
+        config.schedule.missed,
+        run_tick,
+        scheduler.last_done,
+        on_event=_print_progress,
+        ticks=ticks,
+    )
 
 
 @retrain.command(short_help="Write what calls ticks.")
@@ -218,7 +227,7 @@ def manifest(
         units = systemd_units(
             name,
             config.schedule,
-            _tick(sys.executable, before, file.absolute()),
+            _tick_command(sys.executable, before, file.absolute()),
             str(file.absolute().parent),
         )
         if as_json:
@@ -258,14 +267,14 @@ def manifest(
             expected="auto",
             got=str(cluster.address),
         )
-    words = _tick("python", shared.program_options(), Path(pods.mount) / file.name)
-    made = (ray_cron_job if kind == "raycronjob" else cron_job)(pods, config.schedule, words)
+    words = _tick_command("python", shared.program_options(), Path(pods.mount) / file.name)
+    document = (ray_cron_job if kind == "raycronjob" else cron_job)(pods, config.schedule, words)
     if as_json:
-        print_json(made)
+        print_json(document)
     elif output is None:
-        click.echo(as_yaml(made), nl=False)
+        click.echo(as_yaml(document), nl=False)
     else:
-        write_text(output, as_yaml(made))
+        write_text(output, as_yaml(document))
 
 
 @retrain.command(short_help="Hand over what is current.")
@@ -312,7 +321,7 @@ def handover(file: Path, as_json: bool) -> None:
         )
 
 
-def _tick(python: str, before: Sequence[str], file: Path) -> list[str]:
+def _tick_command(python: str, before: Sequence[str], file: Path) -> list[str]:
     """Words that run a tick. before: the program's own options."""
     return [python, "-m", "trainload", *before, "retrain", "tick", str(file)]
 
@@ -329,10 +338,10 @@ def _timing(config: Config) -> Any:
     return schedule_of(config.schedule)
 
 
-def _time(config: Config, at: str) -> datetime:
+def _parse_time(config: Config, at: str) -> datetime:
     if at == NOW:
-        found: datetime = _timing(config).last_until(datetime.now(UTC))
-        return found
+        due: datetime = _timing(config).last_until(datetime.now(UTC))
+        return due
     try:
         when = datetime.fromisoformat(at)
     except ValueError as error:
@@ -354,7 +363,7 @@ def _scheduler(config: Config, as_json: bool) -> Scheduler:
     from trainload.retraining.ticks.tick import Scheduler
 
     check_config(config)
-    return Scheduler(config, _stages(as_json=as_json), _say)
+    return Scheduler(config, _stages(as_json=as_json), _print_progress)
 
 
 def _stages(*, as_json: bool) -> Any:
@@ -365,15 +374,15 @@ def _stages(*, as_json: bool) -> Any:
         Opening(
             shared.libraries(), shared.trusts_extensions(), None if policy is None else Path(policy)
         ),
-        _say,
+        _print_progress,
     )
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     err().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _show(ended: Ended, as_json: bool) -> None:
+def _print_outcome(ended: Ended, as_json: bool) -> None:
     if as_json:
         print_json(ended)
         return

@@ -122,8 +122,8 @@ class Transfer:
     seconds.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, title: str) -> None:
+        self._what = title
         self._console = err()
         self._last = time.monotonic()
         self._task: TaskID | None = None
@@ -174,10 +174,12 @@ def open_package(path: Path) -> Package:
     check_supported_torch()
     from trainload.launching.node.libraries import open_with
 
-    return _warned(open_with(path, libraries(), trust_extensions=trusts_extensions()))
+    return _print_library_warnings(
+        open_with(path, libraries(), trust_extensions=trusts_extensions())
+    )
 
 
-def _warned(package: Package) -> Package:
+def _print_library_warnings(package: Package) -> Package:
     """The package, once it was said how operator libraries differ from those that it was made
     with.
     """
@@ -200,8 +202,8 @@ def located(name: str) -> tuple[str | None, Path]:
     check_supported_torch()
     from trainload.launching.node.fetching import here
 
-    with Transfer("fetch") as shown:
-        return here(name, on_progress=shown)
+    with Transfer("fetch") as transfer:
+        return here(name, on_progress=transfer)
 
 
 def open_to_run(name: str) -> Package:
@@ -219,29 +221,29 @@ def open_to_run(name: str) -> Package:
     package = open_for_run(
         path, libraries(), find_policies(policy()), None, trust_extensions=trusts_extensions()
     )
-    return _warned(replace(package, source=source))
+    return _print_library_warnings(replace(package, source=source))
 
 
 def libraries() -> dict[str, str | None]:
     """Return the program's --library options: namespace -> module or file, None where it is only
     allowed.
     """
-    named: tuple[str, ...] = click.get_current_context().find_root().params.get("library", ())
-    found: dict[str, str | None] = {}
-    for text in named:
+    options: tuple[str, ...] = click.get_current_context().find_root().params.get("library", ())
+    by_namespace: dict[str, str | None] = {}
+    for text in options:
         namespace, _, location = text.partition("=")
         if not namespace.isidentifier():
             raise click.UsageError(
                 f"--library {text}: expected NAMESPACE=MODULE, where MODULE may be a .py file."
             )
-        found[namespace] = location or None
-    return found
+        by_namespace[namespace] = location or None
+    return by_namespace
 
 
 def policy() -> Path | None:
     """Return the program's --policy option."""
-    named: Path | None = click.get_current_context().find_root().params.get("policy")
-    return named
+    path: Path | None = click.get_current_context().find_root().params.get("policy")
+    return path
 
 
 def program_options() -> list[str]:
@@ -249,13 +251,13 @@ def program_options() -> list[str]:
 
     Not --policy, which names a file of this machine.
     """
-    named = libraries()
-    found = [
+    by_namespace = libraries()
+    words = [
         word
-        for name, place in named.items()
+        for name, place in by_namespace.items()
         for word in ("--library", name if place is None else f"{name}={place}")
     ]
-    return [*found, *(["--trust-extensions"] if trusts_extensions() else [])]
+    return [*words, *(["--trust-extensions"] if trusts_extensions() else [])]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -104,33 +104,35 @@ def transform(
     from trainload.passes import load_pass
     from trainload.transforms.apply import transform as apply
 
-    done: list[Applied] = []
+    applied_passes: list[Applied] = []
     with redirect_stdout(sys.stderr):  # a pass may print
-        made = apply(
+        child = apply(
             opened,
             [load_pass(spec) for spec in specs],
             output,
             allow_change=allow_change,
             data=data,
-            on_pass=done.append,
+            on_pass=applied_passes.append,
         )
     if as_json:
         print_json(
             {
                 "package": output,
-                "digest": made.digest,
-                "passes": [_told(applied) for applied in done],
+                "digest": child.digest,
+                "passes": [_pass_record(applied) for applied in applied_passes],
             }
         )
         return
-    for applied in done:
-        out().print(view.table(_effect(applied), title=applied.entry.name))
-    out().print(view.table([("package", str(output)), ("digest", made.digest)]))
+    for applied in applied_passes:
+        out().print(view.table(_effect_rows(applied), title=applied.entry.name))
+    out().print(view.table([("package", str(output)), ("digest", child.digest)]))
 
 
 @click.command(short_help="List or choose operators.")
 @package_argument
-@click.option("--set", "chosen", metavar="full|core|FILE", help="Operator set to decompose to.")
+@click.option(
+    "--set", "operator_set", metavar="full|core|FILE", help="Operator set to decompose to."
+)
 @click.option("--interactive", is_flag=True, help="Choose operators one by one.")
 @click.option("--compat", is_flag=True, help="Compare operators with the installed torch.")
 @click.option(
@@ -145,7 +147,7 @@ def transform(
 @json_option
 def ops(
     package: Path,
-    chosen: str | None,
+    operator_set: str | None,
     interactive: bool,
     compat: bool,
     output: Path | None,
@@ -160,14 +162,14 @@ def ops(
 
     --compat also works for packages that cannot be opened. It exits with 1 if graphs cannot run.
     """
-    if compat and (chosen is not None or interactive or output is not None):
+    if compat and (operator_set is not None or interactive or output is not None):
         raise click.UsageError("--compat only compares: omit --set, --interactive and -o.")
     if compat:
         _compare(package, as_json)
         return
-    if interactive and chosen is not None:
+    if interactive and operator_set is not None:
         raise click.UsageError("--interactive chooses the set: omit --set.")
-    if output is not None and chosen is None and not interactive:
+    if output is not None and operator_set is None and not interactive:
         raise click.UsageError(
             "-o writes a package with a chosen set: pass --set or --interactive."
         )
@@ -176,10 +178,10 @@ def ops(
 
     if output is not None:
         check_path(output)
-    if chosen is None and not interactive:
+    if operator_set is None and not interactive:
         _list(opened, as_json)
     else:
-        _choose(opened, chosen, output, allow_change, data, as_json)
+        _choose(opened, operator_set, output, allow_change, data, as_json)
 
 
 def _compare(path: Path, as_json: bool) -> None:
@@ -223,14 +225,14 @@ def _compare(path: Path, as_json: bool) -> None:
             table.add(name, each.was, each.now or "", each.verdict.value)
         if rows:
             out().print(table)
-        told = [
+        library_rows = [
             (
                 "not imported",
                 f"{name}, from {told_library(e)}. If you trust it, {ways_to_allow(name, e)}",
             )
             for name, e in strange.items()
         ]
-        out().print(view.table([("torch", torch.__version__), *counts.items(), *told]))
+        out().print(view.table([("torch", torch.__version__), *counts.items(), *library_rows]))
     if not all(each.fits for each in compared):
         raise click.exceptions.Exit(FAILED)
 
@@ -254,10 +256,10 @@ def _list(package: Package, as_json: bool) -> None:
             name, *counts, core + (" device" if use.device_specific else ""), ", ".join(use.becomes)
         )
     out().print(table)
-    out().print(view.table(_sums(uses)))
+    out().print(view.table(_summary_rows(uses)))
 
 
-def _sums(uses: tuple[OperatorUse, ...]) -> list[tuple[str, Any]]:
+def _summary_rows(uses: tuple[OperatorUse, ...]) -> list[tuple[str, Any]]:
     return [
         ("operators", len(uses)),
         ("outside core ATen", sum(use.core is False for use in uses)),
@@ -268,7 +270,7 @@ def _sums(uses: tuple[OperatorUse, ...]) -> list[tuple[str, Any]]:
 
 def _choose(
     package: Package,
-    chosen: str | None,
+    operator_set: str | None,
     output: Path | None,
     allow_change: bool,
     data: str | None,
@@ -279,9 +281,13 @@ def _choose(
 
     work = Transformation(package, data)
     before = counts_of(work.program)
-    applied = _ask(work, allow_change) if chosen is None else _apply_set(work, chosen, allow_change)
-    made = work.write(output) if output is not None else None
-    after, left = counts_of(work.program), outside_core(work.program)
+    applied = (
+        _ask_user(work, allow_change)
+        if operator_set is None
+        else _apply_set(work, operator_set, allow_change)
+    )
+    child = work.write(output) if output is not None else None
+    after, remaining = counts_of(work.program), outside_core(work.program)
     changed = {
         name: (before.get(name, 0), after.get(name, 0)) for name in sorted({*before, *after})
     }
@@ -291,10 +297,10 @@ def _choose(
                 "counts": {
                     name: {"before": was, "after": now} for name, (was, now) in changed.items()
                 },
-                "outside_core": left,
-                "passes": [_told(one) for one in applied],
+                "outside_core": remaining,
+                "passes": [_pass_record(one) for one in applied],
                 "package": output,
-                "digest": made.digest if made is not None else None,
+                "digest": child.digest if child is not None else None,
             }
         )
         return
@@ -303,27 +309,28 @@ def _choose(
         table.add(name, str(was), str(now), style="" if was == now else "bold")
     table.add("all calls", str(sum(before.values())), str(sum(after.values())))
     out().print(table)
-    rows: list[tuple[str, Any]] = [("left outside core ATen", ", ".join(left) or "none")]
-    rows += [row for one in applied for row in _effect(one)[1:]]
-    if made is not None:
-        rows += [("package", str(output)), ("digest", made.digest)]
+    rows: list[tuple[str, Any]] = [("left outside core ATen", ", ".join(remaining) or "none")]
+    rows += [row for one in applied for row in _effect_rows(one)[1:]]
+    if child is not None:
+        rows += [("package", str(output)), ("digest", child.digest)]
     out().print(view.table(rows))
 
 
-def _apply_set(work: Transformation, chosen: str, allow_change: bool) -> list[Applied]:
+def _apply_set(work: Transformation, operator_set: str, allow_change: bool) -> list[Applied]:
     from trainload.passes import decompose
     from trainload.transforms.operator_sets import read_operator_file
 
-    if chosen == "full":
+    if operator_set == "full":
         return []
     applied = work.apply(
-        decompose, {"operators": "core" if chosen == "core" else read_operator_file(Path(chosen))}
+        decompose,
+        {"operators": "core" if operator_set == "core" else read_operator_file(Path(operator_set))},
     )
     work.keep(applied, allow_change=allow_change)
     return [applied]
 
 
-def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
+def _ask_user(work: Transformation, allow_change: bool) -> list[Applied]:
     """Goes through what can be decomposed, most used first, until nothing is left or the user has
     enough.
     """
@@ -332,7 +339,7 @@ def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
     from trainload.passes import decompose
     from trainload.transforms.operator_sets import counts_of
 
-    kept: list[Applied] = []
+    accepted: list[Applied] = []
     asked: set[str] = set()
     while True:
         into: dict[str, tuple[str, ...]] = {}
@@ -341,11 +348,11 @@ def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
                 if (
                     spelled(node.target) not in asked
                     and spelled(node.target) not in into
-                    and (found := becomes(node))
+                    and (parts := becomes(node))
                 ):
-                    into[spelled(node.target)] = found
+                    into[spelled(node.target)] = parts
         if not into:
-            return kept
+            return accepted
         counts = counts_of(work.program)
         name = min(into, key=lambda one: (-counts[one], one))
         asked.add(name)
@@ -354,11 +361,11 @@ def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
             "decompose it?", type=click.Choice(["y", "n", "q"]), default="n", err=True
         )
         if answer == "q":
-            return kept
+            return accepted
         if answer == "n":
             continue
         applied = work.apply(decompose, {"operators": (name,)})
-        err().print(view.table(_effect(applied)[1:]))
+        err().print(view.table(_effect_rows(applied)[1:]))
         if not applied.entry.preserving and not allow_change:
             click.echo(
                 "It changes the results, so it is not kept. Use --allow-change to accept changes.",
@@ -366,10 +373,10 @@ def _ask(work: Transformation, allow_change: bool) -> list[Applied]:
             )
         elif click.confirm("keep it?", default=True, err=True):
             work.keep(applied, allow_change=allow_change)
-            kept.append(applied)
+            accepted.append(applied)
 
 
-def _effect(applied: Applied) -> list[tuple[str, Any]]:
+def _effect_rows(applied: Applied) -> list[tuple[str, Any]]:
     worst = applied.worst
     parity = (
         "bit for bit"
@@ -391,7 +398,7 @@ def _effect(applied: Applied) -> list[tuple[str, Any]]:
     ]
 
 
-def _told(applied: Applied) -> dict[str, Any]:
+def _pass_record(applied: Applied) -> dict[str, Any]:
     return {
         "pass": applied.entry,
         "differences": applied.differences,

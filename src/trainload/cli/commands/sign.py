@@ -46,24 +46,24 @@ def sign(
     check_supported_torch()
     from trainload.publishing import trust
 
-    made = trust.sign(
+    signature = trust.sign(
         package, key, name=name, password=_password(key), certificate=certificate, chain=chain
     )
     if as_json:
         print_json(
             {
                 "package": package,
-                "file": made.file,
-                "kind": made.kind,
-                "signer": made.signer,
-                "signed": len(made.files),
+                "file": signature.file,
+                "kind": signature.kind,
+                "signer": signature.signer,
+                "signed": len(signature.files),
             }
         )
         return
     rows = [
-        ("signature", str(package / made.file)),
-        (made.kind, made.signer),
-        ("signed", f"{len(made.files)} files"),
+        ("signature", str(package / signature.file)),
+        (signature.kind, signature.signer),
+        ("signed", f"{len(signature.files)} files"),
     ]
     out().print(view.table(rows))
 
@@ -74,7 +74,7 @@ def _password(key: Path) -> bytes | None:
     """
     from trainload.packaging.signatures.keys import PASSWORD, is_encrypted
 
-    given = os.environ.get(PASSWORD)
-    if not given and sys.stdin.isatty() and is_encrypted(key):
-        given = str(click.prompt(f"password of {key}", hide_input=True, err=True))
-    return given.encode() if given else None
+    password = os.environ.get(PASSWORD)
+    if not password and sys.stdin.isatty() and is_encrypted(key):
+        password = str(click.prompt(f"password of {key}", hide_input=True, err=True))
+    return password.encode() if password else None

@@ -59,7 +59,7 @@ def push(
     from trainload.packaging.stores.push import PushReport
     from trainload.publishing import stores
 
-    with Transfer("push") as shown:
+    with Transfer("push") as transfer:
         report = stores.push(
             package,
             store,
@@ -68,10 +68,10 @@ def push(
             only_if=only_if,
             rejected=reject,
             message=message,
-            facts=_facts(fact),
+            facts=_parse_facts(fact),
             debug=not without_debug,
-            on_progress=shown,
-            on_wait=shown.say,
+            on_progress=transfer,
+            on_wait=transfer.say,
         )
     if as_json:
         print_json(report)
@@ -137,7 +137,7 @@ def pull(
     check_supported_torch()
     from trainload.publishing import stores
 
-    with Transfer("pull") as shown:
+    with Transfer("pull") as transfer:
         report = stores.pull(
             store,
             output,
@@ -145,7 +145,7 @@ def pull(
             release=release,
             debug=not without_debug,
             reuse=reuse,
-            on_progress=shown,
+            on_progress=transfer,
         )
     if as_json:
         print_json(report)
@@ -175,19 +175,20 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
     check_supported_torch()
     from trainload.publishing import stores
 
-    found = stores.releases(store, line=line)
+    by_line = stores.releases(store, line=line)
     if as_json:
         print_json(
             {
                 "store": store,
                 "lines": {
-                    name: [_state_json(state) for state in states] for name, states in found.items()
+                    name: [_state_json(state) for state in states]
+                    for name, states in by_line.items()
                 },
             }
         )
         return
-    for name, states in found.items():
-        made = Columns(
+    for name, states in by_line.items():
+        table = Columns(
             ("release", "status", "package", "parent", "created", "bytes", "message"),
             title=f"line {name}",
             right={"bytes"},
@@ -198,12 +199,12 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
                 release.name,
                 state.status,
                 release.package[:12],
-                _name(release.parent),
+                _release_name(release.parent),
                 release.created,
                 size(release.bytes),
             )
-            made.add(*row, _said(state))
-        out().print(made)
+            table.add(*row, _remark(state))
+        out().print(table)
 
 
 @click.command(short_help="Make a release current.")
@@ -230,7 +231,7 @@ def promote(
     pointer = stores.promote(
         store, release, line=line, only_if=only_if, reason=reason, rejected=rejected
     )
-    name = _name(pointer.release)
+    name = _release_name(pointer.release)
     if as_json:
         print_json(
             {
@@ -292,18 +293,18 @@ def gc(
     out().print(view.table(rows))
 
 
-def _facts(given: tuple[str, ...]) -> dict[str, bool | int | float | str]:
+def _parse_facts(texts: tuple[str, ...]) -> dict[str, bool | int | float | str]:
     """NAME=VALUE: a number where it reads as one."""
-    found: dict[str, bool | int | float | str] = {}
-    for text in given:
+    facts: dict[str, bool | int | float | str] = {}
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise click.UsageError(f"--fact {text}: expected NAME=VALUE.")
-        found[name] = _value(value)
-    return found
+        facts[name] = _parse_value(value)
+    return facts
 
 
-def _value(text: str) -> int | float | str:
+def _parse_value(text: str) -> int | float | str:
     for kind in (int, float):
         try:
             return kind(text)
@@ -312,13 +313,13 @@ def _value(text: str) -> int | float | str:
     return text
 
 
-def _name(release: str | None) -> str:
+def _release_name(release: str | None) -> str:
     from trainload.packaging.stores.releases import shown
 
     return shown(release) if release is not None else ""
 
 
-def _said(state: ReleaseState) -> str:
+def _remark(state: ReleaseState) -> str:
     reason = state.reason if state.status in ("rejected", "removed") else ""
     return "; ".join(text for text in (state.release.message, reason) if text)
 
@@ -332,7 +333,7 @@ def _state_json(state: ReleaseState) -> dict[str, Any]:
         "digest": release.package,
         "program": release.program,
         "weights": release.weights,
-        "parent": _name(release.parent) or None,
+        "parent": _release_name(release.parent) or None,
         "created": release.created,
         "message": release.message,
         "facts": release.facts,

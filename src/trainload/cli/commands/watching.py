@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.2
 @json_option
 def status(run_dir: Path, follow: bool, as_json: bool) -> None:
     """Show the status of a run: progress, ranks and recent failures."""
-    state = _followed(run_dir) if follow else _state(run_dir)
+    state = _follow(run_dir) if follow else _require_state(run_dir)
     if as_json:
         print_json({"run": run_dir, "phase": state.phase, **state.model_dump(mode="json")})
         return
@@ -50,19 +50,19 @@ def runs(folder: Path, as_json: bool) -> None:
             where=str(folder),
             hint="Pass the folder that contains the folders of runs.",
         )
-    found = [(path.parent, read_state(path.parent)) for path in folder.glob(f"*/{RUN_FILE}")]
-    found.sort(key=lambda each: each[1].time if each[1] is not None else 0.0, reverse=True)
+    listed = [(path.parent, read_state(path.parent)) for path in folder.glob(f"*/{RUN_FILE}")]
+    listed.sort(key=lambda each: each[1].time if each[1] is not None else 0.0, reverse=True)
     if as_json:
         print_json(
             [
-                {"run": path, **({"phase": "unknown"} if state is None else _brief(state))}
-                for path, state in found
+                {"run": path, **({"phase": "unknown"} if state is None else _summary_record(state))}
+                for path, state in listed
             ]
         )
         return
     numbers = ("step", "loss", "checkpoint", "failures", "last seen")
     table = Columns(("run", "phase", *numbers), right=numbers)
-    for path, state in found:
+    for path, state in listed:
         table.add(path.name, *(view.run_cells(state) if state is not None else ("unknown",)))
     out().print(table)
 
@@ -81,16 +81,16 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
 
     if rank is not None and as_json:
         raise click.UsageError("--json cannot be combined with --rank: a rank's output is text.")
-    _state(run_dir)
+    _require_state(run_dir)
     path = run_dir / JOURNAL if rank is None else run_dir / LOGS / log_name(rank)
     if rank is not None and not path.exists() and not follow:
-        there = sorted(
+        existing_ranks = sorted(
             int(each.stem.partition("-")[2]) for each in (run_dir / LOGS).glob("rank-*.log")
         )
         raise StorageError(
             f"rank {rank} has printed nothing",
             where=str(path),
-            expected=f"one of {', '.join(map(str, there))}" if there else "",
+            expected=f"one of {', '.join(map(str, existing_ranks))}" if existing_ranks else "",
             hint=(
                 "Runs on Ray keep all output of their workers, other runs only the traceback of an"
                 " error. torchrun has --log-dir."
@@ -109,7 +109,7 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
     """Stop a run after a checkpoint of the current step. It can be resumed."""
     from trainload.launching.run.contact import Request
 
-    state = _state(run_dir)
+    state = _require_state(run_dir)
     if not state.alive:
         raise StorageError(
             "the run is not running",
@@ -128,14 +128,14 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
             "stop requested; the run ends after its current step, with a checkpoint",
             highlight=False,
         )
-        state = _over(run_dir)
+        state = _wait_for_end(run_dir)
     if as_json:
-        print_json({"run": run_dir, **_brief(state)})
+        print_json({"run": run_dir, **_summary_record(state)})
     elif wait:
         out().print(view.status_table(str(run_dir), state))
 
 
-def _state(run_dir: Path) -> RunState:
+def _require_state(run_dir: Path) -> RunState:
     """Return the last state that a run's driver wrote."""
     from trainload.launching.run.run_spec import RUN_FILE
     from trainload.launching.run.run_state import read_state
@@ -156,14 +156,14 @@ def _state(run_dir: Path) -> RunState:
     return state
 
 
-def _followed(run_dir: Path) -> RunState:
+def _follow(run_dir: Path) -> RunState:
     """Shows a run until it is over. Returns: what its driver says then."""
     from trainload.launching.run.journal import Follower
 
     follower = Follower(run_dir)
     with run_view.RunView(err(), run_dir, past=follower.new()) as show:
         while True:
-            state = _state(run_dir)
+            state = _require_state(run_dir)
             for event in follower.new():
                 show(event)
             if not state.alive:
@@ -171,45 +171,45 @@ def _followed(run_dir: Path) -> RunState:
             time.sleep(_LOOK_SECONDS)
 
 
-def _over(run_dir: Path) -> RunState:
+def _wait_for_end(run_dir: Path) -> RunState:
     """Wait for the end of a run, and return its last state."""
-    while (state := _state(run_dir)).alive:
+    while (state := _require_state(run_dir)).alive:
         time.sleep(_LOOK_SECONDS)
     return state
 
 
-def _brief(state: RunState) -> dict[str, Any]:
+def _summary_record(state: RunState) -> dict[str, Any]:
     """Return a run's row in a list of runs."""
-    told = state.summary
+    summary = state.summary
     return {
         "phase": state.phase,
-        "step": told.step,
-        "steps": told.steps,
-        "loss": told.loss,
-        "checkpoint": told.checkpoint,
-        "failures": told.failures,
-        "message": told.message,
+        "step": summary.step,
+        "steps": summary.steps,
+        "loss": summary.loss,
+        "checkpoint": summary.checkpoint,
+        "failures": summary.failures,
+        "message": summary.message,
         "time": state.time,
     }
 
 
 def _lines(path: Path, run_dir: Path, *, follow: bool, last: int | None) -> Iterator[str]:
     """The whole lines of a file, and with `follow` those that are added until the run is over."""
-    rest = ""
+    partial = ""
     at = 0
     first = True
     while True:
-        over = not follow or not _state(run_dir).alive
+        over = not follow or not _require_state(run_dir).alive
         if path.exists():
             with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
                 file.seek(at)
-                text = rest + file.read()
+                text = partial + file.read()
                 at = file.tell()
-            *lines, rest = text.split("\n")
+            *lines, partial = text.split("\n")
             yield from lines[-last:] if first and last is not None else lines
             first = False
         if over:
-            if rest:
-                yield rest
+            if partial:
+                yield partial
             return
         time.sleep(_LOOK_SECONDS)

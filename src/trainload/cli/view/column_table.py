@@ -56,29 +56,29 @@ class Columns:
             for place, title in enumerate(self._titles)
         ]
         widths = [max(map(_longest_word, column)) for column in texts]
-        left = room - sum(widths) - _GAP * (len(widths) - 1)
-        if left < 0:
+        remaining = room - sum(widths) - _GAP * (len(widths) - 1)
+        if remaining < 0:
             return None
         for place, column in enumerate(texts):
-            more = min(left, max(map(_longest_line, column)) - widths[place])
+            more = min(remaining, max(map(_longest_line, column)) - widths[place])
             widths[place] += more
-            left -= more
+            remaining -= more
         return widths
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self._widths(options.max_width)
         if widths is not None:
-            made = Table(box=None, pad_edge=False, title=self._title, title_justify="left")
+            table = Table(box=None, pad_edge=False, title=self._title, title_justify="left")
             for title, width in zip(self._titles, widths, strict=True):
-                made.add_column(
+                table.add_column(
                     title,
                     justify="right" if title in self._right else "left",
                     width=width,
                     overflow="fold",
                 )
             for cells, style in self._rows:
-                made.add_row(*cells, style=style)
-            yield made
+                table.add_row(*cells, style=style)
+            yield table
             return
         if self._title is not None:
             yield Text(self._title, style="italic")

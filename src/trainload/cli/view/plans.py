@@ -28,19 +28,19 @@ _MEMORY = (
 _TIME = ("compute", "exposed", "bubble", "update")
 
 
-def print_found(console: Console, found: Found, output: Path | None) -> None:
+def print_found(console: Console, result: Found, output: Path | None) -> None:
     """Prints the candidates, the best first, and why it is."""
-    device, best = found.device, found.best
-    cluster = found.candidates[0].plan.cluster
+    device, best = result.device, result.best
+    cluster = result.candidates[0].plan.cluster
     console.print(
         f"{cluster.nodes} x {cluster.devices_per_node} {device.name}, {size(device.memory_bytes)}"
-        f" each; {found.candidates[0].plan.global_batch} rows per update; {found.judged} plans"
-        f" evaluated, {len(found.candidates)} simulated",
+        f" each; {result.candidates[0].plan.global_batch} rows per update; {result.judged} plans"
+        f" evaluated, {len(result.candidates)} simulated",
         highlight=False,
     )
     titles = ("", "plan", "calls", "recompute", "memory", "time", "compute", "exposed", "bubble")
     table = Columns(titles, right={*titles} - {"plan", "recompute"})
-    for number, candidate in enumerate(found.candidates, 1):
+    for number, candidate in enumerate(result.candidates, 1):
         choice, time = candidate.choice, candidate.costs.time
         shares = [
             f"{getattr(time, name) / time.seconds:.0%}" for name in ("compute", "exposed", "bubble")
@@ -55,29 +55,31 @@ def print_found(console: Console, found: Found, output: Path | None) -> None:
             *shares,
         )
     console.print(table)
-    for number, candidate in enumerate(found.candidates, 1):
-        console.print(f"{number}: {beside(found, candidate)}", highlight=False)
+    for number, candidate in enumerate(result.candidates, 1):
+        console.print(f"{number}: {beside(result, candidate)}", highlight=False)
     if best is not None:
-        console.print(f"memory of 1: {_spelled(best.costs.memory)}", highlight=False)
-        console.print(f"time of 1: {_times(best.costs.time)}", highlight=False)
-    for each in found.refused:
+        console.print(f"memory of 1: {_format_memory(best.costs.memory)}", highlight=False)
+        console.print(f"time of 1: {_format_time(best.costs.time)}", highlight=False)
+    for each in result.refused:
         console.print(f"not made: {each.choice}: {each.reason}", highlight=False, soft_wrap=True)
     if output is not None and best is not None:
         console.print(f"plan: {output}", highlight=False)
 
 
-def beside(found: Found, candidate: Candidate) -> str:
+def beside(result: Found, candidate: Candidate) -> str:
     """Why a candidate is not the best one, or what it is best in."""
-    best = found.best
-    over = candidate.costs.memory.peak - found.device.memory_bytes
+    best = result.best
+    over = candidate.costs.memory.peak - result.device.memory_bytes
     if over > 0:
         return f"needs {size(over)} more than is available"
     if best is None or candidate is best:
         return "the fastest that fits"
-    mine, its = candidate.costs.time, best.costs.time
-    behind = {name: getattr(mine, name) - getattr(its, name) for name in _TIME}
-    worst = max(behind, key=lambda name: behind[name])
-    return f"{mine.seconds / its.seconds - 1:.1%} slower: {seconds(behind[worst])} more {worst}"
+    time, best_time = candidate.costs.time, best.costs.time
+    excess = {name: getattr(time, name) - getattr(best_time, name) for name in _TIME}
+    worst = max(excess, key=lambda name: excess[name])
+    return (
+        f"{time.seconds / best_time.seconds - 1:.1%} slower: {seconds(excess[worst])} more {worst}"
+    )
 
 
 def seconds(value: float) -> str:
@@ -88,13 +90,13 @@ def seconds(value: float) -> str:
     return f"{value * 1e9:.3g} ns"
 
 
-def nothing_fits(found: Found, smallest: Candidate | None) -> PlanError:
+def nothing_fits(result: Found, smallest: Candidate | None) -> PlanError:
     """Return the message if no candidate fits.
 
     `smallest`: on the smallest cluster where one does.
     """
-    least = min(found.candidates, key=lambda candidate: candidate.costs.memory.peak)
-    memory, there = least.costs.memory, found.device.memory_bytes
+    least = min(result.candidates, key=lambda candidate: candidate.costs.memory.peak)
+    memory, available = least.costs.memory, result.device.memory_bytes
     hint = "Use another device, or a smaller model."
     if smallest is not None:
         cluster = smallest.plan.cluster
@@ -103,27 +105,27 @@ def nothing_fits(found: Found, smallest: Candidate | None) -> PlanError:
             f" {size(smallest.costs.memory.peak)}."
         )
     return PlanError(
-        f"the package does not fit: {size(memory.peak - there)} too much",
+        f"the package does not fit: {size(memory.peak - available)} too much",
         where=f"{least.choice}, recompute {least.choice.recompute}, {memory.at}",
-        expected=f"{size(there)} on each {found.device.name}",
-        got=f"{size(memory.peak)}: {_spelled(memory)}",
+        expected=f"{size(available)} on each {result.device.name}",
+        got=f"{size(memory.peak)}: {_format_memory(memory)}",
         hint=hint,
     )
 
 
-def _spelled(memory: Memory) -> str:
+def _format_memory(memory: Memory) -> str:
     parts = [f"{name} {size(getattr(memory, name))}" for name in _MEMORY]
     return f"{', '.join(parts)} (at {memory.at})"
 
 
-def _times(time: StepTime) -> str:
+def _format_time(time: StepTime) -> str:
     return (
         ", ".join(f"{name} {seconds(getattr(time, name))}" for name in _TIME)
         + f"; {time.flops / time.seconds / 1e12:.3g} TFLOP/s a device"
     )
 
 
-def as_record(found: Found) -> dict[str, Any]:
+def as_record(result: Found) -> dict[str, Any]:
     """The same for scripts: bytes, and seconds of one update."""
     candidates = [
         {
@@ -135,20 +137,20 @@ def as_record(found: Found) -> dict[str, Any]:
             "data": c.plan.data_ranks,
             "accumulate": c.choice.accumulate,
             "recompute": c.choice.recompute,
-            "fits": found.fits(c),
+            "fits": result.fits(c),
             "peak_bytes": c.costs.memory.peak,
             "memory": {name: getattr(c.costs.memory, name) for name in _MEMORY},
             "peak_at": c.costs.memory.at,
             "seconds": c.costs.time.seconds,
             "time": {name: getattr(c.costs.time, name) for name in _TIME},
             "flops": c.costs.time.flops,
-            "beside_the_best": beside(found, c),
+            "beside_the_best": beside(result, c),
         }
-        for c in found.candidates
+        for c in result.candidates
     ]
-    refused = [{"plan": each.choice, "reason": each.reason} for each in found.refused]
-    device = found.device.model_dump(mode="json", exclude={"collectives"})
-    return {"device": device, "judged": found.judged, "candidates": candidates, "refused": refused}
+    refused = [{"plan": each.choice, "reason": each.reason} for each in result.refused]
+    device = result.device.model_dump(mode="json", exclude={"collectives"})
+    return {"device": device, "judged": result.judged, "candidates": candidates, "refused": refused}
 
 
 def explained(candidate: Candidate) -> dict[str, Any]:
@@ -170,10 +172,10 @@ def print_explained(console: Console, candidate: Candidate, most: int = 40) -> N
     """
     console.print(
         f"{candidate.choice}, recompute {candidate.choice.recompute}:"
-        f" {_times(candidate.costs.time)}",
+        f" {_format_time(candidate.costs.time)}",
         highlight=False,
     )
-    console.print(_spelled(candidate.costs.memory), highlight=False)
+    console.print(_format_memory(candidate.costs.memory), highlight=False)
     for graph, line in candidate.costs.timelines.items():
         console.print(
             "\n"
@@ -197,7 +199,7 @@ def print_explained(console: Console, candidate: Candidate, most: int = 40) -> N
             )
         )
         longest = sorted(line.rows, key=lambda row: -row.seconds)[:most]
-        shown = sorted((row for row in longest if row.seconds), key=lambda row: row.start)
+        slowest = sorted((row for row in longest if row.seconds), key=lambda row: row.start)
         cells = [
             [
                 seconds(r.start),
@@ -208,7 +210,7 @@ def print_explained(console: Console, candidate: Candidate, most: int = 40) -> N
                 f"{r.bytes:.3g}",
                 f"{r.flops:.3g}",
             ]
-            for r in shown
+            for r in slowest
         ]
         console.print(
             _rows(("start", "time", "node", "operator", "bound by", "bytes", "operations"), cells)

@@ -30,7 +30,7 @@ PLAIN_INTERVAL = 10.0
 """Seconds between two plain lines about steps."""
 MOST_RANKS = 8
 """Number of ranks in a panel, those furthest behind first."""
-_SAID_AT_THE_END = frozenset({"end", "failed", "stopped"})
+_FINAL_EVENTS = frozenset({"end", "failed", "stopped"})
 _REFRESHES = 4
 _LOOK_SECONDS = 1.0
 _BARS = "▁▂▃▄▅▆▇█"
@@ -85,7 +85,7 @@ class RunView:
         trace: TracebackType | None,
     ) -> None:
         if self._unsaid is not None:
-            self._say(step_line(self._unsaid))
+            self._print_line(step_line(self._unsaid))
         if self._live is not None:
             self._panel.over = True
             with self._to_terminal():
@@ -97,8 +97,8 @@ class RunView:
             self._panel.take(event)
         if event.kind == "step":
             self._step(event.data)
-        elif event.kind not in _SAID_AT_THE_END:
-            self._say(event_line(event))
+        elif event.kind not in _FINAL_EVENTS:
+            self._print_line(event_line(event))
 
     def _step(self, data: Mapping[str, Any]) -> None:
         if self._live is not None:
@@ -108,9 +108,9 @@ class RunView:
             return
         self._unsaid = None
         self._last_line = self._clock()
-        self._say(step_line(data))
+        self._print_line(step_line(data))
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         if not self._gone:
             with self._to_terminal():
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -139,32 +139,32 @@ class Panel:
         self.over = False
         self._run_dir = run_dir
         self._began = time.monotonic()
-        self._told: Summary = Summary()
+        self._summary: Summary = Summary()
         self._losses: deque[float] = deque(maxlen=_CURVE * 8)
         self._state: RunState | None = None
         self._looked = -math.inf
 
     def take(self, event: Event) -> None:
         """One event more."""
-        self._told.take(event)
+        self._summary.take(event)
         if event.kind == "step":
             self._losses.append(float(event.data["loss"]))
 
     def shown(self) -> RenderableType:
         """It, as it is now."""
-        told = self._told
-        if not told.starts:
+        summary = self._summary
+        if not summary.starts:
             return Group(f"starting, {duration(time.monotonic() - self._began)}")
-        parts: list[RenderableType] = [self._bar(), *_lines(told, self._losses)]
-        if not self.over and told.message:
-            parts.append(escape(told.message))
+        parts: list[RenderableType] = [self._bar(), *_lines(summary, self._losses)]
+        if not self.over and summary.message:
+            parts.append(escape(summary.message))
         state = None if self.over else self._ranks()
         if state is not None and state.ranks:
             parts.append(ranks_table(state, MOST_RANKS))
         return Group(*parts)
 
     def _bar(self) -> Progress:
-        told = self._told
+        summary = self._summary
         progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -172,9 +172,11 @@ class Panel:
             TextColumn("{task.fields[time]}"),
             expand=True,
         )
-        left = "" if told.seconds_left is None else f"  {duration(told.seconds_left)} left"
-        passed = f"{duration(time.monotonic() - self._began)}{left}"
-        progress.add_task(told.phase, total=told.steps, completed=told.step, time=passed)
+        time_left = (
+            "" if summary.seconds_left is None else f"  {duration(summary.seconds_left)} left"
+        )
+        passed = f"{duration(time.monotonic() - self._began)}{time_left}"
+        progress.add_task(summary.phase, total=summary.steps, completed=summary.step, time=passed)
         return progress
 
     def _ranks(self) -> RunState | None:
@@ -187,50 +189,51 @@ class Panel:
         return self._state
 
 
-def _lines(told: Summary, losses: Sequence[float]) -> Iterator[str]:
+def _lines(summary: Summary, losses: Sequence[float]) -> Iterator[str]:
     """The numbers of a run."""
-    drawn = f"   {curve(losses, _CURVE)}" if len(losses) > 1 else ""
+    loss_curve = f"   {curve(losses, _CURVE)}" if len(losses) > 1 else ""
     yield from filter(
-        None, (_joined(_training(told)) + drawn, _joined(_speed(told)), _joined(_safety(told)))
+        None,
+        (_join(_training(summary)) + loss_curve, _join(_speed(summary)), _join(_safety(summary))),
     )
-    if told.last_failure:
-        yield f"[dim]last failure[/dim] {escape(told.last_failure)}"
+    if summary.last_failure:
+        yield f"[dim]last failure[/dim] {escape(summary.last_failure)}"
 
 
-def _training(told: Summary) -> Iterator[tuple[str, str]]:
-    if told.loss is not None:
-        yield "loss", f"{told.loss:.4f}"
-    if told.gradient_norm is not None:
-        yield "gradient norm", f"{told.gradient_norm:.4f}"
-    if told.evaluation is not None:
-        yield "evaluation", f"{told.evaluation:.4f} at step {told.evaluated_at}"
+def _training(summary: Summary) -> Iterator[tuple[str, str]]:
+    if summary.loss is not None:
+        yield "loss", f"{summary.loss:.4f}"
+    if summary.gradient_norm is not None:
+        yield "gradient norm", f"{summary.gradient_norm:.4f}"
+    if summary.evaluation is not None:
+        yield "evaluation", f"{summary.evaluation:.4f} at step {summary.evaluated_at}"
 
 
-def _speed(told: Summary) -> Iterator[tuple[str, str]]:
-    rate = told.tokens_per_second or told.rows_per_second
+def _speed(summary: Summary) -> Iterator[tuple[str, str]]:
+    rate = summary.tokens_per_second or summary.rows_per_second
     if rate is not None:
-        yield "tokens/s" if told.tokens_per_second else "rows/s", f"{rate:,.0f}"
-    if told.mfu is not None:
-        yield "MFU", f"{told.mfu:.1%}"
-    if told.memory is not None:
-        yield "memory", size(told.memory)
-    if told.data_wait is not None:
-        yield "waiting for data", f"{told.data_wait:.1%}"
+        yield "tokens/s" if summary.tokens_per_second else "rows/s", f"{rate:,.0f}"
+    if summary.mfu is not None:
+        yield "MFU", f"{summary.mfu:.1%}"
+    if summary.memory is not None:
+        yield "memory", size(summary.memory)
+    if summary.data_wait is not None:
+        yield "waiting for data", f"{summary.data_wait:.1%}"
 
 
-def _safety(told: Summary) -> Iterator[tuple[str, str]]:
+def _safety(summary: Summary) -> Iterator[tuple[str, str]]:
     age = (
         None
-        if told.checkpoint_time is None
-        else duration(max(0.0, time.time() - told.checkpoint_time))
+        if summary.checkpoint_time is None
+        else duration(max(0.0, time.time() - summary.checkpoint_time))
     )
-    yield "checkpoint", "none" if age is None else f"step {told.checkpoint}, {age} ago"
-    yield "ranks", f"{told.world}, {told.strategy}"
-    yield "failures", str(told.failures)
-    yield "warnings", str(told.warnings)
+    yield "checkpoint", "none" if age is None else f"step {summary.checkpoint}, {age} ago"
+    yield "ranks", f"{summary.world}, {summary.strategy}"
+    yield "failures", str(summary.failures)
+    yield "warnings", str(summary.warnings)
 
 
-def _joined(pairs: Iterator[tuple[str, str]]) -> str:
+def _join(pairs: Iterator[tuple[str, str]]) -> str:
     return "   ".join(f"[dim]{name}[/dim] {escape(value)}" for name, value in pairs)
 
 

@@ -43,10 +43,10 @@ class Event(Protocol):
 def step_line(data: Mapping[str, Any]) -> str:
     """One line about a step. Steps are counted from 0; people count what is done."""
     total = f"/{data['steps']}" if data.get("steps") is not None else ""
-    left = (
+    time_left = (
         f"  {duration(data['seconds_left'])} left" if data.get("seconds_left") is not None else ""
     )
-    return f"step {int(data['step']) + 1}{total}  {numbers(data)}{left}"
+    return f"step {int(data['step']) + 1}{total}  {numbers(data)}{time_left}"
 
 
 def event_line(event: Event) -> str:
@@ -55,19 +55,19 @@ def event_line(event: Event) -> str:
     """
     data = event.data
     if event.kind == "failure":
-        doing = [f"  rank {rank}: {text}" for rank, text in data["doing"].items()]
-        return "\n".join([f"failure: {data['message']}; {data['action']}", *doing])
+        rank_lines = [f"  rank {rank}: {text}" for rank, text in data["doing"].items()]
+        return "\n".join([f"failure: {data['message']}; {data['action']}", *rank_lines])
     if "message" in data:
         return f"{event.kind}: {data['message']}"
     title = f"{event.kind} {data['name']}" if "name" in data else event.kind
     if "step" in data:
         title += f" at step {data['step']}"
-    rest = (
-        f"{name.replace('_', ' ')} {_short(name, value)}"
+    values = (
+        f"{name.replace('_', ' ')} {_format_value(name, value)}"
         for name, value in data.items()
         if name not in _QUIET and value is not None
     )
-    return "  ".join([f"{title}:", *rest]) if len(data.keys() - _QUIET) else title
+    return "  ".join([f"{title}:", *values]) if len(data.keys() - _QUIET) else title
 
 
 def log_line(event: Event, seconds: float) -> str:
@@ -78,44 +78,47 @@ def log_line(event: Event, seconds: float) -> str:
 
 def status_table(name: str, state: RunState) -> Table:
     """Return a table of a run's state."""
-    told, now = state.summary, time.time()
+    summary, now = state.summary, time.time()
     rows: list[tuple[str, Any]] = [("run", name), ("phase", state.phase)]
     rows.append(
         (
             "step",
-            f"{told.step} of {told.steps}"
-            + (f", {duration(told.seconds_left)} left" if told.seconds_left else ""),
+            f"{summary.step} of {summary.steps}"
+            + (f", {duration(summary.seconds_left)} left" if summary.seconds_left else ""),
         )
     )
-    if told.loss is not None:
-        rows.append(("loss", told.loss))
-    if told.gradient_norm is not None:
-        rows.append(("gradient norm", told.gradient_norm))
-    if told.evaluation is not None:
-        rows.append(("evaluation", f"{told.evaluation:.4f} at step {told.evaluated_at}"))
-    rate = told.tokens_per_second or told.rows_per_second
+    if summary.loss is not None:
+        rows.append(("loss", summary.loss))
+    if summary.gradient_norm is not None:
+        rows.append(("gradient norm", summary.gradient_norm))
+    if summary.evaluation is not None:
+        rows.append(("evaluation", f"{summary.evaluation:.4f} at step {summary.evaluated_at}"))
+    rate = summary.tokens_per_second or summary.rows_per_second
     if rate is not None:
-        rows.append(("rate", f"{rate:,.0f} {'tokens' if told.tokens_per_second else 'rows'}/s"))
-    if told.mfu is not None:
-        rows.append(("MFU", f"{told.mfu:.1%}"))
-    if told.memory is not None:
-        rows.append(("memory", f"{size(told.memory)}, the largest of all ranks"))
-    if told.data_wait is not None:
-        rows.append(("waiting for data", f"{told.data_wait:.1%} of the time"))
+        rows.append(("rate", f"{rate:,.0f} {'tokens' if summary.tokens_per_second else 'rows'}/s"))
+    if summary.mfu is not None:
+        rows.append(("MFU", f"{summary.mfu:.1%}"))
+    if summary.memory is not None:
+        rows.append(("memory", f"{size(summary.memory)}, the largest of all ranks"))
+    if summary.data_wait is not None:
+        rows.append(("waiting for data", f"{summary.data_wait:.1%} of the time"))
     saved = (
         "none"
-        if told.checkpoint is None
-        else f"step {told.checkpoint}, {duration(now - (told.checkpoint_time or now))} ago"
+        if summary.checkpoint is None
+        else f"step {summary.checkpoint}, {duration(now - (summary.checkpoint_time or now))} ago"
     )
     rows += [
         ("checkpoint", saved),
-        ("ranks", f"{told.world}, {told.strategy}" if told.world else "none yet"),
+        ("ranks", f"{summary.world}, {summary.strategy}" if summary.world else "none yet"),
     ]
     rows.append(
-        ("failures", f"{told.failures}, the last: {told.last_failure}" if told.failures else "none")
+        (
+            "failures",
+            f"{summary.failures}, the last: {summary.last_failure}" if summary.failures else "none",
+        )
     )
-    if told.message:
-        rows.append(("because", told.message))
+    if summary.message:
+        rows.append(("because", summary.message))
     rows.append(
         (
             "driver",
@@ -130,10 +133,10 @@ def ranks_table(state: RunState, most: int | None = None) -> Columns:
 
     `most`: maximum number; those furthest behind, or silent for longest, come first.
     """
-    made = Columns(
+    columns = Columns(
         ("rank", "node", "pid", "last seen", "memory", "does"), right={"rank", "pid", "memory"}
     )
-    behind = sorted(
+    ordered = sorted(
         state.ranks.items(),
         key=lambda each: (
             each[1].step if each[1].step is not None else -1,
@@ -141,9 +144,9 @@ def ranks_table(state: RunState, most: int | None = None) -> Columns:
             each[0],
         ),
     )
-    for rank, seen in sorted(behind[:most]):
+    for rank, seen in sorted(ordered[:most]):
         does = seen.phase if seen.step is None else f"{seen.phase}, step {seen.step + 1}"
-        made.add(
+        columns.add(
             str(rank),
             seen.node[:12],
             str(seen.pid),
@@ -151,22 +154,22 @@ def ranks_table(state: RunState, most: int | None = None) -> Columns:
             size(seen.memory),
             does,
         )
-    if most is not None and len(behind) > most:
-        made.add("", f"and {len(behind) - most} more")
-    return made
+    if most is not None and len(ordered) > most:
+        columns.add("", f"and {len(ordered) - most} more")
+    return columns
 
 
 def run_cells(state: RunState) -> tuple[str, ...]:
     """A run among others: phase, step, loss, checkpoint, failures, when it was heard of."""
-    told = state.summary
-    loss = "" if told.loss is None else f"{told.loss:.4f}"
-    saved = "" if told.checkpoint is None else str(told.checkpoint)
+    summary = state.summary
+    loss = "" if summary.loss is None else f"{summary.loss:.4f}"
+    saved = "" if summary.checkpoint is None else str(summary.checkpoint)
     return (
         state.phase,
-        f"{told.step}/{told.steps}",
+        f"{summary.step}/{summary.steps}",
         loss,
         saved,
-        str(told.failures),
+        str(summary.failures),
         f"{duration(time.time() - state.time)} ago",
     )
 
@@ -222,12 +225,12 @@ def dump_json(value: Any) -> str:
 
 def table(rows: Iterable[tuple[str, Any]], title: str | None = None) -> Table:
     """A table of names and values."""
-    made = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    made.add_column(style="dim", no_wrap=True)
-    made.add_column(overflow="fold")
+    grid = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
     for name, value in rows:
-        made.add_row(name.replace("_", " "), escape(_short(name, value)))
-    return made
+        grid.add_row(name.replace("_", " "), escape(_format_value(name, value)))
+    return grid
 
 
 def record_table(record: Any, title: str | None = None) -> Table:
@@ -242,7 +245,7 @@ def print_shapes(console: Console, report: ShapeReport) -> None:
     """Prints what each dim of a job's inputs may be, what has it so, and what to write for more;
     then what torch refuses, if it does.
     """
-    made = Columns(
+    columns = Columns(
         ("dim", "example", "may be", "declared", "because of", "for more"),
         title="sizes of the training graph",
     )
@@ -250,13 +253,14 @@ def print_shapes(console: Console, report: ShapeReport) -> None:
         most = "" if dim.most is None else dim.most
         span = str(dim.least) if dim.symbol is None else f"{dim.symbol}: {dim.least}..{most}"
         causes = "\n".join(
-            f"{_near(cause.place)} {cause.condition}\n  {cause.line}" for cause in dim.causes
+            f"{_relative_path(cause.place)} {cause.condition}\n  {cause.line}"
+            for cause in dim.causes
         )
         relax = dim.relax
         for cause in dim.causes:
-            relax = relax.replace(cause.place, _near(cause.place))
-        made.add(f"{dim.input}[{dim.dim}]", str(dim.example), span, dim.declared, causes, relax)
-    console.print(made)
+            relax = relax.replace(cause.place, _relative_path(cause.place))
+        columns.add(f"{dim.input}[{dim.dim}]", str(dim.example), span, dim.declared, causes, relax)
+    console.print(columns)
     for title, lines in (
         ("refused", report.refused),
         ("torch suggests (--apply-suggested-fixes)", report.fixes),
@@ -265,12 +269,12 @@ def print_shapes(console: Console, report: ShapeReport) -> None:
             console.print(f"{title}: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _near(place: str) -> str:
+def _relative_path(place: str) -> str:
     """A path under the current folder without it."""
     return place.removeprefix(f"{Path.cwd()}/")
 
 
-def _short(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -278,9 +282,9 @@ def _short(name: str, value: Any) -> str:
     if isinstance(value, int):
         return size(value) if "bytes" in name else str(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_short(str(key), entry)}" for key, entry in value.items())
+        return ", ".join(f"{key} {_format_value(str(key), entry)}" for key, entry in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(_short(name, entry) for entry in value[:6]) + (
+        return ", ".join(_format_value(name, entry) for entry in value[:6]) + (
             f" and {len(value) - 6} more" if len(value) > 6 else ""
         )
     return str(value)

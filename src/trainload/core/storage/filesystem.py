@@ -55,7 +55,7 @@ def failures() -> tuple[type[BaseException], ...]:
     """Return the exception types of fsspec's libraries for an unreachable storage, of the libraries
     that are imported.
     """
-    named = (
+    qualified_names = (
         ("botocore.exceptions", "BotoCoreError"),
         ("botocore.exceptions", "ClientError"),
         ("aiohttp", "ClientError"),
@@ -63,7 +63,7 @@ def failures() -> tuple[type[BaseException], ...]:
         ("gcsfs.retry", "HttpError"),
         ("google.auth.exceptions", "GoogleAuthError"),
     )
-    loaded = (getattr(sys.modules.get(module), name, None) for module, name in named)
+    loaded = (getattr(sys.modules.get(module), name, None) for module, name in qualified_names)
     return (OSError, TimeoutError, *(kind for kind in loaded if isinstance(kind, type)))
 
 

@@ -44,7 +44,7 @@ class FolderFiles:
     @cached_property
     def exclusive(self) -> bool:
         """True if the file system has hard links, whose creation is atomic and exclusive."""
-        with self._writing("."), temporary_file(self._prepared("probe"), b"") as draft:
+        with self._writing("."), temporary_file(self._prepare_target("probe"), b"") as draft:
             other = temporary_beside(self._root / "probe")
             try:
                 os.link(draft, other)
@@ -101,7 +101,7 @@ class FolderFiles:
     def create(self, path: str, data: bytes) -> bool:
         """Write a file unless it exists; see `StoreFiles.create`."""
         with self._writing(path):
-            target = self._prepared(path)
+            target = self._prepare_target(path)
             created = create_file(target, data)
             sync_folder(target.parent)
             return created
@@ -109,7 +109,7 @@ class FolderFiles:
     def replace(self, path: str, data: bytes) -> None:
         """Write or replace a file; see `StoreFiles.replace`."""
         with self._writing(path):
-            target = self._prepared(path)
+            target = self._prepare_target(path)
             replace_file(target, data)
             sync_folder(target.parent)
 
@@ -126,7 +126,7 @@ class FolderFiles:
         digest, size = hashlib.sha256(), 0
         with (
             self._writing(path),
-            replacing(target := self._prepared(path)) as draft,
+            replacing(target := self._prepare_target(path)) as draft,
             open_inside(source.parent, source.name) as read,
         ):
             with draft.open("xb") as write:
@@ -157,7 +157,7 @@ class FolderFiles:
     def upload(self, path: str, size: int) -> FolderUpload:
         """See `StoreFiles.upload`."""
         with self._writing(path):
-            return FolderUpload(self, path, self._prepared(path))
+            return FolderUpload(self, path, self._prepare_target(path))
 
     def free_bytes(self) -> int | None:
         """See `StoreFiles.free_bytes`."""
@@ -170,7 +170,7 @@ class FolderFiles:
             with suppress(OSError):  # it has files
                 Path(inner).rmdir()
 
-    def _prepared(self, path: str) -> Path:
+    def _prepare_target(self, path: str) -> Path:
         """Return the path at which to write a file, after creating its folder."""
         target = self._root / path
         self._make_folders(target.parent)

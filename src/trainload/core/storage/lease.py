@@ -156,7 +156,7 @@ class HeldLease(Generic[R]):
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._renew()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep_renewed, name="lease", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -168,7 +168,7 @@ class HeldLease(Generic[R]):
         if not self._lost and _seconds() > self._sure_until:
             if self._leases.regains:
                 with suppress(StorageError, IntegrityError):
-                    self._look()
+                    self._check_for_successor()
             else:
                 self._lost = (
                     f"it could not be renewed for {self._record.seconds:g} s, or this process was"
@@ -200,14 +200,14 @@ class HeldLease(Generic[R]):
         if not self._lost and _seconds() <= self._sure_until:
             message = f"lease {int(self.id)} was not returned, so it ends by timeout"
             with logged_suppress(_log, message, StorageError):
-                self._say(over=True)
+                self._send_heartbeat(over=True)
 
-    def _keep(self) -> None:
+    def _keep_renewed(self) -> None:
         while not self._over.wait(self._record.seconds / _BEATS):
             if _seconds() > self._sure_until and not self._leases.regains:
                 return  # check() reports it
             try:
-                self._look()
+                self._check_for_successor()
                 if self._lost:
                     return
                 self._renew()
@@ -218,7 +218,7 @@ class HeldLease(Generic[R]):
             if stop is not None:
                 self._stop = stop.who
 
-    def _look(self) -> None:
+    def _check_for_successor(self) -> None:
         """Notice that another process has taken the lease."""
         last = self._leases.last()
         if last is not None and last != self.id:
@@ -226,10 +226,10 @@ class HeldLease(Generic[R]):
 
     def _renew(self) -> None:
         began = _seconds()
-        self._say(over=False)
+        self._send_heartbeat(over=False)
         self._sure_until = began + _SURE * self._record.seconds
 
-    def _say(self, *, over: bool) -> None:
+    def _send_heartbeat(self, *, over: bool) -> None:
         with self._lock:
             self._beat += 1
             self._leases.say(
@@ -280,7 +280,7 @@ class Leases(Generic[R]):
     def other(self) -> OtherLease[R] | None:
         """Return the lease that is held now; None if nobody holds one."""
         last = self.last()
-        return None if last is None else self._living(last)
+        return None if last is None else self._find_active(last)
 
     def take(self, seconds: float, **fields: Any) -> HeldLease[R] | OtherLease[R]:
         """Take the lease if nobody holds it.
@@ -297,7 +297,7 @@ class Leases(Generic[R]):
         """
         while True:
             last = self.last()
-            other = None if last is None else self._living(last)
+            other = None if last is None else self._find_active(last)
             if other is not None:
                 return other
             number = f"{1 if last is None else int(last) + 1:08d}"
@@ -333,10 +333,10 @@ class Leases(Generic[R]):
 
     def say(self, lease: str, nonce: str, *, beat: int, until: float, over: bool) -> None:
         """Write a heartbeat."""
-        written = self._kinds.heartbeat(
+        heartbeat = self._kinds.heartbeat(
             **self._fields, id=lease, beat=beat, until=until, over=over, nonce=nonce
         )
-        self._files.replace(f"{self._folder}/heartbeats/{lease}.json", written.to_bytes())
+        self._files.replace(f"{self._folder}/heartbeats/{lease}.json", heartbeat.to_bytes())
 
     def forget_before(self, lease: str) -> None:
         """Remove the files of earlier leases.
@@ -348,7 +348,7 @@ class Leases(Generic[R]):
                 if name < f"{lease}.json":
                     self._files.delete(f"{self._folder}/{folder}/{name}")
 
-    def _living(self, lease: str) -> OtherLease[R] | None:
+    def _find_active(self, lease: str) -> OtherLease[R] | None:
         """Return the lease of this number, unless its holder is known to have ended or returned it.
 
         A lease that seems to be over is watched before: the clocks of two machines differ.
@@ -365,16 +365,16 @@ class Leases(Generic[R]):
         seen = self._heartbeat(lease)
         if (seen is not None and seen.over) or has_ended(record.process):
             return None
-        until = seen.until if seen is not None else _since_1970(record.created) + record.seconds
+        until = seen.until if seen is not None else _timestamp_of(record.created) + record.seconds
         if until > time.time():
             return OtherLease(record, until - time.time())
         watched = time.monotonic() + _WATCHED * record.seconds
         while time.monotonic() < watched:
             time.sleep(min(_POLL_SECONDS, record.seconds / _BEATS))
-            again = self._heartbeat(lease)
-            if again is not None and (seen is None or again.beat != seen.beat):
+            later = self._heartbeat(lease)
+            if later is not None and (seen is None or later.beat != seen.beat):
                 return (
-                    None if again.over else OtherLease(record, max(0.0, again.until - time.time()))
+                    None if later.over else OtherLease(record, max(0.0, later.until - time.time()))
                 )
         return None
 
@@ -395,5 +395,5 @@ def _seconds() -> float:
     )
 
 
-def _since_1970(created: str) -> float:
+def _timestamp_of(created: str) -> float:
     return datetime.strptime(created, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()

@@ -103,36 +103,36 @@ class RemoteFiles:
 
     def size(self, path: str) -> int | None:
         """Return a file's size; see `StoreFiles.size`."""
-        with self._reaching(path):
+        with self._translate_errors(path):
             try:
-                info = self._fs.info(self._full(path))
+                info = self._fs.info(self._full_path(path))
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return int(info["size"]) if info["type"] == "file" else None
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder; see `StoreFiles.names`."""
-        with self._reaching(folder):
+        with self._translate_errors(folder):
             try:
-                found = self._fs.ls(self._full(folder), detail=False)
+                paths = self._fs.ls(self._full_path(folder), detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
         names = {
             str(path).rstrip("/").rpartition("/")[2]
-            for path in found
-            if str(path).strip("/") != self._full(folder).strip("/")
+            for path in paths
+            if str(path).strip("/") != self._full_path(folder).strip("/")
         }
         return sorted(name for name in names if not name.startswith("."))
 
     def walk(self, folder: str) -> Iterator[StoredFile]:
         """Yield all files below a folder; see `StoreFiles.walk`."""
-        with self._reaching(folder):
+        with self._translate_errors(folder):
             try:
-                found = self._fs.find(self._full(folder), detail=True)
+                entries = self._fs.find(self._full_path(folder), detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return
-        prefix = self._full("").lstrip("/")
-        for path, info in sorted(found.items()):
+        prefix = self._full_path("").lstrip("/")
+        for path, info in sorted(entries.items()):
             inner = str(path).lstrip("/").removeprefix(prefix).lstrip("/")
             stamp = (
                 info.get("LastModified")
@@ -154,7 +154,7 @@ class RemoteFiles:
         for _ in range(_TRIES):
             try:
                 with self._locked():
-                    self._fs.pipe_file(self._full(path), data, mode="create")
+                    self._fs.pipe_file(self._full_path(path), data, mode="create")
                 return True
             except FileExistsError:
                 break
@@ -172,14 +172,14 @@ class RemoteFiles:
 
     def replace(self, path: str, data: bytes) -> None:
         """Write or replace a file; see `StoreFiles.replace`."""
-        with self._reaching(path), self._under_its_name(path) as name, self._locked():
+        with self._translate_errors(path), self._under_its_name(path) as name, self._locked():
             self._fs.pipe_file(name, data)
 
     def delete(self, path: str) -> None:
         """Remove a file; see `StoreFiles.delete`."""
-        with self._reaching(path):
+        with self._translate_errors(path):
             try:
-                self._fs.rm_file(self._full(path))
+                self._fs.rm_file(self._full_path(path))
             except FileNotFoundError:
                 return
 
@@ -193,7 +193,7 @@ class RemoteFiles:
         if before[0] != expected.size or digest != expected.sha256:
             raise changed_file(source, expected, before[0], digest)
         counter = _Counter(on_bytes)
-        with self._reaching(path):
+        with self._translate_errors(path):
             try:
                 with self._under_its_name(path) as name:
                     self._fs.put_file(
@@ -216,7 +216,7 @@ class RemoteFiles:
 
         Raises StorageError as `StoreFiles`; so do the methods of `Upload`.
         """
-        with self._reaching(path):
+        with self._translate_errors(path):
             name = self._first_name(path)
             part = max(_STREAM_PART, -(-size // _MAX_PARTS))
             if size < part or self._protocol == "memory":
@@ -254,9 +254,9 @@ class RemoteFiles:
 
         Raises IntegrityError if there is no such file.
         """
-        with self._reaching(path):
+        with self._translate_errors(path):
             try:
-                return bytes(self._fs.cat_file(self._full(path), start=start, end=stop))
+                return bytes(self._fs.cat_file(self._full_path(path), start=start, end=stop))
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
                 raise IntegrityError(
                     "a file of the store is missing", where=f"{self.url}/{path}"
@@ -273,7 +273,7 @@ class RemoteFiles:
     def prune(self, folder: str) -> None:
         """See `StoreFiles.prune`. Object stores have no folders; those of other protocols stay."""
 
-    def _full(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/") if path else self._root
 
     def _locked(self) -> AbstractContextManager[object]:
@@ -295,7 +295,7 @@ class RemoteFiles:
 
     def _first_name(self, path: str) -> str:
         """Return the name under which a file is written first."""
-        full = self._full(path)
+        full = self._full_path(path)
         if self._atomic:
             return full
         folder, _, name = full.rpartition("/")
@@ -303,11 +303,11 @@ class RemoteFiles:
         return f"{folder}/.{name}.{secrets.token_hex(8)}.part"
 
     def _rename(self, first: str, path: str) -> None:
-        if first != self._full(path):
-            self._fs.mv(first, self._full(path))
+        if first != self._full_path(path):
+            self._fs.mv(first, self._full_path(path))
 
     @contextmanager
-    def _reaching(self, path: str) -> Iterator[None]:
+    def _translate_errors(self, path: str) -> Iterator[None]:
         try:
             yield
         except failures() as error:
@@ -332,13 +332,13 @@ class RemoteUpload:
         if self._small is not None:
             self._small.write(piece)
             return
-        with self._files._reaching(self._path):
+        with self._files._translate_errors(self._path):
             self._file.write(piece)
 
     def finish(self) -> None:
         """Complete the file after all bytes were written."""
         files = self._files
-        with files._reaching(self._path):
+        with files._translate_errors(self._path):
             if self._small is not None:
                 with files._locked():
                     files._fs.pipe_file(self._name, self._small.getvalue())

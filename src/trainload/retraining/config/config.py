@@ -41,8 +41,8 @@ def seconds_of(text: object) -> object:
     """Convert a text such as "90s", "30m", "6h", "7d" or "2w" to a timedelta; return anything else
     unchanged.
     """
-    found = _SPAN.fullmatch(text) if isinstance(text, str) else None
-    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+    match = _SPAN.fullmatch(text) if isinstance(text, str) else None
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     return timedelta(seconds=seconds) if 0 < seconds <= _LONGEST.total_seconds() else text
 
 
@@ -61,11 +61,11 @@ def _check_folder(path: str) -> str:
     return path
 
 
-def _several(value: object) -> object:
+def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-def _as_span(span: timedelta) -> str:
+def _format_span(span: timedelta) -> str:
     return f"{round(span.total_seconds())}s"
 
 
@@ -73,13 +73,13 @@ Span = Annotated[
     timedelta,
     BeforeValidator(_check_span),
     BeforeValidator(seconds_of),
-    PlainSerializer(_as_span, when_used="json"),
+    PlainSerializer(_format_span, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": f"^{_SPAN.pattern}$"}),
 ]
 """A duration, written as "6h"."""
 Names = Annotated[
     tuple[str, ...],
-    BeforeValidator(_several),
+    BeforeValidator(_as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
 """A text or a list of texts."""
@@ -116,7 +116,7 @@ class Window(_Section):
     since: Literal["tick", "promoted"] = "tick"
 
     @model_validator(mode="after")
-    def _whole(self) -> Window:
+    def _check_consistent(self) -> Window:
         if (self.span is None) != (self.kind == "new"):
             raise ValueError("a span for the kinds path and column, and only for them")
         if (self.column is None) == (self.kind == "column"):
@@ -181,7 +181,7 @@ class Evaluation(_Section):
     slices: Slices | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Evaluation:
+    def _check_exclusive_keys(self) -> Evaluation:
         if (self.files is None) == (self.hold_out is None):
             raise ValueError("either files or hold_out")
         return self
@@ -211,7 +211,7 @@ class Train(_Section):
     ] = Field(default_factory=dict, alias="set")
 
     @model_validator(mode="after")
-    def _one(self) -> Train:
+    def _check_exclusive_keys(self) -> Train:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps or epochs, not both")
         if self.optimizer == "kept" and self.start != "current":
@@ -221,7 +221,9 @@ class Train(_Section):
     @property
     def given(self) -> tuple[str, ...]:
         """Settings in the form of --set."""
-        return tuple(f"{name}={_spelled(value)}" for name, value in sorted(self.settings.items()))
+        return tuple(
+            f"{name}={_format_value(value)}" for name, value in sorted(self.settings.items())
+        )
 
 
 class Resources(_Section):
@@ -248,7 +250,7 @@ class Resources(_Section):
     compile: bool = True
 
     @model_validator(mode="after")
-    def _whole(self) -> Resources:
+    def _check_consistent(self) -> Resources:
         if self.backend == "local" and (self.nodes, self.workers, self.address) != (1, 1, None):
             raise ValueError(
                 "no nodes, workers or address with backend: local, which is one process"
@@ -313,7 +315,7 @@ class Timing(_Section):
     missed: Literal["skip", "once"] = "once"
 
     @model_validator(mode="after")
-    def _one(self) -> Timing:
+    def _check_exclusive_keys(self) -> Timing:
         if (self.every is None) == (self.cron is None):
             raise ValueError("either every or cron")
         if self.every is not None and self.zone != "UTC":
@@ -358,7 +360,7 @@ class Handover(_Section):
     timeout: Span = timedelta(minutes=10)
 
     @model_validator(mode="after")
-    def _whole(self) -> Handover:
+    def _check_consistent(self) -> Handover:
         if self.form == "huggingface" and self.graph is not None:
             raise ValueError(
                 "a graph only with the forms pt2 and aoti: huggingface contains only weights"
@@ -464,7 +466,7 @@ def read_config(path: Path) -> Config:
             where=str(path),
             expected="keys and values: `trainload retrain init` writes them",
         )
-    return _placed(checked(raw, str(path)), path.parent)
+    return _resolve_paths(checked(raw, str(path)), path.parent)
 
 
 def checked(raw: Mapping[str, Any], where: str) -> Config:
@@ -485,15 +487,15 @@ def _refusal(first: Any, place: Sequence[str], where: str) -> RequestError:
     key = ".".join(place)
     at = f"{where}, {key}" if key else where
     if first["type"] == "extra_forbidden":
-        known = _keys(place[:-1])
-        close = difflib.get_close_matches(place[-1], known, n=1)
+        keys = _keys(place[:-1])
+        close = difflib.get_close_matches(place[-1], keys, n=1)
         hint = (
             f"Did you mean {close[0]}?"
             if close
             else "`trainload retrain init` writes a file with all keys."
         )
         return RequestError(
-            "unknown key", where=at, expected=f"one of {', '.join(known)}", got=place[-1], hint=hint
+            "unknown key", where=at, expected=f"one of {', '.join(keys)}", got=place[-1], hint=hint
         )
     if first["type"] == "missing":
         return RequestError(
@@ -503,7 +505,10 @@ def _refusal(first: Any, place: Sequence[str], where: str) -> RequestError:
         )
     allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return RequestError(
-        "a value is not allowed", where=at, expected=allowed, got=_spelled(first["input"])[:200]
+        "a value is not allowed",
+        where=at,
+        expected=allowed,
+        got=_format_value(first["input"])[:200],
     )
 
 
@@ -532,17 +537,17 @@ def _section_of(kind: Any) -> Any:
     return kind
 
 
-def _spelled(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return (
-        ",".join(_spelled(each) for each in value)
+        ",".join(_format_value(each) for each in value)
         if isinstance(value, (list, tuple))
         else str(value)
     )
 
 
-def _placed(config: Config, folder: Path) -> Config:
+def _resolve_paths(config: Config, folder: Path) -> Config:
     """Return the configuration with relative paths resolved against the file's folder."""
 
     def whole(path: str) -> str:
@@ -553,8 +558,8 @@ def _placed(config: Config, folder: Path) -> Config:
         )
 
     def reference(path: str) -> str:
-        url, sharp, rest = path.partition("#")
-        return whole(url) + sharp + rest
+        url, sharp, fragment = path.partition("#")
+        return whole(url) + sharp + fragment
 
     def all_of(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(whole(each) for each in paths)

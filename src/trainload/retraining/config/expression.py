@@ -80,30 +80,32 @@ class Expression:
     def __init__(self, text: str, where: str) -> None:
         self.text, self._where = text, where
         if len(text) > MAX_LENGTH:
-            raise self._wrong(
+            raise self._make_error(
                 "it is too long", expected=f"at most {MAX_LENGTH} characters", got=f"{len(text)}"
             )
         if nesting(text.replace("(", "[").replace(")", "]").encode()) > _MAX_DEPTH:
-            raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+            raise self._make_error(
+                "it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels"
+            )
         try:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             column = getattr(error, "offset", None)
-            raise self._wrong(
+            raise self._make_error(
                 "it is not an expression" + (f", at column {column}" if column else "")
             ) from error
         self.names: frozenset[str] = frozenset(self._check(tree, 0))
         self._tree = tree
 
-    def check(self, known: Collection[str]) -> None:
+    def check(self, allowed: Collection[str]) -> None:
         """Raise RequestError, with the most similar known name, if a name is unknown."""
-        for name in sorted(self.names - set(known)):
-            close = difflib.get_close_matches(name, known, n=1)
+        for name in sorted(self.names - set(allowed)):
+            close = difflib.get_close_matches(name, allowed, n=1)
             hint = f"Did you mean {close[0]}?" if close else ""
             raise RequestError(
                 "there is no such metric",
                 where=self._where,
-                expected=f"one of {', '.join(sorted(known))}",
+                expected=f"one of {', '.join(sorted(allowed))}",
                 got=name,
                 hint=hint,
             )
@@ -114,12 +116,12 @@ class Expression:
         Args:
             values: values of all names.
         """
-        found: list[Comparison] = []
-        return self._holds(self._tree, values, found), tuple(found)
+        comparisons: list[Comparison] = []
+        return self._evaluate_condition(self._tree, values, comparisons), tuple(comparisons)
 
     # Parsing
 
-    def _wrong(self, problem: str, *, expected: str = _FORM, got: str = "") -> RequestError:
+    def _make_error(self, problem: str, *, expected: str = _FORM, got: str = "") -> RequestError:
         return RequestError(
             f"an expression is not allowed: {problem}",
             where=self._where,
@@ -130,7 +132,9 @@ class Expression:
     def _check(self, node: ast.expr, depth: int) -> set[str]:
         """Check a condition, and return its names."""
         if depth > _MAX_DEPTH:
-            raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+            raise self._make_error(
+                "it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels"
+            )
         match node:
             case ast.BoolOp(values=parts):
                 return {name for part in parts for name in self._check(part, depth + 1)}
@@ -142,12 +146,14 @@ class Expression:
                 return {
                     name for part in (left, *rights) for name in self._check_value(part, depth + 1)
                 }
-        raise self._wrong(f"this is not a comparison: {self._spelled(node)}")
+        raise self._make_error(f"this is not a comparison: {self._source_text(node)}")
 
     def _check_value(self, node: ast.expr, depth: int) -> set[str]:
         """Check a numeric expression, and return its names."""
         if depth > _MAX_DEPTH:
-            raise self._wrong("it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+            raise self._make_error(
+                "it is nested too deeply", expected=f"at most {_MAX_DEPTH} levels"
+            )
         match node:
             case ast.Constant(value=int() | float() as value) if (
                 type(value) is not bool and abs(value) < 1e300
@@ -164,7 +170,7 @@ class Expression:
             ):
                 if (function == "abs") == (len(parts) == 1):
                     return {name for part in parts for name in self._check_value(part, depth + 1)}
-        raise self._wrong(f"this is not a number: {self._spelled(node)}")
+        raise self._make_error(f"this is not a number: {self._source_text(node)}")
 
     def _name(self, node: ast.expr) -> str:
         """Return the dotted name of a node."""
@@ -173,51 +179,53 @@ class Expression:
             parts.append(node.attr)
             node = node.value
         if not isinstance(node, ast.Name):
-            raise self._wrong(f"this is not a name: {self._spelled(node)}")
+            raise self._make_error(f"this is not a name: {self._source_text(node)}")
         name = ".".join((node.id, *reversed(parts)))
         if not name.isascii() or "__" in name:
-            raise self._wrong(f"this is not the name of a metric: {name}")
+            raise self._make_error(f"this is not the name of a metric: {name}")
         return name
 
-    def _spelled(self, node: ast.expr) -> str:
+    def _source_text(self, node: ast.expr) -> str:
         return (ast.get_source_segment(self.text.strip(), node) or type(node).__name__)[:80]
 
     # Evaluating
 
-    def _holds(
-        self, node: ast.expr, values: Mapping[str, float], found: list[Comparison]
+    def _evaluate_condition(
+        self, node: ast.expr, values: Mapping[str, float], comparisons: list[Comparison]
     ) -> bool | None:
         match node:
             case ast.BoolOp(op=op, values=parts):
-                told = [self._holds(part, values, found) for part in parts]
+                results = [self._evaluate_condition(part, values, comparisons) for part in parts]
                 decisive = isinstance(op, ast.Or)
-                return decisive if decisive in told else None if None in told else not decisive
+                return (
+                    decisive if decisive in results else None if None in results else not decisive
+                )
             case ast.UnaryOp(operand=part):
-                inner = self._holds(part, values, found)
+                inner = self._evaluate_condition(part, values, comparisons)
                 return None if inner is None else not inner
             case ast.Compare(left=left, ops=ops, comparators=rights):
-                return self._compared([left, *rights], ops, values, found)
+                return self._evaluate_comparison([left, *rights], ops, values, comparisons)
         raise AssertionError("it was checked when it was parsed")
 
-    def _compared(
+    def _evaluate_comparison(
         self,
         sides: list[ast.expr],
         ops: list[ast.cmpop],
         values: Mapping[str, float],
-        found: list[Comparison],
+        comparisons: list[Comparison],
     ) -> bool | None:
-        numbers = [self._value(side, values) for side in sides]
-        told: list[bool | None] = []
+        numbers = [self._evaluate_number(side, values) for side in sides]
+        results: list[bool | None] = []
         for index, op in enumerate(ops):
             left, right = numbers[index], numbers[index + 1]
             sign, compare = _COMPARE[type(op)]
             holds = compare(left, right) if math.isfinite(left) and math.isfinite(right) else None
-            text = f"{self._spelled(sides[index])} {sign} {self._spelled(sides[index + 1])}"
-            found.append(Comparison(" ".join(text.split()), left, right, holds))
-            told.append(holds)
-        return False if False in told else None if None in told else True
+            text = f"{self._source_text(sides[index])} {sign} {self._source_text(sides[index + 1])}"
+            comparisons.append(Comparison(" ".join(text.split()), left, right, holds))
+            results.append(holds)
+        return False if False in results else None if None in results else True
 
-    def _value(self, node: ast.expr, values: Mapping[str, float]) -> float:
+    def _evaluate_number(self, node: ast.expr, values: Mapping[str, float]) -> float:
         match node:
             case ast.Constant(value=value):
                 assert isinstance(value, (int, float))
@@ -226,23 +234,23 @@ class Expression:
                 return values[self._name(node)]
             case ast.UnaryOp(op=op, operand=part):
                 return (
-                    -self._value(part, values)
+                    -self._evaluate_number(part, values)
                     if isinstance(op, ast.USub)
-                    else self._value(part, values)
+                    else self._evaluate_number(part, values)
                 )
             case ast.BinOp(left=left, op=op, right=right):
                 try:
                     return _ARITHMETIC[type(op)](
-                        self._value(left, values), self._value(right, values)
+                        self._evaluate_number(left, values), self._evaluate_number(right, values)
                     )
                 except ZeroDivisionError:
                     return math.nan
             case ast.Call(func=ast.Name(id=function), args=parts):
-                given = [self._value(part, values) for part in parts]
+                arguments = [self._evaluate_number(part, values) for part in parts]
                 return (
                     math.nan
-                    if any(math.isnan(each) for each in given)
-                    else _FUNCTIONS[function](*given)
+                    if any(math.isnan(each) for each in arguments)
+                    else _FUNCTIONS[function](*arguments)
                 )
         raise AssertionError("it was checked when it was parsed")
 

@@ -137,29 +137,29 @@ def drift_of(
         before: statistics of the champion's training data.
         now: statistics of other data.
     """
-    found = {}
+    distances = {}
     for name in sorted(before.keys() & now.keys()):
         first, second = before[name], now[name]
         if first.mean is not None and second.mean is not None:
-            found[name] = _index(*_shares(first, second))
-    return found
+            distances[name] = _index(*_shares(first, second))
+    return distances
 
 
 def _shares(first: ColumnStatistics, second: ColumnStatistics) -> tuple[Floats, Floats]:
     """Return the shares of two samples in the bins of the first one."""
     if first.counts and second.counts:
         values = sorted(first.counts.keys() | second.counts.keys())
-        both = [
+        samples = [
             np.array([each.counts.get(value, 0) for value in values], dtype=np.float64)
             for each in (first, second)
         ]
-        return both[0] / both[0].sum(), both[1] / both[1].sum()
+        return samples[0] / samples[0].sum(), samples[1] / samples[1].sum()
     edges = np.unique(_percentiles(first)[10:-1:10])
-    found = [
+    shares = [
         np.diff(np.concatenate([[0.0], _below(_percentiles(each), edges), [1.0]]))
         for each in (first, second)
     ]
-    return found[0], found[1]
+    return shares[0], shares[1]
 
 
 def _percentiles(statistics: ColumnStatistics) -> Floats:
@@ -181,14 +181,14 @@ def _below(percentiles: Floats, edges: Floats) -> Floats:
     levels = np.linspace(0.0, 1.0, percentiles.size)
     values, first = np.unique(percentiles, return_index=True)
     last = np.append(first[1:], percentiles.size) - 1
-    found: Floats = np.interp(edges, values, levels[last], left=0.0, right=1.0)
+    shares: Floats = np.interp(edges, values, levels[last], left=0.0, right=1.0)
     between = ~np.isin(edges, values)
     above = np.searchsorted(values, edges)
     for at in np.flatnonzero(between & (above > 0) & (above < values.size)):
         low, high = values[above[at] - 1], values[above[at]]
         start, stop = levels[last[above[at] - 1]], levels[first[above[at]]]
-        found[at] = start + (stop - start) * (edges[at] - low) / (high - low)
-    return found
+        shares[at] = start + (stop - start) * (edges[at] - low) / (high - low)
+    return shares
 
 
 def _index(before: Floats, now: Floats) -> float:

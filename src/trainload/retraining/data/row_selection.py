@@ -34,7 +34,7 @@ Bools = npt.NDArray[np.bool_]
 TRAIN, HELD, OTHER = "train", "held-out", "other"
 _MOST_SLICES = 64
 _BATCH = 65_536
-_DONE = "rows.json"
+_COUNTS_FILE = "rows.json"
 _LONGEST_SLICE, _DIGEST = 128, 16
 """Maximum length of a slice's name, which is also a name in a mixture, and length of the digest at
 the end of a longer one.
@@ -62,21 +62,21 @@ def extra_columns(config: Config, *, held: bool, trained: bool = True) -> tuple[
         held: True for files with held-out rows, to include the column of slices.
         trained: True for files with training rows, to include the column of the window.
     """
-    found = [*config.data.drop]
+    columns = [*config.data.drop]
     if trained and config.data.window.column is not None:
-        found.append(config.data.window.column)
+        columns.append(config.data.window.column)
     if held and config.evaluation.slices is not None:
-        found.append(config.evaluation.slices.column)
-    return tuple(dict.fromkeys(found))
+        columns.append(config.evaluation.slices.column)
+    return tuple(dict.fromkeys(columns))
 
 
-def judged_slices(config: Config, found: Collection[str]) -> list[str]:
-    """Return the slices with a requirement: those of `evaluation.slices.values`, or else all that
-    were `found`.
+def judged_slices(config: Config, slice_names: Collection[str]) -> list[str]:
+    """Return the slices with a requirement: those of `evaluation.slices.values`, or else all of
+    `slice_names`.
     """
     slices = config.evaluation.slices
     if slices is None or slices.values is None:
-        return sorted(found)
+        return sorted(slice_names)
     return sorted({_slice(slices.column, value, None) for value in slices.values})
 
 
@@ -112,13 +112,13 @@ class TimeWindow:
         Raises DataError if the column is not a time, or has nulls.
         """
         seconds = _seconds(batch.column(self.column), f"{file.name}, column {self.column!r}")
-        found: Bools = (seconds >= self.first) & (seconds < self.stop)
-        return found
+        inside: Bools = (seconds >= self.first) & (seconds < self.stop)
+        return inside
 
     def rows(self, file: DataFile) -> Bools:
         """Return a mask of the file's rows in the window. The errors are those of `holds`."""
-        found = [self.holds(batch, file) for batch in _batches(file, (self.column,))]
-        return np.concatenate(found) if found else np.zeros(0, dtype=bool)
+        masks = [self.holds(batch, file) for batch in _batches(file, (self.column,))]
+        return np.concatenate(masks) if masks else np.zeros(0, dtype=bool)
 
 
 class RowFiles:
@@ -135,7 +135,7 @@ class RowFiles:
 
     def there(self) -> bool:
         """Return True if the files were written."""
-        return (self._folder / _DONE).is_file()
+        return (self._folder / _COUNTS_FILE).is_file()
 
     def write(self) -> dict[str, int]:
         """Write the files; return the numbers of training rows, of held-out rows without a slice,
@@ -155,7 +155,7 @@ class RowFiles:
                 for file in self._snapshot.held_out:
                     self._divide(file, writers, held=True)
                 counts = writers.close()
-            replace_file(self._folder / _DONE, json.dumps(counts, sort_keys=True).encode())
+            replace_file(self._folder / _COUNTS_FILE, json.dumps(counts, sort_keys=True).encode())
         except OSError as error:
             raise StorageError(
                 f"the tick's rows cannot be written: {error.strerror or error}",
@@ -168,7 +168,7 @@ class RowFiles:
 
         `which` is `TRAIN` or `HELD`.
         """
-        counts: dict[str, int] = json.loads((self._folder / _DONE).read_bytes())
+        counts: dict[str, int] = json.loads((self._folder / _COUNTS_FILE).read_bytes())
         if which == TRAIN:
             return str(self._folder / _file(TRAIN))
         slices = sorted(name for name in counts if name not in (TRAIN, HELD))
@@ -183,37 +183,44 @@ class RowFiles:
         )
         return str(path)
 
-    def _divide(self, told: FileOf, writers: _Writers, *, held: bool) -> None:
+    def _divide(self, record: FileOf, writers: _Writers, *, held: bool) -> None:
         """Distribute the rows of one file to the writers."""
-        (file,) = find_files(told.name, READERS)
+        (file,) = find_files(record.name, READERS)
         check_tables(self._config, (file,))
         start = 0
         for batch in _read(file):
             numbers = np.arange(start, start + batch.num_rows, dtype=np.uint64)
             start += batch.num_rows
-            chosen = np.ones(batch.num_rows, dtype=bool) if held else self._in_window(batch, file)
+            in_window = (
+                np.ones(batch.num_rows, dtype=bool) if held else self._in_window(batch, file)
+            )
             share = self._config.evaluation.hold_out
-            out = (
+            held_out = (
                 np.ones(batch.num_rows, dtype=bool)
                 if held
-                else _held_out(told.identity, numbers, share or 0.0)
+                else _held_out(record.identity, numbers, share or 0.0)
             )
             if not held:
-                writers.add(TRAIN, self._kept(batch, held=False), chosen & ~out, file.name)
+                writers.add(
+                    TRAIN,
+                    self._without_extra_columns(batch, held=False),
+                    in_window & ~held_out,
+                    file.name,
+                )
             if held or share is not None:
-                self._held(batch, chosen & out, writers, file)
+                self._add_held_out(batch, in_window & held_out, writers, file)
 
-    def _held(self, batch: Any, rows: Bools, writers: _Writers, file: DataFile) -> None:
+    def _add_held_out(self, batch: Any, rows: Bools, writers: _Writers, file: DataFile) -> None:
         slices = self._config.evaluation.slices
-        kept = self._kept(batch, held=True)
+        inputs = self._without_extra_columns(batch, held=True)
         if slices is None:
-            writers.add(HELD, kept, rows, file.name)
+            writers.add(HELD, inputs, rows, file.name)
             return
         values = batch.column(slices.column).to_pylist()
-        wanted = None if slices.values is None else {str(value) for value in slices.values}
-        names = np.array([_slice(slices.column, value, wanted) for value in values], dtype=object)
+        listed = None if slices.values is None else {str(value) for value in slices.values}
+        names = np.array([_slice(slices.column, value, listed) for value in values], dtype=object)
         for name in sorted(set(names[rows])):
-            writers.add(name, kept, rows & (names == name), file.name)
+            writers.add(name, inputs, rows & (names == name), file.name)
         if writers.slices > _MOST_SLICES + 1:
             raise DataError(
                 "the column of the slices has too many distinct values",
@@ -222,7 +229,7 @@ class RowFiles:
                 hint="List some of them in evaluation.slices.values; the others form one slice.",
             )
 
-    def _kept(self, batch: Any, *, held: bool) -> Any:
+    def _without_extra_columns(self, batch: Any, *, held: bool) -> Any:
         """Return a batch without columns that are not inputs."""
         extra = {*extra_columns(self._config, held=True), *extra_columns(self._config, held=held)}
         return batch.select([name for name in batch.schema.names if name not in extra])
@@ -259,7 +266,7 @@ class _Writers:
     def add(self, name: str, batch: Any, rows: Bools, where: str) -> None:
         """Write the masked rows of a batch.
 
-        `where` is their source file. Raises DataError, as `_as_first` does.
+        `where` is their source file. Raises DataError, as `_cast_to_schema` does.
         """
         if not rows.any():
             return
@@ -272,7 +279,7 @@ class _Writers:
             self._open[name] = self._stack.enter_context(
                 pa.ipc.new_file(str(self._temporary[name]), self._schemas[name])
             )
-        self._open[name].write_batch(_as_first(part, self._schemas[name], where))
+        self._open[name].write_batch(_cast_to_schema(part, self._schemas[name], where))
         self._counts[name] = self._counts.get(name, 0) + part.num_rows
 
     def close(self) -> dict[str, int]:
@@ -298,20 +305,20 @@ def _file(name: str) -> str:
     )
 
 
-def _slice(column: str, value: object, wanted: set[str] | None) -> str:
+def _slice(column: str, value: object, listed: set[str] | None) -> str:
     """Return the name of a slice.
 
     If it is too long for a mixture's part, it ends in a digest, so that names are unique.
     """
     text = str(value)
-    name = f"{column}={OTHER}" if wanted is not None and text not in wanted else f"{column}={text}"
+    name = f"{column}={OTHER}" if listed is not None and text not in listed else f"{column}={text}"
     if len(name) <= _LONGEST_SLICE:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]
     return f"{name[: _LONGEST_SLICE - _DIGEST - 1]}#{digest}"
 
 
-def _as_first(batch: Any, schema: Any, where: str) -> Any:
+def _cast_to_schema(batch: Any, schema: Any, where: str) -> Any:
     """Return a batch with the column order and types of the first batch.
 
     Raises DataError if values would change.
@@ -363,8 +370,8 @@ def _held_out(identity: str, numbers: npt.NDArray[np.uint64], share: float) -> B
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         mixed ^= mixed >> np.uint64(31)
-    found: Bools = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53 < share
-    return found
+    mask: Bools = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53 < share
+    return mask
 
 
 def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
@@ -383,8 +390,8 @@ def _seconds(column: Any, where: str) -> npt.NDArray[np.float64]:
     if pa.types.is_date(kind):
         return _seconds(column.cast(pa.timestamp("s")), where)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        found: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False).astype(np.float64)
-        return found
+        seconds: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False).astype(np.float64)
+        return seconds
     raise DataError(
         "this is not a time column",
         where=where,

@@ -45,7 +45,7 @@ def take(
     config: Config,
     scheduled: datetime,
     package: Package,
-    had: Collection[tuple[str, str]],
+    used_files: Collection[tuple[str, str]],
     folder: Path,
 ) -> Snapshot:
     """Take the snapshot of a tick's data.
@@ -54,8 +54,8 @@ def take(
         config: configuration of the retraining.
         scheduled: scheduled time of the tick.
         package: package that is trained.
-        had: names and identities of files that earlier ticks have used. With a window of the kind
-            "new" they are left out.
+        used_files: names and identities of files that earlier ticks have used. With a window of the
+            kind "new" they are left out.
         folder: folder of the tick, into which selected rows are written.
 
     Raises:
@@ -68,38 +68,40 @@ def take(
     try:
         files = files_of(config, scheduled)
     except MissingDataError as error:
-        return nothing.model_copy(update={"empty": _words(f"no new data: {error}")})
+        return nothing.model_copy(update={"empty": _truncate(f"no new data: {error}")})
     identities = {file.name: _identity_or_none(file) for file in files}
     if config.data.window.kind == "new":
-        files = tuple(file for file in files if (file.name, identities[file.name]) not in had)
+        files = tuple(
+            file for file in files if (file.name, identities[file.name]) not in used_files
+        )
     if not files:
         return nothing.model_copy(
             update={
-                "empty": _words(
+                "empty": _truncate(
                     f"no new data: all files in {', '.join(config.data.files)} were in earlier"
                     " ticks"
                 )
             }
         )
     specs = data_specs(package.manifest, "")
-    looked = _look(config, specs, len(files), _window(config, scheduled))
-    told = tuple(looked.at(file, identities[file.name]) for file in files)
-    snapshot = nothing.model_copy(update={"files": told, "statistics": looked.statistics})
-    refused = _refusal(config, files, told)
-    held: tuple[FileOf, ...] = ()
+    inspection = _make_inspection(config, specs, len(files), _window(config, scheduled))
+    records = tuple(inspection.at(file, identities[file.name]) for file in files)
+    snapshot = nothing.model_copy(update={"files": records, "statistics": inspection.statistics})
+    refused = _refusal(config, files, records)
+    held_out: tuple[FileOf, ...] = ()
     if config.evaluation.files is not None:
-        held, problem = _held_out(config, specs)
+        held_out, problem = _held_out(config, specs)
         refused = refused or problem
-    snapshot = snapshot.model_copy(update={"held_out": held})
+    snapshot = snapshot.model_copy(update={"held_out": held_out})
     if refused:
-        return snapshot.model_copy(update={"refused": _words(refused)})
+        return snapshot.model_copy(update={"refused": _truncate(refused)})
     window = _window(config, scheduled)
     if window is not None:
         snapshot = snapshot.model_copy(update={"first": window.first, "stop": window.stop})
     try:
-        return _counted(config, snapshot, folder)
+        return _count_rows(config, snapshot, folder)
     except DataError as error:
-        return snapshot.model_copy(update={"refused": _words(" ".join(str(error).split()))})
+        return snapshot.model_copy(update={"refused": _truncate(" ".join(str(error).split()))})
 
 
 def newest(
@@ -129,7 +131,7 @@ def newest(
         raise DataError(problem, where="evaluation.files")
     check_tables(config, files)
     last = files[-most:]
-    look = _look(config, specs, len(last), _window(config, scheduled))
+    look = _make_inspection(config, specs, len(last), _window(config, scheduled))
     return len(files), tuple(look.at(file, "") for file in last)
 
 
@@ -165,27 +167,27 @@ def check_unchanged(snapshot: Snapshot) -> None:
 
 
 def _check_same(files: Sequence[FileOf]) -> None:
-    for wanted in files:
-        (file,) = _found(wanted)
+    for record in files:
+        (file,) = _find_recorded(record)
         identity = _identity(file)
-        if identity != wanted.identity:
+        if identity != record.identity:
             raise DataError(
                 "a file of the tick's data has changed since it was inspected",
-                where=wanted.name,
-                expected=wanted.identity,
+                where=record.name,
+                expected=record.identity,
                 got=identity,
                 hint="Restore it, and write new data to new files.",
             )
 
 
-def _found(wanted: FileOf) -> tuple[DataFile, ...]:
+def _find_recorded(record: FileOf) -> tuple[DataFile, ...]:
     try:
-        return find_files(wanted.name, READERS)
+        return find_files(record.name, READERS)
     except MissingDataError as error:
         raise DataError(
             "a file of the tick's data no longer exists",
-            where=wanted.name,
-            expected=wanted.identity,
+            where=record.name,
+            expected=record.identity,
             hint="Restore it.",
         ) from error
 
@@ -206,7 +208,7 @@ def _identity_or_none(file: DataFile) -> str:
         return ""
 
 
-def _words(text: str) -> str:
+def _truncate(text: str) -> str:
     return text[:LONGEST_WORDS]
 
 
@@ -218,10 +220,10 @@ def _window(config: Config, scheduled: datetime) -> TimeWindow | None:
     return TimeWindow(window.column, (scheduled - window.span).timestamp(), scheduled.timestamp())
 
 
-def _look(
+def _make_inspection(
     config: Config, specs: Sequence[InputSpec], files: int, window: TimeWindow | None
-) -> _Look:
-    return _Look(
+) -> _Inspection:
+    return _Inspection(
         specs,
         extra_columns(config, held=config.evaluation.hold_out is not None),
         config.data.inspect_rows,
@@ -230,7 +232,7 @@ def _look(
     )
 
 
-class _Look:
+class _Inspection:
     """An inspector of files, one after another: checks that they fit, and collects statistics of
     their values.
     """
@@ -271,9 +273,9 @@ class _Look:
             self._check(schema, sizes)
             problem = self._values(file, sizes, samples) if rows else ""
         except DataError as error:
-            problem = _words(" ".join(str(error).split()))
+            problem = _truncate(" ".join(str(error).split()))
         except (OSError, pa.ArrowException) as error:
-            problem = _words(f"{file.name} cannot be read: {' '.join(str(error).split())}")
+            problem = _truncate(f"{file.name} cannot be read: {' '.join(str(error).split())}")
             # it may be readable later, and counts as new then
             identity = "" if isinstance(error, OSError) else identity
         if not problem:
@@ -288,26 +290,30 @@ class _Look:
                 where=schema.name,
                 got=", ".join(sorted(schema.columns)),
             )
-        kept = {name: column for name, column in schema.columns.items() if name not in self._extra}
+        inputs = {
+            name: column for name, column in schema.columns.items() if name not in self._extra
+        }
         if schema.rows or schema.columns:
-            check_file(FileSchema(schema.name, schema.rows, kept), self._specs, sizes)
+            check_file(FileSchema(schema.name, schema.rows, inputs), self._specs, sizes)
 
     def _values(self, file: DataFile, sizes: Sizes, samples: dict[str, Sampled]) -> str:
         """Inspect the first rows of a file that are in the window; return a problem with them, or
         "".
         """
-        chosen = (
+        in_window = (
             None if self._window is None or file.suffix not in TABLES else self._window.rows(file)
         )
-        start = looked = 0
+        start = inspected = 0
         for block in READERS[file.suffix].read_blocks(file, self._specs, sizes):
             rows = len(next(iter(block.values())))
             numbers = (
-                np.arange(rows) if chosen is None else np.flatnonzero(chosen[start : start + rows])
+                np.arange(rows)
+                if in_window is None
+                else np.flatnonzero(in_window[start : start + rows])
             )
-            numbers = numbers[: self._each - looked]
+            numbers = numbers[: self._each - inspected]
             for name, values in block.items():
-                part = values[: len(numbers)] if chosen is None else values[numbers]
+                part = values[: len(numbers)] if in_window is None else values[numbers]
                 if part.dtype.kind == "f" and not np.isfinite(part).all():
                     broken = ~np.isfinite(part.reshape(len(part), -1)).all(axis=1)
                     row = start + int(numbers[np.flatnonzero(broken)[0]])
@@ -316,22 +322,22 @@ class _Look:
                         f" infinity, the first is row {row}"
                     )
                 samples[name].add(part)
-            start, looked = start + rows, looked + len(numbers)
-            if looked >= self._each:
+            start, inspected = start + rows, inspected + len(numbers)
+            if inspected >= self._each:
                 break
         return ""
 
 
-def _refusal(config: Config, files: Sequence[DataFile], told: Sequence[FileOf]) -> str:
+def _refusal(config: Config, files: Sequence[DataFile], records: Sequence[FileOf]) -> str:
     """Return the reason to refuse a tick's data; "" if there is none."""
     try:
         one_format(files)
     except DataError as error:
         return str(error)
-    bad = [file for file in told if file.problem]
-    if not bad or (config.data.bad == "skip" and len(bad) < len(told)):
+    bad = [file for file in records if file.problem]
+    if not bad or (config.data.bad == "skip" and len(bad) < len(records)):
         return ""
-    return f"{len(bad)} of {len(told)} files are bad: {bad[0].problem}"
+    return f"{len(bad)} of {len(records)} files are bad: {bad[0].problem}"
 
 
 def _held_out(config: Config, specs: Sequence[InputSpec]) -> tuple[tuple[FileOf, ...], str]:
@@ -341,23 +347,23 @@ def _held_out(config: Config, specs: Sequence[InputSpec]) -> tuple[tuple[FileOf,
         files = list_files(config.evaluation.files, READERS)
     except MissingDataError as error:
         return (), f"there is no held-out data: {error}"
-    look = _Look(
+    inspection = _Inspection(
         specs, extra_columns(config, held=True, trained=False), config.data.inspect_rows, len(files)
     )
-    told = tuple(look.at(file, _identity_or_none(file)) for file in files)
-    bad = [file for file in told if file.problem]
-    return told, _words(f"the held-out data is bad: {bad[0].problem}") if bad else ""
+    records = tuple(inspection.at(file, _identity_or_none(file)) for file in files)
+    bad = [file for file in records if file.problem]
+    return records, _truncate(f"the held-out data is bad: {bad[0].problem}") if bad else ""
 
 
-def _counted(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
+def _count_rows(config: Config, snapshot: Snapshot, folder: Path) -> Snapshot:
     """Return the snapshot with its numbers of rows, after writing selected rows."""
     if chosen_rows(config):
         counts = RowFiles(config, snapshot, _place(snapshot, folder)).write()
-        held = {name: rows for name, rows in counts.items() if name != TRAIN}
-        slices = {name: rows for name, rows in held.items() if name != HELD}
+        held_out = {name: rows for name, rows in counts.items() if name != TRAIN}
+        slices = {name: rows for name, rows in held_out.items() if name != HELD}
         changed = {
             "rows": counts.get(TRAIN, 0),
-            "held_out_rows": sum(held.values()),
+            "held_out_rows": sum(held_out.values()),
             "slices": slices,
             "made": True,
         }
@@ -400,8 +406,8 @@ def _source(config: Config, snapshot: Snapshot, folder: Path, which: str) -> str
         if not files.there():
             files.write()
         return files.source(which)
-    named = snapshot.good if which == TRAIN else snapshot.held_out
+    listed = snapshot.good if which == TRAIN else snapshot.held_out
     path = folder / f"{which}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps({"parts": [{"data": [file.name for file in named]}]}).encode())
+    replace_file(path, json.dumps({"parts": [{"data": [file.name for file in listed]}]}).encode())
     return str(path)

@@ -71,20 +71,20 @@ def files_of(config: Config, scheduled: datetime) -> tuple[DataFile, ...]:
     if data.window.kind != "path":
         return list_files(data.files, READERS)
     assert data.window.span is not None, "a window by path has one"
-    found: dict[str, DataFile] = {}
+    files: dict[str, DataFile] = {}
     for text in data.files:
         for path in _paths(text, scheduled - data.window.span, scheduled):
             try:
-                found |= {file.name: file for file in list_files(path, READERS)}
+                files |= {file.name: file for file in list_files(path, READERS)}
             except MissingDataError:
                 continue  # nothing was written at that time
-    if not found:
+    if not files:
         raise MissingDataError(
             "there is no data for this time",
             where=", ".join(data.files),
             expected=f"data of the {data.window.span} up to {scheduled}",
         )
-    return tuple(found.values())
+    return tuple(files.values())
 
 
 def one_format(files: Sequence[DataFile]) -> None:
@@ -104,15 +104,15 @@ def _form(text: str) -> str:
 
     Raises RequestError if there is not exactly one valid format.
     """
-    found = _TIME.findall(text)
-    if len(found) != 1:
+    matches = _TIME.findall(text)
+    if len(matches) != 1:
         raise RequestError(
             "a window of kind path needs exactly one time in the path",
             where="data.files",
             expected="such as data/{time:%Y/%m/%d}/*.parquet",
             got=text,
         )
-    directives = re.findall(r"%(.)", found[0])
+    directives = re.findall(r"%(.)", matches[0])
     unknown = [each for each in directives if each not in _STEPS]
     if unknown or not directives:
         allowed = ", ".join(f"%{each}" for each in _STEPS)
@@ -120,9 +120,9 @@ def _form(text: str) -> str:
             "this is not a time format",
             where="data.files",
             expected=f"some of {allowed}",
-            got=found[0],
+            got=matches[0],
         )
-    return str(found[0])
+    return str(matches[0])
 
 
 def _paths(text: str, start: datetime, stop: datetime) -> list[str]:
@@ -136,12 +136,12 @@ def _paths(text: str, start: datetime, stop: datetime) -> list[str]:
             where="data.window.span",
             expected=f"at most {_MOST_PATHS} of {form}",
         )
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     at = _floor(start.astimezone(UTC), step)
     while at < stop:
-        found[_TIME.sub(at.strftime(form).replace("\\", r"\\"), text)] = None
+        paths[_TIME.sub(at.strftime(form).replace("\\", r"\\"), text)] = None
         at += step
-    return list(found)
+    return list(paths)
 
 
 def _floor(moment: datetime, step: timedelta) -> datetime:

@@ -27,7 +27,7 @@ from trainload.retraining.ticks.tick_records import Ended
 
 _SUFFIXES = {"pt2": ".pt2", "aoti": ".pt2", "huggingface": ""}
 _TAIL = 400
-_AWAY = re.compile(r"\.[0-9]{8}T[0-9]{6}Z\.([0-9a-f]+\.part|[0-9]+)")
+_REMOVED_RUN = re.compile(r"\.[0-9]{8}T[0-9]{6}Z\.([0-9a-f]+\.part|[0-9]+)")
 CURRENT = "current"
 
 
@@ -88,7 +88,7 @@ def tell(command: Sequence[str], record: Mapping[str, Any], timeout: timedelta) 
     """
     where = " ".join(command)
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             list(command),
             input=json.dumps(record),
             capture_output=True,
@@ -106,39 +106,41 @@ def tell(command: Sequence[str], record: Mapping[str, Any], timeout: timedelta) 
         raise StorageError(
             f"a command cannot be started: {getattr(error, 'strerror', None) or error}", where=where
         ) from error
-    if done.returncode != 0:
+    if process.returncode != 0:
         raise StorageError(
-            f"a command failed with status {done.returncode}",
+            f"a command failed with status {process.returncode}",
             where=where,
-            got=(done.stderr or done.stdout)[-_TAIL:].strip(),
+            got=(process.stderr or process.stdout)[-_TAIL:].strip(),
         )
 
 
 def clean_up(
-    config: Config, ticks: Sequence[str], kept: str | None, needed: Collection[str]
+    config: Config, ticks: Sequence[str], kept_tick: str | None, needed: Collection[str]
 ) -> None:
     """Remove the folders of old runs, and the files of old releases.
 
     Args:
         config: configuration with the retention.
         ticks: all ticks of the line, in order.
-        kept: tick whose run's folder is kept, since it has the current release's optimizer state.
+        kept_tick: tick whose run's folder is kept, since it has the current release's optimizer
+            state.
         needed: releases whose files are kept in any case.
 
     Raises:
         TrainloadError: a folder cannot be removed, or the store's gc failed.
     """
     root = Path(config.runs) / config.line
-    there = [name for name in ticks if (root / name).is_dir()]
+    run_names = [name for name in ticks if (root / name).is_dir()]
     try:
-        for name in there[: -config.retention.runs]:
-            if name != kept:
+        for name in run_names[: -config.retention.runs]:
+            if name != kept_tick:
                 with suppress(FileNotFoundError):  # another process has removed it
                     (root / name).rename(temporary_beside(root / name))
-        for away in root.glob(".*") if root.is_dir() else ():
-            if _AWAY.fullmatch(away.name):  # including leftovers of a process that was killed
+        for folder in root.glob(".*") if root.is_dir() else ():
+            # including leftovers of a process that was killed
+            if _REMOVED_RUN.fullmatch(folder.name):
                 with suppress(FileNotFoundError):
-                    shutil.rmtree(away)
+                    shutil.rmtree(folder)
     except OSError as error:
         raise StorageError(
             f"the folder of an old run cannot be removed: {error.strerror or error}",

@@ -13,7 +13,7 @@ from trainload.retraining.data.windows import check_window
 if TYPE_CHECKING:
     from trainload.packaging.package import Package
 
-_ALWAYS = ("eval.steps", "train.loss", "data.rows", "drift.greatest")
+_COMMON_NAMES = ("eval.steps", "train.loss", "data.rows", "drift.greatest")
 
 
 def check_config(config: Config) -> None:
@@ -34,10 +34,10 @@ def check_config(config: Config) -> None:
 
 def expressions(config: Config) -> dict[str, Expression]:
     """Parse the expressions of a file, by their keys. Raises RequestError if one is invalid."""
-    found = {"gate.require": config.gate.require}
+    texts = {"gate.require": config.gate.require}
     if config.evaluation.slices is not None:
-        found["evaluation.slices.require"] = config.evaluation.slices.require
-    return {key: parse(text, key) for key, text in found.items()}
+        texts["evaluation.slices.require"] = config.evaluation.slices.require
+    return {key: parse(text, key) for key, text in texts.items()}
 
 
 def known_names(package: Package, *, sliced: bool) -> set[str]:
@@ -46,10 +46,10 @@ def known_names(package: Package, *, sliced: bool) -> set[str]:
     """
     metrics = _metrics(package)
     scores = {
-        f"{whose}.{name}" for whose in ("eval", "champion.eval") for name in ("loss", *metrics)
+        f"{prefix}.{name}" for prefix in ("eval", "champion.eval") for name in ("loss", *metrics)
     }
     return {
-        *_ALWAYS,
+        *_COMMON_NAMES,
         *scores,
         *(f"drift.{name}" for name in package.manifest.data_inputs()),
         *(("slice.rows",) if sliced else ()),
@@ -58,17 +58,19 @@ def known_names(package: Package, *, sliced: bool) -> set[str]:
 
 def _metrics(package: Package) -> list[str]:
     """Return the names of the metrics of a package's evaluation."""
-    found: list[str] = []
+    names: list[str] = []
     for graph in dict.fromkeys(turn.graph for turn in package.recipe.turns):
-        own = [
+        metrics = [
             output.name
             for output in package.manifest.graphs[graph].outputs
             if output.role == "metric"
         ]
-        found += (
-            own if graph == package.recipe.main else [f"{graph}.{name}" for name in ("loss", *own)]
+        names += (
+            metrics
+            if graph == package.recipe.main
+            else [f"{graph}.{name}" for name in ("loss", *metrics)]
         )
-    return found
+    return names
 
 
 def check_known_names(config: Config, package: Package) -> None:

@@ -92,15 +92,15 @@ def decide(
         if name in values
     ]
     failed = [each.text for each in checks if not each.holds]
-    failed += _required(parse(require, "gate.require"), values, "", checks)
+    failed += _failed_requirements(parse(require, "gate.require"), values, "", checks)
     if slices_require is not None:
         bar = parse(slices_require, "evaluation.slices.require")
-        for name, own in sorted((slices or {}).items()):
-            if own["slice.rows"] < slice_least_rows:
-                few = f"not judged: {own['slice.rows']:.0f} rows, fewer than {slice_least_rows}"
+        for name, numbers in sorted((slices or {}).items()):
+            if numbers["slice.rows"] < slice_least_rows:
+                few = f"not judged: {numbers['slice.rows']:.0f} rows, fewer than {slice_least_rows}"
                 checks.append(Check(text=few, slice=name, holds=None, judged=False))
             else:
-                failed += _required(bar, own, name, checks)
+                failed += _failed_requirements(bar, numbers, name, checks)
     warnings = []
     for column, distance in sorted((drift or {}).items()):
         barred = drift_bar is not None and distance >= drift_bar
@@ -117,18 +117,18 @@ def decide(
             failed.append(checks[-1].text)
         elif drift_warn is not None and distance >= drift_warn:
             warnings.append(f"{text}, which reaches the warning level of {drift_warn:g}")
-    held = [
+    met = [
         f"{each.slice}: {each.text}" if each.slice else each.text
         for each in checks
         if each.right is not None and each.holds
     ]
-    reason = _listed(failed or held) or "all requirements are met"
+    reason = _join_reasons(failed or met) or "all requirements are met"
     return Verdict(
         promote=not failed, reason=reason[:8192], checks=tuple(checks), warnings=tuple(warnings)
     )
 
 
-def _required(
+def _failed_requirements(
     expression: Expression, values: Mapping[str, float], slice_name: str, checks: list[Check]
 ) -> list[str]:
     """Append an expression's comparisons to `checks`; return the reasons why it does not hold, []
@@ -152,7 +152,7 @@ def _required(
     return [f"{slice_name}: {text}" if slice_name else text for text in wrong]
 
 
-def _listed(texts: Sequence[str]) -> str:
+def _join_reasons(texts: Sequence[str]) -> str:
     """Join the first texts, followed by the number of the others."""
     more = len(texts) - _MOST_REASONS
     return "; ".join(texts[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")

@@ -62,11 +62,11 @@ class LineStory:
     @property
     def changes(self) -> tuple[Pointer, ...]:
         """History without entries that repeat the previous release."""
-        found: list[Pointer] = []
+        entries: list[Pointer] = []
         for entry in self.history:
-            if not found or found[-1].release != entry.release:
-                found.append(entry)
-        return tuple(found)
+            if not entries or entries[-1].release != entry.release:
+                entries.append(entry)
+        return tuple(entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,35 +135,37 @@ def ancestry(store: Store, line: str, release: str | int | None = None) -> tuple
         StorageError: the release does not exist, or an ancestor is in another store that cannot be
             reached.
     """
-    found: list[Ancestor] = []
+    ancestors: list[Ancestor] = []
     states: dict[tuple[str, str], Mapping[str, ReleaseState]] = {}
     at: tuple[Store, str, Release] | None = (store, line, store.release(line, release))
     while at is not None:
-        place, name, here = at
+        place, name, record = at
         if any(
-            (step.store, step.line, step.state.release.id) == (place.url, name, here.id)
-            for step in found
+            (step.store, step.line, step.state.release.id) == (place.url, name, record.id)
+            for step in ancestors
         ):
             raise StorageError(
                 "a release is its own ancestor",
-                where=f"{place.url}, line {name}, release {here.name}",
+                where=f"{place.url}, line {name}, release {record.name}",
             )
         if (place.url, name) not in states:
             states[place.url, name] = {state.release.id: state for state in place.releases(name)}
-        known = states[place.url, name]
-        tick = here.facts.get(TICK)
+        line_states = states[place.url, name]
+        tick = record.facts.get(TICK)
         story = read_tick(Ticks(place, name), tick) if isinstance(tick, str) else None
-        before = _migrated_from(place, here)
+        before = _migrated_from(place, record)
         how: How = (
             "migrated"
             if before is not None
             else "retrained"
-            if here.parent is not None
+            if record.parent is not None
             else "frozen"
         )
-        found.append(Ancestor(place.url, name, known[here.id], story, how))
-        at = before or (None if here.parent is None else (place, name, known[here.parent].release))
-    return tuple(found)
+        ancestors.append(Ancestor(place.url, name, line_states[record.id], story, how))
+        at = before or (
+            None if record.parent is None else (place, name, line_states[record.parent].release)
+        )
+    return tuple(ancestors)
 
 
 def rollback(store: Store, line: str, *, to: str | int | None = None, reason: str = "") -> Pointer:
@@ -185,29 +187,32 @@ def rollback(store: Store, line: str, *, to: str | int | None = None, reason: st
     history = store.history(line)
     if not history:
         raise StorageError("no release is current", where=f"{store.url}, line {line}")
-    left = history[-1].release
+    rejected = history[-1].release
     if to is None:
         order = list(dict.fromkeys(entry.release for entry in history))
         usable = [
             each
-            for each in order[: order.index(left)]
+            for each in order[: order.index(rejected)]
             if states[each].status not in ("removed", "rejected")
         ]
         if not usable:
             raise StorageError(
                 "there is no earlier release to roll back to",
                 where=f"{store.url}, line {line}",
-                got=f"release {shown(left)}",
+                got=f"release {shown(rejected)}",
             )
         target = shown(usable[-1])
     else:
         target = str(to)
-    why = reason or f"release {shown(left)} was rolled back"
+    why = reason or f"release {shown(rejected)} was rolled back"
     pointer = store.promote(
-        line, target, after=history[-1].id, reason=f"rolled back from release {shown(left)}: {why}"
+        line,
+        target,
+        after=history[-1].id,
+        reason=f"rolled back from release {shown(rejected)}: {why}",
     )
-    if pointer.release != left:
-        store.mark(line, shown(left), "rejected", why)
+    if pointer.release != rejected:
+        store.mark(line, shown(rejected), "rejected", why)
     return pointer
 
 
@@ -224,7 +229,7 @@ def metrics_of(tick: TickStory | None) -> dict[str, Any]:
 
 def as_json(ancestors: Sequence[Ancestor]) -> list[dict[str, Any]]:
     """Return a lineage as JSON data."""
-    found = []
+    entries = []
     for step in ancestors:
         release, tick = step.state.release, step.tick
         entry: dict[str, Any] = {
@@ -254,8 +259,8 @@ def as_json(ancestors: Sequence[Ancestor]) -> list[dict[str, Any]]:
                 "decided": None if tick.decided is None else tick.decided.model_dump(mode="json"),
                 "outcome": None if tick.ended is None else tick.ended.outcome,
             }
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _migrated_from(store: Store, release: Release) -> tuple[Store, str, Release] | None:

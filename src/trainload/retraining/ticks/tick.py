@@ -179,10 +179,10 @@ class Scheduler:
                 expected=f"a time up to {self._now():%Y-%m-%dT%H:%M:%SZ}",
                 got=name,
             )
-        done = self._ticks.read(Ended, name)
-        if done is not None:
-            self._say(f"tick {name} has already run: {done.outcome}, {done.reason}")
-            return done
+        ended = self._ticks.read(Ended, name)
+        if ended is not None:
+            self._say(f"tick {name} has already run: {ended.outcome}, {ended.reason}")
+            return ended
         before = in_use()
         self._work.first(self._config, self._store)
         held = self._lease(name)
@@ -198,32 +198,36 @@ class Scheduler:
     # The lease
 
     def _lease(self, name: str) -> Held:
-        asked: str | None = None
+        asked_id: str | None = None
         rules = self._config.lease
         until = time.monotonic() + rules.patience.total_seconds()
         waits = False
         while isinstance(
-            found := self._leases.take_for(name, rules.seconds.total_seconds()), OtherLease
+            lease := self._leases.take_for(name, rules.seconds.total_seconds()), OtherLease
         ):
             if rules.taken == "forbid" or time.monotonic() > until:
                 raise LeaseTakenError(
                     "another tick is running",
                     where=self._leases.where,
-                    got=f"tick {found.record.tick}, by {found.record.owner}",
+                    got=f"tick {lease.record.tick}, by {lease.record.owner}",
                     hint=(
-                        f"Run this one again after it has ended, or in {max(1.0, found.left):.0f} s"
+                        f"Run this one again after it has ended, or in {max(1.0, lease.left):.0f} s"
                         " if its process no longer exists."
                     ),
                 )
-            if rules.taken == "replace" and found.record.tick < name and asked != found.record.id:
-                self._leases.ask_to_stop(found.record.id)
-                asked = found.record.id
-                self._say(f"asking tick {found.record.tick}, by {found.record.owner}, to stop")
+            if (
+                rules.taken == "replace"
+                and lease.record.tick < name
+                and asked_id != lease.record.id
+            ):
+                self._leases.ask_to_stop(lease.record.id)
+                asked_id = lease.record.id
+                self._say(f"asking tick {lease.record.tick}, by {lease.record.owner}, to stop")
             elif not waits:
-                self._say(f"waiting for tick {found.record.tick}, by {found.record.owner}")
+                self._say(f"waiting for tick {lease.record.tick}, by {lease.record.owner}")
             waits = True
             time.sleep(min(_POLL_SECONDS, rules.seconds.total_seconds() / 4))
-        return found
+        return lease
 
     def _unfinished(self, before: str) -> list[str]:
         """Return the unfinished ticks before a tick.
@@ -251,14 +255,16 @@ class Scheduler:
     def _run(self, name: str, held: Held) -> Ended:
         held.check()
         pinned = self._ticks.read(Pinned, name) or self._pin(name)
-        done = self._ticks.read(Ended, name)  # perhaps by the previous holder of the lease
-        if done is not None:
-            return done
-        config, unreadable = self._begun_with(pinned)
+        ended = self._ticks.read(Ended, name)  # perhaps by the previous holder of the lease
+        if ended is not None:
+            return ended
+        config, unreadable = self._pinned_config(pinned)
         if config != self._config:
             self._say(f"tick {name} continues with the configuration that it started with")
         trail = TickContext(self._config.line, name, self._store, config, pinned, held)
-        if self._ticks.read(Decided, name) is None and (why := unreadable or self._hopeless(trail)):
+        if self._ticks.read(Decided, name) is None and (
+            why := unreadable or self._reason_to_give_up(trail)
+        ):
             return self._end(trail, "failed", why)
         number = self._ticks.begin(name, held.id, held.owner).number
         try:
@@ -274,17 +280,17 @@ class Scheduler:
                     error=type(error).__name__,
                     message=str(error)[:8192],
                 )
-                if why := self._hopeless(trail):
+                if why := self._reason_to_give_up(trail):
                     self._end(trail, "failed", why)
             raise
 
-    def _begun_with(self, pinned: Pinned) -> tuple[Config, str]:
+    def _pinned_config(self, pinned: Pinned) -> tuple[Config, str]:
         """Return the pinned configuration of a tick, with this machine's own keys, and "".
 
         If it cannot be read, return this machine's configuration and the reason.
         """
         try:
-            found = checked(
+            config = checked(
                 parse_canonical(pinned.config.encode(), f"{pinned.tick}, pinned.json, config"),
                 f"tick {pinned.tick}",
             )
@@ -296,18 +302,20 @@ class Scheduler:
                     f" {' '.join(str(error).split())}"
                 ),
             )
-        return found.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""
+        return config.model_copy(update={key: getattr(self._config, key) for key in OWN}), ""
 
-    def _hopeless(self, trail: TickContext) -> str:
+    def _reason_to_give_up(self, trail: TickContext) -> str:
         """Return the reason to give a tick up; "" if there is none."""
-        failures, begun = (
+        failures, starts = (
             self._ticks.count(Failed, trail.name),
             self._ticks.count(Begun, trail.name),
         )
         last = self._ticks.last_failure(trail.name)
         if last is not None and failures >= trail.config.attempts:
             return f"it failed {failures} times, the last time with: {last.message}"
-        return f"it was started {begun} times and never finished" if begun >= MOST_ATTEMPTS else ""
+        return (
+            f"it was started {starts} times and never finished" if starts >= MOST_ATTEMPTS else ""
+        )
 
     def _pin(self, name: str) -> Pinned:
         current = self._store.current(self._config.line)
@@ -349,7 +357,7 @@ class Scheduler:
         if decided is None:
             if trained is None:
                 try:
-                    self._obey(held)
+                    self._check_stop_requested(held)
                     self._say(f"tick {trail.name}: training on {snapshot.rows:,} rows")
                     trained = self._write(
                         held, Trained, trail.name, **self._work.train(trail, snapshot)
@@ -495,6 +503,6 @@ class Scheduler:
         held.check()
         return self._ticks.write(kind, tick, **fields)
 
-    def _obey(self, held: Held) -> None:
+    def _check_stop_requested(self, held: Held) -> None:
         if held.asked_to_stop is not None:
             raise RunInterrupted("the tick was asked to stop", where=held.asked_to_stop)

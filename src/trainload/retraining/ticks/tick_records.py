@@ -240,30 +240,30 @@ class Ticks:
         data = self._files.read(path, MAX_RECORD)
         if data is None:
             return None
-        found = kind.from_bytes(data, f"{self._files.url}/{path}")
-        if (found.line, found.tick) != (self._line, tick):
+        record = kind.from_bytes(data, f"{self._files.url}/{path}")
+        if (record.line, record.tick) != (self._line, tick):
             raise IntegrityError(
                 "a record in the store belongs to something else", where=f"{self._files.url}/{path}"
             )
-        return found
+        return record
 
     def read_required(self, kind: type[R], tick: str) -> R:
         """Read a record. Raises IntegrityError if it does not exist."""
-        found = self.read(kind, tick)
-        if found is None:
+        record = self.read(kind, tick)
+        if record is None:
             raise IntegrityError(
                 f"a tick has no record {kind.KIND}", where=f"{self._files.url}/{self._root}/{tick}"
             )
-        return found
+        return record
 
     def of_all(self, kind: type[R], ticks: Sequence[str] | None = None) -> dict[str, R]:
         """Return tick -> its record of a kind, for all ticks that have one."""
-        asked = self.names() if ticks is None else ticks
+        names = self.names() if ticks is None else ticks
         with ThreadPoolExecutor(_READERS) as pool:
-            found = pool.map(lambda tick: self.read(kind, tick), asked)
+            records = pool.map(lambda tick: self.read(kind, tick), names)
             return {
                 tick: record
-                for tick, record in zip(asked, found, strict=True)
+                for tick, record in zip(names, records, strict=True)
                 if record is not None
             }
 
@@ -295,9 +295,9 @@ class Ticks:
         kind.from_bytes(data, f"{self._files.url}/{path}")
         if self._files.create(path, data):
             return record
-        there = self.read(kind, tick, record.file)
-        assert there is not None, "records are never removed"
-        return there
+        stored = self.read(kind, tick, record.file)
+        assert stored is not None, "records are never removed"
+        return stored
 
     def count(self, kind: type[NumberedRecord], tick: str) -> int:
         """Return the number of a tick's records of a kind: its attempts, or its failures."""

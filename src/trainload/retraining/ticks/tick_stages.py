@@ -109,8 +109,8 @@ class Stages:
         """Take the snapshot of the tick's data (see `Work.snapshot`)."""
         package = self._release(trail.config, trail.pinned.parent)
         ticks = _ticks(trail)
-        had = files_had(ticks, before=trail.name, since=trail.config.data.window.since)
-        return take(trail.config, trail.scheduled, package, had, folder_of(trail))
+        used_files = files_had(ticks, before=trail.name, since=trail.config.data.window.since)
+        return take(trail.config, trail.scheduled, package, used_files, folder_of(trail))
 
     def train(self, trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
         """Train and publish the challenger (see `Work.train`)."""
@@ -170,9 +170,9 @@ class Stages:
         The run itself has evaluated both if it started from the champion's weights; its results are
         used if its folder still exists.
         """
-        found = _evaluated_by_run(Path(trained.run_dir))
-        challenger = found.get(trained.steps) or self._evaluate(trail, snapshot, trained.release)
-        champion = found.get(0) if trail.config.train.start == "current" else None
+        by_step = _evaluated_by_run(Path(trained.run_dir))
+        challenger = by_step.get(trained.steps) or self._evaluate(trail, snapshot, trained.release)
+        champion = by_step.get(0) if trail.config.train.start == "current" else None
         return champion or self._evaluate(trail, snapshot, trail.pinned.parent), challenger
 
     def decide(
@@ -183,8 +183,8 @@ class Stages:
         drift = self._drift(trail, snapshot)
         columns = dict.fromkeys(snapshot.statistics, 0.0) | drift
         values = {
-            **_flat("eval", evaluated.challenger),
-            **_flat("champion.eval", evaluated.champion),
+            **_prefix_names("eval", evaluated.challenger),
+            **_prefix_names("champion.eval", evaluated.champion),
             "eval.steps": float(trained.steps),
             "train.loss": trained.last_loss,
             "data.rows": float(snapshot.rows),
@@ -194,8 +194,8 @@ class Stages:
         by_slice = {
             name: {
                 **values,
-                **_flat("eval", scores),
-                **_flat("champion.eval", evaluated.champion.slices[name]),
+                **_prefix_names("eval", scores),
+                **_prefix_names("champion.eval", evaluated.champion.slices[name]),
                 "slice.rows": float(scores.rows),
             }
             for name, scores in evaluated.challenger.slices.items()
@@ -231,7 +231,7 @@ class Stages:
         needed = () if config.train.start == "current" else (self._first_release(trail),)
         steps.append(
             lambda: aftermath.clean_up(
-                config, _ticks(trail).names(), self._kept(trail, ended), needed
+                config, _ticks(trail).names(), self._tick_of_kept_run(trail, ended), needed
             )
         )
         if config.notify is not None and ended.outcome in config.notify.outcomes:
@@ -285,9 +285,9 @@ class Stages:
 
         A tick needs it before it begins and when it trains, so the last plan is cached.
         """
-        asked = (package.digest, config.cluster, config.train)
-        if self._planned is None or self._planned[0] != asked:
-            self._planned = asked, training_plan(config, package)
+        key = (package.digest, config.cluster, config.train)
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, training_plan(config, package)
         return self._planned[1]
 
     def open(self, reference: str) -> Package:
@@ -316,10 +316,10 @@ class Stages:
                 return each
         raise AssertionError("the parent is a release of its own program")
 
-    def _made_by(self, trail: TickContext, release: str) -> str | None:
+    def _creating_tick(self, trail: TickContext, release: str) -> str | None:
         """Return the tick that created a release; None if no tick did."""
-        found: Release = trail.store.release(trail.line, shown(release))
-        tick = found.facts.get(TICK)
+        record: Release = trail.store.release(trail.line, shown(release))
+        tick = record.facts.get(TICK)
         return tick if isinstance(tick, str) else None
 
     def _optimizer_from(self, trail: TickContext) -> str | None:
@@ -328,31 +328,33 @@ class Stages:
         """
         if trail.config.train.optimizer == "fresh":
             return None
-        tick = self._made_by(trail, trail.pinned.parent)
-        made = None if tick is None else _ticks(trail).read(Trained, tick)
-        if made is None:  # the first release was not created by a run
+        tick = self._creating_tick(trail, trail.pinned.parent)
+        trained = None if tick is None else _ticks(trail).read(Trained, tick)
+        if trained is None:  # the first release was not created by a run
             return None
-        if not Path(made.run_dir).exists():
+        if not Path(trained.run_dir).exists():
             raise StorageError(
                 "the run that produced the current release no longer exists, and neither does its"
                 " optimizer state",
                 where=f"{trail.config.line}, release {shown(trail.pinned.parent)}",
-                expected=made.run_dir,
+                expected=trained.run_dir,
                 hint="Restore the folder, or start with a fresh optimizer: train.optimizer: fresh.",
             )
-        return made.run_dir
+        return trained.run_dir
 
-    def _kept(self, trail: TickContext, ended: Ended) -> str | None:
+    def _tick_of_kept_run(self, trail: TickContext, ended: Ended) -> str | None:
         """Return the tick whose run's folder must be kept."""
         return (
-            trail.name if ended.outcome == "promoted" else self._made_by(trail, trail.pinned.parent)
+            trail.name
+            if ended.outcome == "promoted"
+            else self._creating_tick(trail, trail.pinned.parent)
         )
 
     def _drift(self, trail: TickContext, snapshot: Snapshot) -> dict[str, float]:
         """Return the drift of each column from the data of the champion; {} if that data is
         unknown.
         """
-        tick = self._made_by(trail, trail.pinned.parent)
+        tick = self._creating_tick(trail, trail.pinned.parent)
         before = None if tick is None else _ticks(trail).read(Taken, tick)
         return {} if before is None else drift_of(before.snapshot.statistics, snapshot.statistics)
 
@@ -368,7 +370,7 @@ class Stages:
         check_evaluable(trail.config, snapshot, folder_of(trail))
         source = evaluation_source(trail.config, snapshot, folder_of(trail))
         self._say(f"tick {trail.name}: evaluating release {shown(release)}")
-        found = evaluate(
+        result = evaluate(
             package,
             plan_of(trail.config, overrides.apply(package, None), settings.batch),
             source,
@@ -380,7 +382,7 @@ class Stages:
             run_dir=folder_of(trail) / f"evaluation-{shown(release)}-{shown(trail.held.id)}",
             **self._run_options,
         )
-        return scores(found.loss, found.metrics, found.parts, found.rows)
+        return scores(result.loss, result.metrics, result.parts, result.rows)
 
     @property
     def _run_options(self) -> dict[str, Any]:
@@ -405,13 +407,13 @@ def files_had(ticks: Ticks, before: str, since: str) -> set[tuple[str, str]]:
     names = [name for name in ticks.names() if name < before]
     ended = ticks.of_all(Ended, names)
     judged = {"promoted"} if since == "promoted" else {"promoted", "rejected", "conflict"}
-    had: set[tuple[str, str]] = set()
+    used_files: set[tuple[str, str]] = set()
     for tick, taken in ticks.of_all(Taken, list(ended)).items():
-        whole = ended[tick].outcome in judged
-        had |= {
-            (file.name, file.identity) for file in taken.snapshot.files if whole or file.problem
+        counts = ended[tick].outcome in judged
+        used_files |= {
+            (file.name, file.identity) for file in taken.snapshot.files if counts or file.problem
         }
-    return had
+    return used_files
 
 
 def scores(
@@ -439,20 +441,20 @@ def _evaluated_by_run(run_dir: Path) -> dict[int, Scores]:
 
     if not run_dir.is_dir():
         return {}
-    found = {}
+    by_step = {}
     for event in stream_events(run_dir):
         if event.kind == "eval":
             data = event.data
-            found[int(data["step"])] = scores(
+            by_step[int(data["step"])] = scores(
                 data["loss"], data["metrics"], data.get("parts", {}), int(data.get("rows", 0))
             )
-    return found
+    return by_step
 
 
-def _flat(prefix: str, found: Scores) -> dict[str, float]:
+def _prefix_names(prefix: str, evaluated: Scores) -> dict[str, float]:
     return {
         f"{prefix}.{name}": math.nan if value is None else value
-        for name, value in found.values.items()
+        for name, value in evaluated.values.items()
     }
 
 

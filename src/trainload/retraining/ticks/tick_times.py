@@ -101,9 +101,9 @@ class Cron:
     def next_after(self, moment: datetime) -> datetime:
         """Return the first scheduled time after a moment, in UTC."""
         times: Iterator[datetime] = CronSim(self._text, moment.astimezone(self._zone))
-        for found in times:
-            if found.astimezone(UTC) > moment:
-                return found.astimezone(UTC)
+        for scheduled in times:
+            if scheduled.astimezone(UTC) > moment:
+                return scheduled.astimezone(UTC)
         raise StopIteration
 
     def last_until(self, moment: datetime) -> datetime:
@@ -115,12 +115,12 @@ class Cron:
             start = before.astimezone(UTC) - timedelta(days=1)
             if start >= moment:
                 continue
-            found = None
+            last = None
             at = self.next_after(start)
             while at <= moment:
-                found, at = at, self.next_after(at)
-            if found is not None:
-                return found
+                last, at = at, self.next_after(at)
+            if last is not None:
+                return last
         raise StopIteration
 
     def describe(self) -> str:

@@ -101,7 +101,7 @@ class TickRun:
                 is not changed.
             TrainloadError: as for `trainload.launch` and `trainload.resume`.
         """
-        with _stopped_for(self._trail, self.folder):
+        with _forward_stop_requests(self._trail, self.folder):
             return self._result(optimizer_from)
 
     def _result(self, optimizer_from: str | None) -> RunResult:
@@ -116,14 +116,14 @@ class TickRun:
         if (self.folder / RUN_FILE).exists():
             self._say(f"tick {self._trail.name}: continuing with {self.folder}")
             return resume(
-                self.folder, on_event=self._heard, policy=self._options["policy"], **place
+                self.folder, on_event=self._handle_event, policy=self._options["policy"], **place
             )
         folder = folder_of(self._trail)
         return launch(
             self._package,
             self._plan,
             train_source(config, self._snapshot, folder),
-            on_event=self._heard,
+            on_event=self._handle_event,
             run_dir=self.folder,
             steps=self._steps(),
             eval_data=evaluation_source(config, self._snapshot, folder),
@@ -144,7 +144,7 @@ class TickRun:
             return train.steps
         return max(1, math.ceil(train.epochs * self._snapshot.rows / self._plan.global_batch))
 
-    def _heard(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         # only on Ray this is called by the driver; a run in this process just ends
         if self._trail.config.cluster.backend == "ray":
             # otherwise another process may have resumed this run, and write to its folder
@@ -162,11 +162,11 @@ def settings_of(config: Config) -> GivenSettings:
     """
     from trainload.launching.settings.parse import parse_settings
 
-    if taken := next((name for name in KEYS_ELSEWHERE if name in config.train.settings), None):
+    if misplaced := next((name for name in KEYS_ELSEWHERE if name in config.train.settings), None):
         raise RequestError(
             "this setting has its own key",
-            where=f"train.set.{taken}",
-            expected=KEYS_ELSEWHERE[taken],
+            where=f"train.set.{misplaced}",
+            expected=KEYS_ELSEWHERE[misplaced],
         )
     try:
         return parse_settings(config.train.given)
@@ -213,7 +213,7 @@ def folder_of(trail: TickContext) -> Path:
 
 
 @contextmanager
-def _stopped_for(trail: TickContext, run_dir: Path) -> Iterator[None]:
+def _forward_stop_requests(trail: TickContext, run_dir: Path) -> Iterator[None]:
     """Forward a request to stop the tick to its run within the context; the run stops with a
     checkpoint.
     """
