@@ -1,10 +1,10 @@
 """The command line.
 
-Exit status: 0 done; 1 the work failed, and whatever ended a run that had made steps; 2 the request
+Exit status: 0: success; 1: the work failed, or a run that had made steps was ended; 2: the request
 was wrong. Results go to stdout; progress and errors go to stderr. With `--json` stdout holds
 exactly one JSON value, for an error `{"error": {...}}`.
 
-torch is imported by the commands, not by this module, so that `--help` and wrong options answer at
+torch is imported by the commands, not by this module, so that `--help` and usage errors respond at
 once.
 """
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from trainload.capture.job.definition import Job
 
 _POLICY_COMMANDS = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
-"""Commands that run packages, or say whether they may be run."""
+"""Commands that run packages, or check that they may be run."""
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOG_VARIABLE = "TRAINLOAD_LOG_LEVEL"
 
@@ -241,7 +241,7 @@ def _resolve_spec(spec: str | None) -> str | None:
 
 
 def _with_assets(job: Job, options: dict[str, tuple[str, str | None]]) -> Job:
-    """The job with further assets; those that it has by these names give way."""
+    """Return the job with further assets, which replace its own assets of the same names."""
     from trainload.capture.job.definition import Asset
 
     return dataclasses.replace(
@@ -254,7 +254,7 @@ def _with_assets(job: Job, options: dict[str, tuple[str, str | None]]) -> Job:
 
 
 def _training_graphs(job: Job) -> list[str]:
-    """The names of the job's training graphs."""
+    """Return the names of the job's training graphs."""
     from trainload.capture.tracing.targets import targets_of
 
     return [target.name for target in targets_of(job) if target.training]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainload.packaging.comparison.weight_distance import TensorDifference
 
 MOST_LINES = 20
-"""Lines of one section, module or text that are printed without --full."""
+"""Maximum number of lines of a section, module or text without --full."""
 FILES = "files"
 """The section of `package_difference` that lists them."""
 _package = click.Path(path_type=Path)
@@ -98,7 +98,7 @@ def _print_difference(difference: PackageDifference, rows: int, most: int | None
         _print_graph(graph, most)
     _print_weights(difference, rows)
     for section in difference.sections:
-        if section.title == FILES:  # at the end: all above says what is in them
+        if section.title == FILES:  # last, since the lines above describe their contents
             _print_section(section, most)
 
 
@@ -159,7 +159,7 @@ def _row(tensor: TensorDifference) -> Sequence[str]:
 
 
 LISTED = "listed"
-"""Value in `changes` for an entry of a list, whose name says everything."""
+"""Value in `changes` for an entry of a list, which has only a name."""
 _STYLES = {"-": "red", "+": "green", "@": "cyan"}
 
 
@@ -190,5 +190,5 @@ def _print_lines(lines: Sequence[tuple[str, str]], most: int | None) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey: the text is a stranger's."""
+    """Return untrusted text without control sequences of a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

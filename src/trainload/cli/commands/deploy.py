@@ -28,14 +28,14 @@ _OWN_OPTIONS = {
     "workers": "--workers",
     "data": "--data",
 }
-"""Options of `launch` that are given to this command."""
+"""Options of `launch` that this command has itself."""
 _UNAVAILABLE = {"address", "backend", "detach", "dry_run", "as_json"}
-"""Those that make no sense in a job of a cluster."""
+"""Options of `launch` that a job of a cluster cannot use."""
 _PATHS = {"package", "data", "eval_data", "output", "plan_file"}
 
 
 def pod_options(command: Command) -> Command:
-    """Add what pods of all manifests have."""
+    """Add the options of the pods of all manifests."""
     for option in (
         click.option(
             "--service-account", metavar="NAME", help="Service account. Default: the namespace's."
@@ -61,7 +61,7 @@ def pod_options(command: Command) -> Command:
 
 @click.group(short_help="Make Kubernetes files.")
 def manifest() -> None:
-    """Write the manifests that tell a cluster what to run."""
+    """Write manifests that run something on a cluster."""
 
 
 manifest.add_command(drive)
@@ -190,12 +190,12 @@ def kuberay(
 
 
 def _label(package: str) -> str:
-    """A package's name as Kubernetes might take it."""
+    """Return the name of a package as a Kubernetes object name."""
     return re.sub(r"[^a-z0-9]+", "-", PurePosixPath(package).stem.lower()).strip("-")
 
 
 def pods_of(claim: str, env: Sequence[str], **others: Any) -> Pods:
-    """Pods with the volume and the variables that a command was given; others: as of `Pods`."""
+    """Return pods with the volume and variables of a command; `others` are fields of `Pods`."""
     from trainload.deploy.kuberay import Pods
 
     volume, _, mount = claim.partition(":")
@@ -229,7 +229,7 @@ def _make_placer(mount: str) -> Callable[[str], str]:
 
 
 def _launch_options(arguments: Sequence[str], place: Callable[[str], str]) -> list[str]:
-    """Options of `launch`, as its own parser reads them, with their paths as the pods see them."""
+    """Return the options of `launch`, parsed by its own parser, with paths as the pods see them."""
     values, extra, order = launch.make_parser(click.Context(launch, info_name="launch")).parse_args(
         ["PKG", *arguments]
     )
@@ -259,7 +259,7 @@ def _launch_options(arguments: Sequence[str], place: Callable[[str], str]) -> li
 
 
 def _size_options(nodes: tuple[int, int], workers: tuple[int, str], *, planned: bool) -> list[str]:
-    """--nodes and --workers of the launch. A plan says how many workers there are."""
+    """Return --nodes and --workers of the launch, or those of its plan."""
     least, most = nodes
     count, kind = workers
     options = (

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
 
 _EVICTED = "evicted"
-"""A file of a run's folder: the run was asked to stop because its head's pod goes, and not because
-somebody wants its end.
-"""
+"""A file in a run's folder: the run was stopped because its head pod is removed, not by a user."""
 
 
 @click.command(hidden=True)
@@ -39,7 +37,7 @@ def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> i
 
     _check_converging(read_state(run_dir), run_dir)
     evicted, began = run_dir / _EVICTED, time.time()
-    evicted.unlink(missing_ok=True)  # of a head that ended before its driver did
+    evicted.unlink(missing_ok=True)  # left by a head that ended before its driver did
     resume = ["resume", str(run_dir), "--address", "auto"]
     status = run_group(
         context.find_root().command, resume if (run_dir / RUN_FILE).exists() else launched
@@ -72,18 +70,18 @@ def evict(context: click.Context, run_dir: Path) -> None:
 
     state = read_state(run_dir)
     if state is not None and state.alive:
-        with suppress(OSError):  # then the request to stop cannot be written either, and says so
+        with suppress(OSError):  # then the request to stop cannot be written either, which raises
             (run_dir / _EVICTED).touch()
     context.invoke(watching.stop, run_dir=run_dir)
 
 
 def _was_stopped(state: RunState) -> bool:
-    """Return True if a run was asked to stop, and did so with a checkpoint."""
+    """Return True if a run was stopped on request, with a checkpoint."""
     return state.over and state.summary.error == RunInterrupted.__name__
 
 
 def _check_converging(state: RunState | None, run_dir: Path) -> None:
-    """Check that a run did not diverge last time: from its last checkpoint it would do so again."""
+    """Check that a run did not diverge: resumed from its last checkpoint, it would do so again."""
     if state is not None and state.over and state.summary.error == DivergedError.__name__:
         raise DivergedError(
             "the run has diverged, and would diverge again",

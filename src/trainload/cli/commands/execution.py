@@ -1,5 +1,5 @@
-"""Runs a command line and reports its error: one line on stderr, or a JSON object on stdout with
---json.
+"""Execution of a command line, and the report of its error: one line on stderr, or with --json a
+JSON object on stdout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainload.core.redaction import redacted
 def _report(
     arguments: Sequence[str], kind: str, message: str, status: int, **details: object
 ) -> int:
-    """Say what went wrong, once: on stderr one line, a page if it has findings; or with --json an
+    """Report an error once: as a line on stderr (a page, if it has findings), or with --json as an
     object on stdout.
 
     Returns `status`.

@@ -1,5 +1,5 @@
-"""Keeps the driver of a run going: it is a process of its own, which is started again where it, or
-its way to the cluster, is lost.
+"""Supervision of a run's driver: a separate process, which is restarted if it or its connection to
+the cluster is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
 
 KEPT = "TRAINLOAD_KEPT"
-"""Set in the environment of a driver that is kept."""
+"""Environment variable that is set in a supervised driver."""
 _DEATH_OF_PARENT = 1
 _PAUSE_SECONDS = 2.0
 _MOST_LOSSES = 3
@@ -34,8 +34,8 @@ def is_kept() -> bool:
 
 
 def stop_with_parent() -> None:
-    """In a driver that is kept: SIGTERM asks the run to stop, as Ctrl-C does, from now on; and so
-    does the death of the keeper.
+    """In a supervised driver: make SIGTERM, and the death of the supervisor, stop the run like
+    Ctrl-C.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)
@@ -44,20 +44,19 @@ def stop_with_parent() -> None:
 def keep(
     arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], patience: float
 ) -> int:
-    """Runs `trainload ARGUMENTS`, which drives a run, to its end.
+    """Run `trainload ARGUMENTS`, which drives a run, until the run has ended.
 
-    A driver is lost that ends without having said how, since it was killed, or because the
-    cluster's head is gone; or that was killed after the last step, before the run's result was
-    written. Then this waits until the cluster answers, and starts another one; until three in a row
-    were lost without a new checkpoint. What a state says that another driver has left is not taken
-    for the word of this one. A driver that was asked to end, through this process, has no
-    successor.
+    A driver is lost if it ends without a final state, because it was killed or the cluster's head
+    is gone, or if it was killed after the last step, before it wrote the run's result. Then this
+    function waits until the cluster responds and starts another driver, until three drivers in a
+    row were lost without a new checkpoint. A state that an earlier driver wrote is ignored. A
+    driver that was stopped through this process is not replaced.
 
     Args:
-        arguments: of the driver.
+        arguments: arguments of the driver.
         run_dir: the run's folder.
-        answers: whether the cluster does.
-        patience: seconds that it may take to.
+        answers: returns True if the cluster responds.
+        patience: time to wait for the cluster, in seconds.
 
     Returns:
         The driver's exit status.
@@ -122,14 +121,14 @@ def keep(
 
 
 def _is_lost(state: RunState, status: int) -> bool:
-    """Return True if a driver was lost, by its last state and its exit status."""
+    """Return True if a driver was lost, judged by its last state and its exit status."""
     if not state.over or state.summary.error == LostClusterError.__name__:
         return True
     return state.phase == "ended" and status not in (FAILED, WRONG)
 
 
 def _drive(arguments: Sequence[str], signals: set[int]) -> int:
-    """Runs one driver, and passes signals on to it, which are added to `signals`."""
+    """Run one driver and forward signals to it, which are appended to `signals`."""
     driver = subprocess.Popen(
         [sys.executable, "-m", "trainload", *arguments],
         env={**os.environ, KEPT: "1"},

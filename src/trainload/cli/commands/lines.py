@@ -1,6 +1,4 @@
-"""Commands of what became of a line: its history, where a release comes from, the way back, and the
-way to a new program.
-"""
+"""Commands about a line of releases: history, lineage, rollback and migration."""
 
 from __future__ import annotations
 
@@ -85,9 +83,9 @@ def history(store: str, line: str | None, as_json: bool) -> None:
 
 
 def _history_rows(story: LineStory) -> list[dict[str, Any]]:
-    """Every change of what is current, and every tick, in the order of time.
+    """Return every change of the current release, and every tick, in chronological order.
 
-    A tick's promotion is told once, as the tick's.
+    A promotion by a tick occurs once, as part of the tick.
     """
     from trainload.packaging.stores.releases import shown
 
@@ -157,7 +155,7 @@ def lineage(release: str, as_json: bool) -> None:
 
 
 def _describe(step: Ancestor) -> Table:
-    """A step of a lineage, in words."""
+    """Describe a step of a lineage."""
     from trainload.retraining.ticks.lineage import metrics_of
 
     release, tick = step.state.release, step.tick

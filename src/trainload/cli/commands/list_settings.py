@@ -1,4 +1,4 @@
-"""The command that lists what `--set` takes."""
+"""The command that lists the settings for `--set`."""
 
 from __future__ import annotations
 

@@ -10,19 +10,17 @@ _WIDTH = 80
 
 
 class Overview(click.Group):
-    """A group whose help has two columns of commands, each in the order of the alphabet from top to
-    bottom.
-    """
+    """A group whose help lists the commands in two columns, each sorted alphabetically."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return a hidden option: a reader of the list has used it."""
+        """Return --help as a hidden option: whoever reads the list has just used it."""
         option = super().get_help_option(ctx)
         if option is not None:
             option.hidden = True
         return option
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in running text, and the commands."""
+        """Write the options as one paragraph, then the commands."""
         options = [
             param
             for param in self.get_params(ctx)
@@ -48,10 +46,9 @@ class Overview(click.Group):
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write them.
+        """Write the commands with their short help.
 
-        What a command says of itself is cut where it does not fit: at most 27 characters with names
-        of 9.
+        A short help that does not fit is truncated: at most 27 characters with names of 9.
         """
         listed = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         commands = [

@@ -91,8 +91,8 @@ def inspect(package: str, asset: str | None, output: Path | None, as_json: bool)
 
 
 def _open_to_look(folder: Path) -> Package:
-    """The package, without its graphs, so its operators need neither be here nor be trusted; where
-    libraries are named, with them.
+    """Return the package without its graphs, so that its operators need neither be installed nor
+    trusted; with them if libraries are named.
     """
     from trainload.packaging.package import open_to_look
 
@@ -104,7 +104,7 @@ def _open_to_look(folder: Path) -> Package:
 
 
 def _write_asset(package: Package, name: str, output: Path | None, as_json: bool) -> None:
-    """Writes assets to a path, or one to stdout."""
+    """Write assets to a path, or a single one to stdout."""
     if output is not None:
         saved = package.save_asset(name, output)
         if as_json:
@@ -211,8 +211,8 @@ def _signatures(path: Path) -> list[dict[str, str]]:
 
 
 def _tracing_modes(path: Path) -> dict[str, tuple[str, str]]:
-    """By graph, torch.export's mode and why it was taken, as debug/ tells it: nothing where it
-    tells something else.
+    """Return graph -> torch.export's mode and the reason for it, according to debug/; empty if it
+    has no such entries.
     """
     from trainload.packaging.format.debug import read_debug
 
@@ -311,7 +311,7 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
 
 
 def _format_setting(value: Option) -> str:
-    """A setting's value, as --set would be given it."""
+    """Return the value of a setting in the notation of --set."""
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -328,7 +328,7 @@ def _format_library(entry: OpLibraryEntry) -> str:
 
 
 def _guard_rows(manifest: Manifest) -> list[tuple[str, Any]]:
-    """Which batches each training graph takes, in the order in which its variants are tried."""
+    """Describe the batches of each training graph, in the order in which its variants are tried."""
     from trainload.capture.program import variant_of
     from trainload.packaging.format.entries import graph_guard
 

@@ -1,4 +1,4 @@
-"""The command that plans: one plan as it is asked for, or the best of those that are possible."""
+"""The command that plans: a requested plan, or the best possible one."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def plan(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Plan how a package is spread over a cluster. No cluster is needed."""
+    """Plan the distribution of a package over a cluster. No cluster is needed."""
     from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
     if output is not None and output.exists():
@@ -217,7 +217,7 @@ def plan(
 
 
 def changed_by(settings: tuple[str, ...], package: Package) -> Package:
-    """The package as --set has a launch train it; there it must be given the same settings."""
+    """Return the package as a launch with these settings trains it."""
     from trainload.launching.settings.parse import parse_settings
 
     parsed = parse_settings(settings)
@@ -237,7 +237,7 @@ def make_plan(
     strategy: Strategy | None,
     **options: Any,
 ) -> Plan:
-    """The plan that is asked for, of a cluster of devices of a kind."""
+    """Return the requested plan for a cluster of devices of one kind."""
     from trainload.sharding.planner import make_plan as plans
     from trainload.sharding.plans.plan import Cluster
 
@@ -300,7 +300,7 @@ def _format_pipeline(pipeline: Pipeline) -> str:
 
 
 def _parse_rule(text: str) -> tuple[str, Any]:
-    """PATTERN=DIM, PATTERN=DIM/BLOCKS or PATTERN=whole, as `make_plan` takes it."""
+    """Parse PATTERN=DIM, PATTERN=DIM/BLOCKS or PATTERN=whole for `make_plan`."""
     from trainload.sharding.plans.plan import Shard
 
     pattern, _, how = text.rpartition("=")
@@ -456,7 +456,7 @@ def _plan_best(
     options: dict[str, Any],
     show: _OutputOptions,
 ) -> None:
-    """Searches, and shows what was found."""
+    """Search for plans, and show the results."""
     from trainload.cli.view import plans as plans_view
     from trainload.sharding.planner.device import read
     from trainload.sharding.planner.plan_source import Source
@@ -504,7 +504,7 @@ def _plan_best(
 
 @dataclass(frozen=True, slots=True)
 class _OutputOptions:
-    """Output of a search: what is shown, and the file of the best plan."""
+    """Show the results of a search, and write the best plan to its file."""
 
     explain: int | None
     output: Path | None

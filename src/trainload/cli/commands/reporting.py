@@ -1,4 +1,4 @@
-"""Commands that show runs to people who look at them elsewhere: in a browser, in Grafana."""
+"""Commands that show runs in a browser or in Grafana."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
 
 
 def _report_store(place: str, output: Path | None, as_json: bool) -> None:
-    """The page of a store's lines."""
+    """Return the page about the lines of a store."""
     from trainload.packaging.stores.store import Store
 
     url, _, line = place.partition("#")

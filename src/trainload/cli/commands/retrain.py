@@ -1,4 +1,4 @@
-"""Commands of retraining: a file of keys, one tick, the loop over ticks."""
+"""Commands of retraining: its configuration, one tick, the loop over ticks."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def handover(file: Path, as_json: bool) -> None:
 
 
 def _tick_command(python: str, before: Sequence[str], file: Path) -> list[str]:
-    """Words that run a tick. before: the program's own options."""
+    """Return the command line of a tick; `before` are the program's own options."""
     return [python, "-m", "trainload", *before, "retrain", "tick", str(file)]
 
 

@@ -1,4 +1,4 @@
-"""Hand a prepared run over to its driver: a process that is kept, or a job of the cluster."""
+"""Handover of a prepared run to its driver: a supervised process, or a job of the cluster."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainload.core.errors import ClusterError, LostClusterError, TrainingError
 
 
 def keep_run(run_dir: Path, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
-    """Drives a run on a cluster from a process of its own.
+    """Drive a run on a cluster from a separate process.
 
-    `others`: what `resume` is asked for besides.
+    `others` are further arguments of `resume`.
     """
     from trainload.launching.cluster.connection import answers
     from trainload.launching.run.run_spec import read_spec
@@ -33,8 +33,12 @@ def keep_run(run_dir: Path, address: str, as_json: bool, others: Sequence[str] =
 
 @dataclass(slots=True)
 class Prepared:
-    """The folder of a run that somebody is to drive. made: by this process. handed: somebody else
-    has been asked to drive it, and may.
+    """The folder of a run before its driver starts.
+
+    Attributes:
+        run_dir: the folder.
+        made: True if this process created it.
+        handed: True if another process has been asked to drive the run, and may do so.
     """
 
     run_dir: Path
@@ -43,17 +47,17 @@ class Prepared:
 
 
 def detach_run(prepared: Prepared, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
-    """Has the cluster drive a run. `others`: what `resume` is asked for besides."""
+    """Submit the driver of a run as a job. `others` are further arguments of `resume`."""
     from trainload.launching.cluster.jobs import submit
 
     run_dir = prepared.run_dir
-    # from here on a job may use the folder, whatever becomes of this process
+    # from here on a job may use the folder, even if this process ends
     prepared.handed = True
     try:
         job = submit(address, run_dir, [*_driver(run_dir, "auto", as_json=False), *others])
     except LostClusterError:
         raise
-    except (ClusterError, TrainingError):  # there is no job, or none any more
+    except (ClusterError, TrainingError):  # no job uses it
         prepared.handed = False
         raise
     if as_json:
@@ -67,11 +71,12 @@ def detach_run(prepared: Prepared, address: str, as_json: bool, others: Sequence
 
 @contextmanager
 def nothing_left(run_dir: Path) -> Iterator[Prepared]:
-    """Remove a run's folder on exit, and those above that were made for it, if this process made it
-    and no run has begun there or can.
+    """Remove the folder of a run on exit, with the parents that were created for it.
 
-    The block sets `made` once the folder is its own: of two launches into one folder, the one that
-    loses leaves the other's alone.
+    Only if this process created it, and no run has begun there or can begin.
+
+    The block sets `made` once it owns the folder: if two launches use one folder concurrently, the
+    one that fails leaves the folder to the other.
     """
     from trainload.launching.run.journal import JOURNAL
     from trainload.launching.run.run_state import STATE_FILE
@@ -85,12 +90,12 @@ def nothing_left(run_dir: Path) -> Iterator[Prepared]:
         if made and prepared.made and not prepared.handed and not begun:
             shutil.rmtree(run_dir)
             for path in made[1:]:
-                with suppress(OSError):  # somebody else uses it meanwhile
+                with suppress(OSError):  # another process uses it meanwhile
                     path.rmdir()
 
 
 def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
-    """The arguments by which a run is driven."""
+    """Return the arguments of the command that drives a run."""
     policy = shared.policy()
     options = [] if policy is None else ["--policy", str(policy.absolute())]
     return [

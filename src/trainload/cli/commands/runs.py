@@ -348,8 +348,9 @@ def _of_an_evaluation(chosen: GivenSettings) -> dict[str, Any]:
 
 
 def _largest(package: Package, least: int, most: int, per_node: int, chosen: GivenSettings) -> int:
-    """The greatest number of nodes that a run can be planned for: the plans of the other sizes are
-    made from that one.
+    """Return the largest number of nodes for which a run can be planned.
+
+    The plans of the other sizes are derived from that plan.
     """
     if least == most:
         return most
@@ -359,7 +360,7 @@ def _largest(package: Package, least: int, most: int, per_node: int, chosen: Giv
 
 
 def _check_ray(backend: Backend, address: str | None, *, detach: bool = False) -> None:
-    """Check that no option of a cluster is given to a backend without one."""
+    """Check that a backend without a cluster has no options of a cluster."""
     if backend != "ray" and (address is not None or detach):
         raise click.UsageError(
             f"{'--detach' if detach else '--address'} requires Ray: omit it, or omit --backend"
@@ -509,7 +510,7 @@ def _leads(backend: Backend) -> bool:
 
 
 def _watch(work: Callable[[Callable[[Event], None]], Any], run_dir: Path) -> Any:
-    """Do `work` in view of the user. Ctrl-C ends it and says how to go on."""
+    """Run `work` with progress on the terminal. Ctrl-C stops it and prints how to continue."""
     try:
         # Ray prints there when a worker dies
         with run_view.RunView(err(), run_dir) as report, redirect_stdout(sys.stderr):

@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from trainload.packaging.package import Package
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-"""A function that an option is added to."""
+"""A function to which an option is added."""
 DONE, FAILED, WRONG = 0, 1, 2
 _PLAIN_SECONDS = 5.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 package_argument = click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
 any_package_argument = click.argument("package", metavar="PKG")
-"""A folder, or what names a package in a store or registry: for `located`."""
+"""A folder, or the name of a package in a store or registry, for `located`."""
 run_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
 positive = click.IntRange(min=1)
 
 
 class NamedCount(click.ParamType[tuple[str, int | None]]):
-    """One of some names, or NAME/N: (name, N, None where it is left out)."""
+    """One of several names, or NAME/N: (name, N), where N is None if omitted."""
 
     name = "name"
 
@@ -54,7 +54,7 @@ class NamedCount(click.ParamType[tuple[str, int | None]]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, int | None]:
-        """Reads what the user wrote."""
+        """Parse the value of the option."""
         if isinstance(value, tuple):
             return value
         name, slash, count = str(value).partition("/")
@@ -70,7 +70,7 @@ class NamedCount(click.ParamType[tuple[str, int | None]]):
 
 
 class CountOf(click.ParamType[tuple[int, str]]):
-    """N, or N/NAME: (N, the name, the first one where it is left out)."""
+    """N, or N/NAME: (N, name), where an omitted name is the first one."""
 
     name = "count"
 
@@ -80,7 +80,7 @@ class CountOf(click.ParamType[tuple[int, str]]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, str]:
-        """Reads what the user wrote."""
+        """Parse the value of the option."""
         if isinstance(value, tuple):
             return value
         count, slash, name = str(value).partition("/")
@@ -97,14 +97,14 @@ class CountOf(click.ParamType[tuple[int, str]]):
 
 
 class Span(click.ParamType[tuple[int, int]]):
-    """N, or A:B: (least, most)."""
+    """N, or A:B: (minimum, maximum)."""
 
     name = "span"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, int]:
-        """Reads what the user wrote."""
+        """Parse the value of the option."""
         if isinstance(value, tuple):
             return value
         least, colon, most = str(value).partition(":")
@@ -118,9 +118,7 @@ class Span(click.ParamType[tuple[int, int]]):
 
 
 class Transfer:
-    """Shows bytes as they move, on stderr: a bar on a terminal, elsewhere a line every few
-    seconds.
-    """
+    """Progress of a transfer on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, title: str) -> None:
         self._what = title
@@ -153,7 +151,7 @@ class Transfer:
             self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        """So many bytes of so many are where they belong."""
+        """Show the number of transferred bytes, and of all bytes."""
         if self._bar is not None:
             if self._task is None:
                 self._task = self._bar.add_task(self._what, total=total)
@@ -163,7 +161,7 @@ class Transfer:
             self.say(f"{self._what}: {size(done)} of {size(total)}")
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Write one line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -180,9 +178,7 @@ def open_package(path: Path) -> Package:
 
 
 def _print_library_warnings(package: Package) -> Package:
-    """The package, once it was said how operator libraries differ from those that it was made
-    with.
-    """
+    """Warn about operator libraries that differ from the recorded ones; return the package."""
     from trainload.launching.node.libraries import library_warnings
 
     for warning in library_warnings(package, libraries()):
@@ -196,8 +192,9 @@ def trusts_extensions() -> bool:
 
 
 def located(name: str) -> tuple[str | None, Path]:
-    """A package's name in a store or registry, None for a folder; and its folder, fetched into this
-    machine's cache if need be.
+    """Return a package's name in a store or registry (None for a folder), and its folder.
+
+    A package in a store is fetched into this machine's cache if it is not there.
     """
     check_supported_torch()
     from trainload.launching.node.fetching import here
@@ -207,10 +204,9 @@ def located(name: str) -> tuple[str | None, Path]:
 
 
 def open_to_run(name: str) -> Package:
-    """`open_package`, once the policies let the package be run: before that no library is imported
-    for it.
+    """Open a package that the policies allow to run; no library is imported for it before.
 
-    One in a store is fetched.
+    A package in a store is fetched.
     """
     source, path = located(name)
     from trainload.launching.node.libraries import open_for_run
@@ -225,8 +221,8 @@ def open_to_run(name: str) -> Package:
 
 
 def libraries() -> dict[str, str | None]:
-    """Return the program's --library options: namespace -> module or file, None where it is only
-    allowed.
+    """Return the program's --library options: namespace -> module or file; None for a namespace
+    that is only allowed.
     """
     options: tuple[str, ...] = click.get_current_context().find_root().params.get("library", ())
     by_namespace: dict[str, str | None] = {}
@@ -247,9 +243,9 @@ def policy() -> Path | None:
 
 
 def program_options() -> list[str]:
-    """The program's own options that a command run elsewhere needs too.
+    """Return the program's own options that the same command needs on another machine.
 
-    Not --policy, which names a file of this machine.
+    --policy is not included, since it names a file of this machine.
     """
     by_namespace = libraries()
     words = [
@@ -261,7 +257,7 @@ def program_options() -> list[str]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that a command was asked for."""
+    """Write an output file of a command."""
     from trainload.packaging.format.package_files import check_outside_packages
 
     check_outside_packages(path)

@@ -1,4 +1,4 @@
-"""Commands that look at a package's graphs and rewrite them: show, ops, transform."""
+"""Commands that show and rewrite the graphs of a package: show, ops, transform."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def ops(
 
 
 def _compare(path: Path, as_json: bool) -> None:
-    """Print what became of the package's operators in the torch that runs."""
+    """Print the state of the package's operators in the installed torch."""
     if not path.exists():
         raise PackageError("there is no such package", where=str(path))
     check_supported_torch()
@@ -331,8 +331,8 @@ def _apply_set(work: Transformation, operator_set: str, allow_change: bool) -> l
 
 
 def _ask_user(work: Transformation, allow_change: bool) -> list[Applied]:
-    """Goes through what can be decomposed, most used first, until nothing is left or the user has
-    enough.
+    """Offer operators that can be decomposed, the most used first, until none is left or the user
+    stops.
     """
     from trainload.autograd_trace.derivation.decompose import becomes, spelled
     from trainload.capture.operators import calls_in

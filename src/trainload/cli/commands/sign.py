@@ -1,4 +1,4 @@
-"""Commands about who stands behind a package: sign."""
+"""The command that signs a package: sign."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def gc(
 
 
 def _parse_facts(texts: tuple[str, ...]) -> dict[str, bool | int | float | str]:
-    """NAME=VALUE: a number where it reads as one."""
+    """Parse NAME=VALUE, where a value that is a number becomes one."""
     facts: dict[str, bool | int | float | str] = {}
     for text in texts:
         name, equals, value = text.partition("=")

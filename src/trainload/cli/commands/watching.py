@@ -1,4 +1,4 @@
-"""Commands about runs that go on elsewhere, or are over."""
+"""Commands about runs of other processes, and about finished runs."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _require_state(run_dir: Path) -> RunState:
 
 
 def _follow(run_dir: Path) -> RunState:
-    """Shows a run until it is over. Returns: what its driver says then."""
+    """Show a run until it has ended. Returns its last state."""
     from trainload.launching.run.journal import Follower
 
     follower = Follower(run_dir)
@@ -194,7 +194,7 @@ def _summary_record(state: RunState) -> dict[str, Any]:
 
 
 def _lines(path: Path, run_dir: Path, *, follow: bool, last: int | None) -> Iterator[str]:
-    """The whole lines of a file, and with `follow` those that are added until the run is over."""
+    """Yield the complete lines of a file; with `follow`, also new ones until the run has ended."""
     partial = ""
     at = 0
     first = True

@@ -1,4 +1,4 @@
-"""Tables that stay readable where the terminal is narrow: no word is broken."""
+"""Tables that stay readable on a narrow terminal: no word is broken."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 _WORD = re.compile(r"^[^\S\n]*\S+|\S+", re.MULTILINE)
-"""A word; the first one of a line with its indentation, from which rich does not part it."""
+"""A word; the first of a line includes the indentation, which rich does not separate from it."""
 _GAP = 2
 """Spaces between two columns."""
 
 
 class Columns:
-    """Rows under titles.
+    """A table with titles above its columns.
 
     If the longest words of all columns do not fit side by side, each row is a block of lines
     "title  value".
@@ -28,9 +28,9 @@ class Columns:
         console.print(found)
 
     Args:
-        titles: of the columns.
-        title: of the whole.
-        right: titles of columns whose values stand at the right.
+        titles: titles of the columns.
+        title: title of the table.
+        right: titles of the columns that are aligned to the right.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Columns:
         self._rows: list[tuple[tuple[Text, ...], str | Style]] = []
 
     def add(self, *cells: str | Text, style: str | Style = "") -> None:
-        """Add a row. Strings are shown as they are; cells that are left out are empty."""
+        """Add a row. Strings are shown unchanged; omitted cells are empty."""
         texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
         texts += [Text("")] * (len(self._titles) - len(texts))
         self._rows.append((tuple(texts), style))
 
     def _widths(self, room: int) -> list[int] | None:
-        """Return the width of each column, or None where words would break.
+        """Return the width of each column, or None if words would break.
 
-        Each column gets the width of its longest line, or as much of it as there is room for, from
-        the left.
+        Each column gets the width of its longest line, or what is left of the terminal's width,
+        from left to right.
         """
         texts = [
             [title, *(str(cells[place]) for cells, _ in self._rows)]

@@ -1,6 +1,4 @@
-"""Shows what the planner has found: the candidates beside each other, and one of them node by
-node.
-"""
+"""Results of the planner: the candidates side by side, and one of them node by node."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _TIME = ("compute", "exposed", "bubble", "update")
 
 
 def print_found(console: Console, result: Found, output: Path | None) -> None:
-    """Prints the candidates, the best first, and why it is."""
+    """Print the candidates, the best first, and why it is the best."""
     device, best = result.device, result.best
     cluster = result.candidates[0].plan.cluster
     console.print(
@@ -67,7 +65,7 @@ def print_found(console: Console, result: Found, output: Path | None) -> None:
 
 
 def beside(result: Found, candidate: Candidate) -> str:
-    """Why a candidate is not the best one, or what it is best in."""
+    """Return why a candidate is not the best one, or in which respect it is the best."""
     best = result.best
     over = candidate.costs.memory.peak - result.device.memory_bytes
     if over > 0:
@@ -83,7 +81,7 @@ def beside(result: Found, candidate: Candidate) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time as people read it."""
+    """Format a time for people."""
     for least, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if value >= least:
             return f"{value / least:.3g} {unit}"
@@ -93,7 +91,7 @@ def seconds(value: float) -> str:
 def nothing_fits(result: Found, smallest: Candidate | None) -> PlanError:
     """Return the message if no candidate fits.
 
-    `smallest`: on the smallest cluster where one does.
+    `smallest` are the results for the smallest cluster on which one fits.
     """
     least = min(result.candidates, key=lambda candidate: candidate.costs.memory.peak)
     memory, available = least.costs.memory, result.device.memory_bytes
@@ -126,7 +124,7 @@ def _format_time(time: StepTime) -> str:
 
 
 def as_record(result: Found) -> dict[str, Any]:
-    """The same for scripts: bytes, and seconds of one update."""
+    """Return the results as JSON: sizes in bytes, times in seconds per update."""
     candidates = [
         {
             "plan": str(c.choice),
@@ -154,7 +152,7 @@ def as_record(result: Found) -> dict[str, Any]:
 
 
 def explained(candidate: Candidate) -> dict[str, Any]:
-    """Each graph of a candidate, node by node."""
+    """Return the nodes of each graph of a candidate."""
     return {
         graph: {
             "seconds": line.seconds,
@@ -167,9 +165,7 @@ def explained(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_explained(console: Console, candidate: Candidate, most: int = 40) -> None:
-    """Prints, for each graph of a candidate, what takes its time: by operator, and the longest
-    nodes.
-    """
+    """Print the time of each graph of a candidate by operator, and its slowest nodes."""
     console.print(
         f"{candidate.choice}, recompute {candidate.choice.recompute}:"
         f" {_format_time(candidate.costs.time)}",

@@ -1,5 +1,5 @@
-"""A run as it goes on: a panel at the bottom of a terminal, with what happens above it; plain lines
-elsewhere.
+"""Progress of a run: on a terminal a panel at the bottom with events above it, otherwise plain
+lines.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState, Summary
 
 PLAIN_INTERVAL = 10.0
-"""Seconds between two plain lines about steps."""
+"""Minimum time between two plain lines about steps, in seconds."""
 MOST_RANKS = 8
-"""Number of ranks in a panel, those furthest behind first."""
+"""Maximum number of ranks in a panel, those furthest behind first."""
 _FINAL_EVENTS = frozenset({"end", "failed", "stopped"})
 _REFRESHES = 4
 _LOOK_SECONDS = 1.0
@@ -38,18 +38,18 @@ _CURVE = 48
 
 
 class RunView:
-    """Shows a run's events as they come. Used as a context manager; call it with each event.
+    """Display of a run's events. Used as a context manager, and called with each event.
 
-    On a terminal: a panel of where the run is, with the state of every rank, and a line for all
-    that is not a step. Elsewhere: lines, for steps one every `PLAIN_INTERVAL` seconds and one for
-    the last step. Where the terminal is closed, or nobody reads the lines any more, nothing is
-    shown from then on, and the run goes on.
+    On a terminal it shows a panel with the progress and the state of every rank, and a line for
+    each event that is not a step. Otherwise it prints lines: one about steps every
+    `PLAIN_INTERVAL` seconds, and one for the last step. If the terminal is closed, or the pipe has
+    no reader any more, the display stops and the run continues.
 
     Args:
-        console: where.
-        run_dir: the run's folder, where there is one: its driver says there what each rank does.
-        clock: seconds.
-        past: what has happened before, which is not told again.
+        console: where to print.
+        run_dir: the run's folder, if any, where the driver writes what each rank does.
+        clock: returns the time in seconds.
+        past: earlier events, which are not shown again.
     """
 
     def __init__(
@@ -119,18 +119,18 @@ class RunView:
     def _to_terminal(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, SystemExit):  # rich's word for a pipe that nobody reads
+        except (OSError, SystemExit):  # rich raises this for a pipe without a reader
             self._gone = True
 
 
 class Panel:
-    """Progress of a run in a few lines. Events come by one thread, and another one draws.
+    """Progress of a run in a few lines. One thread adds events, another one draws.
 
     Args:
-        run_dir: the run's folder, where there is one.
+        run_dir: the run's folder, if any.
 
     Attributes:
-        over: nothing more will come; ranks are not shown any more.
+        over: True if no more events follow; then ranks are not shown.
     """
 
     def __init__(self, run_dir: Path | None) -> None:
@@ -145,13 +145,13 @@ class Panel:
         self._looked = -math.inf
 
     def take(self, event: Event) -> None:
-        """One event more."""
+        """Add an event."""
         self._summary.take(event)
         if event.kind == "step":
             self._losses.append(float(event.data["loss"]))
 
     def shown(self) -> RenderableType:
-        """It, as it is now."""
+        """Return the present lines."""
         summary = self._summary
         if not summary.starts:
             return Group(f"starting, {duration(time.monotonic() - self._began)}")
@@ -190,7 +190,7 @@ class Panel:
 
 
 def _lines(summary: Summary, losses: Sequence[float]) -> Iterator[str]:
-    """The numbers of a run."""
+    """Return the numbers of a run."""
     loss_curve = f"   {curve(losses, _CURVE)}" if len(losses) > 1 else ""
     yield from filter(
         None,
@@ -238,8 +238,8 @@ def _join(pairs: Iterator[tuple[str, str]]) -> str:
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """The finite ones of some values as bars, each the mean of its share of them: `[3.0, 2.0, 1.0]`
-    -> "█▅▁".
+    """Return the finite values as bars, each the mean of its part of them: `[3.0, 2.0, 1.0]` ->
+    "█▅▁".
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

@@ -1,6 +1,6 @@
-"""Lines, tables and JSON for people: events and state of a run, and any record.
+"""Lines, tables and JSON: events and state of a run, and any record.
 
-Progress of a run: `run_progress`.
+`run_progress` shows the progress of a run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _QUIET = frozenset({"step", "steps", "kind", "name", "workers", "nodes"})
 
 
 class Event(Protocol):
-    """An event of a run: `kind` is stage, step, eval, checkpoint, warning or end; `data` says the
-    rest.
-    """
+    """An event of a run: `kind` is stage, step, eval, checkpoint, warning or end."""
 
     @property
     def kind(self) -> str: ...
@@ -41,7 +39,7 @@ class Event(Protocol):
 
 
 def step_line(data: Mapping[str, Any]) -> str:
-    """One line about a step. Steps are counted from 0; people count what is done."""
+    """Return a line about a step, with the number of finished steps (steps count from 0)."""
     total = f"/{data['steps']}" if data.get("steps") is not None else ""
     time_left = (
         f"  {duration(data['seconds_left'])} left" if data.get("seconds_left") is not None else ""
@@ -50,9 +48,7 @@ def step_line(data: Mapping[str, Any]) -> str:
 
 
 def event_line(event: Event) -> str:
-    """One line about anything that is not a step; of a failure, one more for each rank: what it
-    did.
-    """
+    """Return a line about an event that is not a step; for a failure, also a line for each rank."""
     data = event.data
     if event.kind == "failure":
         rank_lines = [f"  rank {rank}: {text}" for rank, text in data["doing"].items()]
@@ -71,7 +67,7 @@ def event_line(event: Event) -> str:
 
 
 def log_line(event: Event, seconds: float) -> str:
-    """An event of a run's journal, for people. `seconds`: since 1970, when it was; said in UTC."""
+    """Describe an event of a run's journal. `seconds` is its Unix time, shown in UTC."""
     line = step_line(event.data) if event.kind == "step" else event_line(event)
     return f"{clock(seconds)}  {line}"
 
@@ -160,7 +156,7 @@ def ranks_table(state: RunState, most: int | None = None) -> Columns:
 
 
 def run_cells(state: RunState) -> tuple[str, ...]:
-    """A run among others: phase, step, loss, checkpoint, failures, when it was heard of."""
+    """Return a run's row: phase, step, loss, checkpoint, failures, time of last report."""
     summary = state.summary
     loss = "" if summary.loss is None else f"{summary.loss:.4f}"
     saved = "" if summary.checkpoint is None else str(summary.checkpoint)
@@ -175,7 +171,7 @@ def run_cells(state: RunState) -> tuple[str, ...]:
 
 
 def numbers(data: Mapping[str, Any]) -> str:
-    """Loss, metrics and throughput of a step, in one short piece of text."""
+    """Return loss, metrics and throughput of a step as a short text."""
     parts = [f"loss {data['loss']:.4f}"] if "loss" in data else []
     parts += [
         f"{name} {value:.4f}"
@@ -191,11 +187,11 @@ def numbers(data: Mapping[str, Any]) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """`value` in JSON's types: records become objects, paths and enums strings, NaN and infinities
-    null.
+    """Convert a value to JSON's types: records become objects, paths and enums strings, NaN and
+    infinities null.
 
     Raises:
-        TypeError: it holds something that has no such form.
+        TypeError: it contains a value that cannot be converted.
     """
     if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
         return value
@@ -219,12 +215,12 @@ def as_json(value: Any) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """`value` as indented JSON text."""
+    """Return a value as indented JSON."""
     return json.dumps(as_json(value), indent=2, allow_nan=False)
 
 
 def table(rows: Iterable[tuple[str, Any]], title: str | None = None) -> Table:
-    """A table of names and values."""
+    """Return a table of names and values."""
     grid = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -234,7 +230,7 @@ def table(rows: Iterable[tuple[str, Any]], title: str | None = None) -> Table:
 
 
 def record_table(record: Any, title: str | None = None) -> Table:
-    """A table of a record's fields, without those that are None or empty."""
+    """Return a table of a record's fields, without those that are None or empty."""
     fields = as_json(record)
     return table(
         ((name, value) for name, value in fields.items() if value not in (None, [], {}, "")), title
@@ -242,8 +238,8 @@ def record_table(record: Any, title: str | None = None) -> Table:
 
 
 def print_shapes(console: Console, report: ShapeReport) -> None:
-    """Prints what each dim of a job's inputs may be, what has it so, and what to write for more;
-    then what torch refuses, if it does.
+    """Print which sizes each dim of a job's inputs accepts, why, and how to declare more; then
+    torch's reasons, if it rejects the declaration.
     """
     columns = Columns(
         ("dim", "example", "may be", "declared", "because of", "for more"),
@@ -270,7 +266,7 @@ def print_shapes(console: Console, report: ShapeReport) -> None:
 
 
 def _relative_path(place: str) -> str:
-    """A path under the current folder without it."""
+    """Return a path relative to the current folder, if it is inside."""
     return place.removeprefix(f"{Path.cwd()}/")
 
 
