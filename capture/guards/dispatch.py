@@ -127,7 +127,9 @@ class Dispatcher:
         return self.pick_facts(facts, constants)
 
     def pick_facts(self, facts: Facts, constants: Constants) -> str:
-        """Like `pick`, for a batch given by its inputs' dtypes and sizes, and its constants."""
+        """Return the variant for a batch, given the dtypes and sizes of its inputs, and its
+        constants.
+        """
         for name, matchers in self._variants.items():
             for matcher in matchers:
                 if not matcher.takes(facts, constants):

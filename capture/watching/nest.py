@@ -21,7 +21,7 @@ def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def mapped_with(value: Any, dims: Any, function: Callable[[Tensor, int | None], Any]) -> Any:
-    """Like `mapped`, but also pass `function` the entry of `dims` for each tensor.
+    """Apply `function` to each tensor, like `mapped`, with the entry of `dims` for it.
 
     dims: one entry for all tensors below it, or a nested structure like the value's.
     """

@@ -1,5 +1,4 @@
-"""Freezes the GAN, trains it on two workers, and says how far its images are from real ones before
-and after.
+"""Freeze the GAN, train it on two workers, and compare its images with real ones before and after.
 
 `make demo-gan` runs it.
 """
@@ -25,7 +24,7 @@ ROOT = EXAMPLE.parents[1]
 
 
 def command(*arguments: str | Path) -> dict[str, Any]:
-    """What a `trainload` command says; its progress goes to this terminal."""
+    """Return the JSON output of a `trainload` command; its progress goes to this terminal."""
     line = [sys.executable, "-m", "trainload", *map(str, arguments), "--json"]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
@@ -37,7 +36,7 @@ def command(*arguments: str | Path) -> dict[str, Any]:
 
 
 def images(package: Path, rows: int) -> torch.Tensor:
-    """New images by a package's predict graph: float32 (rows, 64)."""
+    """Generate images with a package's predict graph: float32 (rows, 64)."""
     graph = trainload.open(package).graph("predict").module(check_guards=False)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -47,20 +46,21 @@ def images(package: Path, rows: int) -> torch.Tensor:
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The energy distance of two sets of points, (n, d) and (m, d): 2 E|x - y| - E|x - x'| - E|y -
-    y'|; 0 for equal distributions.
+    """Return the energy distance of two sets of points, (n, d) and (m, d).
+
+    It is 2 E|x - y| - E|x - x'| - E|y - y'|, which is 0 for equal distributions.
     """
     return float(2 * torch.cdist(a, b).mean() - torch.cdist(a, a).mean() - torch.cdist(b, b).mean())
 
 
 def main() -> int:
-    """The demo. Returns the exit status: 1 where the images have not come nearer."""
+    """Run the demo. Returns the exit status: 1 if the images have not become more realistic."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--folder",
         type=Path,
         default=ROOT / "demo-gan",
-        help="where everything is written; made anew",
+        help="output folder; replaced if it exists",
     )
     parser.add_argument("--steps", type=int, help="a shorter run")
     parser.add_argument("--workers", type=int, default=2)

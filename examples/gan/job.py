@@ -1,6 +1,6 @@
-"""A GAN on scikit-learn's digits: two losses, two optimizers, in turns.
+"""A GAN on scikit-learn's digits: two losses with two optimizers, which take turns.
 
-The discriminator has two updates for each of the generator.
+The discriminator has two updates for each update of the generator.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class GAN(nn.Module):
 
 
 def generator_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """What the discriminator makes of new images. `batch["image"]` gives the number of rows."""
+    """Return the generator's loss on new images, as many as `batch["image"]` has rows."""
     assert isinstance(model, GAN)
     fake = model.generator(torch.randn(batch["image"].shape[0], NOISE))
     return functional.softplus(-model.discriminator(fake)).mean()
 
 
 def discriminator_loss(model: nn.Module, batch: dict[str, Tensor]) -> trainload.Loss:
-    """How well it tells real images from new ones."""
+    """Return the discriminator's loss on real and generated images."""
     assert isinstance(model, GAN)
     with torch.no_grad():
         fake = model.generator(torch.randn(batch["image"].shape[0], NOISE))
@@ -68,7 +68,7 @@ def discriminator_loss(model: nn.Module, batch: dict[str, Tensor]) -> trainload.
 
 
 def job() -> trainload.Job:
-    """The job."""
+    """Build the job."""
     torch.manual_seed(0)
     return trainload.Job(
         model=GAN(),

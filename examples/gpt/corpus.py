@@ -21,8 +21,8 @@ EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Where a corpus lies and how large it is: `train` and `held_out` are Parquet files of one
-    column, `tokens`.
+    """Location and size of a corpus: `train` and `held_out` are Parquet files with a column
+    `tokens`.
     """
 
     train: Path
@@ -33,9 +33,7 @@ class Corpus:
 
 
 def source_files(root: Path) -> list[Path]:
-    """Every .py file under `root` that belongs to the standard library, in the order of its path
-    relative to `root`.
-    """
+    """Return the .py files of the standard library at `root`, sorted by their relative paths."""
     found = (
         path
         for path in root.rglob("*.py")
@@ -48,17 +46,18 @@ def source_files(root: Path) -> list[Path]:
 
 
 def is_held_out(relative: str) -> bool:
-    """Whether the file of this relative path belongs to the held-out part.
+    """Return True if the file with this relative path is held out.
 
-    Depends on the path alone.
+    Depends only on the path.
     """
     digest = hashlib.sha256(relative.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_SHARE == 0
 
 
 def windows(text: bytes, length: int) -> npt.NDArray[np.uint8]:
-    """`text` cut into rows of `length` bytes, shape (len(text) // length, length); what is left
-    over at the end is dropped.
+    """Split a text into rows of `length` bytes, shape (len(text) // length, length).
+
+    An incomplete last row is dropped.
     """
     count = len(text) // length
     return np.frombuffer(text, dtype=np.uint8, count=count * length).reshape(count, length)
@@ -78,9 +77,9 @@ def build(folder: Path, context: int, root: Path | None = None) -> Corpus:
     """Build train.parquet and heldout.parquet in `folder`, in windows of `context + 1` bytes.
 
     Args:
-        folder: where to write; made if it is missing.
-        context: bytes that the model sees; the last byte of a window is only a target.
-        root: the library to read. None: this Python's own.
+        folder: output folder, created if it does not exist.
+        context: number of bytes that the model sees; the last byte of a window is only a target.
+        root: folder of the library. None: that of this Python.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     files = source_files(root)

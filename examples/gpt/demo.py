@@ -1,8 +1,7 @@
-"""The whole road once: corpus, freeze, plan, launch on a local Ray cluster, trained package. `make
-demo` runs it.
+"""The complete workflow: corpus, freeze, plan, launch on a local Ray cluster, trained package.
 
-What follows the freeze runs in processes that cannot import this example: the package alone is
-enough. Everything is written under demo/, which is made anew.
+`make demo` runs it. All steps after the freeze run in processes that cannot import this example:
+the package is all they need. Everything is written to demo/, which is replaced if it exists.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ WORKERS = 2
 STRATEGY = "zero3"
 EVAL_BATCHES = 40
 TARGET = 2.2
-"""Nats per byte of held-out text that the trained model must be below.
+"""Upper limit of the trained model's loss on held-out text, in nats per byte.
 
-One that has learnt nothing has 5.5.
+An untrained model has 5.5.
 """
 SOURCE_MODULES = ("model", "job", "examples.gpt.model")
 
 
 class DemoError(Exception):
-    """A stage failed; its own output has said why."""
+    """A stage failed; its output contains the reason."""
 
 
 @dataclass(slots=True)
 class Stages:
-    """The stages so far and the seconds that each took."""
+    """The stages so far, and the duration of each in seconds."""
 
     console: Console
     seconds: dict[str, float] = field(default_factory=dict)
@@ -60,8 +59,9 @@ class Stages:
 
 
 def trainload(*arguments: str | Path, cwd: Path) -> dict[str, Any]:
-    """Run one `trainload` command in `cwd` and return what its --json says. Progress goes to this
+    """Run a `trainload` command in `cwd` and return its --json output. Progress goes to this
     terminal.
+
 
     Raises:
         DemoError: it failed.
@@ -84,7 +84,7 @@ def trainload(*arguments: str | Path, cwd: Path) -> dict[str, Any]:
 
 
 def demand_no_source(cwd: Path) -> None:
-    """Demand that a process started in `cwd` cannot import the example.
+    """Check that a process started in `cwd` cannot import the example.
 
     Raises:
         DemoError: it can.
@@ -106,7 +106,7 @@ def demand_no_source(cwd: Path) -> None:
 
 
 def run(folder: Path, steps: int | None) -> dict[str, Any]:
-    """All stages. Returns what result.json holds."""
+    """Run all stages. Returns the content of result.json."""
     stages = Stages(Console(stderr=True))
     package, trained, plan = folder / "gpt.tl", folder / "gpt-trained.tl", folder / "plan.json"
     with stages.stage("corpus"):
@@ -168,12 +168,12 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def main() -> int:
-    """The demo. Returns the exit status: 1 where a stage failed, or the model learnt too little."""
+    """Run the demo. Returns the exit status: 1 if a stage failed, or the loss is too high."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "demo", help="where everything is written; made anew"
+        "--folder", type=Path, default=ROOT / "demo", help="output folder; replaced if it exists"
     )
     parser.add_argument("--steps", type=int, help="a shorter run, which is not held to the target")
     arguments = parser.parse_args()

@@ -15,14 +15,14 @@ import trainload
 
 STEPS = 600
 ROWS = 16
-"""Windows of one update."""
+"""Number of windows per update."""
 WARM_UP = 40
 PEAK_RATE = 3e-3
 WEIGHT_DECAY = 0.1
 
 
 def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:
-    """Mean cross-entropy of the next byte, in nats.
+    """Return the mean cross-entropy of the next byte, in nats.
 
     `batch["tokens"]`: uint8 (rows, context + 1).
     """
@@ -36,13 +36,13 @@ def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Lo
 
 
 def predict(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits of every position, float32 (rows, context, vocabulary)."""
+    """Return the logits of every position, float32 (rows, context, vocabulary)."""
     logits: torch.Tensor = model(batch["tokens"][:, :-1].long())
     return logits
 
 
 def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW; matrices are decayed, norms and biases are not."""
+    """Return AdamW with weight decay for matrices, but not for norms and biases."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
@@ -52,7 +52,7 @@ def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def schedule(step: int) -> float:
-    """Linear warm-up, then a cosine from 1 to 0.02 at the last step."""
+    """Return the factor of the learning rate: linear warmup, then cosine decay from 1 to 0.02."""
     if step < WARM_UP:
         return (step + 1) / WARM_UP
     progress = min(1.0, (step - WARM_UP) / (STEPS - WARM_UP))
@@ -60,7 +60,7 @@ def schedule(step: int) -> float:
 
 
 def job(autocast: bool = True) -> trainload.Job:
-    """The job, its blocks in bfloat16."""
+    """Build the job, with its blocks in bfloat16."""
     torch.manual_seed(0)
     config = Config(autocast=autocast)
     example = torch.randint(0, config.vocabulary, (4, config.context + 1), dtype=torch.uint8)
@@ -78,5 +78,5 @@ def job(autocast: bool = True) -> trainload.Job:
 
 
 def job_fp32() -> trainload.Job:
-    """The job in float32 throughout."""
+    """Build the job in float32."""
     return job(autocast=False)

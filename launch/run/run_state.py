@@ -32,8 +32,8 @@ be alive.
 """
 
 Phase = Literal["waiting", "running", "ended", "stopped", "failed", "lost"]
-"""waiting: for nodes, or for its workers to restart. stopped: on request. lost: the driver is gone
-without a last word.
+"""waiting: for nodes, or for workers to restart. stopped: on request. lost: the driver ended
+without writing a final state.
 """
 
 
@@ -41,20 +41,20 @@ class Summary(BaseModel):
     """Summary of a run's events.
 
     Attributes:
-        step: steps done. steps: all that there are to do.
-        loss, gradient_norm, tokens_per_second, rows_per_second, seconds_left: of the last step.
-        data_wait: share of the time of the last steps that rank 0 waited for data.
-        mfu: of the last steps, the share of what the devices could do that the model's products
-            are. memory: bytes that the rank holds which holds most.
-        evaluation: the last one's loss; evaluated_at: its step.
-        checkpoint: step of the last published one, None where there is none; checkpoint_time: when,
-            in seconds since 1970.
-        world: ranks of the last attempt. strategy: its plan's.
-        starts: attempts that got to the loop. failures: attempts that failed. warnings: how many
-            there were.
-        last_failure: what the driver said of the last one.
-        message: why the run stopped or failed, what it waits for, or what is done about a failure.
-            error: the name of the error by which it stopped or failed.
+        step: number of finished steps. steps: length of the run.
+        loss, gradient_norm, tokens_per_second, rows_per_second: values of the last step.
+        seconds_left: estimated time until the last step.
+        data_wait: fraction of the time of the last steps that rank 0 waited for data.
+        mfu: model FLOPs utilization of the last steps. memory: bytes on the rank that uses most.
+        evaluation: loss of the last evaluation; evaluated_at: its step.
+        checkpoint: step of the last published checkpoint, None if there is none;
+            checkpoint_time: its time, in seconds since 1970.
+        world: number of ranks of the last attempt. strategy: strategy of its plan.
+        starts: number of attempts that reached the training loop. failures: number of failed
+            attempts. warnings: number of warnings.
+        last_failure: description of the last failure.
+        message: why the run stopped or failed, what it waits for, or the reaction to a failure.
+            error: name of the error that ended the run.
         phase: waiting, running, ended, stopped or failed.
         updated: time of the last event.
     """
@@ -88,14 +88,14 @@ class Summary(BaseModel):
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Summary:
-        """Summarise events."""
+        """Summarize events."""
         found = cls()
         for event in events:
             found.take(event)
         return found
 
     def take(self, event: Event) -> None:
-        """Include one more event."""
+        """Add an event."""
         data = event.data
         self.updated = event.time
         match event.kind:
@@ -148,8 +148,13 @@ def _mean(before: float | None, value: float) -> float:
 
 
 class RankSeen(BaseModel):
-    """A rank as the driver last heard of it. node: Ray's id, or a host. age: seconds since. doing:
-    in words. memory: bytes it holds.
+    """The last report of a rank to the driver.
+
+    Attributes:
+        node: Ray's id of the node, or a host name.
+        age: seconds since the report.
+        doing: description of the activity.
+        memory: bytes in use.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -164,7 +169,7 @@ class RankSeen(BaseModel):
 
     @classmethod
     def of(cls, node: str, pid: int, age: float, doing: Doing) -> RankSeen:
-        """From what a rank says."""
+        """Return the record of a rank's report."""
         return cls(
             node=node,
             pid=pid,
@@ -177,10 +182,12 @@ class RankSeen(BaseModel):
 
 
 class RunState(BaseModel):
-    """A run at one moment.
+    """The state of a run at one time.
 
-    time: seconds since 1970. host, pid: of its driver. process: what tells it from all others, as
-    `this_process` has it; "" where that is not known. attempt: its number since the driver began.
+    Attributes:
+        time: seconds since 1970.
+        host, pid: host and process of the driver. process: its id by `this_process`; "" if unknown.
+        attempt: number of the attempt since the driver started.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -220,9 +227,9 @@ class RunState(BaseModel):
 def write_state(
     run_dir: Path, attempt: int, summary: Summary, ranks: dict[int, RankSeen], *, over: bool = False
 ) -> RunState:
-    """Replaces the file; this process is the driver.
+    """Replace the file, from the process that drives the run.
 
-    `over`: it ends now. Returns: what it says. Raises: OSError.
+    `over` is True if the driver ends now. Returns the new state. Raises OSError.
     """
     state = RunState(
         time=time.time(),
@@ -239,14 +246,14 @@ def write_state(
 
 
 def put_state(run_dir: Path, state: RunState) -> None:
-    """Replaces the file with what a driver, this one or another, says. Raises: OSError."""
+    """Replace the file with a driver's state. Raises OSError."""
     replace_file(
         run_dir / STATE_FILE, canonical_json(_finite(state.model_dump(mode="json"))), durable=False
     )
 
 
 def _finite(value: object) -> object:
-    """The value with null for what JSON has no number for."""
+    """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return (

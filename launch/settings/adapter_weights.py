@@ -1,5 +1,5 @@
-"""Weights of low-rank adapters (Hu et al. 2021): their first values, the merge with the weights
-that they adapt, and peft's file.
+"""Weights of low-rank adapters (Hu et al. 2021): initial values, the merge with the adapted
+weights, and peft's file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.tensors.safetensors_file import write_tensors
 
 ADAPTERS_FILE = "adapters.safetensors"
-"""File in a run's folder with the adapters that it has trained."""
+"""File in a run's folder with the trained adapters."""
 _PEFT = "base_model.model."
 """Prefix of the names in peft's files."""
 
@@ -31,15 +31,15 @@ def first_values(adapters: Sequence[LowRank], manifest: Manifest, seed: int) -> 
     """Return the initial values of adapters.
 
     A is uniform within 1 / sqrt(in) of zero, which is Kaiming's bound for a = sqrt(5), as in peft;
-    B is zero. A value follows from the seed, the parameter's name and its place alone.
+    B is zero. A value depends only on the seed, the parameter's name and its place.
 
     Args:
-        adapters: of a package's parameters.
-        manifest: the package's.
-        seed: the run's.
+        adapters: adapters of a package's parameters.
+        manifest: manifest of the package.
+        seed: seed of the run.
 
     Returns:
-        By name, tensors of the adapted parameter's dtype: A (rank, in), B (out, rank).
+        Name -> tensor of the adapted parameter's dtype: A (rank, in), B (out, rank).
     """
     entries = {entry.name: entry for entry in manifest.parameters}
     found: dict[str, Tensor] = {}
@@ -57,10 +57,10 @@ def first_values(adapters: Sequence[LowRank], manifest: Manifest, seed: int) -> 
 def merged(
     checkpoint: Checkpoint, adapters: Sequence[LowRank], *, mean: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a run's package as it was frozen: each adapter's W + scale B A in place of
-    W.
+    """Return the parameters of a run's frozen package, with W + scale B A of each adapter in place
+    of W.
 
-    Otherwise as `full_parameters`.
+    Arguments and errors are those of `full_parameters`.
     """
     own = {name for each in adapters for name in (each.down, each.up)}
     adapted = {each.weight: each for each in adapters}
@@ -81,8 +81,8 @@ def merged(
 def write_adapters(
     checkpoint: Checkpoint, adapters: Sequence[LowRank], run_dir: Path, *, mean: bool
 ) -> Path:
-    """Writes a checkpoint's adapters into the run's folder, under peft's names for them, in place
-    of what lies there.
+    """Write the adapters of a checkpoint to the run's folder, under peft's names. An existing file
+    is replaced.
 
     Raises:
         CheckpointError: a shard has changed.
@@ -98,7 +98,7 @@ def write_adapters(
 
 
 def _parameter(checkpoint: Checkpoint, name: str, *, mean: bool) -> Tensor:
-    """One parameter, as `full_parameters` gives it."""
+    """Return one parameter, in the form of `full_parameters`."""
     bucket, _ = checkpoint.bucket_of(name)
     entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
     shape = checkpoint.shape(name)

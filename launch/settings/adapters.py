@@ -47,10 +47,10 @@ class Adapters(BaseModel):
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def chosen(self, manifest: Manifest) -> tuple[LowRank, ...]:
-        """The adapters of a package, in the order of its parameters.
+        """Return the adapters of a package, in the order of its parameters.
 
         Raises:
-            JobError: a pattern fits nothing, or a parameter that cannot have an adapter of this
+            JobError: a pattern matches nothing, or a parameter that cannot have an adapter of this
                 rank; a name is taken.
         """
         parameters = {entry.name: entry for entry in manifest.parameters}
@@ -79,10 +79,10 @@ class Adapters(BaseModel):
         return found
 
     def kept(self, manifest: Manifest) -> frozenset[str]:
-        """The parameters that are trained beside the adapters.
+        """Return the parameters that are trained in addition to the adapters.
 
         Raises:
-            JobError: a pattern fits no trained parameter, or one that gets an adapter.
+            JobError: a pattern matches no trained parameter, or one that gets an adapter.
         """
         names = list(
             dict.fromkeys(name for group in manifest.recipe.groups for name in group.parameters)
@@ -99,7 +99,7 @@ class Adapters(BaseModel):
         return found
 
     def _of(self, entry: ParameterEntry, tied: Mapping[str, str]) -> LowRank:
-        # it imports torch, which `--help` must not
+        # this imports torch, which `--help` must not
         from trainload.autograd_trace.low_rank import LowRank
 
         other = entry.alias_of or tied.get(entry.name)
@@ -138,9 +138,10 @@ class Adapters(BaseModel):
 def _matched(
     patterns: Sequence[str], names: Sequence[str], like: Sequence[str], where: str
 ) -> frozenset[str]:
-    """The names that some pattern fits.
+    """Return the names that match a pattern.
 
-    Raises: JobError where one fits none; it lists what is near among `like`.
+    Raises:
+        JobError: a pattern matches none; the message lists similar names among `like`.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

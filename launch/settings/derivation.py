@@ -1,9 +1,8 @@
-"""The package that a run trains where it changes a package's graphs: made of the frozen one once
-per node, kept in the node's cache.
+"""Derived packages, which runs train that change a package's graphs.
 
-It is a package like others, with a digest of its own, so that plans, builds and checkpoints need to
-know nothing of where it comes from. Every node makes the same one of the same package: its bytes
-follow from the package, from what is changed and from the run's seed.
+A derived package is made once per node and stored in the node's cache. It is an ordinary package
+with its own digest, so plans, builds and checkpoints do not depend on its origin. All nodes make
+the same one: its bytes are determined by the frozen package, the changes and the run's seed.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _log = logging.getLogger(__name__)
 Precision = Literal["bf16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VERSION = 1
-"""Part of every key: raise it when another package is made of the same one."""
+"""Part of every key; to be increased when the same changes result in another package."""
 _CPU = torch.device("cpu")
 
 
@@ -63,9 +62,7 @@ class Changes:
 
 @dataclass(slots=True)
 class _Made:
-    """A package in the making: what is changed of it so far. values: of parameters that it did not
-    have.
-    """
+    """The changed parts of a derived package. `values` are those of new parameters."""
 
     program: Program
     recipe: Recipe
@@ -74,17 +71,17 @@ class _Made:
 
 
 def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Path) -> Package:
-    """The package with these changes: out of the node's cache, or made and put there.
+    """Return the package with changes, from the node's cache if it is there; otherwise make it.
 
     Args:
-        package: what was frozen.
-        changes: of it.
-        seed: of the run: the adapters' first values follow from it.
+        package: the frozen package.
+        changes: changes of its graphs.
+        seed: seed of the run, which determines the adapters' initial values.
         cache_dir: the node's cache.
 
     Raises:
-        JobError: the package does not allow it.
-        PackageError: it is abstract.
+        JobError: the package cannot be changed this way.
+        PackageError: the package is abstract.
         CaptureError: no step graph can be derived from the changed graphs.
         StorageError: the cache cannot be written.
     """
@@ -141,7 +138,7 @@ def _make(package: Package, changes: Changes, seed: int, path: Path) -> Package:
 
 
 def _change_precision(made: _Made, precision: Precision) -> None:
-    """All graphs but those that predict, which a run does not call."""
+    """Change all graphs except those that predict, which a run does not call."""
     dtype = DTYPES[precision]
     graphs = dict(made.program.graphs)
     changed = False
@@ -196,17 +193,17 @@ def _add_adapters(made: _Made, package: Package, adapters: Adapters, seed: int) 
 
 
 def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozenset[str]) -> Recipe:
-    """The recipe of adapters, each in the groups of its parameter, and of the parameters that are
-    trained beside them.
+    """Return the recipe of adapters, each in the group of its parameter, and of the other trained
+    parameters.
+
 
     Raises:
-        JobError: a group's update cannot be that of an adapter, or a graph is left with nothing to
-            train.
+        JobError: a group's update cannot update an adapter, or a graph has nothing left to train.
     """
     recipe = package.recipe
     pairs = {each.weight: (each.down, each.up) for each in adapters}
     grouped = {name for group in recipe.groups for name in group.parameters}
-    # What was frozen with the job has no group: the first one that can takes its adapter.
+    # A parameter that the job did not train has no group: its adapter joins the first that fits.
     homeless = tuple(
         name for weight, pair in pairs.items() if weight not in grouped for name in pair
     )
@@ -241,7 +238,7 @@ def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozense
 
 
 def _home(package: Package, weights: set[str]) -> str:
-    """The group of adapters of parameters that are in none."""
+    """Return the group for adapters of parameters that are in none."""
     dtypes = {entry.name: entry.dtype for entry in package.manifest.parameters}
     wanted = {dtypes[name] for name in weights}
     elementwise = {update.group for update in package.manifest.updates if update.elementwise}
@@ -283,8 +280,8 @@ def _check_elementwise(package: Package, group: GroupRecipe) -> None:
 
 
 def _check_linear(program: Program, adapter: LowRank) -> None:
-    """Raises: JobError where a graph uses the parameter otherwise than as a linear layer's weight,
-    or none that trains uses it.
+    """Raise JobError if a graph uses the parameter other than as the weight of a linear layer, or
+    if no training graph uses it.
     """
     used = False
     for name, capture in program.graphs.items():
@@ -312,7 +309,7 @@ def _check_linear(program: Program, adapter: LowRank) -> None:
 
 
 def _placeholders(capture: GraphCapture, parameter: str) -> list[Node]:
-    """The inputs of a graph that stand for a parameter: one, or none."""
+    """Return the inputs of a graph that hold a parameter: one, or none."""
     nodes = [node for node in capture.exported.graph.nodes if node.op == "placeholder"]
     specs = zip(nodes, capture.exported.graph_signature.input_specs, strict=True)
     return [
@@ -344,7 +341,7 @@ def _adapted(
 
 
 def _reaching(program: Program, name: str, steps: Mapping[str, StepGraph]) -> GraphCapture:
-    """A graph that knows which trained parameters get a gradient from it."""
+    """Return a graph that lists the trained parameters to which it computes a gradient."""
     capture = program.graphs[name]
     if name not in steps:
         return capture
@@ -356,7 +353,7 @@ def _reaching(program: Program, name: str, steps: Mapping[str, StepGraph]) -> Gr
 
 
 def _check_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
-    """Raises: JobError where a graph is to train what gets no gradient from it."""
+    """Raise JobError if a graph would train a parameter without a gradient."""
     members = {group.name: group.parameters for group in made.recipe.groups}
     for name, step in steps.items():
         reached = {port.name for port in step.outputs if port.role is Role.GRADIENT}

@@ -129,19 +129,24 @@ class Overrides(BaseModel):
         return found
 
     def apply(self, package: Package, steps: int | None = None) -> Package:
-        """The package with these changes: what is planned and trained. Its files and its identity
-        stay as they are, unless its graphs are
-        changed: then it is another package, in the node's cache, which has this one as its parent.
+        """Return the package with these changes, for which a plan is made and which a run trains.
+
+        Files and identity stay the same, unless the graphs change: then the result is a derived
+        package in the node's cache, whose parent is this package.
 
         Args:
-            package: what was frozen.
-            steps: of the run, over which a schedule is spread; None: the recipe's, where the run's
-                are not known yet, as for a plan.
+            package: the frozen package.
+            steps: length of the run, over which a schedule is spread. None: the recipe's, if the
+                length of the run is not known yet, as for a plan.
 
         Raises:
-            JobError: the package has no such group or parameter, or leaves nothing to train; the
-                adapters do not fit it; the schedule rises throughout these steps.
-            PackageError: it is abstract, and its graphs are to be changed.
+            JobError: the package has no such group or parameter; nothing is left to train; the
+                adapters do not fit; the schedule rises throughout these steps.
+            PackageError: the package is abstract, and its graphs would be changed.
+
+        Example:
+            changed = trainload.Overrides(lr=1e-4, frozen=("embed.*",)).apply(package)
+            plan = trainload.plan(changed, trainload.Cluster(devices_per_node=2))
         """
         if self == Overrides():
             return package
@@ -175,10 +180,10 @@ class Overrides(BaseModel):
         )
 
     def trained(self, manifest: Manifest) -> frozenset[str]:
-        """The parameters, of a package as it was frozen, that are trained, or whose adapters are.
+        """Return the parameters of a frozen package that are trained, or whose adapters are.
 
         Raises:
-            JobError: as of `Adapters.chosen`.
+            JobError: as for `Adapters.chosen`.
         """
         names = {
             entry.name
@@ -194,7 +199,7 @@ class Overrides(BaseModel):
         )
 
     def _frozen(self, package: Package) -> tuple[Recipe, frozenset[str]]:
-        """The recipe without parameters that are not trained, and their names."""
+        """Return the recipe without the parameters that are not trained, and their names."""
         recipe = package.recipe
         names = [name for group in recipe.groups for name in group.parameters]
         for pattern in self.frozen:
@@ -295,7 +300,7 @@ class Overrides(BaseModel):
 
 
 def _table(recipe: Recipe, group: GroupRecipe) -> list[float]:
-    """A group's learning rates."""
+    """Return the learning rates of a group."""
     if group.schedule is None:
         return list(group.learning_rates)
     return [group.learning_rates[0] * factor for factor in recipe.schedules[group.schedule]]
@@ -312,7 +317,7 @@ def _ratio(wanted: float, peak: float) -> float:
 
 
 def _check_peak(schedule: str, steps: int) -> None:
-    """Check that a schedule reaches its greatest rate within a run. Raises: JobError."""
+    """Check that a schedule reaches its peak rate within a run. Raises JobError."""
     shape, _, warmup = schedule.partition(":")
     if warmup and int(warmup) >= steps:
         raise JobError(
@@ -326,7 +331,7 @@ def _check_peak(schedule: str, steps: int) -> None:
 
 
 def _course(schedule: str, step: int, steps: int) -> float:
-    """A schedule's share of the greatest learning rate at a step."""
+    """Return a schedule's fraction of the peak learning rate at a step."""
     shape, _, given = schedule.partition(":")
     warmup = int(given or 0)
     if step < warmup:

@@ -1,8 +1,8 @@
 """Leases that keep `gc` from removing the blobs of a push that is in progress.
 
-A push records which blobs it relies on before it looks which of them are in the store, and waits
-while a gc is at work. A gc takes its lease before it reads what pushes have recorded. So one of the
-two sees the other, whichever comes first. One gc works at a time: its lease is that of
+A push records the blobs that it relies on before it checks which of them the store has, and waits
+while a gc runs. A gc takes its lease before it reads the records of pushes. So whichever starts
+first, one of the two sees the other. Only one gc runs at a time: its lease is that of
 `trainload.core.storage.lease`, in the folder `gc`.
 """
 
@@ -31,13 +31,16 @@ PUSHES = "pushes"
 GRACE = 24 * 3600.0
 """Seconds after which a silent push is considered dead."""
 GC_SECONDS = 120.0
-"""Seconds for which a gc may be silent before its lease is over."""
+"""Seconds without a heartbeat after which the lease of a gc ends."""
 _RENEW = 600.0
 _POLL = 0.2
 
 
 class PushLease(Sealed):
-    """pushes/NONCE.json: a push is under way, or was broken off. `renewed`: seconds since 1970."""
+    """pushes/NONCE.json: a push that runs, or was interrupted.
+
+    `renewed` is in seconds since 1970.
+    """
 
     nonce: Nonce
     blobs: tuple[Sha256, ...]
@@ -56,14 +59,14 @@ class PushedBlobs:
 
     @property
     def path(self) -> str:
-        """Its file."""
+        """Path of the file in the store."""
         return f"{PUSHES}/{self._nonce}.json"
 
     def renew(self) -> None:
-        """Say that the push is under way, unless that was said a moment ago.
+        """Renew the lease, unless it was renewed a moment ago.
 
         Raises:
-            StorageError: gc took this push for dead.
+            StorageError: a gc considered this push dead.
         """
         if time.time() - self._renewed < _RENEW:
             return
@@ -74,10 +77,10 @@ class PushedBlobs:
         self._renewed = time.time()
 
     def check(self) -> None:
-        """Check that no gc took this push for dead.
+        """Check that no gc considered this push dead.
 
         Raises:
-            StorageError: gc did.
+            StorageError: a gc did.
         """
         if self._store.files.size(self.path) is None:
             raise StorageError(
@@ -87,7 +90,7 @@ class PushedBlobs:
             )
 
     def end(self) -> None:
-        """Give the lease back."""
+        """Return the lease."""
         self._store.files.delete(self.path)
 
 
@@ -95,14 +98,14 @@ class PushedBlobs:
 def leased(
     store: Store, blobs: Iterable[str], on_wait: Callable[[str], None]
 ) -> Iterator[PushedBlobs]:
-    """A lease on blobs, held from before the block until it has ended without an error.
+    """Hold a lease on blobs within the block.
 
-    After an error the lease stays: the blobs that were sent wait for the push to be repeated.
+    After an error the lease is kept, so that the blobs that were sent remain for a repeated push.
 
     Args:
-        store: theirs.
+        store: the store.
         blobs: their sha256.
-        on_wait: told, once, if gc is at work and has to be waited for.
+        on_wait: called once with a message if a gc runs, for which the push must wait.
     """
     lease = PushedBlobs(store, blobs)
     announced = False
@@ -142,7 +145,7 @@ def _gc_leases(store: Store) -> Leases[LeaseRecord]:
 
 
 def push_leases(store: Store) -> dict[str, PushLease]:
-    """Path -> lease of every push that has not ended."""
+    """Return path -> lease of every push that has not ended."""
     leases_by_path: dict[str, PushLease] = {}
     for name in store.files.names(PUSHES):
         path = f"{PUSHES}/{name}"

@@ -4,6 +4,7 @@ use.
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -33,6 +34,10 @@ BANNED = {
     r"tell(?:s)? apart|reckon\w*": "distinguish, compute",
 }
 """Pattern of whole words -> what to write."""
+NOT_VERBS = re.compile(
+    "A|All|An|By|Each|Every|For|From|If|In|Its?|Like|No|On|One|So|That|The|These"
+)
+"""Words with which the docstring of a function does not begin."""
 
 
 def banned_phrases(path: Path) -> list[str]:
@@ -68,6 +73,37 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
         for path in SOURCES
         if (words := first.findall(path.read_text()))
     } == {}
+
+
+def noun_phrases(path: Path) -> list[str]:
+    """Return "line: word" for each function whose docstring begins with a noun phrase."""
+    functions = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and not any(map(is_attribute, node.decorator_list))
+    ]
+    return [
+        f"{node.lineno}: {word}"
+        for node in functions
+        if NOT_VERBS.fullmatch(word := (ast.get_docstring(node) or "-").split()[0])
+    ]
+
+
+def is_attribute(decorator: ast.expr) -> bool:
+    """Return True for a decorator that makes a function an attribute, which is named by a noun."""
+    return "property" in ast.unparse(decorator)
+
+
+def test_a_functions_docstring_begins_with_a_verb() -> None:
+    paths = [*SOURCES, *(ROOT / "examples").rglob("*.py")]
+    assert {
+        str(path.relative_to(ROOT)): words for path in paths if (words := noun_phrases(path))
+    } == {}
+
+
+def test_a_noun_phrase_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text('def f():\n    """The number."""\n')
+    assert noun_phrases(tmp_path / "module.py") == ["1: The"]
 
 
 def test_a_banned_phrase_is_seen_across_lines(tmp_path: Path) -> None:

@@ -311,6 +311,6 @@ def _complain(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Run the console script."""
     sys.excepthook = _complain
     sys.exit(run(sys.argv[1:]))

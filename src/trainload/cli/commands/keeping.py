@@ -34,9 +34,7 @@ def is_kept() -> bool:
 
 
 def stop_with_parent() -> None:
-    """In a supervised driver: make SIGTERM, and the death of the supervisor, stop the run like
-    Ctrl-C.
-    """
+    """Make SIGTERM, and the death of the supervisor, stop the run of this supervised driver."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)
 
