@@ -84,7 +84,7 @@ def evaluate(
     """
     began = time.perf_counter()
     options = {name: getattr(request, name) for name in request.model_fields_set - {"run_dir"}}
-    with _folder(request.run_dir, request.address) as run_dir:
+    with _run_folder(request.run_dir, request.address) as run_dir:
         run = RunRequest(run_dir=run_dir, eval_data=data, **options)
         with checked(package, plan, data, run, evaluates_only=True) as evaluation:
             run_spec(
@@ -94,21 +94,21 @@ def evaluate(
                 request.on_event or _ignore,
                 new=True,
             )
-        found = [event for event in stream_events(run_dir) if event.kind == "eval"]
-    if not found:
+        evaluations = [event for event in stream_events(run_dir) if event.kind == "eval"]
+    if not evaluations:
         raise TrainingError("nothing was evaluated", where=str(data))
-    told = found[-1].data
+    values = evaluations[-1].data
     return EvaluationResult(
-        loss=told["loss"],
-        metrics=told["metrics"],
-        rows=told["rows"],
-        parts=told.get("parts", {}),
-        seconds={"evaluation": told["seconds"], "in all": round(time.perf_counter() - began, 3)},
+        loss=values["loss"],
+        metrics=values["metrics"],
+        rows=values["rows"],
+        parts=values.get("parts", {}),
+        seconds={"evaluation": values["seconds"], "in all": round(time.perf_counter() - began, 3)},
     )
 
 
 @contextmanager
-def _folder(run_dir: str | Path | None, address: str | None) -> Iterator[Path]:
+def _run_folder(run_dir: str | Path | None, address: str | None) -> Iterator[Path]:
     if run_dir is not None:
         yield Path(run_dir).absolute()
         return

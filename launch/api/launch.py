@@ -46,7 +46,7 @@ from trainload.launching.run.run_spec import (
 )
 from trainload.launching.settings.options import takes_options
 from trainload.launching.settings.run_settings import RunSettings
-from trainload.launching.sinks.sink import check_sink_libraries, check_sinks, told
+from trainload.launching.sinks.sink import check_sink_libraries, check_sinks, open_sinks
 from trainload.launching.worker.trial import Trial, try_out
 from trainload.packaging.package import Package
 from trainload.packaging.signatures.policy import find_policies
@@ -92,7 +92,7 @@ def launch(package: Package, plan: Plan, data: Data, request: RunRequest) -> Run
     """
     with checked(package, plan, data, request) as run:
         run_spec(run.spec, request.backend, request.address, request.on_event or _ignore, new=True)
-        return _finished(run.spec, package, request.backend)
+        return _make_result(run.spec, package, request.backend)
 
 
 @neutrally
@@ -163,7 +163,7 @@ def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
     spec = (
         change(folder, request)
         if changes_run(request) and leading
-        else _changed(read_spec(folder), request)
+        else _apply_changes(read_spec(folder), request)
     )
     if leading:  # torchrun's rank 0 may drive it by now
         check_no_driver(folder)
@@ -199,7 +199,7 @@ def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
     check_rows(check_package(package, spec), spec)
     check_output(spec, new=False)
     run_spec(spec, backend, request.address, request.on_event or _ignore, new=False)
-    return _finished(spec, package, backend)
+    return _make_result(spec, package, backend)
 
 
 def change(run_dir: Path, settings: RunSettings) -> RunSpec:
@@ -210,7 +210,7 @@ def change(run_dir: Path, settings: RunSettings) -> RunSpec:
     """
     before = read_spec(run_dir)
     check_no_driver(run_dir)
-    spec = _changed(before, settings)
+    spec = _apply_changes(before, settings)
     check_sink_libraries(spec.sinks)
     package = frozen_package(spec)
     check_rows(check_package(package, spec), spec)
@@ -224,7 +224,7 @@ def change(run_dir: Path, settings: RunSettings) -> RunSpec:
     return spec
 
 
-def _changed(spec: RunSpec, settings: RunSettings) -> RunSpec:
+def _apply_changes(spec: RunSpec, settings: RunSettings) -> RunSpec:
     if not changes_run(settings):
         return spec
     usable = usable_checkpoint(place_of(Path(spec.run_dir), spec.checkpoints)).path
@@ -299,7 +299,7 @@ def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> Dr
         already = plan.cluster.device == "cpu" and is_compiled(
             run.package, plan, default_cache_dir(), evaluates=spec.evaluates
         )
-        trial = _tried_out(spec, request.backend, request.address)
+        trial = _run_trial(spec, request.backend, request.address)
         if trial is not None:
             seconds |= {
                 name: value
@@ -324,7 +324,7 @@ def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> Dr
         )
 
 
-def _tried_out(spec: RunSpec, backend: Backend, address: str | None) -> Trial | None:
+def _run_trial(spec: RunSpec, backend: Backend, address: str | None) -> Trial | None:
     """Run trial steps of a run's first rank; on Ray, on a node where the run would start.
 
     Returns:
@@ -358,7 +358,7 @@ def _ignore(event: Event) -> None:
 
 
 @contextmanager
-def _recorded(
+def _drive(
     spec: RunSpec, on_event: Callable[[Event], None], *, new: bool
 ) -> Iterator[tuple[Callable[[Event], None], CheckDriver]]:
     """Drive a run inside the block, with its folder made if it is new.
@@ -370,7 +370,7 @@ def _recorded(
     run_dir = Path(spec.run_dir)
     if new:
         write_spec(spec)
-    with driving(run_dir) as check_driver, told(spec.sinks, run_dir, on_event) as tell:
+    with driving(run_dir) as check_driver, open_sinks(spec.sinks, run_dir, on_event) as tell:
         try:
             yield tell, check_driver
         except (StorageError, ClusterError) as error:
@@ -398,7 +398,7 @@ def run_spec(
         place = check_torchrun(spec)
         if place.rank == 0:
             with (
-                _recorded(spec, on_event, new=new) as (tell, check_driver),
+                _drive(spec, on_event, new=new) as (tell, check_driver),
                 followed(Path(spec.run_dir), tell),
             ):
                 run_under_torchrun(spec, place, check_driver)
@@ -409,13 +409,13 @@ def run_spec(
 
         check_one_worker(spec)
         with (
-            _recorded(spec, on_event, new=new) as (tell, check_driver),
+            _drive(spec, on_event, new=new) as (tell, check_driver),
             followed(Path(spec.run_dir), tell),
         ):
             run_in_process(spec, check_driver)
 
 
-def _finished(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
+def _make_result(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
     """Return the result of a finished run. Only the leading process writes the trained package."""
     return finish(spec if leads(backend) else spec.model_copy(update={"output": None}), package)
 
@@ -438,7 +438,7 @@ def _run_on_ray(
             check_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
             with (
                 room_asked_for(spec.plans[-1] if spec.plans else None),
-                _recorded(spec, on_event, new=new) as (tell, check_driver),
+                _drive(spec, on_event, new=new) as (tell, check_driver),
             ):
                 Supervisor(spec, tell, check_driver).run()
         finally:

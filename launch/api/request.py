@@ -130,10 +130,10 @@ def spec_of(
         "run_dir": absolute_path(request.run_dir),
         "checkpoints": None if checkpoints is None else whole_place(checkpoints),
         "steps": steps,
-        "optimizer_from": _state_of(request.optimizer_from, package),
+        "optimizer_from": _find_optimizer_state(request.optimizer_from, package),
         "eval_data": absolute_path(data.eval_data),
         "output": absolute_path(request.output),
-        "plans": _in_order(plan, request.plans),
+        "plans": _order_plans(plan, request.plans),
         "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(request.libraries)},
         "trust_extensions": request.trust_extensions,
         "digest": package.digest,
@@ -143,7 +143,7 @@ def spec_of(
     return RunSpec(**fields)
 
 
-def _state_of(source: str | Path | None, package: Package) -> str | None:
+def _find_optimizer_state(source: str | Path | None, package: Package) -> str | None:
     """Return the path of the checkpoint from which a run loads its initial optimizer state.
 
     Raises:
@@ -182,11 +182,11 @@ def versions() -> dict[str, str]:
     """Return the versions of python, trainload, torch and ray; those that are not installed are
     left out.
     """
-    found = {"python": platform.python_version(), "trainload": VERSION}
+    installed = {"python": platform.python_version(), "trainload": VERSION}
     for name in ("torch", "ray"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,29 +228,29 @@ def checked(
     # a job uses the sinks of its cluster
     if leads(backend) and not (request.address or "").startswith(("http://", "https://")):
         check_sink_libraries(request.sinks)
-    given = in_files(data, request.eval_data, run_dir, alone=backend != "torchrun")
+    files = in_files(data, request.eval_data, run_dir, alone=backend != "torchrun")
     steps = 0 if evaluates_only else request.steps or package.recipe.steps
-    spec = spec_of(package, plan, given, request, steps=steps)
+    spec = spec_of(package, plan, files, request, steps=steps)
     check_runnable(package, spec.policies)
     trained = check_package(package, spec)
     if leads(backend):  # torchrun's other ranks may find it made already
         check_place(trained, spec)
-    with written(given, run_dir):
+    with written(files, run_dir):
         rows, eval_rows = check_rows(trained, spec)
         yield CheckedRun(spec, trained, rows, eval_rows)
 
 
-def _in_order(plan: Plan, others: Sequence[Plan]) -> tuple[Plan, ...]:
+def _order_plans(plan: Plan, others: Sequence[Plan]) -> tuple[Plan, ...]:
     """Return all plans of an elastic run, smallest first; () if the run is not elastic.
 
     Raises PlanError if the plans do not fit one run.
     """
     if not others:
         return ()
-    found = {each.world_size: each for each in (*others, plan)}
-    for each in found.values():
+    by_size = {each.world_size: each for each in (*others, plan)}
+    for each in by_size.values():
         another_plan(each, plan, None, None)
-    return tuple(found[world] for world in sorted(found))
+    return tuple(by_size[world] for world in sorted(by_size))
 
 
 def another_plan(plan: Plan, before: Plan, workers: int | None, strategy: Strategy | None) -> Plan:

@@ -44,12 +44,12 @@ from trainload.launching.checkpoints.index import (
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 8
+_CONCURRENT_REQUESTS = 8
 """Number of concurrent requests to a URL."""
 _NOTICE = "given-up"
 _DONE = ".done"
 _SHARD = ".safetensors"
-_OURS = re.compile(
+_WRITTEN_PATH = re.compile(
     r"(?P<folder>step-[0-9]{8,})/"
     r"(?:index\.json|(?P<temporary>\.[^/]+)|rank-[^/]+\.safetensors|(?P<attempt>[A-Za-z0-9._-]+)-(?P<save>[0-9]{8})/[^/]+)"
 )
@@ -137,35 +137,35 @@ class CheckpointPlace:
         files: dict[str, list[re.Match[str]]] = defaultdict(list)
         old: list[str] = []
         for file in self._files.walk(""):
-            if match := _OURS.fullmatch(file.path):
+            if match := _WRITTEN_PATH.fullmatch(file.path):
                 files[match["folder"]].append(match)
             elif _OLD_DRAFT.fullmatch(file.path):
                 old.append(file.path)
         delete(self._files, old)
-        for folder, found in files.items():
+        for folder, matches in files.items():
             strange = {
                 match[0]
-                for match in found
+                for match in matches
                 if match["temporary"] or match["attempt"] not in (None, attempt)
             }
-            if any(match[0] == f"{folder}/{INDEX}" for match in found):
-                strange -= self._needed(folder, strange)
+            if any(match[0] == f"{folder}/{INDEX}" for match in matches):
+                strange -= self._files_to_keep(folder, strange)
             delete(self._files, sorted(strange))
         self._files.prune("")
         self.begin()
 
-    def _needed(self, folder: str, paths: set[str]) -> set[str]:
+    def _files_to_keep(self, folder: str, paths: set[str]) -> set[str]:
         """Return those files in a checkpoint's folder that its index may name."""
         shards = {path for path in paths if path.endswith(_SHARD)}
         # published once: all shards are its own
         if len({path.split("/")[1] for path in paths}) <= 1:
             return shards
         try:
-            return {f"{folder}/{file.name}" for file in self._index(folder).files}
+            return {f"{folder}/{file.name}" for file in self._read_index(folder).files}
         except CheckpointError:
             return shards  # the index cannot be read, so keep all of them
 
-    def _index(self, folder: str) -> CheckpointIndex:
+    def _read_index(self, folder: str) -> CheckpointIndex:
         path = f"{folder}/{INDEX}"
         return decode_index(self._files.read(path, MAX_BYTES) or b"", f"{self.where}/{path}")
 
@@ -175,14 +175,14 @@ class CheckpointPlace:
             step: name for name in self._files.names("") if (step := step_of(name)) is not None
         }
         folders = [steps[step] for step in sorted(steps)]
-        there = at_once(lambda folder: INDEX in self._files.names(folder), folders)
+        has_index = at_once(lambda folder: INDEX in self._files.names(folder), folders)
         return {
-            step: self._at(steps[step])
-            for step, whole in zip(sorted(steps), there, strict=True)
+            step: self._checkpoint_at(steps[step])
+            for step, whole in zip(sorted(steps), has_index, strict=True)
             if whole
         }
 
-    def _at(self, name: str) -> Where:
+    def _checkpoint_at(self, name: str) -> Where:
         return f"{self.where}/{name}" if self._folder is None else self._folder / name
 
     def draft(self, step: int, attempt: str, save: int) -> Draft:
@@ -198,7 +198,7 @@ class CheckpointPlace:
         self._files.delete(f"{folder}/{INDEX}")
         delete(
             self._files,
-            [file.path for file in self._files.walk(folder) if _OURS.fullmatch(file.path)],
+            [file.path for file in self._files.walk(folder) if _WRITTEN_PATH.fullmatch(file.path)],
         )
         self._files.prune(folder)
 
@@ -211,13 +211,13 @@ class CheckpointPlace:
 
         Raises: StorageError: checkpoints exist, or none can be written.
         """
-        with self._tried("to list the files"):
-            there = [name for name in self._files.names("") if step_of(name) is not None]
-        if there:
+        with self._naming_operation("to list the files"):
+            existing = [name for name in self._files.names("") if step_of(name) is not None]
+        if existing:
             raise StorageError(
                 "checkpoints already exist here, or another run is writing them",
                 where=self.where,
-                got=", ".join(there[:5]),
+                got=", ".join(existing[:5]),
                 hint="Resume the run that wrote them, or choose another place for a new run.",
             )
         self.check_writable()
@@ -234,13 +234,13 @@ class CheckpointPlace:
             )
             return
         probe = f"probe-{secrets.token_hex(8)}"
-        with self._tried(f"to write {probe}"):
+        with self._naming_operation(f"to write {probe}"):
             self._files.replace(probe, b"\0")
-        with self._tried(f"to remove {probe}"):
+        with self._naming_operation(f"to remove {probe}"):
             self._files.delete(probe)
 
     @contextmanager
-    def _tried(self, what: str) -> Iterator[None]:
+    def _naming_operation(self, what: str) -> Iterator[None]:
         try:
             yield
         except StorageError as error:
@@ -309,21 +309,21 @@ class Draft:
 
     def read(self, marks: Sequence[str]) -> list[bytes]:
         """Return the content of marks that exist."""
-        found = list(
+        contents = list(
             at_once(lambda mark: self._files.read(f"{self._folder}/{mark}", MAX_BYTES), list(marks))
         )
-        for mark, data in zip(marks, found, strict=True):
+        for mark, data in zip(marks, contents, strict=True):
             if data is None:
                 raise FileNotFoundError(f"there is no {self.where}/{mark} anymore")
-        return [data for data in found if data is not None]
+        return [data for data in contents if data is not None]
 
     def complete(self, index: CheckpointIndex) -> None:
         """Check that all shards exist: another attempt of the run may have begun meanwhile, and
         removed them.
         """
-        there = {file.path: file.size for file in self._files.walk(self._folder)}
+        sizes = {file.path: file.size for file in self._files.walk(self._folder)}
         for file in index.files:
-            size = there.get(f"{self._final}/{file.name}")
+            size = sizes.get(f"{self._final}/{file.name}")
             if size != file.size:
                 raise StorageError(
                     "a shard that was written is missing",
@@ -347,14 +347,18 @@ class Draft:
 
     def release(self) -> None:
         """Rank 0: it is published. Let the other ranks know, and remove the replaced one."""
-        inside = {file.path for file in self._files.walk(self._final) if _OURS.fullmatch(file.path)}
+        inside = {
+            file.path
+            for file in self._files.walk(self._final)
+            if _WRITTEN_PATH.fullmatch(file.path)
+        }
         own = {path for path in inside if path.startswith(f"{self._folder}/")}
         delete(self._files, sorted(path for path in own if not path.endswith(_SHARD)))
         delete(self._files, sorted(inside - own - {f"{self._final}/{INDEX}"}))
 
     def give_up(self, shard: str, notice: bytes) -> None:
         """Rank 0: leave the notice, and remove the rest. It raises nothing."""
-        kept = _SHARD if self._perhaps_published else _NOTICE
+        kept_suffix = _SHARD if self._perhaps_published else _NOTICE
         leftovers = "files of a failed checkpoint were not removed"
         with logged_suppress(_log, leftovers, StorageError):
             if not self._perhaps_published:
@@ -364,7 +368,9 @@ class Draft:
             self._files.replace(f"{self._folder}/{_NOTICE}", notice)
         with logged_suppress(_log, leftovers, StorageError):
             inside = [file.path for file in self._files.walk(self._folder)]
-            delete(self._files, [path for path in inside if not path.endswith((_NOTICE, kept))])
+            delete(
+                self._files, [path for path in inside if not path.endswith((_NOTICE, kept_suffix))]
+            )
 
     def notice(self) -> bytes | None:
         """Return the notice, if rank 0 gave up."""
@@ -419,5 +425,5 @@ def at_once(ask: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
     if len(paths) < 2:
         yield from map(ask, paths)
         return
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
         yield from pool.map(ask, paths)

@@ -164,12 +164,12 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Return step -> folder of every checkpoint in a folder, oldest first."""
     if not folder.is_dir():
         return {}
-    found = {
+    checkpoints = {
         step: path
         for path in folder.iterdir()
         if (step := step_of(path.name)) is not None and (path / INDEX).is_file()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(checkpoints.items()))
 
 
 def step_of(name: str) -> int | None:

@@ -46,13 +46,15 @@ def load_sharded(
     stacks: dict[str, dict[str, torch.Tensor]] = {}
     for bucket in plan.held_buckets(plan.pipeline_index(rank)):
         entries = [
-            entry for entry in _entries(checkpoint, bucket) if not (state_alone and entry == PARAM)
+            entry
+            for entry in _common_entries(checkpoint, bucket)
+            if not (state_alone and entry == PARAM)
         ]
         flats[bucket.name] = {
-            entry: _flat(checkpoint, plan, rank, bucket, entry) for entry in entries
+            entry: _load_flat(checkpoint, plan, rank, bucket, entry) for entry in entries
         }
-        scalars[bucket.name] = _scalars(checkpoint, bucket)
-        stacks[bucket.name] = _stacks(checkpoint, bucket)
+        scalars[bucket.name] = _load_scalars(checkpoint, bucket)
+        stacks[bucket.name] = _load_stacks(checkpoint, bucket)
     return ShardedState(flats, scalars, {} if state_alone else checkpoint.buffers(), stacks)
 
 
@@ -80,70 +82,70 @@ def full_parameters(
 
 
 def _check_parameters(checkpoint: Checkpoint, plan: Plan) -> None:
-    wanted = {
+    expected = {
         slot.parameter: (bucket.dtype, plan.shape(slot))
         for bucket in plan.buckets
         for slot in bucket.slots
     }
-    found = {
+    actual = {
         s.parameter: (bucket.dtype, checkpoint.shape(s.parameter))
         for bucket in checkpoint.index.buckets
         for s in bucket.slots
     }
-    for name in sorted(set(wanted) | set(found)):
-        if wanted.get(name) != found.get(name):
+    for name in sorted(set(expected) | set(actual)):
+        if expected.get(name) != actual.get(name):
             raise CheckpointError(
                 f"parameter {name!r} differs between the checkpoint and the plan",
                 where=str(checkpoint.path),
-                expected=_spell(wanted.get(name)),
-                got=_spell(found.get(name)),
+                expected=_describe_parameter(expected.get(name)),
+                got=_describe_parameter(actual.get(name)),
             )
 
 
-def _spell(parameter: tuple[str, tuple[int, ...]] | None) -> str:
+def _describe_parameter(parameter: tuple[str, tuple[int, ...]] | None) -> str:
     return "no such parameter" if parameter is None else f"{parameter[0]} {parameter[1]}"
 
 
-def _entries(checkpoint: Checkpoint, bucket: Bucket) -> tuple[str, ...]:
-    found = {
+def _common_entries(checkpoint: Checkpoint, bucket: Bucket) -> tuple[str, ...]:
+    entry_sets = {
         checkpoint.index.entries[checkpoint.bucket_of(slot.parameter)[0].name]
         for slot in bucket.slots
     }
-    if len(found) > 1:
+    if len(entry_sets) > 1:
         raise CheckpointError(
             "parameters of one bucket have different optimizer states in the checkpoint",
             where=f"{checkpoint.path}, bucket {bucket.name!r}",
             expected="the same entries for all of them",
-            got="; ".join(sorted(", ".join(entries) for entries in found)),
+            got="; ".join(sorted(", ".join(entries) for entries in entry_sets)),
         )
-    return found.pop() if found else (PARAM,)
+    return entry_sets.pop() if entry_sets else (PARAM,)
 
 
-def _scalars(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
+def _load_scalars(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
     """Return the bucket's 0-dim entries: those of its first parameter, to which those of the others
     must be equal.
     """
     sources = dict.fromkeys(checkpoint.bucket_of(slot.parameter)[0].name for slot in bucket.slots)
-    found = [checkpoint.scalars(name) for name in sources]
-    for other in found[1:]:
-        if set(other) != set(found[0]) or not all(
-            torch.equal(other[entry], found[0][entry]) for entry in other
+    scalars = [checkpoint.scalars(name) for name in sources]
+    for other in scalars[1:]:
+        if set(other) != set(scalars[0]) or not all(
+            torch.equal(other[entry], scalars[0][entry]) for entry in other
         ):
             raise CheckpointError(
                 "parameters of one bucket have different 0-dim optimizer states in the checkpoint",
                 where=f"{checkpoint.path}, bucket {bucket.name!r}",
-                expected=str({entry: value.item() for entry, value in found[0].items()}),
+                expected=str({entry: value.item() for entry, value in scalars[0].items()}),
                 got=str({entry: value.item() for entry, value in other.items()}),
             )
-    return found[0] if found else {}
+    return scalars[0] if scalars else {}
 
 
-def _stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
+def _load_stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
     """Return the entries with their own shapes of the bucket's parameters, stacked."""
-    found = [checkpoint.own(slot.parameter) for slot in bucket.slots]
+    states = [checkpoint.own(slot.parameter) for slot in bucket.slots]
     kinds = {
         tuple((entry, value.dtype, value.shape) for entry, value in sorted(own.items()))
-        for own in found
+        for own in states
     }
     if len(kinds) > 1:
         raise CheckpointError(
@@ -153,11 +155,12 @@ def _stacks(checkpoint: Checkpoint, bucket: Bucket) -> dict[str, torch.Tensor]:
             got="; ".join(sorted(str(kind) for kind in kinds)),
         )
     return {
-        entry: torch.stack([own[entry] for own in found]) for entry in (found[0] if found else ())
+        entry: torch.stack([own[entry] for own in states])
+        for entry in (states[0] if states else ())
     }
 
 
-def _flat(
+def _load_flat(
     checkpoint: Checkpoint, plan: Plan, rank: int, bucket: Bucket, entry: str
 ) -> torch.Tensor:
     start, stop = held(plan, bucket, entry, rank)

@@ -106,21 +106,21 @@ class Checkpoint:
         bucket, slot = self.bucket_of(parameter)
         at = slot.offset + (0 if bucket.divided else start)
         self._check(bucket.name, entry, at, at)
-        number, _, _ = self._home(bucket.name, at, 0)
+        number, _, _ = self._locate(bucket.name, at, 0)
         return self._shard(number).dtype(flat_key(bucket.name, entry))
 
-    def _home(self, bucket: str, at: int, tensor_index: int) -> tuple[int, int, int]:
+    def _locate(self, bucket: str, at: int, tensor_index: int) -> tuple[int, int, int]:
         """Return the number of the shard with an element of a bucket, and the bounds [start, stop)
         of its elements.
         """
         lanes = self.index.tensor_ranks if self._buckets[bucket].divided else 1
         parts = self.index.run_length // lanes
-        each = self._buckets[bucket].length // parts
-        part = min(at // each, parts - 1) if each else 0
+        part_length = self._buckets[bucket].length // parts
+        part = min(at // part_length, parts - 1) if part_length else 0
         return (
             self.index.first_shard(self._buckets[bucket]) + part * lanes + tensor_index,
-            part * each,
-            (part + 1) * each,
+            part * part_length,
+            (part + 1) * part_length,
         )
 
     def fill_interval(
@@ -142,7 +142,7 @@ class Checkpoint:
         self._check(bucket, entry, start, stop)
         at = start
         while at < stop:
-            number, first, last = self._home(bucket, at, tensor_index)
+            number, first, last = self._locate(bucket, at, tensor_index)
             end = min(stop, last)
             self._shard(number).fill(
                 flat_key(bucket, entry), at - first, into[at - start : end - start]
@@ -217,9 +217,9 @@ class Checkpoint:
         `fill_interval`.
         """
         self._check_elements(parameter, start, stop)
-        found = to_fill((stop - start,), self.dtype_of(parameter, entry, start))
-        self.fill_parameter(parameter, entry, start, found)
-        return found
+        interval = to_fill((stop - start,), self.dtype_of(parameter, entry, start))
+        self.fill_parameter(parameter, entry, start, interval)
+        return interval
 
     def _check_elements(self, parameter: str, start: int, stop: int) -> None:
         length = math.prod(self.shape(parameter))
@@ -244,14 +244,14 @@ class Checkpoint:
 
     def scalars(self, bucket: str) -> dict[str, torch.Tensor]:
         """Return a bucket's 0-dim entries. Raises CheckpointError if their shard has changed."""
-        found = self.index.scalars.get(bucket, ())
+        entries = self.index.scalars.get(bucket, ())
         return {
             entry: (
                 self._shard(self.index.first_shard(self._buckets[bucket])).tensor(
                     scalar_key(bucket, entry)
                 )
             )
-            for entry in found
+            for entry in entries
         }
 
     def own(self, parameter: str) -> dict[str, torch.Tensor]:
@@ -305,8 +305,8 @@ def latest_checkpoint(place: CheckpointPlace) -> Where | None:
     Raises:
         CheckpointError: its index has changed. (`usable_checkpoint` would try an earlier one.)
     """
-    found = list(place.published().values())
-    return Checkpoint.open(found[-1]).path if found else None
+    checkpoints = list(place.published().values())
+    return Checkpoint.open(checkpoints[-1]).path if checkpoints else None
 
 
 def usable_checkpoint(
@@ -333,9 +333,12 @@ def usable_checkpoint(
     )
     rejected: list[str] = []
     listed: Callable[[], list[Where]] = partial(_newest_first, place, until) if rank == 0 else list
-    for path in _agreed(listed, control)[0]:
+    for path in _read_on_all_ranks(listed, control)[0]:
         try:
-            _agreed(partial(_patiently, partial(_check_whole, path, rank, world), until), control)
+            _read_on_all_ranks(
+                partial(_read_with_retries, partial(_check_whole, path, rank, world), until),
+                control,
+            )
         except CheckpointError as error:
             rejected.append(str(error))
         else:
@@ -344,14 +347,14 @@ def usable_checkpoint(
 
 
 def _newest_first(place: CheckpointPlace, until: float) -> list[Where]:
-    return list(_patiently(place.published, until).values())[::-1]
+    return list(_read_with_retries(place.published, until).values())[::-1]
 
 
 def _check_whole(path: Where, rank: int, world: int) -> None:
     Checkpoint.open(path).verify(rank, world)
 
 
-def _agreed(read: Callable[[], T], control: dist.ProcessGroup | None) -> list[T]:
+def _read_on_all_ranks(read: Callable[[], T], control: dist.ProcessGroup | None) -> list[T]:
     """Return the result of `read` on each rank.
 
     If it raises on one rank, the error is raised on every rank; errors of storage come first.
@@ -361,17 +364,17 @@ def _agreed(read: Callable[[], T], control: dist.ProcessGroup | None) -> list[T]
         mine = read(), None
     except (OSError, CheckpointError, StorageError) as error:
         mine = None, error
-    found = gathered(mine, control)
+    outcomes = gathered(mine, control)
     errors = sorted(
-        (error for _, error in found if error is not None),
+        (error for _, error in outcomes if error is not None),
         key=lambda error: isinstance(error, CheckpointError),
     )
     if errors:
         raise errors[0]
-    return [value for value, _ in found]  # type: ignore[misc]  # without errors there are values
+    return [value for value, _ in outcomes]  # type: ignore[misc]  # without errors there are values
 
 
-def _patiently(read: Callable[[], T], until: float) -> T:
+def _read_with_retries(read: Callable[[], T], until: float) -> T:
     """Return the result of `read`, and retry it until a deadline if storage fails.
 
     Permanent errors are raised immediately.

@@ -22,22 +22,24 @@ class Retention:
     best: int = 0
     every: int | None = None
 
-    def doomed(self, found: Mapping[int, float | None]) -> list[int]:
+    def doomed(self, losses: Mapping[int, float | None]) -> list[int]:
         """Return the steps whose checkpoints are to be deleted, oldest first.
 
         Args:
-            found: step -> evaluation loss of each existing checkpoint; None if it was not
+            losses: step -> evaluation loss of each existing checkpoint; None if it was not
                 evaluated.
         """
-        steps = sorted(found)
-        kept = set(steps[-self.last :])
+        steps = sorted(losses)
+        kept_steps = set(steps[-self.last :])
         rated = [
-            (loss, step) for step, loss in found.items() if loss is not None and math.isfinite(loss)
+            (loss, step)
+            for step, loss in losses.items()
+            if loss is not None and math.isfinite(loss)
         ]
-        kept |= {step for _, step in sorted(rated)[: self.best]}
+        kept_steps |= {step for _, step in sorted(rated)[: self.best]}
         if self.every is not None:
-            kept |= {step for step in steps if step % self.every == 0}
-        return [step for step in steps if step not in kept]
+            kept_steps |= {step for step in steps if step % self.every == 0}
+        return [step for step in steps if step not in kept_steps]
 
     def most(self, saves: int, spacing: int) -> int:
         """Return the maximum number of checkpoints that exist after `saves` saves that are

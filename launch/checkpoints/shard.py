@@ -98,12 +98,12 @@ class ShardReader:
         with self._reading():
             size = files.size(record.name)
         if size != record.size:
-            raise self._changed(f"{record.size} bytes", f"{size} bytes")
+            raise self._changed_error(f"{record.size} bytes", f"{size} bytes")
         self._file = chunks.ChunkedFile(
             lambda: files.opened(record.name),
             size,
             record.chunks,
-            self._damaged,
+            self._damaged_error,
             last,
             record.chunk,
         )
@@ -116,9 +116,9 @@ class ShardReader:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor on the CPU, with its own memory."""
-        found = to_fill(self._place(name).shape, self.dtype(name))
-        self.fill(name, 0, found.reshape(-1))
-        return found
+        tensor = to_fill(self._place(name).shape, self.dtype(name))
+        self.fill(name, 0, tensor.reshape(-1))
+        return tensor
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor."""
@@ -172,13 +172,13 @@ class ShardReader:
                 "a shard cannot be read", where=self._path, got=str(error), hint=CURE
             ) from error
 
-    def _damaged(self, number: int) -> CheckpointError:
-        return self._changed(
+    def _damaged_error(self, number: int) -> CheckpointError:
+        return self._changed_error(
             f"sha256 {self._record.chunks[number]} of bytes from {number * self._record.chunk}",
             "another",
         )
 
-    def _changed(self, expected: str, got: str) -> CheckpointError:
+    def _changed_error(self, expected: str, got: str) -> CheckpointError:
         return CheckpointError(
             "a shard has changed since it was written",
             where=self._path,

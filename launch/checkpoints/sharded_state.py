@@ -69,8 +69,8 @@ def is_sharded(plan: Plan, entry: str) -> bool:
 
 def share(length: int, index: int, parts: int) -> tuple[int, int]:
     """Return the bounds [start, stop) of one of `parts` equal parts."""
-    each = length // parts
-    return index * each, (index + 1) * each
+    part_length = length // parts
+    return index * part_length, (index + 1) * part_length
 
 
 def held(plan: Plan, bucket: Bucket, entry: str, rank: int) -> tuple[int, int]:
@@ -88,8 +88,8 @@ def written(plan: Plan, bucket: Bucket, rank: int) -> tuple[int, int]:
     """
     if bucket.divided:
         return share(bucket.length, plan.part_index(rank), plan.data_ranks)
-    each = plan.data_ranks * plan.tensor_ranks
-    return share(bucket.length, plan.file_index(rank) % each, each)
+    parts = plan.data_ranks * plan.tensor_ranks
+    return share(bucket.length, plan.file_index(rank) % parts, parts)
 
 
 def writes(plan: Plan, bucket: Bucket, rank: int) -> bool:

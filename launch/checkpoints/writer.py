@@ -50,7 +50,7 @@ EVALUATION = "evaluation"
 _KEEP = Retention()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing: the default of `before_publishing`."""
 
 
@@ -92,7 +92,7 @@ class CheckpointWriter:
         *,
         keep: Retention = _KEEP,
         timeout: float = 600.0,
-        before_publishing: Callable[[], None] = _nothing,
+        before_publishing: Callable[[], None] = _do_nothing,
     ) -> None:
         assert 0 <= rank < plan.world_size
         assert keep.last >= 1
@@ -111,7 +111,7 @@ class CheckpointWriter:
             if rank == 0:
                 place.tidy(attempt)
         except (OSError, StorageError) as error:
-            raise self._told(error, place.where) from error
+            raise self._user_error(error, place.where) from error
 
     def save(
         self, step: int, state: ShardedState, data: DataPosition, user: Mapping[str, Any]
@@ -137,30 +137,33 @@ class CheckpointWriter:
         except PackageError as error:
             raise CheckpointError(f"the user's state is not JSON: {error.problem}") from error
         owned = owned_slices(state, self._plan, self._rank)
-        wanted = {flat_key(*key): tensor for key, tensor in owned.items()}
+        tensors = {flat_key(*key): tensor for key, tensor in owned.items()}
         own: dict[str, tuple[str, ...]] = {}
-        answered = self._answered()
-        for bucket in answered:
-            wanted |= {
+        scalar_buckets = self._scalar_buckets()
+        for bucket in scalar_buckets:
+            tensors |= {
                 scalar_key(bucket.name, entry): tensor
                 for entry, tensor in state.scalars.get(bucket.name, {}).items()
             }
             stacks = state.stacks.get(bucket.name, {})
             for number, slot in enumerate(bucket.slots if stacks else ()):
-                wanted |= {
+                tensors |= {
                     own_key(slot.parameter, entry): stack[number] for entry, stack in stacks.items()
                 }
                 own[slot.parameter] = tuple(sorted(stacks))
         homes = self._buffer_ranks()
-        wanted |= {
+        tensors |= {
             buffer_key(name): tensor
             for name, tensor in state.buffers.items()
             if self._leads(homes.get(name, 0))
         }
-        self._copy(wanted)
-        entries = {bucket.name: tuple(sorted(state.flats[bucket.name])) for bucket in answered}
+        self._copy_to_host(tensors)
+        entries = {
+            bucket.name: tuple(sorted(state.flats[bucket.name])) for bucket in scalar_buckets
+        }
         scalars = {
-            bucket.name: tuple(sorted(state.scalars.get(bucket.name, {}))) for bucket in answered
+            bucket.name: tuple(sorted(state.scalars.get(bucket.name, {})))
+            for bucket in scalar_buckets
         }
         index = CheckpointIndex(
             package=self._plan.package,
@@ -193,7 +196,7 @@ class CheckpointWriter:
             == pipeline_index * self._plan.data_ranks * self._plan.tensor_ranks
         )
 
-    def _answered(self) -> list[Bucket]:
+    def _scalar_buckets(self) -> list[Bucket]:
         """Return the buckets whose scalars this rank writes."""
         return [b for b in self._plan.buckets if self._leads(self._plan.holders(b)[0])]
 
@@ -239,15 +242,15 @@ class CheckpointWriter:
         published, self._published = self._published, None
         return published
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _copy_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensors to host memory, which all saves reuse; it is pinned for GPU tensors."""
-        kept: dict[str, torch.Tensor] = {}
+        host_tensors: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             host = self._host.get(name)
             if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            kept[name] = host.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        self._host = kept
+            host_tensors[name] = host.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        self._host = host_tensors
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
 
@@ -257,23 +260,23 @@ class CheckpointWriter:
         try:
             try:
                 if self._rank == 0:
-                    size = self._lead(draft, index)
+                    size = self._write_and_publish(draft, index)
                     self._published = Published(index.step, time.perf_counter() - began, size)
                 else:
-                    self._follow(draft, index)
+                    self._write_and_wait(draft, index)
             except (OSError, StorageError) as error:
-                raise self._told(error, draft.where) from error
+                raise self._user_error(error, draft.where) from error
         except BaseException as error:  # noqa: BLE001  # stored for the training thread, whose `save` or `wait` raises it
             self._failure = error
 
-    def _told(self, error: OSError | TrainloadError, where: str) -> TrainloadError:
+    def _user_error(self, error: OSError | TrainloadError, where: str) -> TrainloadError:
         """Return an error for the user: that of the operating system behind one of a folder, in
         words of checkpoints.
         """
         cause = self._place.os_error(error)
         return _storage_error(cause, where) if isinstance(cause, OSError) else cause
 
-    def _lead(self, draft: Draft, index: CheckpointIndex) -> int:
+    def _write_and_publish(self, draft: Draft, index: CheckpointIndex) -> int:
         """Write rank 0's shard, wait for the others, and publish; return the bytes of all
         shards.
         """
@@ -288,14 +291,16 @@ class CheckpointWriter:
             update: dict[str, Any] = {"files": tuple(written[rank].file for rank in in_order)}
             for name in ("entries", "scalars", "own"):
                 update[name] = {
-                    key: value for each in written for key, value in getattr(each, name).items()
+                    key: value
+                    for shard_contents in written
+                    for key, value in getattr(shard_contents, name).items()
                 }
             index = index.model_copy(update=update)
             draft.complete(index)
             self._before_publishing()
             draft.publish(index)
         except (OSError, TrainloadError) as error:
-            draft.give_up(shard, _mark_of(self._told(error, draft.where)))
+            draft.give_up(shard, _encode_error(self._user_error(error, draft.where)))
             self._given_up.append(draft)
             raise
         message = "old checkpoints were not removed; removed after the next save"
@@ -304,19 +309,19 @@ class CheckpointWriter:
             while self._given_up:  # no rank waits for these any more
                 self._given_up[-1].forget()
                 self._given_up.pop()
-            self._prune(index)
+            self._delete_unretained(index)
         return sum(file.size for file in index.files)
 
-    def _follow(self, draft: Draft, index: CheckpointIndex) -> None:
+    def _write_and_wait(self, draft: Draft, index: CheckpointIndex) -> None:
         shard = shard_name(self._rank, self._plan.world_size)
         try:
-            done = Written(
+            written = Written(
                 file=write_shard(draft, shard, self._host),
                 entries=index.entries,
                 scalars=index.scalars,
                 own=index.own,
             )
-            draft.leave(_done(self._rank), canonical_json(done.model_dump(mode="json")))
+            draft.leave(_done_mark(self._rank), canonical_json(written.model_dump(mode="json")))
         except (OSError, TrainloadError) as error:
             notice = None
             # the mark saves rank 0 from waiting for its timeout
@@ -325,10 +330,13 @@ class CheckpointWriter:
                 notice = draft.notice()
                 if notice is None:
                     draft.drop(shard)
-                    draft.leave(_failed(self._rank), _mark_of(self._told(error, draft.where)))
+                    draft.leave(
+                        _failed_mark(self._rank),
+                        _encode_error(self._user_error(error, draft.where)),
+                    )
             if notice is not None:
                 draft.withdraw(self._rank, shard)
-                raise _error_of(notice, draft.where, "rank 0") from error
+                raise _decode_error(notice, draft.where, "rank 0") from error
             raise
         self._await_publication(draft, shard)
 
@@ -336,25 +344,27 @@ class CheckpointWriter:
         """Wait for the other ranks' shards; raise CheckpointError or StorageError if one of them
         failed or is late.
         """
-        found: dict[int, Written] = {}
+        written: dict[int, Written] = {}
         failed: dict[int, bytes] = {}
         missing = list(range(1, self._plan.world_size))
 
         def settled() -> bool:
-            there = draft.marks()
-            first = next((rank for rank in missing if _failed(rank) in there), None)
+            marks = draft.marks()
+            first = next((rank for rank in missing if _failed_mark(rank) in marks), None)
             if first is not None:
-                (failed[first],) = draft.read([_failed(first)])
+                (failed[first],) = draft.read([_failed_mark(first)])
                 return True
-            ready = [rank for rank in missing if _done(rank) in there]
-            for rank, data in zip(ready, draft.read([_done(rank) for rank in ready]), strict=True):
-                found[rank] = Written.model_validate(
-                    parse_canonical(data, f"{draft.where}/{_done(rank)}")
+            ready = [rank for rank in missing if _done_mark(rank) in marks]
+            for rank, data in zip(
+                ready, draft.read([_done_mark(rank) for rank in ready]), strict=True
+            ):
+                written[rank] = Written.model_validate(
+                    parse_canonical(data, f"{draft.where}/{_done_mark(rank)}")
                 )
                 missing.remove(rank)
             return not missing
 
-        if not self._awaited(settled):
+        if not self._poll_until(settled):
             raise CheckpointError(
                 "a rank did not write its part of the checkpoint",
                 where=draft.where,
@@ -364,9 +374,9 @@ class CheckpointWriter:
                     " checkpoints."
                 ),
             )
-        for rank, told in failed.items():
-            raise _error_of(told, draft.where, f"rank {rank}")
-        return [found[rank] for rank in range(1, self._plan.world_size)]
+        for rank, mark in failed.items():
+            raise _decode_error(mark, draft.where, f"rank {rank}")
+        return [written[rank] for rank in range(1, self._plan.world_size)]
 
     def _await_publication(self, draft: Draft, shard: str) -> None:
         """Wait until rank 0 has published.
@@ -376,7 +386,7 @@ class CheckpointWriter:
                 removed.
         """
         over = draft.notice() is not None  # this rank may have arrived after rank 0 gave up
-        if not over and not self._awaited(lambda: not draft.pending(self._rank)):
+        if not over and not self._poll_until(lambda: not draft.pending(self._rank)):
             raise CheckpointError(
                 "rank 0 did not publish the checkpoint",
                 where=draft.where,
@@ -385,7 +395,7 @@ class CheckpointWriter:
         notice = draft.notice()
         if notice is not None:
             draft.withdraw(self._rank, shard)
-            raise _error_of(notice, draft.where, "rank 0")
+            raise _decode_error(notice, draft.where, "rank 0")
         if not draft.published():
             raise CheckpointError(
                 "rank 0 could not publish the checkpoint",
@@ -393,7 +403,7 @@ class CheckpointWriter:
                 hint="Check rank 0's log.",
             )
 
-    def _awaited(self, ask: Callable[[], bool]) -> bool:
+    def _poll_until(self, ask: Callable[[], bool]) -> bool:
         """Poll a condition until it is true or the timeout is over; return True if it became true.
 
         If the storage is unreachable, polling continues.
@@ -416,16 +426,16 @@ class CheckpointWriter:
             time.sleep(pause)
             pause = min(pause * 1.5, longest)
 
-    def _prune(self, index: CheckpointIndex) -> None:
+    def _delete_unretained(self, index: CheckpointIndex) -> None:
         """Delete the checkpoints up to the one just published that the retention does not keep."""
-        there = {at: where for at, where in self._place.published().items() if at <= index.step}
+        existing = {at: where for at, where in self._place.published().items() if at <= index.step}
         if self._keep.best:
             self._losses[index.step] = index.user.get(EVALUATION)
             self._losses = {
                 at: self._losses[at] if at in self._losses else _loss_of(where)
-                for at, where in there.items()
+                for at, where in existing.items()
             }
-        for at in self._keep.doomed({at: self._losses.get(at) for at in there}):
+        for at in self._keep.doomed({at: self._losses.get(at) for at in existing}):
             self._place.delete(at)
 
 
@@ -440,27 +450,27 @@ def _loss_of(checkpoint: Where) -> float | None:
     return loss
 
 
-def _done(rank: int) -> str:
+def _done_mark(rank: int) -> str:
     return f"rank-{rank:05}.done"
 
 
-def _failed(rank: int) -> str:
+def _failed_mark(rank: int) -> str:
     return f"rank-{rank:05}.failed"
 
 
-def _mark_of(error: TrainloadError) -> bytes:
+def _encode_error(error: TrainloadError) -> bytes:
     """Return an error encoded for the other ranks."""
     return canonical_json(
         {"problem": error.problem, "got": error.got, "full": isinstance(error, StorageError)}
     )
 
 
-def _error_of(mark: bytes, where: str, who: str) -> StorageError | CheckpointError:
+def _decode_error(mark: bytes, where: str, who: str) -> StorageError | CheckpointError:
     """Decode the error of another rank."""
-    told = parse_canonical(mark, where)
-    kind = StorageError if told["full"] else CheckpointError
+    fields = parse_canonical(mark, where)
+    kind = StorageError if fields["full"] else CheckpointError
     return kind(
-        f"{who}: {told['problem']}", where=where, expected="all ranks' shards", got=told["got"]
+        f"{who}: {fields['problem']}", where=where, expected="all ranks' shards", got=fields["got"]
     )
 
 

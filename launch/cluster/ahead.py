@@ -46,13 +46,15 @@ def compile_ahead(spec: RunSpec, local_world: int, contact: Contact) -> None:
     def work() -> None:
         began = time.perf_counter()
         command = [sys.executable, "-m", "trainload.launching.cluster.ahead"]
-        done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+        process = subprocess.run(
+            command, input=request, capture_output=True, text=True, check=False
+        )
+        if process.returncode == 0:
             contact.write("stage", name="compile ahead", seconds=time.perf_counter() - began)
         else:
-            said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+            lines = process.stderr.strip().splitlines() or [f"status {process.returncode}"]
             contact.write(
-                "warning", message=f"compiling ahead for other numbers of nodes failed: {said[-1]}"
+                "warning", message=f"compiling ahead for other numbers of nodes failed: {lines[-1]}"
             )
 
     threading.Thread(target=work, name="ahead", daemon=True).start()

@@ -29,7 +29,7 @@ from trainload.core.credentials import no_secrets_raised
 from trainload.core.errors import RunInterrupted, TrainloadError
 from trainload.launching.cluster.mailbox import Mailbox, RayContact
 from trainload.launching.cluster.nodes import NODE_LABEL, resource_of
-from trainload.launching.cluster.output import heard
+from trainload.launching.cluster.output import forward_output
 from trainload.launching.run.journal import POLL_SECONDS, tracebacks_to
 from trainload.launching.run.run_spec import RunSpec
 
@@ -100,10 +100,10 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
     def on_start(self, worker_group: Any, backend_config: Rendezvous) -> None:
         orders = backend_config.orders
         assert orders is not None
-        there: dict[str, list[int]] = defaultdict(list)
+        indices_by_node: dict[str, list[int]] = defaultdict(list)
         for index, worker in enumerate(worker_group.get_workers()):
-            there[worker.metadata.node_id].append(index)
-        indices = [there[node].pop(0) for node in orders.seats]  # by rank
+            indices_by_node[worker.metadata.node_id].append(index)
+        indices = [indices_by_node[node].pop(0) for node in orders.seats]  # by rank
         members = {
             node: [rank for rank, seat in enumerate(orders.seats) if seat == node]
             for node in dict.fromkeys(orders.seats)
@@ -113,23 +113,31 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
         )
         call = worker_group.execute_single_async
         pending = [
-            call(index, _take_place, rank, len(members[orders.seats[rank]]))
+            call(index, _store_place, rank, len(members[orders.seats[rank]]))
             for rank, index in enumerate(indices)
         ]
         for number, ranks in enumerate(members.values()):
-            pending.append(call(indices[ranks[0]], _prepare, orders, ranks, number > 0))
+            pending.append(call(indices[ranks[0]], _prepare_node, orders, ranks, number > 0))
         try:
             ray.get(pending, timeout=orders.spec.start_timeout)
             if len(indices) > 1:
-                door = ray.get(call(indices[0], _open_door), timeout=orders.spec.start_timeout)
+                url = ray.get(call(indices[0], _rendezvous_url), timeout=orders.spec.start_timeout)
                 timeout = backend_config.timeout_s
                 meet = [
-                    call(index, _meet, backend_config.backend, door, rank, len(indices), timeout)
+                    call(
+                        index,
+                        _init_process_group,
+                        backend_config.backend,
+                        url,
+                        rank,
+                        len(indices),
+                        timeout,
+                    )
                     for rank, index in enumerate(indices)
                 ]
                 ray.get(meet, timeout=orders.spec.start_timeout)
         except RayError as error:
-            died = _death(worker_group)
+            died = _find_death(worker_group)
             # Ray Train forgets a group that dies while it starts, and its workers would hold their
             # CPUs forever.
             worker_group.abort()
@@ -138,7 +146,7 @@ class _PreparingBackend(_TorchBackend):  # type: ignore[misc]  # Ray ships no ty
             raise
 
 
-def _death(worker_group: Any) -> RayActorError | None:
+def _find_death(worker_group: Any) -> RayActorError | None:
     """Return the error of a worker that died; None if all are alive."""
     answers = [
         worker_group.execute_single_async(index, os.getpid)
@@ -152,7 +160,7 @@ def _death(worker_group: Any) -> RayActorError | None:
     return None
 
 
-def _take_place(rank: int, local_world: int) -> None:
+def _store_place(rank: int, local_world: int) -> None:
     """Store a worker's rank, and import the code that it will run while another worker prepares the
     node.
     """
@@ -161,7 +169,7 @@ def _take_place(rank: int, local_world: int) -> None:
     import trainload.launching.cluster.ahead  # noqa: F401
 
 
-def _open_door() -> str:
+def _rendezvous_url() -> str:
     """Return the rendezvous URL of the process group: this node's address with a free port."""
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray has no types here
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
@@ -170,13 +178,13 @@ def _open_door() -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
-def _meet(backend: str, door: str, rank: int, world: int, timeout: int) -> None:
+def _init_process_group(backend: str, url: str, rank: int, world: int, timeout: int) -> None:
     dist.init_process_group(
-        backend, init_method=door, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        backend, init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
 
 
-def _prepare(orders: WorkerArgs, ranks: Sequence[int], quiet: bool) -> None:
+def _prepare_node(orders: WorkerArgs, ranks: Sequence[int], quiet: bool) -> None:
     from trainload.launching.worker.preparation import (
         # slow to import, and Ray Train's controller imports this module without needing it
         prepare_node,
@@ -193,7 +201,7 @@ def _prepare(orders: WorkerArgs, ranks: Sequence[int], quiet: bool) -> None:
         contact.close()
 
 
-def _loop(config: dict[str, Any]) -> None:
+def _train_worker(config: dict[str, Any]) -> None:
     """Train: the function that Ray Train runs on every worker."""
     from trainload.launching.cluster.ahead import compile_ahead
     from trainload.launching.worker.loop import Place, run_worker
@@ -206,7 +214,7 @@ def _loop(config: dict[str, Any]) -> None:
         if orders.seats.index(place.node) == rank:
             compile_ahead(orders.spec, local_world, contact)
         # Ray's own report of an exception does not reach the rank's log.
-        with heard(contact.printed), no_secrets_raised(), tracebacks_to(sys.stderr.write):
+        with forward_output(contact.printed), no_secrets_raised(), tracebacks_to(sys.stderr.write):
             run_worker(orders.spec, place, contact)
     except RunInterrupted:
         return  # the driver reports it; for Ray it is not a failure
@@ -233,7 +241,7 @@ class Attempt:
     def __init__(
         self, spec: RunSpec, mailbox: ActorHandle[Mailbox], number: int, seats: Sequence[str]
     ) -> None:
-        self._trainer = _trainer(WorkerArgs(spec, mailbox, number, tuple(seats)))
+        self._trainer = _make_trainer(WorkerArgs(spec, mailbox, number, tuple(seats)))
         self._caller: int | None = None
         self.seats = tuple(seats)
         self.error: Exception | None = None
@@ -265,14 +273,14 @@ class Attempt:
         while not self.ended.is_set() and time.monotonic() < until:
             frame = sys._current_frames().get(self._caller or 0)
             while frame is not None:
-                held = {
+                actors = {
                     value
                     for value in list(frame.f_locals.values())
                     if isinstance(value, ActorHandle)
                 }
-                for actor in held - killed:
+                for actor in actors - killed:
                     ray.kill(actor)
-                killed |= held
+                killed |= actors
                 frame = frame.f_back
             self.ended.wait(POLL_SECONDS)
 
@@ -284,7 +292,7 @@ class Fits:
     """
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[Attempt | None] = queue.SimpleQueue()
+        self._attempts: queue.SimpleQueue[Attempt | None] = queue.SimpleQueue()
         self._last: Attempt | None = None
 
     def start(self, attempt: Attempt) -> None:
@@ -293,28 +301,30 @@ class Fits:
         If the previous one could not be ended, it keeps its thread and a new one is created.
         """
         if self._last is None or not self._last.ended.is_set():
-            self._asked = queue.SimpleQueue()
-            threading.Thread(target=_call, args=(self._asked,), name="fit", daemon=True).start()
+            self._attempts = queue.SimpleQueue()
+            threading.Thread(
+                target=_fit_all, args=(self._attempts,), name="fit", daemon=True
+            ).start()
         self._last = attempt
-        self._asked.put(attempt)
+        self._attempts.put(attempt)
 
     def close(self) -> None:
         """Make the thread end after its last fit."""
-        self._asked.put(None)
+        self._attempts.put(None)
 
 
-def _call(asked: queue.SimpleQueue[Attempt | None]) -> None:
-    while (attempt := asked.get()) is not None:
+def _fit_all(attempts: queue.SimpleQueue[Attempt | None]) -> None:
+    while (attempt := attempts.get()) is not None:
         attempt.fit()
 
 
-def _trainer(orders: WorkerArgs) -> TorchTrainer:
+def _make_trainer(orders: WorkerArgs) -> TorchTrainer:
     spec = orders.spec
     gpu = spec.plan.cluster.device == "cuda"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TorchTrainer(
-            _loop,
+            _train_worker,
             train_loop_config={"orders": orders},
             torch_config=Rendezvous(backend="nccl" if gpu else "gloo", orders=orders),
             scaling_config=ray.train.ScalingConfig(

@@ -32,7 +32,7 @@ class BufferedJournal:
         self._run_dir = run_dir
         self._on_event = on_event
         self._unwritten: list[Event] = []
-        self._owed = 0
+        self._unacknowledged = 0
         self._new_checkpoint = self._new_step = False
         self._warned = False
         self.summary = Summary.of(stream_events(run_dir))
@@ -45,17 +45,17 @@ class BufferedJournal:
 
     def say(self, event: Event) -> None:
         """Write an existing event of the driver itself."""
-        self._take([event])
+        self._append([event])
 
     def take(self, events: Sequence[Event]) -> None:
         """Write events of workers, and buffered ones.
 
         With no events, only retry the buffered ones.
         """
-        self._owed += len(events)
-        self._take(events)
+        self._unacknowledged += len(events)
+        self._append(events)
         if not self._unwritten:
-            self.written, self._owed = self.written + self._owed, 0
+            self.written, self._unacknowledged = self.written + self._unacknowledged, 0
 
     def keep(self, printed: Mapping[int, str]) -> None:
         """Append the output of ranks to their logs. It is lost if storage fails."""
@@ -69,15 +69,15 @@ class BufferedJournal:
 
     def new_checkpoint(self) -> bool:
         """Return True if a checkpoint was published since the last call."""
-        found, self._new_checkpoint = self._new_checkpoint, False
-        return found
+        is_new, self._new_checkpoint = self._new_checkpoint, False
+        return is_new
 
     def new_step(self) -> bool:
         """Return True if there was a step since the last call."""
-        found, self._new_step = self._new_step, False
-        return found
+        is_new, self._new_step = self._new_step, False
+        return is_new
 
-    def _take(self, events: Sequence[Event]) -> None:
+    def _append(self, events: Sequence[Event]) -> None:
         self._unwritten += events
         if self._unwritten:
             try:

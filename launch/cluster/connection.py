@@ -23,7 +23,7 @@ from trainload.core.errors import ClusterError, first_line
 
 _LISTEN_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
-_QUESTION = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+_NODE_INFO_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
 def connect(address: str | None) -> bool:
@@ -61,7 +61,7 @@ def connect(address: str | None) -> bool:
                 if address is None
                 else {}
             )
-            with _deaf_to_hangups():
+            with _block_hangups():
                 ray.init(
                     address=address or "local",
                     log_to_driver=False,
@@ -81,7 +81,7 @@ def connect(address: str | None) -> bool:
 
 
 @contextmanager
-def _deaf_to_hangups() -> Iterator[None]:
+def _block_hangups() -> Iterator[None]:
     """Block SIGHUP in processes that are started within the context.
 
     Otherwise a closed terminal would end the cluster before the run has written its checkpoint.
@@ -124,7 +124,9 @@ def asks_for_token(address: str) -> bool:
     cluster's own requests, and its actors would die as soon as they are created.
     """
     with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
-        ask = channel.unary_unary(_QUESTION, request_serializer=bytes, response_deserializer=bytes)
+        ask = channel.unary_unary(
+            _NODE_INFO_METHOD, request_serializer=bytes, response_deserializer=bytes
+        )
         try:
             ask(b"", timeout=_LISTEN_SECONDS)
         except grpc.RpcError as error:

@@ -43,21 +43,25 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
     before = read_state(run_dir)
     name = f"trainload-{run_dir.name}"
     try:
-        name = _unused(client, name)
+        name = _unused_name(client, name)
         client.submit_job(
             entrypoint=shlex.join(["python", "-m", "trainload", *arguments]), submission_id=name
         )
     except RuntimeError as error:
-        taken = "already exists" in str(error)
+        is_taken = "already exists" in str(error)
         raise ClusterError(
             (
                 "the cluster already has a job with this name"
-                if taken
+                if is_taken
                 else "the cluster did not accept the job"
             ),
             where=f"{address}, job {name}",
-            got="" if taken else first_line(error),
-            hint="Choose another --run-dir: the job is named after its last part." if taken else "",
+            got="" if is_taken else first_line(error),
+            hint=(
+                "Choose another --run-dir: the job is named after its last part."
+                if is_taken
+                else ""
+            ),
         ) from error
     except OSError as error:
         raise LostClusterError(
@@ -71,7 +75,7 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
         ) from error
     until = time.monotonic() + _BEGIN_SECONDS
     while time.monotonic() < until and read_state(run_dir) == before:
-        last = _last_words(client, name)
+        last = _last_output_line(client, name)
         if last is not None and read_state(run_dir) == before:
             raise TrainingError(
                 "the driver ended before it started the run",
@@ -82,7 +86,7 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
     return name
 
 
-def _unused(client: Any, name: str) -> str:
+def _unused_name(client: Any, name: str) -> str:
     """Return the name, with a number appended if finished jobs have it already."""
     over = {
         job.submission_id
@@ -90,23 +94,23 @@ def _unused(client: Any, name: str) -> str:
         if job.submission_id is not None and job.status.is_terminal()
     }
     numbers = itertools.count(2)
-    found = name
-    while found in over:
-        found = f"{name}-{next(numbers)}"
-    return found
+    unused = name
+    while unused in over:
+        unused = f"{name}-{next(numbers)}"
+    return unused
 
 
-def _last_words(client: Any, name: str) -> str | None:
+def _last_output_line(client: Any, name: str) -> str | None:
     """Return the last output line of a finished job; None if it is not finished, or the cluster
     does not respond.
     """
     try:
         if not client.get_job_status(name).is_terminal():
             return None
-        said = [line for line in client.get_job_logs(name).splitlines() if line.strip()]
+        lines = [line for line in client.get_job_logs(name).splitlines() if line.strip()]
     except (OSError, RuntimeError):
         return None
-    return said[-1] if said else "no output"
+    return lines[-1] if lines else "no output"
 
 
 def _client(address: str) -> Any:

@@ -27,7 +27,7 @@ _SEND_SECONDS = 0.1
 _ANSWER_SECONDS = 20.0
 _FLUSH_SECONDS = 30.0
 _CLOSE_SECONDS = 5.0
-_PRINTED = 1 << 20
+_MAX_OUTPUT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,11 @@ class Mailbox:
             of these that are in the journal.
         """
         if attempt == self._attempt:
-            known = self._senders.get(sender, 0)
-            new = events[max(0, known - first) :]
+            received = self._senders.get(sender, 0)
+            new = events[max(0, received - first) :]
             self._events += new
             self._heard += len(new)
-            self._senders[sender] = max(known, first + len(events))
+            self._senders[sender] = max(received, first + len(events))
             if beat is not None:
                 self._beats[beat.rank] = (time.monotonic(), beat)
         return self._request, self._heard, self._written
@@ -132,7 +132,7 @@ class Mailbox:
         """Receive output of a worker. If too much of it is uncollected, the rest is dropped."""
         if attempt == self._attempt:
             before = self._printed.get(rank, "")
-            self._printed[rank] = before + printed[: max(0, _PRINTED - len(before))]
+            self._printed[rank] = before + printed[: max(0, _MAX_OUTPUT - len(before))]
 
     def fail(self, attempt: int, error: TrainloadError) -> None:
         """Record the error that ends a worker; the first one of an attempt counts."""
@@ -230,8 +230,8 @@ class RayContact:
         """
         until = time.monotonic() + _FLUSH_SECONDS
         all_of_it: int | None = None
-        while (left := until - time.monotonic()) > 0:
-            answer = self._send(min(left, _ANSWER_SECONDS), beats=False)
+        while (remaining := until - time.monotonic()) > 0:
+            answer = self._send(min(remaining, _ANSWER_SECONDS), beats=False)
             if answer is not None:
                 _, heard, written = answer
                 all_of_it = heard if all_of_it is None else all_of_it

@@ -16,7 +16,7 @@ from trainload.core.errors import ClusterError, LostClusterError
 from trainload.sharding.plans.plan import DeviceKind, Plan
 
 NODE_LABEL = "ray.io/node-id"
-_KIND = "accelerator_type:"
+_ACCELERATOR_PREFIX = "accelerator_type:"
 _RESOURCES: Mapping[DeviceKind, str] = {"cpu": "CPU", "cuda": "GPU"}
 
 
@@ -49,20 +49,25 @@ def nodes_of(device: DeviceKind) -> list[Node]:
     name = resource_of(device)
     free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]  # as below
     leaving = ray._private.state.state.get_draining_nodes()
-    found = []
+    nodes = []
     for node in ray.nodes():  # type: ignore[no-untyped-call]  # Ray has no types here
         resources = node["Resources"]
         if node["Alive"] and resources.get(name, 0) >= 1:
             kind = next(
-                (key.removeprefix(_KIND) for key in sorted(resources) if key.startswith(_KIND)), ""
+                (
+                    key.removeprefix(_ACCELERATOR_PREFIX)
+                    for key in sorted(resources)
+                    if key.startswith(_ACCELERATOR_PREFIX)
+                ),
+                "",
             )
             own = free.get(node["NodeID"], {}).get(name, 0.0)
-            found.append(
+            nodes.append(
                 Node(
                     node["NodeID"], kind, int(resources[name]), int(own), node["NodeID"] in leaving
                 )
             )
-    return sorted(found, key=lambda node: node.id)
+    return sorted(nodes, key=lambda node: node.id)
 
 
 def unit_of(plan: Plan) -> int:
@@ -106,10 +111,10 @@ def seats(
     for rooms in sorted(kinds.values(), key=lambda rooms: sum(room for room, _ in rooms)):
         if -sum(room for room, _ in rooms) < plan.world_size:
             continue
-        taken: list[str] = []
+        node_ids: list[str] = []
         for room, node_id in sorted(rooms):
-            taken += [node_id] * min(-room, plan.world_size - len(taken))
-        return taken
+            node_ids += [node_id] * min(-room, plan.world_size - len(node_ids))
+        return node_ids
     return None
 
 
@@ -155,9 +160,9 @@ class DrainWatcher:
     """
 
     def __init__(self, places: Sequence[str]) -> None:
-        self._taken = Counter(places)
+        self._ranks_by_node = Counter(places)
 
-    def told(self) -> dict[str, float | None]:
+    def draining_nodes(self) -> dict[str, float | None]:
         """Return the draining nodes of the attempt -> the seconds until their deadline; None if it
         is unknown.
         """
@@ -165,12 +170,12 @@ class DrainWatcher:
         return {
             node: max(0.0, deadline / 1000 - time.time()) if deadline else None
             for node, deadline in draining.items()
-            if node in self._taken
+            if node in self._ranks_by_node
         }
 
     def without_us(self, nodes: Sequence[Node]) -> list[Node]:
         """Return the nodes with the devices of this attempt counted as free."""
-        return [replace(node, free=node.free + self._taken[node.id]) for node in nodes]
+        return [replace(node, free=node.free + self._ranks_by_node[node.id]) for node in nodes]
 
 
 @contextmanager
@@ -205,24 +210,24 @@ def check_seats(plan: Plan, nodes: Sequence[Node]) -> None:
     """
     if seats(plan, nodes, free=False) is not None:
         return
-    name, wanted, unit = resource_of(plan.cluster.device), plan.world_size, unit_of(plan)
-    there = sum(node.devices for node in nodes)
+    name, workers, unit = resource_of(plan.cluster.device), plan.world_size, unit_of(plan)
+    devices = sum(node.devices for node in nodes)
     spread = (
         ", ".join(f"{node.devices}{f' {node.kind}' if node.kind else ''}" for node in nodes)
         or "none"
     )
-    if there < wanted:
+    if devices < workers:
         raise ClusterError(
             "the cluster is too small for the plan",
             where=f"{len(nodes)} nodes with {name}s",
-            expected=f"{wanted} {name}s for {wanted} workers",
-            got=f"{there} {name}s",
-            hint=f"Plan for at most {there} workers, or add nodes to the cluster.",
+            expected=f"{workers} {name}s for {workers} workers",
+            got=f"{devices} {name}s",
+            hint=f"Plan for at most {devices} workers, or add nodes to the cluster.",
         )
     raise ClusterError(
         "the cluster's nodes do not fit the plan",
         where=f"{len(nodes)} nodes with {name}s",
-        expected=f"{wanted} {name}s of one kind"
+        expected=f"{workers} {name}s of one kind"
         + (f", in groups of {unit} per node" if unit > 1 else ""),
         got=spread,
         hint=(

@@ -19,7 +19,7 @@ _FILE_BYTES = 64 << 20
 
 
 @contextmanager
-def heard(hear: Callable[[str], None]) -> Iterator[None]:
+def forward_output(hear: Callable[[str], None]) -> Iterator[None]:
     """Call `hear` with the output of this process within the context, in pieces, from a thread.
 
     When the context ends, all output has been passed on. It is redirected to an unlinked file, not

@@ -55,13 +55,13 @@ _log = logging.getLogger(__name__)
 
 _LISTEN_SECONDS = 10.0
 _END_SECONDS = 20.0
-_SAY_SECONDS = 30.0
+_REPORT_SECONDS = 30.0
 _LONGEST_PAUSE = 60.0
 _LOST_SECONDS = 30.0
 """Time without a response after which a cluster is considered lost."""
 _GROW_SECONDS = 10.0
 """Time for which room for more ranks must have been available before a run grows."""
-_PASSING = (StorageError, CheckpointError, MissingDataError)
+_TRANSIENT_ERRORS = (StorageError, CheckpointError, MissingDataError)
 """Errors after which a run that has completed a step is retried, for at most `storage_patience`."""
 
 
@@ -109,7 +109,7 @@ class Supervisor:
         self._answer = 0
         self._failures = self._storage_failures = 0
         self._storage_failed_at: float | None = None
-        self._stop_asked = False
+        self._stop_requested = False
         self._moving = False
         self._beats: Sequence[Beat] = ()
         self._order: tuple[int, ...] = ()
@@ -134,47 +134,47 @@ class Supervisor:
                 it.
             TrainloadError: an error raised by a worker.
         """
-        asked = asked_since_lost(self._run_dir)
+        stop_requested = asked_since_lost(self._run_dir)
         try:
             clear_requests(self._run_dir)  # left by an attempt that was killed before it could stop
-            self._run(asked)
+            self._run(stop_requested)
         except LeaseLostError:
             raise
         except BaseException as error:
             self._journal.say(last_word(error))
-            self._leave()
+            self._write_last_state()
             raise
-        self._leave()
+        self._write_last_state()
 
-    def _leave(self) -> None:
+    def _write_last_state(self) -> None:
         """Say that the run has no driver any more."""
         with logged_suppress(_log, "a request to the run was not withdrawn", OSError):
             take_back(self._run_dir)
-        self._tell_state(over=True)
+        self._write_state(over=True)
 
-    def _run(self, asked: bool) -> None:
-        """Run all attempts. With `asked`, a stop was requested before the first one."""
+    def _run(self, stop_requested: bool) -> None:
+        """Run all attempts. With `stop_requested`, a stop was requested before the first one."""
         try:
             with closing(self._fits):
-                if asked:
-                    raise self._asked_to_stop()
+                if stop_requested:
+                    raise self._stop_error()
                 while not self._attempt():
                     pass
         except LostClusterError:
             raise
         except RayError as error:  # of a call outside `_listen`, which handles its own
-            raise self._lost_cluster(error) from error
+            raise self._lost_cluster_error(error) from error
         except BaseException:
             ray.kill(self._mailbox)
             raise
         ray.kill(self._mailbox)
 
-    def _lost_cluster(self, error: RayError) -> LostClusterError:
+    def _lost_cluster_error(self, error: RayError) -> LostClusterError:
         return LostClusterError(
             "the cluster no longer responds",
             where=str(self._run_dir),
             got=first_line(error),
-            hint=f"When it responds again, continue with: {self._how_to_resume()}",
+            hint=f"When it responds again, continue with: {self._resume_command()}",
         )
 
     # One attempt
@@ -195,7 +195,7 @@ class Supervisor:
         ray.get(self._mailbox.begin.remote(self._number))
         self._beats, self._order, self._moving = (), (), False
         self._warned = set()
-        leave = DrainWatcher(places)
+        watcher = DrainWatcher(places)
         spec = self._spec.model_copy(
             update={"had_checkpoint": self._spec.had_checkpoint or self._journal.has_checkpoint}
         )
@@ -204,7 +204,7 @@ class Supervisor:
         attempt = Attempt(spec, self._mailbox, self._number, places)
         self._fits.start(attempt)
         try:
-            failed = self._follow(attempt, monitor, leave)
+            failed = self._follow(attempt, monitor, watcher)
         except LostClusterError:
             raise  # without the cluster the attempt cannot be ended
         except BaseException:
@@ -212,32 +212,32 @@ class Supervisor:
             raise
         attempt.end()
         if failed is None:
-            if self._stop_asked and not self._journal.ended:
+            if self._stop_requested and not self._journal.ended:
                 raise RunInterrupted(
                     "the run was interrupted",
                     where=str(self._run_dir),
-                    hint=f"Continue with: {self._how_to_resume()}",
+                    hint=f"Continue with: {self._resume_command()}",
                 )
             return self._journal.ended or not self._moving
-        self._go_on_after(failed)
+        self._retry_after(failed)
         return False
 
-    def _follow(self, attempt: Attempt, monitor: Monitor, leave: DrainWatcher) -> _Failed | None:
+    def _follow(self, attempt: Attempt, monitor: Monitor, watcher: DrainWatcher) -> _Failed | None:
         """Monitor an attempt until it has ended; return its failure, or None if it ended as
         intended.
         """
         hang: Hang | None = None
         failure: TrainloadError | None = None
         until = float("inf")
-        told = 0.0
+        state_written_at = 0.0
         while not attempt.ended.is_set() and time.monotonic() < until:
             try:
                 failure = self._listen(monitor) or failure
-                if time.monotonic() - told > STATE_SECONDS:
-                    told = time.monotonic()
+                if time.monotonic() - state_written_at > STATE_SECONDS:
+                    state_written_at = time.monotonic()
                     self._check_driver()
-                    self._tell_state()
-                    self._heed(leave)
+                    self._write_state()
+                    self._handle_draining(watcher)
                 if until == float("inf") and failure is not None:
                     until = time.monotonic() + _END_SECONDS
                 if hang is None and failure is None:
@@ -249,9 +249,9 @@ class Supervisor:
                         until = time.monotonic() + _END_SECONDS
                 attempt.ended.wait(POLL_SECONDS)
             except KeyboardInterrupt:
-                if self._stop_asked or not self._journal.stepped:
+                if self._stop_requested or not self._journal.stepped:
                     raise
-                self._stop_asked = True
+                self._stop_requested = True
                 self._journal.write(
                     "stage",
                     name=(
@@ -265,7 +265,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
             failure = self._listen(monitor) or failure
         if failure is not None:
-            if not (self._journal.stepped and isinstance(failure, _PASSING)):
+            if not (self._journal.stepped and isinstance(failure, _TRANSIENT_ERRORS)):
                 raise failure
             return _Failed("storage", str(failure), cause=failure)
         if hang is not None:
@@ -276,23 +276,23 @@ class Supervisor:
             )
         if attempt.error is None:
             return None
-        return self._what_happened(attempt)
+        return self._failure_of(attempt)
 
-    def _heed(self, leave: DrainWatcher) -> None:
+    def _handle_draining(self, watcher: DrainWatcher) -> None:
         """Handle nodes that will be preempted: request a checkpoint, and move to other nodes once
         there is room.
         """
-        told = leave.told()
-        news = told.keys() - self._warned
+        draining = watcher.draining_nodes()
+        news = draining.keys() - self._warned
         self._warned |= news
         goes = (
-            bool(told)
+            bool(draining)
             and not self._moving
             and self._journal.stepped
-            and self._room_elsewhere(leave) is not None
+            and self._find_room(watcher) is not None
         )
         self._moving = self._moving or goes
-        for node, seconds in told.items():
+        for node, seconds in draining.items():
             if goes or node in news:
                 self._journal.write(
                     "preemption",
@@ -310,21 +310,21 @@ class Supervisor:
             with logged_suppress(_log, "no checkpoint was requested before the move", OSError):
                 (self._run_dir / Request.CHECKPOINT.file).touch()
         if self._spec.plans and not self._moving:
-            self._grow(leave)
+            self._grow(watcher)
 
-    def _room_elsewhere(self, leave: DrainWatcher) -> tuple[Plan, list[str]] | None:
+    def _find_room(self, watcher: DrainWatcher) -> tuple[Plan, list[str]] | None:
         """Return the plan and seats that would fit if this attempt were over; None if none
         would.
         """
-        return self._fitting(leave.without_us(nodes_of(self._spec.plan.cluster.device)))
+        return self._largest_fit(watcher.without_us(nodes_of(self._spec.plan.cluster.device)))
 
-    def _grow(self, leave: DrainWatcher) -> None:
+    def _grow(self, watcher: DrainWatcher) -> None:
         """Move to more nodes if they have been available for a while.
 
         The workers write a checkpoint first.
         """
-        found = self._room_elsewhere(leave)
-        larger = found is not None and found[0].world_size > self._spec.plan.world_size
+        fit = self._find_room(watcher)
+        larger = fit is not None and fit[0].world_size > self._spec.plan.world_size
         if (
             not larger
             or not self._beats
@@ -336,34 +336,34 @@ class Supervisor:
         elif time.monotonic() - self._larger_since > _GROW_SECONDS:
             self._larger_since, self._moving = None, True
 
-    def _what_happened(self, attempt: Attempt) -> _Failed:
+    def _failure_of(self, attempt: Attempt) -> _Failed:
         """Return the reason why Ray Train ended the attempt."""
         assert attempt.error is not None
-        told: dict[int, Exception] = getattr(attempt.error, "worker_failures", None) or {}
-        text = last_line(str(next(iter(told.values()), attempt.error)))
+        worker_errors: dict[int, Exception] = getattr(attempt.error, "worker_failures", None) or {}
+        text = last_line(str(next(iter(worker_errors.values()), attempt.error)))
         by_rank = {
-            self._order[number] if number < len(self._order) else number: each
-            for number, each in told.items()
+            self._order[number] if number < len(self._order) else number: error
+            for number, error in worker_errors.items()
         }
-        died = tuple(rank for rank, each in sorted(by_rank.items()) if _is_death(each))
+        died = tuple(rank for rank, error in sorted(by_rank.items()) if _is_death(error))
         # A worker that raised proves that its node is alive, however busy. So only nodes of workers
         # that died are probed, or all nodes if no worker began.
-        suspects = {attempt.seats[rank] for rank in died} if told else set(attempt.seats)
+        suspects = {attempt.seats[rank] for rank in died} if worker_errors else set(attempt.seats)
         gone = self._probe.unreachable(suspects)
         self._lost |= gone
         doing = {beat.rank: str(beat.doing) for beat in self._beats}
         if gone:
             ranks = tuple(rank for rank, seat in enumerate(attempt.seats) if seat in gone)
-            named = ", ".join(sorted(gone))
+            names = ", ".join(sorted(gone))
             return _Failed(
                 "node",
-                f"node {named} is gone, with {in_words(ranks)}",
+                f"node {names} is gone, with {in_words(ranks)}",
                 ranks,
                 tuple(sorted(gone)),
                 doing,
                 attempt.error,
             )
-        if not told:
+        if not worker_errors:
             return _Failed(
                 "error", f"the workers could not be started: {text}", (), (), doing, attempt.error
             )
@@ -377,7 +377,7 @@ class Supervisor:
             attempt.error,
         )
 
-    def _go_on_after(self, failed: _Failed) -> None:
+    def _retry_after(self, failed: _Failed) -> None:
         """Decide whether there is another attempt, and wait before it; otherwise raise the error
         that ends the run.
         """
@@ -420,7 +420,7 @@ class Supervisor:
                     f"at most {self._spec.max_failures} failures in a row without a new checkpoint"
                 ),
                 got="one more",
-                hint=f"{way} with: {self._how_to_resume()}",
+                hint=f"{way} with: {self._resume_command()}",
             ) from failed.cause
         again = self._failures + self._storage_failures - 1
         if again > 0:
@@ -430,23 +430,23 @@ class Supervisor:
         """Wait before another attempt, updating the run's state; raise RunInterrupted if a stop is
         requested meanwhile.
         """
-        until, told = time.monotonic() + seconds, -float("inf")
+        until, state_written_at = time.monotonic() + seconds, -float("inf")
         while time.monotonic() < until:
             if asked_by_file(self._run_dir) is Request.STOP:
-                raise self._asked_to_stop()
-            if time.monotonic() - told > STATE_SECONDS:
-                told = time.monotonic()
-                self._tell_state()
+                raise self._stop_error()
+            if time.monotonic() - state_written_at > STATE_SECONDS:
+                state_written_at = time.monotonic()
+                self._write_state()
             time.sleep(POLL_SECONDS)
 
-    def _asked_to_stop(self) -> RunInterrupted:
+    def _stop_error(self) -> RunInterrupted:
         return RunInterrupted(
             "the run was asked to stop",
             where=str(self._run_dir),
-            hint=f"Continue with: {self._how_to_resume()}",
+            hint=f"Continue with: {self._resume_command()}",
         )
 
-    def _how_to_resume(self) -> str:
+    def _resume_command(self) -> str:
         return resume_command(self._run_dir)
 
     # Messages of the workers
@@ -455,12 +455,12 @@ class Supervisor:
         """Receive the workers' messages and send them the pending request; return the error of a
         worker that failed.
         """
-        wanted = asked_by_file(self._run_dir)
-        self._stop_asked = self._stop_asked or wanted is Request.STOP
-        wanted = Request.STOP if self._stop_asked or self._moving else wanted
+        pending = asked_by_file(self._run_dir)
+        self._stop_requested = self._stop_requested or pending is Request.STOP
+        pending = Request.STOP if self._stop_requested or self._moving else pending
         try:
-            found = ray.get(
-                self._mailbox.collect.remote(wanted, self._journal.written, self._answer),
+            collected = ray.get(
+                self._mailbox.collect.remote(pending, self._journal.written, self._answer),
                 timeout=_LISTEN_SECONDS,
             )
         except RayError as error:
@@ -470,21 +470,21 @@ class Supervisor:
                 and time.monotonic() - self._unheard_since < _LOST_SECONDS
             ):
                 return None
-            raise self._lost_cluster(error) from error
+            raise self._lost_cluster_error(error) from error
         self._unheard_since = None
-        self._answer = found.number
-        self._journal.take(found.events)
-        self._journal.keep(found.printed)
-        self._beats, self._order = found.beats or self._beats, found.order
-        for beat in found.beats:
+        self._answer = collected.number
+        self._journal.take(collected.events)
+        self._journal.keep(collected.printed)
+        self._beats, self._order = collected.beats or self._beats, collected.order
+        for beat in collected.beats:
             monitor.hear(beat.rank, beat.doing, beat.age)
         with logged_suppress(_log, "a fulfilled request was not withdrawn", OSError):
-            for request in found.met:
+            for request in collected.met:
                 take_back(self._run_dir, request)
-        failure: TrainloadError | None = found.failure
+        failure: TrainloadError | None = collected.failure
         return failure
 
-    def _tell_state(self, *, over: bool = False) -> None:
+    def _write_state(self, *, over: bool = False) -> None:
         """Write the run's state for `trainload status`.
 
         If storage fails, this update is skipped.
@@ -507,7 +507,7 @@ class Supervisor:
             StorageError: it has not been writable for too long.
             RunInterrupted: a stop was requested meanwhile.
         """
-        began, said = time.monotonic(), 0.0
+        began, reported_at = time.monotonic(), 0.0
         while True:
             try:
                 (self._run_dir / RAY_FOLDER).mkdir(exist_ok=True)
@@ -521,24 +521,24 @@ class Supervisor:
                     raise StorageError(
                         f"the run's folder cannot be written: {error.strerror}",
                         where=str(self._run_dir),
-                        hint=f"When it is writable again, continue with: {self._how_to_resume()}",
+                        hint=f"When it is writable again, continue with: {self._resume_command()}",
                     ) from error
-                if time.monotonic() - said > _SAY_SECONDS:
-                    said = time.monotonic()
+                if time.monotonic() - reported_at > _REPORT_SECONDS:
+                    reported_at = time.monotonic()
                     self._journal.write(
                         "waiting",
                         message=f"for storage: {self._run_dir} cannot be written: {error.strerror}",
                     )
             self._pause(POLL_SECONDS * 10)
 
-    def _fitting(self, nodes: Sequence[Node]) -> tuple[Plan, list[str]] | None:
+    def _largest_fit(self, nodes: Sequence[Node]) -> tuple[Plan, list[str]] | None:
         """Return the largest of the run's plans that fits these nodes, and the node of each of its
         ranks; None if none fits.
         """
         for plan in reversed(self._spec.plans or (self._spec.plan,)):
-            found = seats(plan, nodes, without=self._lost)
-            if found is not None:
-                return plan, found
+            node_ids = seats(plan, nodes, without=self._lost)
+            if node_ids is not None:
+                return plan, node_ids
         return None
 
     def _find_seats(self) -> tuple[Plan, list[str]]:
@@ -550,20 +550,20 @@ class Supervisor:
             RunInterrupted: a stop was requested meanwhile.
         """
         least = least_plan(self._spec)
-        began, said = time.monotonic(), 0.0
+        began, reported_at = time.monotonic(), 0.0
         while True:
-            there = nodes_of(least.cluster.device)
-            self._probe.forget([node.id for node in there])
+            nodes = nodes_of(least.cluster.device)
+            self._probe.forget([node.id for node in nodes])
             if self._lost:
                 self._lost &= self._probe.unreachable(
-                    [node.id for node in there if node.id in self._lost]
+                    [node.id for node in nodes if node.id in self._lost]
                 )
-            found = self._fitting(there)
-            if found is not None:
-                return found
+            fit = self._largest_fit(nodes)
+            if fit is not None:
+                return fit
             name = resource_of(least.cluster.device)
             free = (
-                ", ".join(f"{n.free} of {n.devices}" for n in there if n.id not in self._lost)
+                ", ".join(f"{n.free} of {n.devices}" for n in nodes if n.id not in self._lost)
                 or "none"
             )
             if time.monotonic() - began > self._spec.node_patience:
@@ -575,14 +575,15 @@ class Supervisor:
                     ),
                     got=free,
                     hint=(
-                        f"Continue on the available nodes with: {self._how_to_resume()} --workers N"
+                        f"Continue on the available nodes with: {self._resume_command()}"
+                        " --workers N"
                     ),
                 )
             if (
-                time.monotonic() - said > _SAY_SECONDS
+                time.monotonic() - reported_at > _REPORT_SECONDS
                 and time.monotonic() - began > POLL_SECONDS * 10
             ):
-                said = time.monotonic()
+                reported_at = time.monotonic()
                 self._journal.write(
                     "waiting",
                     message=f"for {least.world_size} free {name}s; by node there are {free}",

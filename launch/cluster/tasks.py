@@ -42,11 +42,11 @@ def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
     task = ray.remote(max_calls=1, max_retries=0, label_selector={NODE_LABEL: place})(
         _try_out
     ).options(**options)
-    asked = task.remote(spec, local_world)
+    reference = task.remote(spec, local_world)
     try:
-        found: Trial | TrainloadError = ray.get(asked, timeout=spec.start_timeout)
+        outcome: Trial | TrainloadError = ray.get(reference, timeout=spec.start_timeout)
     except GetTimeoutError as error:
-        ray.cancel(asked, force=True)
+        ray.cancel(reference, force=True)
         raise ClusterError(
             "the trial step did not finish in time",
             where=f"node {place}",
@@ -58,9 +58,9 @@ def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
         raise TrainingError(
             "the trial step failed", where=f"node {place}", got=last_line(str(error))
         ) from error
-    if isinstance(found, TrainloadError):
-        raise found
-    return found
+    if isinstance(outcome, TrainloadError):
+        raise outcome
+    return outcome
 
 
 def last_line(text: str) -> str:
@@ -82,20 +82,20 @@ class NodeProbe:
     def unreachable(self, nodes: Collection[str]) -> set[str]:
         """Return those of these nodes that have not responded within a few seconds."""
         for node in set(nodes) - self._open.keys():
-            self._open[node] = on_node(node)(_present).options(max_retries=0).remote()
-        asked = {self._open[node]: node for node in nodes}
+            self._open[node] = on_node(node)(_respond).options(max_retries=0).remote()
+        probes = {self._open[node]: node for node in nodes}
         answered, _ = (
-            ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS)
-            if asked
+            ray.wait(list(probes), num_returns=len(probes), timeout=_ANSWER_SECONDS)
+            if probes
             else ([], [])
         )
-        here = set()
+        reachable = set()
         for reference in answered:
-            del self._open[asked[reference]]
+            del self._open[probes[reference]]
             with suppress(RayError):  # the node died meanwhile
                 ray.get(reference)
-                here.add(asked[reference])
-        return set(nodes) - here
+                reachable.add(probes[reference])
+        return set(nodes) - reachable
 
     def forget(self, there: Collection[str]) -> None:
         """Cancel the probes of nodes that are not in `there`."""
@@ -123,7 +123,7 @@ def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
         return error
 
 
-def _present() -> bool:
+def _respond() -> bool:
     return True
 
 

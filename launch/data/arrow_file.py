@@ -45,19 +45,19 @@ def write_rows(batches: Iterable[Batch], path: str | Path) -> int:
     path = Path(path)
     try:
         with replacing(path) as temporary:
-            return _written(batches, temporary)
+            return _write_batches(batches, temporary)
     except OSError as error:
         raise StorageError(
             f"the rows cannot be written: {error.strerror or error}", where=str(path)
         ) from error
 
 
-def _written(batches: Iterable[Batch], draft: Path) -> int:
+def _write_batches(batches: Iterable[Batch], draft: Path) -> int:
     rows, schema, writer = 0, None, None
     with draft.open("wb") as file:
         try:
-            for number, given in enumerate(batches):
-                for batch in _record_batches(given, number):
+            for number, user_batch in enumerate(batches):
+                for batch in _record_batches(user_batch, number):
                     if writer is None:
                         schema = batch.schema
                         writer = pa.ipc.new_file(file, schema)
@@ -65,8 +65,8 @@ def _written(batches: Iterable[Batch], draft: Path) -> int:
                         raise DataError(
                             "a batch has different columns than the first one",
                             where=f"batch {number}",
-                            expected=_told(schema),
-                            got=_told(batch.schema),
+                            expected=_describe_schema(schema),
+                            got=_describe_schema(batch.schema),
                         )
                     writer.write_batch(batch)
                     rows += batch.num_rows
@@ -78,22 +78,23 @@ def _written(batches: Iterable[Batch], draft: Path) -> int:
     return rows
 
 
-def _record_batches(given: Batch, number: int) -> list[Any]:
-    if isinstance(given, pa.RecordBatch):
-        return [given]
-    if isinstance(given, pa.Table):
-        found: list[Any] = given.to_batches()
-        return found
-    if not isinstance(given, Mapping):
+def _record_batches(user_batch: Batch, number: int) -> list[Any]:
+    if isinstance(user_batch, pa.RecordBatch):
+        return [user_batch]
+    if isinstance(user_batch, pa.Table):
+        batches: list[Any] = user_batch.to_batches()
+        return batches
+    if not isinstance(user_batch, Mapping):
         expected = "a dict of arrays, a pyarrow.Table or a pyarrow.RecordBatch"
         raise DataError(
             "this is not a batch of rows",
             where=f"batch {number}",
             expected=expected,
-            got=type(given).__name__,
+            got=type(user_batch).__name__,
         )
     arrays = {
-        name: _array(value, f"batch {number}, column {name!r}") for name, value in given.items()
+        name: _to_array(value, f"batch {number}, column {name!r}")
+        for name, value in user_batch.items()
     }
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
@@ -102,10 +103,10 @@ def _record_batches(given: Batch, number: int) -> list[Any]:
             where=f"batch {number}",
             got=str(lengths),
         )
-    return [pa.record_batch({name: _lists(array) for name, array in arrays.items()})]
+    return [pa.record_batch({name: _to_lists(array) for name, array in arrays.items()})]
 
 
-def _array(value: Any, where: str) -> Array:
+def _to_array(value: Any, where: str) -> Array:
     try:
         array = (
             value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
@@ -113,13 +114,13 @@ def _array(value: Any, where: str) -> Array:
     except (TypeError, ValueError) as error:  # numpy lacks the dtype, or the rows differ in length
         raise DataError("a column is not an array", where=where, got=str(error)) from error
     if array.dtype.name not in DTYPES:
-        got = array.dtype.name
-        hint = "Pad or truncate rows of different lengths." if got == "object" else ""
+        dtype_name = array.dtype.name
+        hint = "Pad or truncate rows of different lengths." if dtype_name == "object" else ""
         raise DataError(
             "a column has a dtype that data files do not support",
             where=where,
             expected=", ".join(DTYPES),
-            got=got,
+            got=dtype_name,
             hint=hint,
         )
     if not array.ndim or 0 in array.shape[1:]:
@@ -132,7 +133,7 @@ def _array(value: Any, where: str) -> Array:
     return native(array)
 
 
-def _lists(array: Array) -> Any:
+def _to_lists(array: Array) -> Any:
     """Convert an array (n, *dims) to nested fixed-size lists."""
     column = pa.array(np.ascontiguousarray(array).reshape(-1))
     for length in reversed(array.shape[1:]):
@@ -140,5 +141,5 @@ def _lists(array: Array) -> Any:
     return column
 
 
-def _told(schema: Any) -> str:
+def _describe_schema(schema: Any) -> str:
     return ", ".join(f"{field.name}: {field.type}" for field in schema)

@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 from trainload.core.errors import DataError
 from trainload.launching.data.columns import Array, ColumnType, Sizes
 
-_SPELLING = {"halffloat": "float16", "float": "float32", "double": "float64"}
-_WIDEST = 8
+_DTYPE_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
+_MAX_ITEM_BYTES = 8
 """Item size of the largest dtype in bytes."""
-_TENSORS = frozenset(
+_TENSOR_TYPES = frozenset(
     {"arrow.fixed_shape_tensor", "ray.data.arrow_tensor", "ray.data.arrow_tensor_v2"}
 )
 """Extension types with the same shape in all rows. pyarrow knows Ray's types only in processes that
@@ -39,16 +39,16 @@ def first_row_types(batch: Any, where: str) -> dict[str, ColumnType]:
 
     Raises DataError if the first row has nulls.
     """
-    found = column_types(batch.schema, where)
-    for name, kind in found.items():
+    columns = column_types(batch.schema, where)
+    for name, kind in columns.items():
         if None in kind.dims:
-            column, dims = _decoded(batch.column(name).slice(0, 1)), list[int]()
+            column, dims = _decode(batch.column(name).slice(0, 1)), list[int]()
             while _is_list(column.type):
                 _check_no_nulls(column, f"{where}, column {name!r}", 0, 1)
                 dims.append(len(column[0]) if len(column) else 0)
-                column = _decoded(column.flatten())
-            found[name] = ColumnType(kind.dtype, tuple(dims))
-    return found
+                column = _decode(column.flatten())
+            columns[name] = ColumnType(kind.dtype, tuple(dims))
+    return columns
 
 
 def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
@@ -64,7 +64,7 @@ def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
     Raises:
         DataError: there are nulls, or a row does not have the declared lengths.
     """
-    column, place = _decoded(batch.column(name)), f"{where}, column {name!r}"
+    column, place = _decode(batch.column(name)), f"{where}, column {name!r}"
     tensor = _tensor_shape(batch.schema.field(name))
     if tensor is not None:
         return _dense_tensors(column, tensor, place, start)
@@ -78,8 +78,8 @@ def dense(batch: Any, name: str, where: str, start: int, sizes: Sizes) -> Array:
         else:
             length = _common_length(column, name, len(shape), place, start, lists_per_row, sizes)
         shape.append(length)
-        column = _decoded(column.flatten())
-    return _values(column, shape, place, start)
+        column = _decode(column.flatten())
+    return _to_array(column, shape, place, start)
 
 
 def block_of(
@@ -97,13 +97,13 @@ def _column_type(field: Any) -> ColumnType:
             if isinstance(kind, pa.BaseExtensionType)
             else kind.value_type
         )
-        return ColumnType(_SPELLING.get(str(kind), str(kind)), tensor)
+        return ColumnType(_DTYPE_NAMES.get(str(kind), str(kind)), tensor)
     dims: list[int | None] = []
     kind = _decoded_type(kind)
     while _is_list(kind):
         dims.append(kind.list_size if pa.types.is_fixed_size_list(kind) else None)
         kind = _decoded_type(kind.value_type)
-    return ColumnType(_SPELLING.get(str(kind), str(kind)), tuple(dims))
+    return ColumnType(_DTYPE_NAMES.get(str(kind), str(kind)), tuple(dims))
 
 
 def _is_list(kind: Any) -> bool:
@@ -136,7 +136,7 @@ def _decoded_type(kind: Any) -> Any:
     return kind
 
 
-def _decoded(column: Any) -> Any:
+def _decode(column: Any) -> Any:
     """Return a column without run-end or dictionary encoding."""
     while _is_encoded(column.type):
         column = (
@@ -155,10 +155,10 @@ def decoded_bytes(batch: Any) -> int:
     for column in batch.columns:
         entries = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
         while _is_list(_decoded_type(entries.type)):
-            entries = _decoded(entries).flatten()
+            entries = _decode(entries).flatten()
         kind = _decoded_type(entries.type)
         total += len(entries) * (
-            max(1, kind.bit_width // 8) if pa.types.is_primitive(kind) else _WIDEST
+            max(1, kind.bit_width // 8) if pa.types.is_primitive(kind) else _MAX_ITEM_BYTES
         )
     return max(total, int(batch.nbytes))
 
@@ -171,10 +171,12 @@ def _tensor_shape(field: Any) -> tuple[int, ...] | None:
         order = getattr(field.type, "permutation", None)
         in_order = order is None or list(order) == sorted(order)
         return (
-            tuple(field.type.shape) if field.type.extension_name in _TENSORS and in_order else None
+            tuple(field.type.shape)
+            if field.type.extension_name in _TENSOR_TYPES and in_order
+            else None
         )
     about = field.metadata or {}
-    if about.get(b"ARROW:extension:name", b"").decode() not in _TENSORS:
+    if about.get(b"ARROW:extension:name", b"").decode() not in _TENSOR_TYPES:
         return None
     try:
         shape = json.loads(about[b"ARROW:extension:metadata"])
@@ -191,25 +193,25 @@ def _dense_tensors(column: Any, shape: tuple[int, ...], place: str, start: int) 
     storage = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
     _check_no_nulls(storage, place, start, 1)
     flat = storage.flatten()
-    wanted = prod(shape)
+    values_per_row = prod(shape)
     lengths = (
         np.full(1, storage.type.list_size)
         if pa.types.is_fixed_size_list(storage.type)
         else np.diff(storage.offsets.to_numpy())
     )
-    wrong = np.flatnonzero(lengths != wanted)
+    wrong = np.flatnonzero(lengths != values_per_row)
     if wrong.size:
         raise DataError(
             "a tensor does not have the shape that its column declares",
             where=f"{place}, row {start + int(wrong[0])}",
-            expected=f"{wanted} values, shape {shape}",
+            expected=f"{values_per_row} values, shape {shape}",
             got=f"{int(lengths[wrong[0]])} values",
             hint="Write the file again.",
         )
-    return _values(flat, [len(storage), *shape], place, start)
+    return _to_array(flat, [len(storage), *shape], place, start)
 
 
-def _values(column: Any, shape: list[int], place: str, start: int) -> Array:
+def _to_array(column: Any, shape: list[int], place: str, start: int) -> Array:
     _check_no_nulls(column, place, start, prod(shape[1:]))
     values: Array = column.to_numpy(zero_copy_only=False)
     return values.reshape(shape)
@@ -229,8 +231,8 @@ def _common_length(
     )
     if not lengths.size:
         return sizes.bind(name, dim, 0)
-    wanted = sizes.bind(name, dim, int(lengths[0]))
-    wrong = np.flatnonzero(lengths != wanted)
+    common = sizes.bind(name, dim, int(lengths[0]))
+    wrong = np.flatnonzero(lengths != common)
     if wrong.size:
         sizes.expect(
             name,
@@ -238,7 +240,7 @@ def _common_length(
             int(lengths[wrong[0]]),
             f"{place}, row {start + int(wrong[0]) // lists_per_row}",
         )
-    return wanted
+    return common
 
 
 def _check_no_nulls(column: Any, place: str, start: int, entries_per_row: int) -> None:

@@ -114,13 +114,13 @@ class Sizes:
         """Raise DataError, at `where`, unless dim `dim` (>= 1) of input `name` has its declared or
         bound length.
         """
-        wanted = self.bind(name, dim, length)
-        if wanted != length:
+        expected = self.bind(name, dim, length)
+        if expected != length:
             symbol = self._shapes[name][dim]
             raise DataError(
                 f"input {name!r} has the wrong shape",
                 where=where,
-                expected=f"length {wanted} in dim {dim}"
+                expected=f"length {expected} in dim {dim}"
                 + ("" if isinstance(symbol, int) else f" ({symbol}, as in the rows before)"),
                 got=f"length {length}",
                 hint=(

@@ -27,7 +27,7 @@ from trainload.launching.data.columns import (
 )
 from trainload.launching.data.data_files import DataFile
 
-_FILE_BEGINS = b"ARROW1"
+_FILE_MAGIC = b"ARROW1"
 
 
 def read_schema(file: DataFile) -> FileSchema:
@@ -73,7 +73,7 @@ def record_batches(
     """
     try:
         with file.opened() as stream:
-            seekable = stream.read(len(_FILE_BEGINS)) == _FILE_BEGINS
+            seekable = stream.read(len(_FILE_MAGIC)) == _FILE_MAGIC
             stream.seek(0)
             if not seekable:
                 with pa.ipc.open_stream(stream) as opened:

@@ -82,18 +82,18 @@ def make_cached(
         with FileLock(cache_dir / f"{key}.lock"):
             folder = cache_dir / key
             use(folder)
-            found = _find(folder)
-            if found is not None:
-                return found
+            cached = _read_cached(folder)
+            if cached is not None:
+                return cached
             remove_temporaries(folder)
             shutil.rmtree(folder, ignore_errors=True)  # incomplete, or changed
             make_room(cache_dir.parent)
             with new_folder(folder) as temporary:
                 rows, blocks = make()
                 _convert(temporary, [spec.name for spec in inputs], rows, blocks)
-            made = _find(folder)
-            assert made is not None
-            return made
+            created = _read_cached(folder)
+            assert created is not None
+            return created
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise StorageError(
@@ -182,7 +182,7 @@ def _convert(
     (folder / "columns.json").write_bytes(canonical_json(record))
 
 
-def _find(folder: Path) -> CachedColumns | None:
+def _read_cached(folder: Path) -> CachedColumns | None:
     """Return the columns in a folder of the cache; None if it does not exist, or a file does not
     have its recorded size.
     """

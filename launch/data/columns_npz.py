@@ -24,7 +24,7 @@ from trainload.launching.data.columns import (
 )
 from trainload.launching.data.data_files import DataFile
 
-_BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError)
+_READ_ERRORS = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError)
 """Exceptions of zipfile and numpy for files that are not npz files, are truncated or were
 changed.
 """
@@ -34,7 +34,7 @@ def read_schema(file: DataFile) -> FileSchema:
     """Read the schema from the arrays' headers alone (see `Reader`)."""
     columns: dict[str, ColumnType] = {}
     rows: dict[str, int] = {}
-    with _archive(file) as archive:
+    with _open_archive(file) as archive:
         for member in archive.namelist():
             name = member.removesuffix(".npy")
             with archive.open(member) as stream:
@@ -65,9 +65,9 @@ def read_blocks(
 
     Arrays are streamed; only those in Fortran order are read as a whole.
     """
-    with _archive(file) as archive, ExitStack() as stack:
+    with _open_archive(file) as archive, ExitStack() as stack:
         readers = {
-            spec.name: _Reader(stack.enter_context(archive.open(f"{spec.name}.npy")))
+            spec.name: _ArrayReader(stack.enter_context(archive.open(f"{spec.name}.npy")))
             for spec in inputs
         }
         total = next(iter(readers.values())).rows
@@ -80,17 +80,17 @@ def read_blocks(
 
 
 @contextmanager
-def _archive(file: DataFile) -> Iterator[zipfile.ZipFile]:
+def _open_archive(file: DataFile) -> Iterator[zipfile.ZipFile]:
     try:
         with file.opened() as stream, zipfile.ZipFile(stream) as archive:
             yield archive
     except DataError:
         raise
-    except (*_BROKEN, KeyError) as error:
+    except (*_READ_ERRORS, KeyError) as error:
         raise unreadable(file, "an npz file", error) from error
 
 
-class _Reader:
+class _ArrayReader:
     """Sequential reader of one array of the archive."""
 
     def __init__(self, stream: IO[bytes]) -> None:

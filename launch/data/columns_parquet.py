@@ -21,14 +21,14 @@ from trainload.launching.data.columns import (
 )
 from trainload.launching.data.data_files import DataFile
 
-_MOST_ROWS = 1 << 16
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
+_MAX_ROWS = 1 << 16
+_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
 """Physical type of a column -> bytes of a value. For other types the stored size counts."""
 
 
 def read_schema(file: DataFile) -> FileSchema:
     """Read the schema from the footer alone (see `Reader`)."""
-    with _parquet(file) as opened:
+    with _open_parquet(file) as opened:
         return FileSchema(
             file.name, opened.metadata.num_rows, column_types(opened.schema_arrow, file.name)
         )
@@ -36,7 +36,7 @@ def read_schema(file: DataFile) -> FileSchema:
 
 def first_row(file: DataFile) -> dict[str, ColumnType] | None:
     """Return the columns of the first row (see `Reader`)."""
-    with _parquet(file) as opened:
+    with _open_parquet(file) as opened:
         batch = next(opened.iter_batches(batch_size=1), None)
         return first_row_types(batch, file.name) if batch is not None and batch.num_rows else None
 
@@ -46,15 +46,15 @@ def read_blocks(
 ) -> Iterator[dict[str, Array]]:
     """Yield blocks of rows (see `Reader`). One row group is read at a time."""
     names = [spec.name for spec in inputs]
-    with _parquet(file) as opened:
+    with _open_parquet(file) as opened:
         start = 0
-        for batch in opened.iter_batches(batch_size=_rows_of_a_block(opened, names), columns=names):
+        for batch in opened.iter_batches(batch_size=_rows_per_block(opened, names), columns=names):
             yield block_of(batch, names, file.name, start, sizes)
             start += batch.num_rows
 
 
 @contextmanager
-def _parquet(file: DataFile) -> Iterator[Any]:
+def _open_parquet(file: DataFile) -> Iterator[Any]:
     try:
         with file.opened() as stream, pq.ParquetFile(stream, pre_buffer=False) as opened:
             yield opened
@@ -62,7 +62,7 @@ def _parquet(file: DataFile) -> Iterator[Any]:
         raise unreadable(file, "a Parquet file", error) from error
 
 
-def _rows_of_a_block(file: Any, names: Sequence[str]) -> int:
+def _rows_per_block(file: Any, names: Sequence[str]) -> int:
     """Return the number of rows to read at once, from the decoded size of the values, since encoded
     ones may be tiny.
     """
@@ -73,6 +73,6 @@ def _rows_of_a_block(file: Any, names: Sequence[str]) -> int:
             column = group.column(place)
             path = f"{column.path_in_schema}."  # the path of a list's values is NAME.list.element
             if any(path.startswith(f"{name}.") for name in names):
-                width = _WIDTHS.get(column.physical_type, 0)
+                width = _VALUE_BYTES.get(column.physical_type, 0)
                 size += max(column.num_values * width, column.total_uncompressed_size)
-    return max(1, min(_MOST_ROWS, BLOCK_BYTES * max(1, int(metadata.num_rows)) // max(1, size)))
+    return max(1, min(_MAX_ROWS, BLOCK_BYTES * max(1, int(metadata.num_rows)) // max(1, size)))

@@ -24,12 +24,12 @@ from trainload.launching.data.columns import (
 from trainload.launching.data.data_files import DataFile
 from trainload.packaging.tensors.safetensors_file import CODES, DTYPES, Place, header_length
 
-_NAMES = {code: name for name, code in CODES.items()}
+_DTYPE_NAMES = {code: name for name, code in CODES.items()}
 
 
 def read_schema(file: DataFile) -> FileSchema:
     """Read the schema from the header alone (see `Reader`)."""
-    with _tensors(file) as (_, places):
+    with _open_tensors(file) as (_, places):
         scalars = [name for name, place in places.items() if not place.shape]
         if scalars:
             raise DataError(
@@ -56,18 +56,18 @@ def read_blocks(
     file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes
 ) -> Iterator[dict[str, Array]]:
     """Yield blocks of rows (see `Reader`)."""
-    with _tensors(file) as (stream, found):
-        places = {spec.name: found[spec.name] for spec in inputs}
+    with _open_tensors(file) as (stream, all_places):
+        places = {spec.name: all_places[spec.name] for spec in inputs}
         total = next(iter(places.values())).shape[0]
         step = max(1, BLOCK_BYTES // max(1, *(_row_bytes(place) for place in places.values())))
         for start in range(0, total, step):
             yield {
-                name: _rows(stream, place, start, min(step, total - start))
+                name: _read_rows(stream, place, start, min(step, total - start))
                 for name, place in places.items()
             }
 
 
-def _rows(stream: BinaryIO, place: Place, start: int, count: int) -> Array:
+def _read_rows(stream: BinaryIO, place: Place, start: int, count: int) -> Array:
     size = _row_bytes(place)
     stream.seek(place.start + start * size)
     data = stream.read(count * size)
@@ -81,18 +81,18 @@ def _row_bytes(place: Place) -> int:
 
 
 @contextmanager
-def _tensors(file: DataFile) -> Iterator[tuple[BinaryIO, dict[str, Place]]]:
+def _open_tensors(file: DataFile) -> Iterator[tuple[BinaryIO, dict[str, Place]]]:
     """Yield the opened file, and the places of its tensors in it."""
     try:
         with file.opened() as stream:
-            yield stream, _places(stream, file.name)
+            yield stream, _read_places(stream, file.name)
     except DataError:
         raise
     except (IntegrityError, ValueError, KeyError, TypeError, OSError) as error:
         raise unreadable(file, "a safetensors file", error) from error
 
 
-def _places(stream: BinaryIO, where: str) -> dict[str, Place]:
+def _read_places(stream: BinaryIO, where: str) -> dict[str, Place]:
     """Parse the header, and check that the places of its tensors are inside the file."""
     size = stream.seek(0, 2)
     stream.seek(0)
@@ -103,7 +103,7 @@ def _places(stream: BinaryIO, where: str) -> dict[str, Place]:
     places: dict[str, Place] = {}
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
-        dtype, shape = _NAMES[entry["dtype"]], tuple(int(each) for each in entry["shape"])
+        dtype, shape = _DTYPE_NAMES[entry["dtype"]], tuple(int(each) for each in entry["shape"])
         if (
             min((0, *shape)) < 0
             or end - begin != prod(shape) * DTYPES[dtype].itemsize

@@ -31,7 +31,7 @@ from trainload.launching.data.data_files import DataFile
 
 NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 """Suffixes that WebDataset decodes as integers."""
-_MOST_BYTES = 1 << 30
+_MAX_MEMBER_BYTES = 1 << 30
 """Maximum size of a member."""
 
 _Row = tuple[str, dict[str, tuple[str, tarfile.TarInfo]]]
@@ -40,52 +40,54 @@ _Row = tuple[str, dict[str, tuple[str, tarfile.TarInfo]]]
 
 def read_schema(file: DataFile) -> FileSchema:
     """Read the schema from all members' headers and the values of the first row (see `Reader`)."""
-    with _opened(file) as archive:
+    with _open_archive(file) as archive:
         columns: dict[str, ColumnType] = {}
         count = 0
-        for count, (name, members) in enumerate(_rows(archive), 1):
+        for count, (name, members) in enumerate(_read_rows(archive), 1):
             if count == 1:
-                columns = _types(archive, members, file.name)
+                columns = _column_types(archive, members, file.name)
             elif members.keys() != columns.keys():
-                raise _other_columns(file.name, name, columns, members)
+                raise _other_columns_error(file.name, name, columns, members)
         return FileSchema(file.name, count, columns)
 
 
 def first_row(file: DataFile) -> Mapping[str, ColumnType] | None:
     """Return the columns of the first row (see `Reader`)."""
-    with _opened(file) as archive:
-        found = next(_rows(archive), None)
-        return None if found is None else _types(archive, found[1], file.name)
+    with _open_archive(file) as archive:
+        row = next(_read_rows(archive), None)
+        return None if row is None else _column_types(archive, row[1], file.name)
 
 
 def read_blocks(
     file: DataFile, inputs: Sequence[InputSpec], sizes: Sizes
 ) -> Iterator[dict[str, Array]]:
     """Yield blocks of rows (see `Reader`)."""
-    wanted = {spec.name: spec for spec in inputs}
-    with _opened(file) as archive:
+    specs = {spec.name: spec for spec in inputs}
+    with _open_archive(file) as archive:
         block: list[dict[str, Array]] = []
         size = 0
-        for name, members in _rows(archive):
-            if wanted.keys() - members.keys():
-                raise _other_columns(file.name, name, wanted, members)
+        for name, members in _read_rows(archive):
+            if specs.keys() - members.keys():
+                raise _other_columns_error(file.name, name, specs, members)
             row = {
-                column: _value(archive, *members[column], f"{file.name}, {members[column][1].name}")
-                for column in wanted
+                column: _read_value(
+                    archive, *members[column], f"{file.name}, {members[column][1].name}"
+                )
+                for column in specs
             }
             for column, value in row.items():
-                _check(value, wanted[column], sizes, f"{file.name}, {members[column][1].name}")
+                _check_value(value, specs[column], sizes, f"{file.name}, {members[column][1].name}")
             block.append(row)
             size += sum(value.nbytes for value in row.values())
             if size >= BLOCK_BYTES:
-                yield _stacked(block, list(wanted))
+                yield _stack_rows(block, list(specs))
                 block, size = [], 0
         if block:
-            yield _stacked(block, list(wanted))
+            yield _stack_rows(block, list(specs))
 
 
 @contextmanager
-def _opened(file: DataFile) -> Iterator[tarfile.TarFile]:
+def _open_archive(file: DataFile) -> Iterator[tarfile.TarFile]:
     try:
         with file.opened() as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
             yield archive
@@ -95,7 +97,7 @@ def _opened(file: DataFile) -> Iterator[tarfile.TarFile]:
         raise unreadable(file, "a tar file", error) from error
 
 
-def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+def _read_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """Yield the members in order.
 
     Raises EOFError if the archive's end marker is missing, since tarfile treats anything unreadable
@@ -110,15 +112,15 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         raise EOFError(f"there is neither a member nor the archive's end at byte {archive.offset}")
 
 
-def _rows(archive: tarfile.TarFile) -> Iterator[_Row]:
+def _read_rows(archive: tarfile.TarFile) -> Iterator[_Row]:
     """Yield the rows in order. Members that are not files, or are hidden, are skipped."""
     current: _Row | None = None
-    for member in _members(archive):
+    for member in _read_members(archive):
         folder, slash, base = member.name.rpartition("/")
         stem, _, ending = base.partition(".")
         if not member.isfile() or not stem:
             continue
-        name, column = folder + slash + stem, _column(ending)
+        name, column = folder + slash + stem, _column_of(ending)
         if current is not None and current[0] != name:
             yield current
             current = None
@@ -131,20 +133,20 @@ def _rows(archive: tarfile.TarFile) -> Iterator[_Row]:
         yield current
 
 
-def _types(
+def _column_types(
     archive: tarfile.TarFile, members: Mapping[str, tuple[str, tarfile.TarInfo]], where: str
 ) -> dict[str, ColumnType]:
-    found: dict[str, ColumnType] = {}
+    types: dict[str, ColumnType] = {}
     for column, (ending, member) in members.items():
         if _is_known(ending):
-            value = _value(archive, ending, member, f"{where}, {member.name}")
-            found[column] = ColumnType(value.dtype.name, value.shape)
+            value = _read_value(archive, ending, member, f"{where}, {member.name}")
+            types[column] = ColumnType(value.dtype.name, value.shape)
         else:
-            found[column] = ColumnType(f"bytes of .{ending}", ())
-    return found
+            types[column] = ColumnType(f"bytes of .{ending}", ())
+    return types
 
 
-def _column(ending: str) -> str:
+def _column_of(ending: str) -> str:
     """Return the column of a suffix: the part before the format's suffix ("cls" for "cls", "tokens"
     for "tokens.npy").
     """
@@ -155,13 +157,15 @@ def _is_known(ending: str) -> bool:
     return ending.rpartition(".")[2] in ("npy", *NUMBERS)
 
 
-def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where: str) -> Array:
+def _read_value(
+    archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where: str
+) -> Array:
     """Read a member as an array of a row's shape."""
-    if member.size > _MOST_BYTES:
+    if member.size > _MAX_MEMBER_BYTES:
         raise DataError(
             "a member is too large",
             where=where,
-            expected=f"at most {_MOST_BYTES:,} bytes",
+            expected=f"at most {_MAX_MEMBER_BYTES:,} bytes",
             got=f"{member.size:,}",
         )
     stream = archive.extractfile(member)
@@ -181,7 +185,7 @@ def _value(archive: tarfile.TarFile, ending: str, member: tarfile.TarInfo, where
         ) from error
 
 
-def _check(value: Array, spec: InputSpec, sizes: Sizes, where: str) -> None:
+def _check_value(value: Array, spec: InputSpec, sizes: Sizes, where: str) -> None:
     """Raise DataError if a row's value does not fit its input."""
     if value.dtype.name != spec.dtype:
         raise DataError(
@@ -191,22 +195,22 @@ def _check(value: Array, spec: InputSpec, sizes: Sizes, where: str) -> None:
             got=value.dtype.name,
         )
     if value.ndim != len(spec.shape) - 1:
-        wanted = str(len(spec.shape) - 1)
+        dims = str(len(spec.shape) - 1)
         raise DataError(
             f"input {spec.name!r} has the wrong number of dims",
             where=where,
-            expected=wanted,
+            expected=dims,
             got=str(value.ndim),
         )
     for dim, length in enumerate(value.shape, 1):
         sizes.expect(spec.name, dim, length, where)
 
 
-def _stacked(rows: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
+def _stack_rows(rows: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
     return {name: np.stack([row[name] for row in rows]) for name in names}
 
 
-def _other_columns(
+def _other_columns_error(
     where: str, row: str, expected: Mapping[str, object], got: Mapping[str, object]
 ) -> DataError:
     return DataError(

@@ -29,13 +29,13 @@ of a folder or pattern are sorted by name; several sources keep their order. A f
 name of a data file, or that a pattern matches, stands for the data files in it.
 """
 
-_BLOCK = 8 << 20
+_BLOCK_BYTES = 8 << 20
 """Bytes of one request to a URL."""
 _SETTLED_NS = 2_000_000_000
 """A file that was modified less than this time before it was read may change again with the same
 timestamp.
 """
-_VERSIONS = (
+_VERSION_KEYS = (
     "ETag",
     "etag",
     "generation",
@@ -135,28 +135,28 @@ class UrlFile:
     @contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
         """Open the file (see `DataFile`)."""
-        with _reaching(self.name):
-            file = self.fs.open(self.path, "rb", block_size=_BLOCK)
-        with io.BufferedReader(_Reading(file, self.name), 1 << 20) as stream:
+        with _converting_failures(self.name):
+            file = self.fs.open(self.path, "rb", block_size=_BLOCK_BYTES)
+        with io.BufferedReader(_UrlStream(file, self.name), 1 << 20) as stream:
             yield stream
 
     def identity(self, cache_dir: Path) -> str:
         """Return a hash of its version in the file system, or its SHA-256 if the file system
         reports no version.
         """
-        with _reaching(self.name):
+        with _converting_failures(self.name):
             facts = self.fs.info(self.path)
-        version = {name: str(facts[name]) for name in _VERSIONS if facts.get(name)}
+        version = {name: str(facts[name]) for name in _VERSION_KEYS if facts.get(name)}
         if not version:
             with self.opened() as stream:
                 digest = hashlib.sha256()
-                while block := stream.read(_BLOCK):
+                while block := stream.read(_BLOCK_BYTES):
                     digest.update(block)
                 return digest.hexdigest()
         return sha256_bytes(canonical_json([self.name, facts.get("size"), version]))
 
 
-class _Reading(io.RawIOBase):
+class _UrlStream(io.RawIOBase):
     """A stream over an fsspec file whose failures are raised as StorageError."""
 
     def __init__(self, file: Any, name: str) -> None:
@@ -169,14 +169,14 @@ class _Reading(io.RawIOBase):
         return bool(self._file.seekable())
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with _reaching(self._name):
+        with _converting_failures(self._name):
             return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
         return int(self._file.tell())
 
     def readinto(self, buffer: Any) -> int:
-        with _reaching(self._name):
+        with _converting_failures(self._name):
             data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
@@ -215,7 +215,7 @@ def list_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
     parts = [source] if isinstance(source, (str, Path)) else list(source)
     files = [file for part in parts for file in _files_of(part, endings)]
     if not files:
-        raise _no_files(spelled(source), endings)
+        raise _no_files_error(spelled(source), endings)
     names = [file.name for file in files]
     twice = (
         sorted({name for name in names if names.count(name) > 1})
@@ -259,12 +259,12 @@ def _files_of(part: str | Path, endings: Collection[str]) -> Sequence[DataFile]:
         if path.is_file():
             return [LocalFile(path)]
         matched = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
-        found = dict.fromkeys(
+        files = dict.fromkeys(
             file for name in matched for file in _file_or_files(Path(name), endings)
         )
-    if not found:
-        raise _no_files(str(part), endings)
-    return list(found)
+    if not files:
+        raise _no_files_error(str(part), endings)
+    return list(files)
 
 
 def _files_in(folder: Path, endings: Collection[str]) -> list[LocalFile]:
@@ -295,13 +295,13 @@ def _check_exists(path: Path) -> None:
 
 def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
     fs, path = file_system(url, {})
-    with _reaching(url):
+    with _converting_failures(url):
         try:
             if has_magic(path):
                 matched = {
                     name: facts["type"] for name, facts in fs.glob(path, detail=True).items()
                 }
-                found = list(
+                names = list(
                     dict.fromkeys(
                         file
                         for name in sorted(matched)
@@ -309,14 +309,14 @@ def _files_at(url: str, endings: Collection[str]) -> Sequence[DataFile]:
                     )
                 )
             elif fs.info(path)["type"] == "directory":
-                found = _names_in(fs, path, endings)
+                names = _names_in(fs, path, endings)
             else:
                 return [UrlFile(url, fs, path)]
         except FileNotFoundError:
-            found = []
-    if not found:
-        raise _no_files(url, endings)
-    return [UrlFile(fs.unstrip_protocol(name), fs, name) for name in found]
+            names = []
+    if not names:
+        raise _no_files_error(url, endings)
+    return [UrlFile(fs.unstrip_protocol(name), fs, name) for name in names]
 
 
 def _names_in(fs: Any, folder: str, endings: Collection[str]) -> list[str]:
@@ -341,7 +341,7 @@ def _is_data(name: str, endings: Collection[str]) -> bool:
     return PurePosixPath(name).suffix in endings and not name.startswith((".", "_"))
 
 
-def _no_files(where: str, endings: Collection[str]) -> MissingDataError:
+def _no_files_error(where: str, endings: Collection[str]) -> MissingDataError:
     return MissingDataError(
         "no data was found",
         where=where,
@@ -355,7 +355,7 @@ def _no_files(where: str, endings: Collection[str]) -> MissingDataError:
 
 
 @contextmanager
-def _reaching(where: str) -> Iterator[None]:
+def _converting_failures(where: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:

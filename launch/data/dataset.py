@@ -93,13 +93,13 @@ def open_dataset(source: Source, inputs: Sequence[InputSpec], cache_dir: Path) -
         StorageError: the cache cannot be written, or a URL cannot be reached.
     """
     check_inputs(inputs)
-    files = _files(source)
+    files = _find_same_format(source)
 
     def read() -> tuple[int, Iterator[dict[str, Array]]]:
-        schemas, sizes = _checked(source, files, inputs)
+        schemas, sizes = _read_schemas(source, files, inputs)
         full = [file for file, schema in zip(files, schemas, strict=True) if schema.rows]
         blocks = chain.from_iterable(
-            _reader(file).read_blocks(file, inputs, sizes) for file in full
+            _reader_of(file).read_blocks(file, inputs, sizes) for file in full
         )
         return sum(schema.rows for schema in schemas), blocks
 
@@ -115,7 +115,7 @@ def check_schema(source: Source, inputs: Sequence[InputSpec]) -> int:
             metadata does not show.
     """
     check_inputs(inputs)
-    schemas, _ = _checked(source, _files(source), inputs)
+    schemas, _ = _read_schemas(source, _find_same_format(source), inputs)
     return sum(schema.rows for schema in schemas)
 
 
@@ -125,17 +125,17 @@ def source_columns(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
     Raises:
         DataError: the source is missing, empty or unreadable.
     """
-    for file in _files(source):
-        found = _reader(file).first_row(file)
-        if found is not None:
+    for file in _find_same_format(source):
+        columns = _reader_of(file).first_row(file)
+        if columns is not None:
             return {
                 name: (column.dtype, tuple(d for d in column.dims if d is not None))
-                for name, column in found.items()
+                for name, column in columns.items()
             }
-    raise _empty(source)
+    raise _empty_error(source)
 
 
-def _files(source: Source) -> tuple[DataFile, ...]:
+def _find_same_format(source: Source) -> tuple[DataFile, ...]:
     """Return the files of a source, which must all have one format."""
     files = find_files(source, READERS)
     readers = {READERS.get(file.suffix) for file in files}
@@ -150,26 +150,26 @@ def _files(source: Source) -> tuple[DataFile, ...]:
     return files
 
 
-def _reader(file: DataFile) -> Reader:
+def _reader_of(file: DataFile) -> Reader:
     return READERS[file.suffix]
 
 
-def _checked(
+def _read_schemas(
     source: Source, files: Sequence[DataFile], inputs: Sequence[InputSpec]
 ) -> tuple[list[FileSchema], Sizes]:
     sizes = Sizes(inputs)
     schemas: list[FileSchema] = []
     for file in files:
-        schema = _reader(file).read_schema(file)
+        schema = _reader_of(file).read_schema(file)
         if schema.rows or schema.columns:  # a tar file without rows has no columns
             check_file(schema, inputs, sizes)
         schemas.append(schema)
     if not sum(schema.rows for schema in schemas):
-        raise _empty(source)
+        raise _empty_error(source)
     return schemas, sizes
 
 
-def _empty(source: Source) -> DataError:
+def _empty_error(source: Source) -> DataError:
     return DataError(
         "the data set is empty", where=spelled(source), expected="at least one row", got="0 rows"
     )

@@ -27,7 +27,7 @@ from trainload.launching.data.arrow_file import Batch, write_rows
 from trainload.launching.run.run_spec import RUN_FILE, made_file
 
 PYTHON = "python:"
-_FORM = (
+_REFERENCE_FORM = (
     "python:path/to/file.py:name or python:package.module:name, with ?argument=value&... if it"
     " takes arguments"
 )
@@ -81,23 +81,23 @@ def in_files(data: Data, eval_data: Data | None, run_dir: Path, *, alone: bool =
         DataError: an argument is not data, or must be written although several processes launch the
             run and each would write it.
     """
-    given: dict[Name, Data] = (
+    data_by_name: dict[Name, Data] = (
         {"data": data} if eval_data is None else {"data": data, "eval_data": eval_data}
     )
-    sources = {name: each for name, each in given.items() if _must_be_made(each)}
-    made = {name: _name_of(each) for name, each in sources.items()}
-    if made and not alone:
+    sources = {name: each for name, each in data_by_name.items() if _must_be_written(each)}
+    descriptions = {name: _describe_source(each) for name, each in sources.items()}
+    if descriptions and not alone:
         raise DataError(
             "data from a function requires a single launching process, but torchrun starts one per"
             " rank",
-            where=", ".join(made.values()),
+            where=", ".join(descriptions.values()),
             hint="Write the rows to a file first, with trainload.write_rows.",
         )
     files = {
-        name: made_file(run_dir, name) if name in sources else _path(each)
-        for name, each in given.items()
+        name: made_file(run_dir, name) if name in sources else _check_path(each)
+        for name, each in data_by_name.items()
     }
-    return InFiles(files["data"], files.get("eval_data"), made, sources)
+    return InFiles(files["data"], files.get("eval_data"), descriptions, sources)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
                 raise StorageError(
                     f"the run's folder cannot be written: {error.strerror}", where=str(folder)
                 ) from error
-            write_rows(_batches(source, data.made[name]), made_file(run_dir, name))
+            write_rows(_read_batches(source, data.made[name]), made_file(run_dir, name))
         yield
     finally:
         if data.sources and not (run_dir / RUN_FILE).exists():
@@ -130,12 +130,12 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
                         path.rmdir()
 
 
-def _path(data: Data) -> str | Path:
+def _check_path(data: Data) -> str | Path:
     if isinstance(data, str | Path):
         return data
     raise DataError(
         "this is not a data source",
-        expected=f"a path, a URL, {_FORM}, a function, or a ray.data.Dataset",
+        expected=f"a path, a URL, {_REFERENCE_FORM}, a function, or a ray.data.Dataset",
         got=type(data).__name__,
         hint=(
             "For rows in memory, pass a function that returns them, or write them to a file with"
@@ -144,7 +144,7 @@ def _path(data: Data) -> str | Path:
     )
 
 
-def _must_be_made(data: Data) -> bool:
+def _must_be_written(data: Data) -> bool:
     return (
         data.startswith(PYTHON)
         if isinstance(data, str)
@@ -157,7 +157,7 @@ def _is_ray_dataset(data: object) -> bool:
     return module is not None and isinstance(data, module.Dataset)
 
 
-def _name_of(data: Data) -> str:
+def _describe_source(data: Data) -> str:
     """Return the description of a source that the run records."""
     if isinstance(data, str):
         return data
@@ -166,12 +166,12 @@ def _name_of(data: Data) -> str:
     return f"the function {getattr(data, '__module__', '?')}.{getattr(data, '__qualname__', '?')}"
 
 
-def _batches(data: Data, name: str) -> Iterator[Batch]:
+def _read_batches(data: Data, name: str) -> Iterator[Batch]:
     """Yield the rows of a source. Raises DataError for an error in a function or dataset."""
     module: ModuleType | str = name
     try:
         if isinstance(data, str):
-            module, function = _function(data)
+            module, function = _load_function(data)
             rows: Any = function()
         else:
             rows = data if _is_ray_dataset(data) else data()  # type: ignore[operator]  # it is a function then
@@ -196,17 +196,17 @@ def _batches(data: Data, name: str) -> Iterator[Batch]:
         ) from error
 
 
-def _function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
+def _load_function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
     """Return the module of a referenced function, and the function with its arguments bound."""
-    named, _, query = reference.removeprefix(PYTHON).partition("?")
-    location, _, name = named.rpartition(":")
+    target, _, query = reference.removeprefix(PYTHON).partition("?")
+    location, _, name = target.rpartition(":")
     if not location or not name.isidentifier():
-        raise DataError("this does not name a function", where=reference, expected=_FORM)
+        raise DataError("this does not name a function", where=reference, expected=_REFERENCE_FORM)
     try:
         module = load_module(location)
     except JobError as error:
         raise DataError(
-            error.problem, where=f"{reference} ({error.where})", expected=_FORM
+            error.problem, where=f"{reference} ({error.where})", expected=_REFERENCE_FORM
         ) from error
     function = getattr(module, name, None)
     if not callable(function):

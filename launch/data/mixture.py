@@ -23,14 +23,14 @@ from trainload.launching.data.data_files import Source, is_url
 ENDING = ".json"
 MOST_PARTS = 256
 
-Given = bool | int | float | str | None
+Constant = bool | int | float | str | None
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     data: str | Annotated[list[str], Field(min_length=1)]
-    constants: dict[str, Given] = Field(default_factory=dict)
+    constants: dict[str, Constant] = Field(default_factory=dict)
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     name: Annotated[str, Field(pattern=r"^[^\x00-\x1f]{1,128}$")] | None = None
 
@@ -54,7 +54,7 @@ class Part:
     """
 
     source: Source
-    constants: Mapping[str, Given]
+    constants: Mapping[str, Constant]
     weight: float | None
     where: str
     name: str | None = None
@@ -75,8 +75,8 @@ def parts_of(source: Source) -> tuple[Part, ...]:
         return (Part(source, {}, None, ""),)
     path = Path(source)
     with reading("the data", path):
-        written = path.read_bytes() if path.is_file() else None
-    if written is None:
+        content = path.read_bytes() if path.is_file() else None
+    if content is None:
         raise MissingDataError(
             "there is no such mixture",
             where=str(path),
@@ -84,7 +84,7 @@ def parts_of(source: Source) -> tuple[Part, ...]:
             got="no file",
         )
     try:
-        mixture = _Mixture.model_validate_json(written)
+        mixture = _Mixture.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -108,9 +108,9 @@ def parts_of(source: Source) -> tuple[Part, ...]:
     return tuple(
         Part(
             source=(
-                [_placed(path, each) for each in part.data]
+                [_resolve_path(path, each) for each in part.data]
                 if isinstance(part.data, list)
-                else _placed(path, part.data)
+                else _resolve_path(path, part.data)
             ),
             constants=part.constants,
             weight=part.weight,
@@ -121,5 +121,5 @@ def parts_of(source: Source) -> tuple[Part, ...]:
     )
 
 
-def _placed(mixture: Path, data: str) -> str:
+def _resolve_path(mixture: Path, data: str) -> str:
     return data if is_url(data) else str(mixture.parent / data)

@@ -18,7 +18,7 @@ from trainload.launching.data.batch_order import BatchOrder, cycle_counts
 from trainload.launching.data.columns import DTYPES
 from trainload.launching.data.data_files import Source, spelled
 from trainload.launching.data.dataset import Dataset, check_schema, open_dataset, source_columns
-from trainload.launching.data.mixture import Given, Part, parts_of
+from trainload.launching.data.mixture import Constant, Part, parts_of
 from trainload.launching.data.sampler import Rows
 from trainload.packaging.format.entries import data_specs, graph_guard
 from trainload.packaging.package import Package
@@ -36,7 +36,7 @@ class OpenPart:
     """
 
     dataset: Dataset
-    constants: Mapping[str, Given]
+    constants: Mapping[str, Constant]
     variant: str
     name: str | None = None
 
@@ -97,15 +97,15 @@ def run_dispatcher(package: Package) -> Dispatcher:
     accept the batch.
     """
     manifest = package.manifest
-    found: dict[str, list[Guard]] = {variant: [] for variant in ("", *manifest.variants)}
+    guards: dict[str, list[Guard]] = {variant: [] for variant in ("", *manifest.variants)}
     for name, mode in manifest.modes().items():
         if mode is not Mode.PREDICT:
-            found[variant_of(name)].append(graph_guard(manifest.graphs[name]))
+            guards[variant_of(name)].append(graph_guard(manifest.graphs[name]))
     graphs = sorted(
         {graph_of(name) for name, mode in manifest.modes().items() if mode is not Mode.PREDICT}
     )
     fed = {entry for feeds in package.recipe.feeds.values() for entry in feeds}
-    return Dispatcher(", ".join(graphs), found, ignored=package.batch_names, fed=fed)
+    return Dispatcher(", ".join(graphs), guards, ignored=package.batch_names, fed=fed)
 
 
 def check_run_data(source: str | Path, package: Package, rows: int) -> int:
@@ -128,7 +128,7 @@ def check_run_data(source: str | Path, package: Package, rows: int) -> int:
         if not package.manifest.variants and not part.constants:
             # its errors name missing and superfluous columns
             check_schema(part.source, data_specs(package.manifest, ""))
-        variant = _variant(part, package, rows)
+        variant = _find_variant(part, package, rows)
         total += check_schema(part.source, data_specs(package.manifest, variant))
     return total
 
@@ -141,7 +141,7 @@ def open_run_data(source: str | Path, package: Package, rows: int, cache_dir: Pa
     opened: list[OpenPart] = []
     weights: list[float] = []
     for part in resolved_parts(source):
-        variant = _variant(part, package, rows)
+        variant = _find_variant(part, package, rows)
         dataset = open_dataset(part.source, data_specs(package.manifest, variant), cache_dir)
         opened.append(OpenPart(dataset, part.constants, variant, part.name))
         weights.append(dataset.size if part.weight is None else part.weight)
@@ -154,11 +154,12 @@ def resolved_parts(source: str | Path) -> tuple[Part, ...]:
     Raises StorageError if one is not set here.
     """
     return tuple(
-        replace(part, source=_resolved(part.source)) for part in parts_of(resolve(str(source)))
+        replace(part, source=_resolve_source(part.source))
+        for part in parts_of(resolve(str(source)))
     )
 
 
-def _resolved(source: Source) -> Source:
+def _resolve_source(source: Source) -> Source:
     return (
         resolve(str(source))
         if isinstance(source, str | Path)
@@ -166,7 +167,7 @@ def _resolved(source: Source) -> Source:
     )
 
 
-def _variant(part: Part, package: Package, rows: int) -> str:
+def _find_variant(part: Part, package: Package, rows: int) -> str:
     """Return the variant that accepts a part, by its columns and the sizes of its first row."""
     columns = source_columns(part.source)
     strange = {name: dtype for name, (dtype, _) in columns.items() if dtype not in DTYPES}
@@ -174,7 +175,7 @@ def _variant(part: Part, package: Package, rows: int) -> str:
         name, dtype = min(strange.items())
         raise DataError(
             f"column {name!r} has a dtype that inputs do not support",
-            where=_where(part),
+            where=_place_of(part),
             expected=", ".join(DTYPES),
             got=dtype,
         )
@@ -188,7 +189,7 @@ def _variant(part: Part, package: Package, rows: int) -> str:
         raise DataError(
             "the data has columns or constants that no graph takes:"
             f" {', '.join(map(repr, unknown))}",
-            where=_where(part),
+            where=_place_of(part),
             expected=", ".join(sorted(dispatcher.names)),
             got=", ".join(sorted({*facts, *constants})),
             hint="Remove them from the columns and from the mixture's constants.",
@@ -196,9 +197,9 @@ def _variant(part: Part, package: Package, rows: int) -> str:
     try:
         return dispatcher.pick_facts(facts, constants)
     except DataError as error:
-        raise DataError(error.problem, where=_where(part), hint=error.hint) from error
+        raise DataError(error.problem, where=_place_of(part), hint=error.hint) from error
 
 
-def _where(part: Part) -> str:
+def _place_of(part: Part) -> str:
     data = spelled(part.source)
     return f"{part.where} ({data})" if part.where else data

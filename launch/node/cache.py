@@ -29,9 +29,9 @@ SIZE_VARIABLE = "TRAINLOAD_CACHE_GIB"
 
 By default, a tenth of the disk is left free.
 """
-_FREE = 0.1
+_FREE_SHARE = 0.1
 _KINDS = ("packages", "data", "compiled", "kernels")
-_AWAY = "removed"
+_REMOVED_SUFFIX = "removed"
 _used: dict[Path, int] = {}
 """Entries that this process uses -> the file descriptor that holds the shared lock."""
 
@@ -40,10 +40,10 @@ def default_cache_dir() -> Path:
     """Return the folder of a node's cache: $TRAINLOAD_CACHE_DIR, or trainload/ in the user's cache
     folder.
     """
-    named = os.environ.get("TRAINLOAD_CACHE_DIR")
+    configured = os.environ.get("TRAINLOAD_CACHE_DIR")
     return (
-        Path(named)
-        if named
+        Path(configured)
+        if configured
         else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainload"
     )
 
@@ -81,7 +81,7 @@ def use(entry: Path) -> None:
     if entry in _used:
         os.utime(_used[entry])
         return
-    path = _beside(entry, "used")
+    path = _sibling_path(entry, "used")
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -129,12 +129,12 @@ def make_room(cache: Path) -> None:
     """
     for kind in _KINDS:
         # left by a process that was killed while it removed an entry
-        for left in (cache / kind).glob(f"*.{_AWAY}"):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (cache / kind).glob(f"*.{_REMOVED_SUFFIX}"):
+            shutil.rmtree(leftover, ignore_errors=True)
     if _has_room(cache):
         return
     for _, entry in sorted((_last_use(entry), entry) for entry in _entries(cache)):
-        if _removed(entry) and _has_room(cache):
+        if _remove_unused(entry) and _has_room(cache):
             return
 
 
@@ -142,17 +142,17 @@ def _has_room(cache: Path) -> bool:
     limit = os.environ.get(SIZE_VARIABLE)
     if not limit:
         disk = os.statvfs(cache)
-        return disk.f_bavail >= _FREE * disk.f_blocks
+        return disk.f_bavail >= _FREE_SHARE * disk.f_blocks
     try:
         most = float(limit) * 2**30
     except ValueError as error:
         raise RequestError(
             "this is not a size", where=f"${SIZE_VARIABLE}", expected="a number of GiB", got=limit
         ) from error
-    return _bytes(cache) <= most
+    return _total_bytes(cache) <= most
 
 
-def _bytes(cache: Path) -> int:
+def _total_bytes(cache: Path) -> int:
     """Return the total size of all entries. Files that packages share (hard links) count once."""
     sizes: dict[tuple[int, int], int] = {}
     for entry in _entries(cache):
@@ -172,27 +172,27 @@ def _entries(cache: Path) -> Iterator[Path]:
             yield from (
                 path
                 for path in (cache / kind).iterdir()
-                if path.is_dir() and _beside(path, "used").exists()
+                if path.is_dir() and _sibling_path(path, "used").exists()
             )
 
 
 def _last_use(entry: Path) -> float:
     try:
-        return _beside(entry, "used").stat().st_mtime
+        return _sibling_path(entry, "used").stat().st_mtime
     except FileNotFoundError:
         return 0.0
 
 
-def _removed(entry: Path) -> bool:
+def _remove_unused(entry: Path) -> bool:
     """Remove an entry unless a process uses it; return True if it was removed."""
     try:
-        with FileLock(_beside(entry, "lock"), timeout=0):
-            descriptor = os.open(_beside(entry, "used"), os.O_RDWR | os.O_CLOEXEC)
+        with FileLock(_sibling_path(entry, "lock"), timeout=0):
+            descriptor = os.open(_sibling_path(entry, "used"), os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                away = _beside(entry, _AWAY)
+                away = _sibling_path(entry, _REMOVED_SUFFIX)
                 entry.rename(away)
-                _beside(entry, "used").unlink()
+                _sibling_path(entry, "used").unlink()
                 shutil.rmtree(away)
             finally:
                 os.close(descriptor)
@@ -201,5 +201,5 @@ def _removed(entry: Path) -> bool:
     return True
 
 
-def _beside(entry: Path, what: str) -> Path:
+def _sibling_path(entry: Path, what: str) -> Path:
     return entry.with_name(f"{entry.name}.{what}")

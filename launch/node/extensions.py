@@ -45,7 +45,7 @@ def may_load_extensions(path: Path, manifest: Manifest, *, trusted: bool) -> str
     return "the user or a policy said so" if trusted else None
 
 
-def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozenset[str]:
+def load_extensions(path: Path, manifest: Manifest, user_namespaces: Set[str]) -> frozenset[str]:
     """Import the operator libraries that a package contains, unless their operators are registered
     already.
 
@@ -56,7 +56,8 @@ def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozense
     Args:
         path: the package's folder.
         manifest: manifest of the package.
-        named: namespaces of libraries that the user has named; their wheels are not loaded.
+        user_namespaces: namespaces of libraries that the user has named; their wheels are not
+            loaded.
 
     Returns:
         The namespaces whose operators the package provides.
@@ -68,21 +69,21 @@ def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozense
             a wheel does not register the operators.
         StorageError: the cache cannot be written.
     """
-    brought = {
+    bundled = {
         namespace: entry
         for namespace, entry in manifest.op_libraries.items()
-        if entry.wheels and namespace not in named
+        if entry.wheels and namespace not in user_namespaces
     }
     operators = {
-        each: [name for name in manifest.ops if name.startswith(f"torch.ops.{each}.")]
-        for each in brought
+        namespace: [name for name in manifest.ops if name.startswith(f"torch.ops.{namespace}.")]
+        for namespace in bundled
     }
     lacking = {
         namespace: entry
-        for namespace, entry in brought.items()
-        if not _registered(operators[namespace])
+        for namespace, entry in bundled.items()
+        if not _are_registered(operators[namespace])
     }
-    wheels = {namespace: _fitting(namespace, entry) for namespace, entry in lacking.items()}
+    wheels = {namespace: _find_wheel(namespace, entry) for namespace, entry in lacking.items()}
     folders = {
         wheel: unpacked(path, wheel, manifest.files[wheel])
         for wheel in sorted(set(wheels.values()))
@@ -92,13 +93,13 @@ def load_extensions(path: Path, manifest: Manifest, named: Set[str]) -> frozense
             _check_requirements(folder, wheel)
         for namespace, wheel in wheels.items():
             for module in lacking[namespace].modules:
-                _import(namespace, module, wheel, folders[wheel])
-            if not _registered(operators[namespace]):
+                _import_module(namespace, module, wheel, folders[wheel])
+            if not _are_registered(operators[namespace]):
                 name = next(name for name in operators[namespace] if running_schema(name) is None)
                 raise PackageError(
                     "the bundled wheel does not register an operator", where=wheel, got=name
                 )
-    return frozenset(brought)
+    return frozenset(bundled)
 
 
 @contextmanager
@@ -116,11 +117,11 @@ def _first_on_path(folders: list[Path]) -> Iterator[None]:
         raise
 
 
-def _registered(operators: list[str]) -> bool:
+def _are_registered(operators: list[str]) -> bool:
     return all(running_schema(name) is not None for name in operators)
 
 
-def _fitting(namespace: str, entry: OpLibraryEntry) -> str:
+def _find_wheel(namespace: str, entry: OpLibraryEntry) -> str:
     """Return the first wheel that this Python can use; raise PackageError if there is none."""
     tags = {wheel: tags_of(wheel.rpartition("/")[2]) for wheel in entry.wheels}
     for wheel, its in tags.items():
@@ -135,7 +136,7 @@ def _fitting(namespace: str, entry: OpLibraryEntry) -> str:
     )
 
 
-def _import(namespace: str, name: str, wheel: str, folder: Path) -> None:
+def _import_module(namespace: str, name: str, wheel: str, folder: Path) -> None:
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:

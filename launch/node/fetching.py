@@ -86,19 +86,19 @@ def fetched(
     # A package's digest does not cover its signatures, so the reference is also part of the key.
     folder = root / f"{digest}-{sha256_bytes(reference.encode())[:16]}"
     use(folder)
-    if _is_there(folder, digest):
+    if _has_package(folder, digest):
         return folder
     with FileLock(folder.with_suffix(".lock"), timeout=LOCK_SECONDS):
-        if _is_there(folder, digest):
+        if _has_package(folder, digest):
             return folder
         make_room(cache)
-        _, found = pinned(reference)
-        if found != digest:
+        _, pinned_digest = pinned(reference)
+        if pinned_digest != digest:
             raise IntegrityError(
                 "this is not the package that the run was launched with",
                 where=reference,
                 expected=digest,
-                got=found,
+                got=pinned_digest,
             )
         if is_oci(reference):
             pull_oci(reference, folder, on_progress=on_progress)
@@ -126,20 +126,20 @@ def here(name: str | Path, *, on_progress: OnProgress = unwatched) -> tuple[str 
     return source, fetched(source, default_cache_dir(), digest, on_progress=on_progress)
 
 
-def _is_there(folder: Path, digest: str) -> bool:
+def _has_package(folder: Path, digest: str) -> bool:
     """Return True if the cache has a package; raise IntegrityError if its manifest has changed.
 
     Files are checked when read.
     """
     if not (folder / MANIFEST).is_file():
         return False
-    found = sha256_bytes(read_manifest(folder))
-    if found != digest:
+    cached_digest = sha256_bytes(read_manifest(folder))
+    if cached_digest != digest:
         raise IntegrityError(
             "a package in the cache has changed since it was fetched",
             where=str(folder),
             expected=digest,
-            got=found,
+            got=cached_digest,
             hint="Remove this folder; the package is then fetched again.",
         )
     return True

@@ -69,7 +69,7 @@ def import_libraries(libraries: Libraries) -> None:
     """Import the libraries that the user names. Raises PackageError if one cannot be imported."""
     for namespace, location in libraries.items():
         if location is not None:
-            _import(namespace, location)
+            _import_library(namespace, location)
 
 
 def library_warnings(package: Package, libraries: Libraries) -> list[str]:
@@ -105,10 +105,10 @@ def open_for_run(
         IntegrityError: it is another package.
         PackageError: as for `open_with`.
     """
-    held = tuple(dict.fromkeys((*policies, *find_policies())))
-    allowed = check_policies(path, held) if held else digest
+    all_policies = tuple(dict.fromkeys((*policies, *find_policies())))
+    allowed = check_policies(path, all_policies) if all_policies else digest
     trusted = trust_extensions or (
-        allowed is not None and which_trusts_extensions(held, allowed) is not None
+        allowed is not None and which_trusts_extensions(all_policies, allowed) is not None
     )
     package = open_with(path, libraries, trust_extensions=trusted)
     for expected in (digest, allowed):
@@ -151,7 +151,7 @@ def absolute(libraries: Libraries) -> dict[str, str | None]:
     }
 
 
-def _import(namespace: str, location: str) -> None:
+def _import_library(namespace: str, location: str) -> None:
     where = f"the library of {namespace}"
     if not location.endswith(".py"):
         try:

@@ -27,8 +27,8 @@ c10d = torch.ops._c10d_functional
 SIZES = tuple(4**power for power in range(5, 13))
 """Sizes in bytes of the collectives that are timed, from 1 KiB to 16 MiB."""
 OPERATORS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-_SECONDS = 0.2
-_PATIENCE = 300.0
+_MEASURING_SECONDS = 0.2
+_TIMEOUT_SECONDS = 300.0
 
 
 def measure(
@@ -53,29 +53,31 @@ def measure(
         )
     # initializes the device, so that its context counts as reserved memory
     torch.zeros(1, device=device)
-    reserved = _reserved(device)
+    reserved = _reserved_bytes(device)
     say("matrix products")
     flops = {
         str(dtype).removeprefix("torch."): products(device, dtype)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
     say("attention")
-    attention = min(1.0, _attention(device) / flops["float32" if kind == "cpu" else "bfloat16"])
+    attention = min(
+        1.0, _attention_rate(device) / flops["float32" if kind == "cpu" else "bfloat16"]
+    )
     say("memory")
-    speed, kernel = _memory(device), _kernel(device)
+    speed, kernel = _memory_bandwidth(device), _kernel_seconds(device)
     say(f"collectives of {ranks} processes")
-    timed = _collectives(kind, ranks) if ranks > 1 else ()
+    timed = _measure_collectives(kind, ranks) if ranks > 1 else ()
     link = fit(timed) if timed else Link(seconds=0.0, bytes_per_second=speed)
     total = (
         torch.cuda.get_device_properties(device).total_memory
         if kind == "cuda"
-        else _machine_memory() // ranks
+        else _machine_bytes() // ranks
     )
     return DeviceProfile(
         name=name,
         kind=kind,
         source=(
-            f"trainload profile: {_described(device)}, torch {torch.__version__}, {ranks}"
+            f"trainload profile: {_describe_device(device)}, torch {torch.__version__}, {ranks}"
             " processes; network: as within a node"
         ),
         memory_bytes=total,
@@ -94,44 +96,52 @@ def fit(timed: Sequence[Measured]) -> Link:
     """Fit a link to ring collectives that were measured: latency from the smallest messages,
     bandwidth from the largest.
     """
-    small, large = min(each.bytes for each in timed), max(each.bytes for each in timed)
+    small, large = (
+        min(measurement.bytes for measurement in timed),
+        max(measurement.bytes for measurement in timed),
+    )
     latency = median(
-        each.seconds / (_rounds(each) * (each.ranks - 1)) for each in timed if each.bytes == small
+        measurement.seconds / (_ring_passes(measurement) * (measurement.ranks - 1))
+        for measurement in timed
+        if measurement.bytes == small
     )
     speeds = [
-        _rounds(each)
-        * each.bytes
-        * (each.ranks - 1)
-        / each.ranks
-        / max(each.seconds - _rounds(each) * (each.ranks - 1) * latency, 1e-9)
-        for each in timed
-        if each.bytes == large
+        _ring_passes(measurement)
+        * measurement.bytes
+        * (measurement.ranks - 1)
+        / measurement.ranks
+        / max(
+            measurement.seconds - _ring_passes(measurement) * (measurement.ranks - 1) * latency,
+            1e-9,
+        )
+        for measurement in timed
+        if measurement.bytes == large
     ]
     return Link(seconds=latency, bytes_per_second=median(speeds))
 
 
-def _rounds(timed: Measured) -> int:
+def _ring_passes(timed: Measured) -> int:
     return 2 if timed.operator == "all_reduce" else 1
 
 
-def _timed(call: Callable[[], object], device: torch.device) -> float:
+def _time_call(call: Callable[[], object], device: torch.device) -> float:
     """Return the median duration of a call in seconds, over a short time, after one warm-up
     call.
     """
-    finish = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    finish = torch.cuda.synchronize if device.type == "cuda" else _do_nothing
     call()
     finish()
-    found: list[float] = []
-    until = time.perf_counter() + _SECONDS
-    while time.perf_counter() < until or len(found) < 3:
+    durations: list[float] = []
+    until = time.perf_counter() + _MEASURING_SECONDS
+    while time.perf_counter() < until or len(durations) < 3:
         began = time.perf_counter()
         call()
         finish()
-        found.append(time.perf_counter() - began)
-    return median(found)
+        durations.append(time.perf_counter() - began)
+    return median(durations)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -142,38 +152,38 @@ def products(device: torch.device, dtype: torch.dtype) -> float:
     no instructions for it.
     """
     small, large = (1024, 8192) if device.type == "cuda" else (256, 1024)
-    seconds = _product(device, dtype, small)
-    if seconds * (large / small) ** 3 > _SECONDS:
+    seconds = _time_product(device, dtype, small)
+    if seconds * (large / small) ** 3 > _MEASURING_SECONDS:
         return 2.0 * small**3 / seconds
-    return 2.0 * large**3 / _product(device, dtype, large)
+    return 2.0 * large**3 / _time_product(device, dtype, large)
 
 
-def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
+def _time_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return _timed(functools.partial(torch.mm, left, right), device)
+    return _time_call(functools.partial(torch.mm, left, right), device)
 
 
-def _attention(device: torch.device) -> float:
+def _attention_rate(device: torch.device) -> float:
     rows, length, dtype = (
         (4, 4096, torch.bfloat16) if device.type == "cuda" else (1, 1024, torch.float32)
     )
     query, key, value = (
         torch.randn(rows, 16, length, 64, device=device, dtype=dtype) for _ in range(3)
     )
-    seconds = _timed(lambda: functional.scaled_dot_product_attention(query, key, value), device)
+    seconds = _time_call(lambda: functional.scaled_dot_product_attention(query, key, value), device)
     return 4.0 * rows * 16 * length * length * 64 / seconds
 
 
-def _memory(device: torch.device) -> float:
+def _memory_bandwidth(device: torch.device) -> float:
     """Return the bytes per second that an addition of large tensors reads and writes."""
     first, second = (
         torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device) for _ in range(2)
     )
     result = torch.empty_like(first)
-    return 3.0 * first.nbytes / _timed(lambda: torch.add(first, second, out=result), device)
+    return 3.0 * first.nbytes / _time_call(lambda: torch.add(first, second, out=result), device)
 
 
-def _kernel(device: torch.device) -> float:
+def _kernel_seconds(device: torch.device) -> float:
     """Return the duration in seconds of a trivial operator that is called many times in a row."""
     value = torch.zeros(16, device=device)
 
@@ -182,20 +192,20 @@ def _kernel(device: torch.device) -> float:
             value.add_(1)
         return value
 
-    return _timed(many, device) / 100
+    return _time_call(many, device) / 100
 
 
-def _collectives(kind: DeviceKind, ranks: int) -> tuple[Measured, ...]:
+def _measure_collectives(kind: DeviceKind, ranks: int) -> tuple[Measured, ...]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "measured.json"
         processes = [
-            context.Process(target=_rank, args=(kind, rank, ranks, folder), daemon=True)
+            context.Process(target=_measure_rank, args=(kind, rank, ranks, folder), daemon=True)
             for rank in range(ranks)
         ]
         for process in processes:
             process.start()
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _TIMEOUT_SECONDS
         for process in processes:
             process.join(max(0.0, until - time.monotonic()))
         codes = [process.exitcode for process in processes]
@@ -209,10 +219,12 @@ def _collectives(kind: DeviceKind, ranks: int) -> tuple[Measured, ...]:
                 expected="exit codes 0",
                 got=str(codes),
             )
-        return tuple(Measured.model_validate(each) for each in json.loads(result.read_text()))
+        return tuple(
+            Measured.model_validate(measurement) for measurement in json.loads(result.read_text())
+        )
 
 
-def _rank(kind: DeviceKind, rank: int, ranks: int, folder: str) -> None:
+def _measure_rank(kind: DeviceKind, rank: int, ranks: int, folder: str) -> None:
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", rank)
@@ -223,16 +235,20 @@ def _rank(kind: DeviceKind, rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=ranks
     )
-    found = [_collective(operator, size, ranks, device) for size in SIZES for operator in OPERATORS]
+    measurements = [
+        _measure_collective(operator, size, ranks, device)
+        for size in SIZES
+        for operator in OPERATORS
+    ]
     if rank == 0:
         (Path(folder) / "measured.json").write_text(
-            json.dumps([each.model_dump() for each in found])
+            json.dumps([measurement.model_dump() for measurement in measurements])
         )
     dist.barrier()
     leave_groups()
 
 
-def _collective(operator: str, size: int, ranks: int, device: torch.device) -> Measured:
+def _measure_collective(operator: str, size: int, ranks: int, device: torch.device) -> Measured:
     length = size // 4 // ranks * ranks
     whole, part = torch.zeros(length, device=device), torch.zeros(length // ranks, device=device)
 
@@ -261,7 +277,7 @@ def _collective(operator: str, size: int, ranks: int, device: torch.device) -> M
     return Measured(operator=operator, ranks=ranks, bytes=length * 4, seconds=median(took))
 
 
-def _reserved(device: torch.device) -> int:
+def _reserved_bytes(device: torch.device) -> int:
     """Return the bytes of memory that this process uses besides tensors."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -270,11 +286,11 @@ def _reserved(device: torch.device) -> int:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
-def _machine_memory() -> int:
+def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _described(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return (

@@ -21,9 +21,9 @@ def gathered(value: T, control: dist.ProcessGroup | None) -> list[T]:
     """
     if control is None:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(found, value, group=control)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(values, value, group=control)
+    return values
 
 
 def group_of_stage(
@@ -41,7 +41,9 @@ def group_of_stage(
         return control
     groups: list[dist.ProcessGroup] = []
     for index in range(plan.pipeline_ranks):  # torch requires every rank to create every group
-        members = [each for each in range(plan.world_size) if plan.pipeline_index(each) == index]
+        members = [
+            member for member in range(plan.world_size) if plan.pipeline_index(member) == index
+        ]
         groups.append(dist.new_group(members, backend="gloo"))
     return groups[plan.pipeline_index(rank)]
 

@@ -39,14 +39,14 @@ def work_of(steps: Mapping[str, StepGraph], rows: int) -> dict[str, dict[str, tu
         rows: number of rows of a call. Near it, the operations are assumed to be linear in the
             rows.
     """
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    work: dict[str, dict[str, tuple[float, float]]] = {}
     for name, step in steps.items():
         here, there = _operations(step, rows), _operations(step, 2 * rows)
-        found[name] = {
+        work[name] = {
             dtype: (2 * here[dtype] - there[dtype], (there[dtype] - here[dtype]) / rows)
             for dtype in here
         }
-    return found
+    return work
 
 
 def dtypes_of(work: Work) -> set[str]:
@@ -56,18 +56,18 @@ def dtypes_of(work: Work) -> set[str]:
 
 def _operations(step: StepGraph, rows: int) -> dict[str, float]:
     sizes = sizes_of(step.module, step.inputs, rows)
-    found: dict[str, float] = {}
+    by_dtype: dict[str, float] = {}
     for node in step.module.graph.nodes:
         if count := flops(node, sizes):
-            made = node.meta["val"]
+            value = node.meta["val"]
             first = next(
-                each
-                for each in (made if isinstance(made, tuple | list) else (made,))
-                if each is not None
+                tensor
+                for tensor in (value if isinstance(value, tuple | list) else (value,))
+                if tensor is not None
             )
             dtype = str(first.dtype).removeprefix("torch.")
-            found[dtype] = found.get(dtype, 0.0) + count
-    return found
+            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + count
+    return by_dtype
 
 
 class Utilisation:
@@ -132,12 +132,12 @@ def peaks_of(device: torch.device, dtypes: Iterable[str], cache_dir: Path) -> di
     path = (
         folder / f"{socket.gethostname()}-{name.replace(os.sep, '-')}-torch{torch.__version__}.json"
     )
-    kept: dict[str, float] = json.loads(path.read_bytes()) if path.exists() else {}
-    lacking = {"float32", *dtypes} - kept.keys()
+    peaks: dict[str, float] = json.loads(path.read_bytes()) if path.exists() else {}
+    lacking = {"float32", *dtypes} - peaks.keys()
     if lacking:
-        kept |= {dtype: products(device, getattr(torch, dtype)) for dtype in sorted(lacking)}
-        replace_file(path, canonical_json(kept))
-    return kept
+        peaks |= {dtype: products(device, getattr(torch, dtype)) for dtype in sorted(lacking)}
+        replace_file(path, canonical_json(peaks))
+    return peaks
 
 
 def used_bytes(device: torch.device) -> int:

@@ -58,10 +58,10 @@ class Doing:
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step + 1}"
-        said = self.collective or (
+        collective = self.collective or (
             f"no collective of {self.graph} yet" if self.graph else "no collective yet"
         )
-        return f"{self.phase}{at}, last collective: {said}" + (
+        return f"{self.phase}{at}, last collective: {collective}" + (
             f", at {self.place}" if self.place else ""
         )
 
@@ -121,7 +121,7 @@ class Activity:
 
     def calling(self, graph: str) -> None:
         """Record that a graph is about to be called."""
-        self._last = self._begun() or self._last
+        self._last = self._last_begun() or self._last
         self._before = self._count()
         self._graph = graph
         self._marks += 1
@@ -131,9 +131,9 @@ class Activity:
 
         Since the rank keeps running, its fields may be from slightly different moments.
         """
-        begun = self._begun()
+        begun = self._last_begun()
         issued = 0 if begun is None else begun[1]
-        last = self._in_words(begun or self._last)
+        last = self._describe(begun or self._last)
         return Doing(
             self._phase,
             self._step,
@@ -141,11 +141,11 @@ class Activity:
             self._graph,
             issued,
             last,
-            self._place(),
+            self._stack(),
             self._memory(),
         )
 
-    def _begun(self) -> tuple[str, int] | None:
+    def _last_begun(self) -> tuple[str, int] | None:
         """Return the current graph and the number (1-based) of the last collective that its call
         has begun; None if there is none.
         """
@@ -157,17 +157,17 @@ class Activity:
                 last = max(last, numbers[min(begun, len(numbers)) - 1])
         return (self._graph, last) if last else None
 
-    def _in_words(self, begun: tuple[str, int] | None) -> str:
+    def _describe(self, begun: tuple[str, int] | None) -> str:
         if begun is None:
             return ""
         graph, number = begun
         called = self._called[graph]
         return f"{called[number - 1]} ({number} of {len(called)} of {graph})"
 
-    def _place(self) -> str:
+    def _stack(self) -> str:
         frame = sys._current_frames().get(self._thread)
-        found: list[str] = []
-        while frame is not None and len(found) < _FRAMES:
-            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frames: list[str] = []
+        while frame is not None and len(frames) < _FRAMES:
+            frames.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
             frame = frame.f_back
-        return ", called from ".join(found)
+        return ", called from ".join(frames)

@@ -142,10 +142,10 @@ class FileContact:
         self._summary = summary
         self._activity: Activity | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="state", daemon=True)
+        self._thread = threading.Thread(target=self._keep_state, name="state", daemon=True)
 
     def write(self, kind: str, **data: Any) -> None:
-        self._take(Event(kind, data, time.time()))
+        self._record(Event(kind, data, time.time()))
 
     def flush(self) -> None:
         """Do nothing: events are written immediately."""
@@ -169,27 +169,27 @@ class FileContact:
         if self._rank == 0:
             message = "the error that ends the run was not written to its journal"
             with logged_suppress(_log, message, StorageError, LeaseLostError):
-                self._take(last_word(error))
+                self._record(last_word(error))
 
     def close(self) -> None:
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
         if self._rank == 0:
-            self._leave_word(over=True)
+            self._write_state(over=True)
 
-    def _take(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         if self._check_driver is not None:
             self._check_driver()
         self._summary.take(event)
         self._journal.append([event])
 
-    def _tell(self) -> None:
-        self._leave_word(over=False)
+    def _keep_state(self) -> None:
+        self._write_state(over=False)
         while not self._closed.wait(STATE_SECONDS):
-            self._leave_word(over=False)
+            self._write_state(over=False)
 
-    def _leave_word(self, *, over: bool) -> None:
+    def _write_state(self, *, over: bool) -> None:
         ranks = {}
         if self._activity is not None:
             ranks = {

@@ -50,7 +50,7 @@ def check_no_driver(run_dir: Path) -> None:
     """
     owner = other_driver(run_dir)
     if owner is not None:
-        raise _driven_elsewhere(run_dir, owner)
+        raise _driven_elsewhere_error(run_dir, owner)
 
 
 @contextmanager
@@ -66,44 +66,44 @@ def driving(run_dir: Path) -> Iterator[CheckDriver]:
     Raises:
         StorageError: another process drives the run.
     """
-    held = _claimed(run_dir)
+    lease = _claim_lease(run_dir)
     before = read_state(run_dir)
-    said = None
+    written = None
     with logged_suppress(_log, f"the state of {run_dir} was not written", OSError):
         summary = Summary() if before is None else before.summary
-        said = write_state(
+        written = write_state(
             run_dir,
             0,
             summary.model_copy(update={"phase": "waiting", "message": "", "error": ""}),
             {},
         )
     try:
-        yield _nobody_else if held is None else held.check
+        yield _check_nothing if lease is None else lease.check
     finally:
-        if said is not None and read_state(run_dir) == said:
-            _restore(run_dir, before)
-        if held is not None:
-            held.close()
+        if written is not None and read_state(run_dir) == written:
+            _restore_state(run_dir, before)
+        if lease is not None:
+            lease.close()
 
 
-def _claimed(run_dir: Path) -> HeldLease[LeaseRecord] | None:
+def _claim_lease(run_dir: Path) -> HeldLease[LeaseRecord] | None:
     """Take the lease; None if storage cannot be written.
 
     Raises: StorageError: another process holds it.
     """
     leases = _leases(run_dir)
     if leases.last() is None and (owner := _driver_without_lease(run_dir)) is not None:
-        raise _driven_elsewhere(run_dir, owner)
+        raise _driven_elsewhere_error(run_dir, owner)
     try:
-        found = leases.take(FRESH_SECONDS)
-        if isinstance(found, OtherLease):
-            raise _driven_elsewhere(run_dir, found.record.owner)
-        leases.forget_before(found.id)
+        lease = leases.take(FRESH_SECONDS)
+        if isinstance(lease, OtherLease):
+            raise _driven_elsewhere_error(run_dir, lease.record.owner)
+        leases.forget_before(lease.id)
     except StorageError as error:
         if isinstance(error.__cause__, OSError):
             return None
         raise
-    return found
+    return lease
 
 
 def _driver_without_lease(run_dir: Path) -> str | None:
@@ -114,7 +114,7 @@ def _driver_without_lease(run_dir: Path) -> str | None:
     )
 
 
-def _restore(run_dir: Path, before: RunState | None) -> None:
+def _restore_state(run_dir: Path, before: RunState | None) -> None:
     with suppress(OSError):  # as if this process had been killed
         if before is None:
             (run_dir / STATE_FILE).unlink()
@@ -129,11 +129,11 @@ def _leases(run_dir: Path) -> Leases[LeaseRecord]:
     )
 
 
-def _nobody_else() -> None:
+def _check_nothing() -> None:
     """Stand in for the check of a lease that could not be taken."""
 
 
-def _driven_elsewhere(run_dir: Path, owner: str) -> StorageError:
+def _driven_elsewhere_error(run_dir: Path, owner: str) -> StorageError:
     hint = "Watch it with `trainload status`, or end it with `trainload stop`."
     return StorageError(
         "the run is already being driven",

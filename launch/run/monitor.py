@@ -28,7 +28,7 @@ class Hang:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _RankProgress:
     doing: Doing
     heard: float
     moved: float
@@ -63,21 +63,21 @@ class Monitor:
             Phase.ENDING: saving_timeout,
         }
         self._clock = clock
-        self._ranks: dict[int, _Seen] = {}
+        self._ranks: dict[int, _RankProgress] = {}
 
     def hear(self, rank: int, doing: Doing, age: float = 0.0) -> None:
         """Record a rank's activity, which it reported `age` seconds ago."""
         heard = self._clock() - age
         before = self._ranks.get(rank)
         if before is None or _position(before.doing) != _position(doing):
-            self._ranks[rank] = _Seen(doing, heard, heard)
+            self._ranks[rank] = _RankProgress(doing, heard, heard)
         else:
             before.doing, before.heard = doing, heard
 
     @property
     def doing(self) -> dict[int, Doing]:
         """The last reported activity of every rank that has reported."""
-        return {rank: seen.doing for rank, seen in sorted(self._ranks.items())}
+        return {rank: progress.doing for rank, progress in sorted(self._ranks.items())}
 
     def hang(self) -> Hang | None:
         """Return the hang, if there is one.
@@ -86,44 +86,46 @@ class Monitor:
         """
         now = self._clock()
         silent = [
-            rank for rank, seen in self._ranks.items() if now - seen.heard > self._limit(seen)
+            rank
+            for rank, progress in self._ranks.items()
+            if now - progress.heard > self._limit(progress)
         ]
         if silent:
-            return self._found(
+            return self._make_hang(
                 silent, "no heartbeat from {}: stopped, or its node is unreachable", now
             )
         # Ranks wait for each other at every step: as long as one of them makes progress, nothing
         # hangs.
         if not self._ranks or any(
-            now - seen.moved <= self._limit(seen) for seen in self._ranks.values()
+            now - progress.moved <= self._limit(progress) for progress in self._ranks.values()
         ):
             return None
         unheard = sorted(set(range(self._world)) - set(self._ranks))
         if unheard:  # the ranks that have reported wait for them
-            return self._found(unheard, "{} never reported, and the others wait", now)
-        positions = {rank: _position(seen.doing) for rank, seen in self._ranks.items()}
+            return self._make_hang(unheard, "{} never reported, and the others wait", now)
+        positions = {rank: _position(progress.doing) for rank, progress in self._ranks.items()}
         behind = [
             rank for rank, position in positions.items() if position == min(positions.values())
         ]
         if len(behind) == self._world and self._world > 1:
-            return self._found(
+            return self._make_hang(
                 behind,
                 "{} wait in the same place: for the network between them, or for one of them inside"
                 " an operator",
                 now,
             )
-        return self._found(
+        return self._make_hang(
             behind,
             "{} made no progress" + ("" if self._world == 1 else ", and the others wait"),
             now,
         )
 
-    def _limit(self, seen: _Seen) -> float:
-        return max(self._hang_timeout, self._others.get(seen.doing.phase, 0.0))
+    def _limit(self, progress: _RankProgress) -> float:
+        return max(self._hang_timeout, self._others.get(progress.doing.phase, 0.0))
 
-    def _found(self, ranks: list[int], why: str, now: float) -> Hang:
-        moved = [seen.moved for rank, seen in self._ranks.items() if rank in ranks] or [
-            seen.moved for seen in self._ranks.values()
+    def _make_hang(self, ranks: list[int], why: str, now: float) -> Hang:
+        moved = [progress.moved for rank, progress in self._ranks.items() if rank in ranks] or [
+            progress.moved for progress in self._ranks.values()
         ]
         return Hang(
             tuple(sorted(ranks)), why.format(in_words(sorted(ranks))), now - min(moved), self.doing

@@ -92,23 +92,23 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
         )
     checkpoint = Checkpoint.open(usable.path)
     mean = spec.weights == "mean"
-    asked = spec.overrides.adapters
-    adapters = () if asked is None else asked.chosen(package.manifest)
+    adapter_settings = spec.overrides.adapters
+    adapters = () if adapter_settings is None else adapter_settings.chosen(package.manifest)
     if adapters:
         write_adapters(checkpoint, adapters, run_dir, mean=mean)
     trained = None
     if spec.output is not None:
         tensors = chain(merged(checkpoint, adapters, mean=mean), checkpoint.buffers().items())
-        trained = _write_trained(package, spec, tensors, _training(spec, checkpoint))
-    told = _Told(stream_events(run_dir))
+        trained = _write_trained(package, spec, tensors, _training_entry(spec, checkpoint))
+    totals = _JournalTotals(stream_events(run_dir))
     return RunResult(
         run_dir=run_dir,
         steps=checkpoint.index.step,
-        first_loss=told.first[1],
-        last_loss=told.last[1],
-        evaluations=[told.evaluations[s] for s in sorted(told.evaluations)],
-        seconds={name: round(value, 3) for name, value in told.seconds.items()},
-        restarts=max(0, told.starts - 1),
+        first_loss=totals.first[1],
+        last_loss=totals.last[1],
+        evaluations=[totals.evaluations[s] for s in sorted(totals.evaluations)],
+        seconds={name: round(value, 3) for name, value in totals.seconds.items()},
+        restarts=max(0, totals.starts - 1),
         checkpoint=usable.path,
         output=None if trained is None else trained.path,
         output_digest=None if trained is None else trained.digest,
@@ -137,14 +137,16 @@ def check_output(spec: RunSpec, *, new: bool) -> None:
     check_writable_folder(
         folder, "the trained package cannot be written there", "Choose another --output."
     )
-    if not Path(spec.output).exists() or (not new and _parent(Path(spec.output)) == spec.digest):
+    if not Path(spec.output).exists() or (
+        not new and _parent_digest(Path(spec.output)) == spec.digest
+    ):
         return
     raise StorageError(
         "it exists already", where=spec.output, hint="Choose another --output, or remove it."
     )
 
 
-def _parent(path: Path) -> str | None:
+def _parent_digest(path: Path) -> str | None:
     """Return the digest of the package from which a package was trained; None if there is none, or
     no package at this path.
     """
@@ -154,7 +156,7 @@ def _parent(path: Path) -> str | None:
         return None
 
 
-def _training(spec: RunSpec, checkpoint: Checkpoint) -> TrainingEntry:
+def _training_entry(spec: RunSpec, checkpoint: Checkpoint) -> TrainingEntry:
     """Return the trained package's record of the run."""
     index = checkpoint.index
     return TrainingEntry(steps=index.step, data=index.data.fingerprint, changed=settings_of(spec))
@@ -188,7 +190,7 @@ def _write_trained(
     return open_package(output, namespaces=package.namespaces)
 
 
-class _Told:
+class _JournalTotals:
     """Summary of a whole journal, computed in one pass. If a step was repeated, its last occurrence
     counts.
 
@@ -206,23 +208,23 @@ class _Told:
         self.seconds: dict[str, float] = {}
         self.starts = 0
         for event in events:
-            self._take(event)
+            self._add(event)
 
-    def _take(self, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         data = event.data
         match event.kind:
             case "start":
                 self.starts += 1
             case "stage" if "seconds" in data:
-                self._spent(str(data["name"]), data)
+                self._add_seconds(str(data["name"]), data)
             case "eval":
                 self.evaluations[int(data["step"])] = dict(data)
-                self._spent("evaluation", data)
+                self._add_seconds("evaluation", data)
             case "step":
                 step = (int(data["step"]), float(data["loss"]))
                 self.first = step if step[0] <= self.first[0] else self.first
                 self.last = step if step[0] >= self.last[0] else self.last
-                self._spent("steps", data)
+                self._add_seconds("steps", data)
 
-    def _spent(self, name: str, data: Mapping[str, Any]) -> None:
+    def _add_seconds(self, name: str, data: Mapping[str, Any]) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + float(data["seconds"])

@@ -33,30 +33,30 @@ def changed(spec: RunSpec, step: int, settings: RunSettings) -> RunSpec:
         JobError: a setting cannot be changed in the middle of a run, or the run has already done
             the new number of steps.
     """
-    given: dict[str, Any] = {
+    new_values: dict[str, Any] = {
         name: getattr(settings, name)
         for name in settings.model_fields_set
         if name in RunSettings.model_fields
     }
-    if given.get("steps", 0) is None:
-        del given["steps"]
-    overrides: Overrides = given.pop("overrides", Overrides())
+    if new_values.get("steps", 0) is None:
+        del new_values["steps"]
+    overrides: Overrides = new_values.pop("overrides", Overrides())
     _check_changeable(Overrides, overrides.model_fields_set)
-    _check_changeable(RunSettings, given)
-    if given.get("steps", step + 1) <= step:
+    _check_changeable(RunSettings, new_values)
+    if new_values.get("steps", step + 1) <= step:
         raise JobError(
             "the run has already completed this many steps",
             where="steps",
             expected=f"more than {step}",
-            got=str(given["steps"]),
+            got=str(new_values["steps"]),
         )
     update = {name: getattr(overrides, name) for name in overrides.model_fields_set}
     update["group_lr"] = {**spec.overrides.group_lr, **overrides.group_lr}
-    change = Change(step=step, settings={**overrides.settings(), **given})
+    change = Change(step=step, settings={**overrides.settings(), **new_values})
     return RunSpec.model_validate(
         {
             **dict(spec),
-            **given,
+            **new_values,
             "overrides": spec.overrides.model_copy(update=update),
             "changes": (*_history(spec), change),
         }
@@ -73,7 +73,7 @@ def _check_changeable(model: type[BaseModel], names: Mapping[str, Any] | set[str
 
 def settings_of(spec: RunSpec) -> tuple[SettingsEntry, ...]:
     """Return the training settings that a run's output package records."""
-    found = []
+    entries = []
     for change in _history(spec):
         settings = {
             n: value
@@ -81,8 +81,8 @@ def settings_of(spec: RunSpec) -> tuple[SettingsEntry, ...]:
             if n == "steps" or n.partition(".")[0] in Overrides.model_fields
         }
         if settings:
-            found.append(SettingsEntry(step=change.step, settings=settings))
-    return tuple(found)
+            entries.append(SettingsEntry(step=change.step, settings=settings))
+    return tuple(entries)
 
 
 def _history(spec: RunSpec) -> tuple[Change, ...]:

@@ -24,7 +24,7 @@ from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plans.plan import Plan
 
 RUN_FILE = "run.json"
-_ELSEWHERE = "; or name another folder"
+_OTHER_FOLDER_HINT = "; or name another folder"
 
 
 class Change(BaseModel):
@@ -125,17 +125,17 @@ def check_new_run(run_dir: Path) -> None:
         StorageError: there is a run already, or the folder cannot be read, created or written.
     """
     check_name(run_dir)
-    with reading("it", run_dir / RUN_FILE, _ELSEWHERE):
-        taken = (run_dir / RUN_FILE).exists()
-    if taken:
-        raise _taken(run_dir)
+    with reading("it", run_dir / RUN_FILE, _OTHER_FOLDER_HINT):
+        exists = (run_dir / RUN_FILE).exists()
+    if exists:
+        raise _run_exists_error(run_dir)
     check_outside_packages(run_dir)
     check_writable_folder(
         run_dir, "the run's folder cannot be written", "Choose another --run-dir."
     )
 
 
-def _taken(run_dir: Path) -> StorageError:
+def _run_exists_error(run_dir: Path) -> StorageError:
     return StorageError(
         "a run already exists here",
         where=str(run_dir),
@@ -154,22 +154,22 @@ def write_spec(spec: RunSpec) -> None:
     """
     folder = Path(spec.run_dir)
     check_new_run(folder)
-    with reading("it", folder, _ELSEWHERE):
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with reading("it", folder, _OTHER_FOLDER_HINT):
+        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        made_here = create_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+        is_created = create_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
     except OSError as error:
         with suppress(OSError):
-            for path in made:
+            for path in new_folders:
                 path.rmdir()
         raise StorageError(
             f"the run's folder cannot be written: {error.strerror}",
             where=str(folder),
             hint="Choose another --run-dir.",
         ) from error
-    if not made_here:
-        raise _taken(folder)
+    if not is_created:
+        raise _run_exists_error(folder)
 
 
 def read_spec(run_dir: Path) -> RunSpec:
@@ -179,14 +179,14 @@ def read_spec(run_dir: Path) -> RunSpec:
         StorageError: there is no run, or run.json cannot be read.
     """
     path = run_dir / RUN_FILE
-    with reading("it", path, _ELSEWHERE):
-        written = path.read_bytes() if path.is_file() else None
-    if written is None:
+    with reading("it", path, _OTHER_FOLDER_HINT):
+        content = path.read_bytes() if path.is_file() else None
+    if content is None:
         raise StorageError(
             "there is no run here", where=str(run_dir), expected=f"a folder with {RUN_FILE}"
         )
     try:
-        spec = RunSpec.model_validate(parse_canonical(written, str(path)))
+        spec = RunSpec.model_validate(parse_canonical(content, str(path)))
     except (PackageError, ValidationError) as error:
         raise StorageError(
             "the run's description cannot be read",

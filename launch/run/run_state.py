@@ -89,10 +89,10 @@ class Summary(BaseModel):
     @classmethod
     def of(cls, events: Iterable[Event]) -> Summary:
         """Summarize events."""
-        found = cls()
+        summary = cls()
         for event in events:
-            found.take(event)
-        return found
+            summary.take(event)
+        return summary
 
     def take(self, event: Event) -> None:
         """Add an event."""
@@ -248,14 +248,16 @@ def write_state(
 def put_state(run_dir: Path, state: RunState) -> None:
     """Replace the file with a driver's state. Raises OSError."""
     replace_file(
-        run_dir / STATE_FILE, canonical_json(_finite(state.model_dump(mode="json"))), durable=False
+        run_dir / STATE_FILE,
+        canonical_json(_replace_non_finite(state.model_dump(mode="json"))),
+        durable=False,
     )
 
 
-def _finite(value: object) -> object:
+def _replace_non_finite(value: object) -> object:
     """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _replace_non_finite(each) for key, each in value.items()}
     return (
         None
         if isinstance(value, float) and (value != value or abs(value) == float("inf"))

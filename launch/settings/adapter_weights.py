@@ -42,16 +42,16 @@ def first_values(adapters: Sequence[LowRank], manifest: Manifest, seed: int) -> 
         Name -> tensor of the adapted parameter's dtype: A (rank, in), B (out, rank).
     """
     entries = {entry.name: entry for entry in manifest.parameters}
-    found: dict[str, Tensor] = {}
-    for each in adapters:
-        rows, columns = entries[each.weight].shape
-        dtype: torch.dtype = getattr(torch, entries[each.weight].dtype)
-        site = int.from_bytes(hashlib.sha256(each.down.encode()).digest()[:4])
+    values: dict[str, Tensor] = {}
+    for adapter in adapters:
+        rows, columns = entries[adapter.weight].shape
+        dtype: torch.dtype = getattr(torch, entries[adapter.weight].dtype)
+        site = int.from_bytes(hashlib.sha256(adapter.down.encode()).digest()[:4])
         key = RandomKey.of(torch.tensor(seed), torch.tensor(0), torch.tensor(0), 1)
-        uniform = key.uniform(site, (each.rank, columns), None, torch.float32).to(torch.float64)
-        found[each.down] = ((2.0 * uniform - 1.0) / math.sqrt(columns)).to(dtype)
-        found[each.up] = torch.zeros(rows, each.rank, dtype=dtype)
-    return found
+        uniform = key.uniform(site, (adapter.rank, columns), None, torch.float32).to(torch.float64)
+        values[adapter.down] = ((2.0 * uniform - 1.0) / math.sqrt(columns)).to(dtype)
+        values[adapter.up] = torch.zeros(rows, adapter.rank, dtype=dtype)
+    return values
 
 
 def merged(
@@ -62,20 +62,21 @@ def merged(
 
     Arguments and errors are those of `full_parameters`.
     """
-    own = {name for each in adapters for name in (each.down, each.up)}
-    adapted = {each.weight: each for each in adapters}
+    own = {name for adapter in adapters for name in (adapter.down, adapter.up)}
+    adapted = {adapter.weight: adapter for adapter in adapters}
     for name, tensor in full_parameters(checkpoint, mean=mean):
         if name in own:
             continue
-        each = adapted.get(name)
-        if each is None:
+        adapter = adapted.get(name)
+        if adapter is None:
             yield name, tensor
             continue
         wide = torch.promote_types(tensor.dtype, torch.float32)
         up, down = (
-            _parameter(checkpoint, part, mean=mean).to(wide) for part in (each.up, each.down)
+            _read_parameter(checkpoint, part, mean=mean).to(wide)
+            for part in (adapter.up, adapter.down)
         )
-        yield name, (tensor.to(wide) + each.scale * (up @ down)).to(tensor.dtype)
+        yield name, (tensor.to(wide) + adapter.scale * (up @ down)).to(tensor.dtype)
 
 
 def write_adapters(
@@ -88,16 +89,17 @@ def write_adapters(
         CheckpointError: a shard has changed.
         OSError: the disk is full.
     """
-    names = [name for each in adapters for name in (each.down, each.up)]
+    names = [name for adapter in adapters for name in (adapter.down, adapter.up)]
     path = run_dir / ADAPTERS_FILE
     with replacing(path) as temporary:
         write_tensors(
-            temporary, {_PEFT + name: _parameter(checkpoint, name, mean=mean) for name in names}
+            temporary,
+            {_PEFT + name: _read_parameter(checkpoint, name, mean=mean) for name in names},
         )
     return path
 
 
-def _parameter(checkpoint: Checkpoint, name: str, *, mean: bool) -> Tensor:
+def _read_parameter(checkpoint: Checkpoint, name: str, *, mean: bool) -> Tensor:
     """Return one parameter, in the form of `full_parameters`."""
     bucket, _ = checkpoint.bucket_of(name)
     entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM

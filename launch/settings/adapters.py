@@ -55,16 +55,24 @@ class Adapters(BaseModel):
         """
         parameters = {entry.name: entry for entry in manifest.parameters}
         matrices = [entry.name for entry in manifest.parameters if len(entry.shape) == 2]
-        wanted = _matched(self.layers, list(parameters), matrices, "adapters.layers")
+        matched = _match_names(self.layers, list(parameters), matrices, "adapters.layers")
         tied = {
             entry.alias_of: entry.name
             for entry in manifest.parameters
             if entry.alias_of is not None
         }
-        found = tuple(self._of(parameters[name], tied) for name in parameters if name in wanted)
-        taken = {*parameters, *(buffer.name for buffer in manifest.buffers)}
+        adapters = tuple(
+            self._make_adapter(parameters[name], tied) for name in parameters if name in matched
+        )
+        names_in_use = {*parameters, *(buffer.name for buffer in manifest.buffers)}
         clash = next(
-            (name for each in found for name in (each.down, each.up) if name in taken), None
+            (
+                name
+                for adapter in adapters
+                for name in (adapter.down, adapter.up)
+                if name in names_in_use
+            ),
+            None,
         )
         if clash is not None:
             raise JobError(
@@ -76,9 +84,9 @@ class Adapters(BaseModel):
                     " the adapters merged."
                 ),
             )
-        return found
+        return adapters
 
-    def kept(self, manifest: Manifest) -> frozenset[str]:
+    def trained_beside(self, manifest: Manifest) -> frozenset[str]:
         """Return the parameters that are trained in addition to the adapters.
 
         Raises:
@@ -87,8 +95,8 @@ class Adapters(BaseModel):
         names = list(
             dict.fromkeys(name for group in manifest.recipe.groups for name in group.parameters)
         )
-        found = _matched(self.also, names, names, "adapters.also")
-        both = sorted(found & {each.weight for each in self.chosen(manifest)})
+        matched = _match_names(self.also, names, names, "adapters.also")
+        both = sorted(matched & {adapter.weight for adapter in self.chosen(manifest)})
         if both:
             raise JobError(
                 "a parameter is selected for an adapter and for training",
@@ -96,9 +104,9 @@ class Adapters(BaseModel):
                 got=both[0],
                 hint="Select it in adapters.layers or in adapters.also, not in both.",
             )
-        return found
+        return matched
 
-    def _of(self, entry: ParameterEntry, tied: Mapping[str, str]) -> LowRank:
+    def _make_adapter(self, entry: ParameterEntry, tied: Mapping[str, str]) -> LowRank:
         # this imports torch, which `--help` must not
         from trainload.autograd_trace.low_rank import LowRank
 
@@ -135,7 +143,7 @@ class Adapters(BaseModel):
         )
 
 
-def _matched(
+def _match_names(
     patterns: Sequence[str], names: Sequence[str], like: Sequence[str], where: str
 ) -> frozenset[str]:
     """Return the names that match a pattern.

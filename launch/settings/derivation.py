@@ -61,7 +61,7 @@ class Changes:
 
 
 @dataclass(slots=True)
-class _Made:
+class _PackageDraft:
     """The changed parts of a derived package. `values` are those of new parameters."""
 
     program: Program
@@ -91,9 +91,9 @@ def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Pa
         if changes.adapters is None
         else {**changes.adapters.model_dump(mode="json"), "seed": seed}
     )
-    asked = {"package": package.digest, "adapters": adapters, "precision": changes.precision}
-    made_by = {"version": [VERSION, DERIVATION], "torch": torch.__version__}
-    key = hashlib.sha256(canonical_json({**asked, **made_by})).hexdigest()[:32]
+    request = {"package": package.digest, "adapters": adapters, "precision": changes.precision}
+    versions = {"version": [VERSION, DERIVATION], "torch": torch.__version__}
+    key = hashlib.sha256(canonical_json({**request, **versions})).hexdigest()[:32]
     folder = private_folder(cache_dir / "packages")
     path = folder / f"{key}.tl"
     with filelock.FileLock(folder / f"{path.name}.lock", timeout=LOCK_SECONDS):
@@ -103,32 +103,34 @@ def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Pa
                 return open_package(path, namespaces=package.namespaces)
             shutil.rmtree(path)
         make_room(cache_dir)
-        return _make(package, changes, seed, path)
+        return _make_package(package, changes, seed, path)
 
 
-def _make(package: Package, changes: Changes, seed: int, path: Path) -> Package:
-    made = _Made(package.program(), package.recipe)
-    for name, capture in made.program.graphs.items():
+def _make_package(package: Package, changes: Changes, seed: int, path: Path) -> Package:
+    draft = _PackageDraft(package.program(), package.recipe)
+    for name, capture in draft.program.graphs.items():
         restore_traces(package.path, name, capture.exported)
     if changes.precision is not None:
-        _change_precision(made, changes.precision)
+        _change_precision(draft, changes.precision)
     if changes.adapters is not None:
-        _add_adapters(made, package, changes.adapters, seed)
+        _add_adapters(draft, package, changes.adapters, seed)
     steps = {
-        name: derive(made.program, name, _CPU)
-        for name, capture in made.program.graphs.items()
+        name: derive(draft.program, name, _CPU)
+        for name, capture in draft.program.graphs.items()
         if capture.training
     }
     if changes.adapters is not None:
-        made.program = replace(
-            made.program,
-            graphs={name: _reaching(made.program, name, steps) for name in made.program.graphs},
+        draft.program = replace(
+            draft.program,
+            graphs={
+                name: _with_reached(draft.program, name, steps) for name in draft.program.graphs
+            },
         )
-    _check_gradients(made, steps)
-    left = {group.name for group in made.recipe.groups}
-    updates = [update for update in package.updates() if update.group in left]
+    _check_gradients(draft, steps)
+    group_names = {group.name for group in draft.recipe.groups}
+    updates = [update for update in package.updates() if update.group in group_names]
     written = with_program(
-        package, path, made.program, updates, made.recipe, made.passes, made.values
+        package, path, draft.program, updates, draft.recipe, draft.passes, draft.values
     )
     for name, step in steps.items():
         message = f"the joint graph {name} was not stored; it will be derived again"
@@ -137,12 +139,12 @@ def _make(package: Package, changes: Changes, seed: int, path: Path) -> Package:
     return written
 
 
-def _change_precision(made: _Made, precision: Precision) -> None:
+def _change_precision(draft: _PackageDraft, precision: Precision) -> None:
     """Change all graphs except those that predict, which a run does not call."""
     dtype = DTYPES[precision]
-    graphs = dict(made.program.graphs)
+    graphs = dict(draft.program.graphs)
     changed = False
-    for name, capture in made.program.graphs.items():
+    for name, capture in draft.program.graphs.items():
         if capture.mode is not Mode.PREDICT:
             module = in_precision(capture, dtype)
             changed = changed or (capture.training and module is not None)
@@ -152,47 +154,50 @@ def _change_precision(made: _Made, precision: Precision) -> None:
             )
     if not changed:
         raise JobError(
-            f"it has no effect: everything that autocast would compute in {_spelled(dtype)} was"
+            f"it has no effect: everything that autocast would compute in {_dtype_name(dtype)} was"
             " already frozen that way",
             where="precision",
             got=precision,
             hint="Omit it.",
         )
-    made.program = replace(made.program, graphs=graphs)
-    made.passes.append(_entry("change_precision", {"precision": precision}))
+    draft.program = replace(draft.program, graphs=graphs)
+    draft.passes.append(_pass_entry("change_precision", {"precision": precision}))
 
 
-def _add_adapters(made: _Made, package: Package, adapters: Adapters, seed: int) -> None:
+def _add_adapters(draft: _PackageDraft, package: Package, adapters: Adapters, seed: int) -> None:
     chosen = adapters.chosen(package.manifest)
-    kept = adapters.kept(package.manifest)
-    made.values = first_values(chosen, package.manifest, seed)
-    for each in chosen:
-        _check_linear(made.program, each)
-    made.recipe = adapted_recipe(package, chosen, kept)
-    trained = {name for group in made.recipe.groups for name in group.parameters}
+    trained_beside = adapters.trained_beside(package.manifest)
+    draft.values = first_values(chosen, package.manifest, seed)
+    for adapter in chosen:
+        _check_linear(draft.program, adapter)
+    draft.recipe = adapted_recipe(package, chosen, trained_beside)
+    trained = {name for group in draft.recipe.groups for name in group.parameters}
     new = [
-        ParameterSpec(name, _spelled(value.dtype), tuple(value.shape), name in trained)
-        for name, value in made.values.items()
+        ParameterSpec(name, _dtype_name(value.dtype), tuple(value.shape), name in trained)
+        for name, value in draft.values.items()
     ]
     old = [
         replace(spec, trainable=(spec.alias_of or spec.name) in trained)
-        for spec in made.program.parameters
+        for spec in draft.program.parameters
     ]
-    meta = {name: torch.nn.Parameter(value.to("meta")) for name, value in made.values.items()}
+    meta = {name: torch.nn.Parameter(value.to("meta")) for name, value in draft.values.items()}
     graphs = {
-        name: _adapted(capture, chosen, meta) for name, capture in made.program.graphs.items()
+        name: _add_adapters_to_graph(capture, chosen, meta)
+        for name, capture in draft.program.graphs.items()
     }
-    made.program = replace(made.program, graphs=graphs, parameters=(*old, *new))
+    draft.program = replace(draft.program, graphs=graphs, parameters=(*old, *new))
     options: dict[str, Option] = {
         "rank": adapters.rank,
         "layers": adapters.layers,
         "scale": adapters.scale,
         "also": adapters.also,
     }
-    made.passes.append(_entry("add_adapters", options))
+    draft.passes.append(_pass_entry("add_adapters", options))
 
 
-def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozenset[str]) -> Recipe:
+def adapted_recipe(
+    package: Package, adapters: Sequence[LowRank], trained_beside: frozenset[str]
+) -> Recipe:
     """Return the recipe of adapters, each in the group of its parameter, and of the other trained
     parameters.
 
@@ -201,29 +206,29 @@ def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozense
         JobError: a group's update cannot update an adapter, or a graph has nothing left to train.
     """
     recipe = package.recipe
-    pairs = {each.weight: (each.down, each.up) for each in adapters}
+    pairs = {adapter.weight: (adapter.down, adapter.up) for adapter in adapters}
     grouped = {name for group in recipe.groups for name in group.parameters}
     # A parameter that the job did not train has no group: its adapter joins the first that fits.
     homeless = tuple(
         name for weight, pair in pairs.items() if weight not in grouped for name in pair
     )
-    home = _home(package, pairs.keys() - grouped) if homeless else ""
+    home = _find_group(package, pairs.keys() - grouped) if homeless else ""
     groups: list[GroupRecipe] = []
     for group in recipe.groups:
         own = tuple(
             new
             for name in group.parameters
-            for new in pairs.get(name, (name,) if name in kept else ())
+            for new in pairs.get(name, (name,) if name in trained_beside else ())
         )
         own += homeless if group.name == home else ()
         if own:
             groups.append(group.model_copy(update={"parameters": own}))
-        if set(own) - kept:
+        if set(own) - trained_beside:
             _check_elementwise(package, group)
-    left = {group.name for group in groups}
+    group_names = {group.name for group in groups}
     graphs = {
         name: graph.model_copy(
-            update={"groups": tuple(group for group in graph.groups if group in left)}
+            update={"groups": tuple(group for group in graph.groups if group in group_names)}
         )
         for name, graph in recipe.graphs.items()
     }
@@ -237,15 +242,15 @@ def adapted_recipe(package: Package, adapters: Sequence[LowRank], kept: frozense
     return recipe.model_copy(update={"groups": tuple(groups), "graphs": graphs})
 
 
-def _home(package: Package, weights: set[str]) -> str:
+def _find_group(package: Package, weights: set[str]) -> str:
     """Return the group for adapters of parameters that are in none."""
     dtypes = {entry.name: entry.dtype for entry in package.manifest.parameters}
-    wanted = {dtypes[name] for name in weights}
+    weight_dtypes = {dtypes[name] for name in weights}
     elementwise = {update.group for update in package.manifest.updates if update.elementwise}
     for group in package.recipe.groups:
         if (
             group.name in elementwise
-            and wanted == {dtypes[group.parameters[0]]}
+            and weight_dtypes == {dtypes[group.parameters[0]]}
             and not package.recipe.graphs
         ):
             return group.name
@@ -262,7 +267,9 @@ def _home(package: Package, weights: set[str]) -> str:
 
 
 def _check_elementwise(package: Package, group: GroupRecipe) -> None:
-    update = next((each for each in package.manifest.updates if each.group == group.name), None)
+    update = next(
+        (candidate for candidate in package.manifest.updates if candidate.group == group.name), None
+    )
     if update is not None and not update.elementwise:
         raise JobError(
             f"the adapters of group {group.name} cannot be updated by {package.recipe.optimizer}",
@@ -283,14 +290,14 @@ def _check_linear(program: Program, adapter: LowRank) -> None:
     """Raise JobError if a graph uses the parameter other than as the weight of a linear layer, or
     if no training graph uses it.
     """
-    used = False
+    is_trained = False
     for name, capture in program.graphs.items():
         uses = [
             use
             for weight in _placeholders(capture, adapter.weight)
             for use in uses_of(capture.exported.graph_module, weight)
         ]
-        used = used or (capture.training and bool(uses))
+        is_trained = is_trained or (capture.training and bool(uses))
         strange = next((use for use in uses if not use.linear), None)
         if strange is not None:
             raise JobError(
@@ -300,7 +307,7 @@ def _check_linear(program: Program, adapter: LowRank) -> None:
                 got=f"{strange.operator} at {strange.place}",
                 hint="Exclude it from the pattern, or train it without an adapter: adapters.also.",
             )
-    if not used:
+    if not is_trained:
         raise JobError(
             f"no training graph uses {adapter.weight}",
             where="adapters.layers",
@@ -319,20 +326,23 @@ def _placeholders(capture: GraphCapture, parameter: str) -> list[Node]:
     ]
 
 
-def _adapted(
+def _add_adapters_to_graph(
     capture: GraphCapture, adapters: Sequence[LowRank], values: Mapping[str, torch.Tensor]
 ) -> GraphCapture:
     module = capture.exported.graph_module
     added: dict[str, tuple[str, torch.Tensor]] = {}
-    found = [
-        (each, weight)
-        for each in adapters
-        for weight in _placeholders(capture, each.weight)
+    placements = [
+        (adapter, weight)
+        for adapter in adapters
+        for weight in _placeholders(capture, adapter.weight)
         if weight.users
     ]
-    for each, weight in found:
-        down, up = adapt(module, weight, each, after=weight)
-        added |= {down.name: (each.down, values[each.down]), up.name: (each.up, values[each.up])}
+    for adapter, weight in placements:
+        down, up = adapt(module, weight, adapter, after=weight)
+        added |= {
+            down.name: (adapter.down, values[adapter.down]),
+            up.name: (adapter.up, values[adapter.up]),
+        }
     return replace(
         capture,
         exported=with_parameters(capture.exported, module, added, f"graph {capture.name}"),
@@ -340,28 +350,28 @@ def _adapted(
     )
 
 
-def _reaching(program: Program, name: str, steps: Mapping[str, StepGraph]) -> GraphCapture:
+def _with_reached(program: Program, name: str, steps: Mapping[str, StepGraph]) -> GraphCapture:
     """Return a graph that lists the trained parameters to which it computes a gradient."""
     capture = program.graphs[name]
     if name not in steps:
         return capture
-    found = sorted(port.name for port in steps[name].outputs if port.role is Role.GRADIENT)
+    reached = sorted(port.name for port in steps[name].outputs if port.role is Role.GRADIENT)
     trained = sorted(
         spec.name for spec in program.parameters if spec.trainable and spec.alias_of is None
     )
-    return replace(capture, reached=None if found == trained else tuple(found))
+    return replace(capture, reached=None if reached == trained else tuple(reached))
 
 
-def _check_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
+def _check_gradients(draft: _PackageDraft, steps: Mapping[str, StepGraph]) -> None:
     """Raise JobError if a graph would train a parameter without a gradient."""
-    members = {group.name: group.parameters for group in made.recipe.groups}
+    members = {group.name: group.parameters for group in draft.recipe.groups}
     for name, step in steps.items():
         reached = {port.name for port in step.outputs if port.role is Role.GRADIENT}
         lacking = [
-            each
-            for group in made.recipe.graph(name).groups
-            for each in members[group]
-            if each not in reached
+            parameter
+            for group in draft.recipe.graph(name).groups
+            for parameter in members[group]
+            if parameter not in reached
         ]
         if lacking:
             raise JobError(
@@ -374,12 +384,12 @@ def _check_gradients(made: _Made, steps: Mapping[str, StepGraph]) -> None:
             )
 
 
-def _entry(what: str, options: dict[str, Option]) -> PassEntry:
+def _pass_entry(what: str, options: dict[str, Option]) -> PassEntry:
     name = f"trainload.launching.settings.derivation:{what}"
     return PassEntry(
         name=name, distribution=None, version=None, source=None, options=options, preserving=False
     )
 
 
-def _spelled(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -41,10 +41,10 @@ class Description:
 
 def descriptions() -> tuple[Description, ...]:
     """Return all settings, in the order of their keys."""
-    return tuple(_described(KEYS[name]) for name in sorted(KEYS))
+    return tuple(_describe(KEYS[name]) for name in sorted(KEYS))
 
 
-def _described(key: Key) -> Description:
+def _describe(key: Key) -> Description:
     default = key.field_info.get_default(call_default_factory=False)
     shown = (
         ""
@@ -77,7 +77,7 @@ def settings_schema(without: Collection[str] = ()) -> dict[str, Any]:
         for name, key in KEYS.items()
         if not key.info.option and name not in (GROUP_LR, *without)
     }
-    group = {**_schema(KEYS["lr"]), "description": _described(KEYS[GROUP_LR]).text}
+    group = {**_schema(KEYS["lr"]), "description": _describe(KEYS[GROUP_LR]).text}
     return {
         "type": "object",
         "properties": properties,
@@ -91,4 +91,4 @@ def _schema(key: Key) -> dict[str, Any]:
     # 1e-4 is a string in YAML 1.1
     if key.holds_several or "float" in str(key.field_info.annotation):
         schema = {"anyOf": [schema, {"type": "string"}]}
-    return {**schema, "description": _described(key).text}
+    return {**schema, "description": _describe(key).text}

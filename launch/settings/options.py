@@ -54,20 +54,22 @@ def takes_options(model: Callable[P, M]) -> _Decorator[M, P]:
             return function(*args, model_of(model, options))
 
         leading = list(inspect.signature(function).parameters.values())[:-1]
-        inside.__signature__ = inspect.Signature([*leading, *_keywords(model)])  # type: ignore[attr-defined]  # for help() and editors
+        inside.__signature__ = inspect.Signature([*leading, *_keyword_parameters(model)])  # type: ignore[attr-defined]  # for help() and editors
         return inside
 
     return decorate
 
 
-def _keywords(model: type[BaseModel]) -> list[inspect.Parameter]:
+def _keyword_parameters(model: type[BaseModel]) -> list[inspect.Parameter]:
     """Return the fields of a model as parameters, those that it declares itself before those of its
     bases.
     """
     declared = (name for base in model.__mro__ for name in inspect.get_annotations(base))
     names = dict.fromkeys(name for name in declared if name in model.model_fields)
-    given = inspect.signature(model).parameters
-    return [given[name].replace(annotation=model.model_fields[name].annotation) for name in names]
+    parameters = inspect.signature(model).parameters
+    return [
+        parameters[name].replace(annotation=model.model_fields[name].annotation) for name in names
+    ]
 
 
 def model_of(model: type[R], options: dict[str, Any]) -> R:

@@ -22,29 +22,29 @@ if TYPE_CHECKING:
     from trainload.packaging.format.manifest import Manifest
     from trainload.packaging.package import Package
 
-_SHAPES = ("constant", "linear", "cosine")
+_SCHEDULES = ("constant", "linear", "cosine")
 LAW = "it determines the rows of every step, including those already done: launch a new run"
-_UPDATE = "it is a constant of the captured update: freeze the job again with another value"
-_GRAPH = (
+_IN_UPDATE = "it is a constant of the captured update: freeze the job again with another value"
+_IN_GRAPH = (
     "it is part of the captured graph: freeze the job again with another value, or rewrite the"
     " graph with `trainload transform`"
 )
 FIXED: Mapping[str, str] = {
     **dict.fromkeys(
-        ("optimizer", "weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad"), _UPDATE
+        ("optimizer", "weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad"), _IN_UPDATE
     ),
-    **dict.fromkeys(("dropout", "dtype", "label_smoothing"), _GRAPH),
-    "ema_decay": _UPDATE,
+    **dict.fromkeys(("dropout", "dtype", "label_smoothing"), _IN_GRAPH),
+    "ema_decay": _IN_UPDATE,
     "autocast": "set precision=bf16 or precision=fp32",
 }
 """Settings that other tools have and a launch cannot change, and why."""
 
 
-def _schedule(text: str) -> str:
+def _check_schedule(text: str) -> str:
     shape, colon, warmup = text.partition(":")
-    if shape not in _SHAPES or (colon and not warmup.isdecimal()):
+    if shape not in _SCHEDULES or (colon and not warmup.isdecimal()):
         raise ValueError(
-            f"must be one of {', '.join(_SHAPES)}, optionally followed by :WARMUP, a number of"
+            f"must be one of {', '.join(_SCHEDULES)}, optionally followed by :WARMUP, a number of"
             " updates"
         )
     return text
@@ -67,7 +67,7 @@ class Overrides(BaseModel):
         default_factory=dict
     )
     """Peak learning rate by parameter group."""
-    schedule: Annotated[str, AfterValidator(_schedule)] | None = None
+    schedule: Annotated[str, AfterValidator(_check_schedule)] | None = None
     """Learning rate over the run's steps: `constant`, `linear` or `cosine` (to zero). `cosine:100`:
     after a warmup of 100 updates, which must be fewer than the run has.
     """
@@ -113,20 +113,22 @@ class Overrides(BaseModel):
 
     def settings(self) -> dict[str, Option]:
         """Return the changes by the names that `--set` has for them."""
-        found: dict[str, Option] = {}
+        changes: dict[str, Option] = {}
         for name in sorted(type(self).model_fields):
             value = getattr(self, name)
             if name == "group_lr":
-                found |= {f"lr.{group}": rate for group, rate in sorted(value.items())}
+                changes |= {f"lr.{group}": rate for group, rate in sorted(value.items())}
             elif isinstance(value, Adapters):
-                told = {
+                adapter_fields = {
                     f"{name}.{field}": getattr(value, field)
                     for field in sorted(Adapters.model_fields)
                 }
-                found |= {field: each for field, each in told.items() if each not in (None, ())}
+                changes |= {
+                    field: each for field, each in adapter_fields.items() if each not in (None, ())
+                }
             elif value not in (None, ()):
-                found[name] = value
-        return found
+                changes[name] = value
+        return changes
 
     def apply(self, package: Package, steps: int | None = None) -> Package:
         """Return the package with these changes, for which a plan is made and which a run trains.
@@ -158,16 +160,16 @@ class Overrides(BaseModel):
             package = derived_package(package, changes, seed, default_cache_dir())
         if self.schedule is not None and steps:
             _check_peak(self.schedule, steps)
-        recipe, held = self._frozen(package)
-        recipe = self._rates(recipe, steps or recipe.steps)
+        recipe, frozen_names = self._without_frozen(package)
+        recipe = self._with_rates(recipe, steps or recipe.steps)
         if self.clip_norm is not None or self.clip_value is not None:
-            recipe = self._clipped(recipe)
+            recipe = self._with_clipping(recipe)
         if self.seed is not None:
             recipe = recipe.model_copy(update={"seed": self.seed})
         parameters = tuple(
             (
                 entry.model_copy(update={"trainable": False})
-                if (entry.alias_of or entry.name) in held
+                if (entry.alias_of or entry.name) in frozen_names
                 else entry
             )
             for entry in package.manifest.parameters
@@ -191,14 +193,14 @@ class Overrides(BaseModel):
             if entry.trainable and entry.alias_of is None
         }
         if self.adapters is not None:
-            names = {each.weight for each in self.adapters.chosen(manifest)} | self.adapters.kept(
-                manifest
-            )
+            names = {
+                adapter.weight for adapter in self.adapters.chosen(manifest)
+            } | self.adapters.trained_beside(manifest)
         return frozenset(
             name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.frozen)
         )
 
-    def _frozen(self, package: Package) -> tuple[Recipe, frozenset[str]]:
+    def _without_frozen(self, package: Package) -> tuple[Recipe, frozenset[str]]:
         """Return the recipe without the parameters that are not trained, and their names."""
         recipe = package.recipe
         names = [name for group in recipe.groups for name in group.parameters]
@@ -213,32 +215,32 @@ class Overrides(BaseModel):
                         " names."
                     ),
                 )
-        held = frozenset(
+        frozen_names = frozenset(
             name for name in names if any(fnmatchcase(name, pattern) for pattern in self.frozen)
         )
-        if not held:
-            return recipe, held
-        if held == set(names):
+        if not frozen_names:
+            return recipe, frozen_names
+        if frozen_names == set(names):
             raise JobError(
                 "all parameters are frozen, so nothing is left to train",
                 where="frozen",
                 got=", ".join(self.frozen),
             )
         groups = tuple(
-            group.model_copy(update={"parameters": kept})
+            group.model_copy(update={"parameters": trained})
             for group in recipe.groups
-            if (kept := tuple(name for name in group.parameters if name not in held))
+            if (trained := tuple(name for name in group.parameters if name not in frozen_names))
         )
-        left = {group.name for group in groups}
+        group_names = {group.name for group in groups}
         graphs = {
             name: graph.model_copy(
-                update={"groups": tuple(group for group in graph.groups if group in left)}
+                update={"groups": tuple(group for group in graph.groups if group in group_names)}
             )
             for name, graph in recipe.graphs.items()
         }
-        return recipe.model_copy(update={"groups": groups, "graphs": graphs}), held
+        return recipe.model_copy(update={"groups": groups, "graphs": graphs}), frozen_names
 
-    def _rates(self, recipe: Recipe, steps: int) -> Recipe:
+    def _with_rates(self, recipe: Recipe, steps: int) -> Recipe:
         if self.lr is None and not self.group_lr and self.schedule is None:
             return recipe
         strange = sorted(set(self.group_lr) - {group.name for group in recipe.groups})
@@ -249,7 +251,7 @@ class Overrides(BaseModel):
                 expected=", ".join(group.name for group in recipe.groups),
                 got=strange[0],
             )
-        peaks = {group.name: max(_table(recipe, group)) for group in recipe.groups}
+        peaks = {group.name: max(_group_rates(recipe, group)) for group in recipe.groups}
         first = peaks[recipe.groups[0].name]
         if self.lr is not None and first == 0:
             raise JobError(
@@ -258,7 +260,7 @@ class Overrides(BaseModel):
                 hint="Set lr.GROUP instead.",
             )
         scale = 1.0 if self.lr is None else self.lr / first
-        wanted = {name: self.group_lr.get(name, peak * scale) for name, peak in peaks.items()}
+        new_peaks = {name: self.group_lr.get(name, peak * scale) for name, peak in peaks.items()}
         if self.schedule is not None and recipe.loop:
             raise JobError(
                 "the schedule of a job with several graphs cannot be changed",
@@ -267,9 +269,9 @@ class Overrides(BaseModel):
                 hint="Updates are counted per graph: freeze the job again with other schedules.",
             )
         if self.schedule is not None:
-            course = tuple(_course(self.schedule, step, steps) for step in range(steps))
+            course = tuple(_schedule_factor(self.schedule, step, steps) for step in range(steps))
             groups = tuple(
-                g.model_copy(update={"learning_rates": (wanted[g.name],), "schedule": 0})
+                g.model_copy(update={"learning_rates": (new_peaks[g.name],), "schedule": 0})
                 for g in recipe.groups
             )
             return recipe.model_copy(update={"groups": groups, "schedules": (course,)})
@@ -277,7 +279,7 @@ class Overrides(BaseModel):
             g.model_copy(
                 update={
                     "learning_rates": tuple(
-                        rate * _ratio(wanted[g.name], peaks[g.name]) for rate in g.learning_rates
+                        rate * _ratio(new_peaks[g.name], peaks[g.name]) for rate in g.learning_rates
                     )
                 }
             )
@@ -285,7 +287,7 @@ class Overrides(BaseModel):
         )
         return recipe.model_copy(update={"groups": groups})
 
-    def _clipped(self, recipe: Recipe) -> Recipe:
+    def _with_clipping(self, recipe: Recipe) -> Recipe:
         if self.clip_norm and self.clip_value:
             raise JobError(
                 "the gradient is clipped by its norm or by value, not both",
@@ -299,21 +301,21 @@ class Overrides(BaseModel):
         return recipe.model_copy(update={**update, "graphs": graphs})
 
 
-def _table(recipe: Recipe, group: GroupRecipe) -> list[float]:
+def _group_rates(recipe: Recipe, group: GroupRecipe) -> list[float]:
     """Return the learning rates of a group."""
     if group.schedule is None:
         return list(group.learning_rates)
     return [group.learning_rates[0] * factor for factor in recipe.schedules[group.schedule]]
 
 
-def _ratio(wanted: float, peak: float) -> float:
-    if peak == 0 and wanted != 0:
+def _ratio(new_peak: float, peak: float) -> float:
+    if peak == 0 and new_peak != 0:
         raise JobError(
             "a group's learning rate is zero throughout, and cannot be scaled",
             where="lr",
             hint="Set a schedule as well.",
         )
-    return 1.0 if peak == 0 else wanted / peak
+    return 1.0 if peak == 0 else new_peak / peak
 
 
 def _check_peak(schedule: str, steps: int) -> None:
@@ -330,15 +332,15 @@ def _check_peak(schedule: str, steps: int) -> None:
         )
 
 
-def _course(schedule: str, step: int, steps: int) -> float:
+def _schedule_factor(schedule: str, step: int, steps: int) -> float:
     """Return a schedule's fraction of the peak learning rate at a step."""
-    shape, _, given = schedule.partition(":")
-    warmup = int(given or 0)
+    shape, _, warmup_text = schedule.partition(":")
+    warmup = int(warmup_text or 0)
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(1, steps - warmup)
+    progress = (step - warmup) / max(1, steps - warmup)
     return {
         "constant": 1.0,
-        "linear": 1.0 - done,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[shape]

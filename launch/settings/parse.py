@@ -114,14 +114,14 @@ def parse_settings(texts: Sequence[str], *, resuming: bool = False) -> GivenSett
         assert key is not None, "it is allowed"
         model = values[key.model]
         if group is not None:
-            rate = _value(Overrides.model_fields["lr"], text, value)
+            rate = _parse_value(Overrides.model_fields["lr"], text, value)
             model["group_lr"] = {**model.get("group_lr", {}), group: rate}
         elif key.holds_several:
-            model[key.field] = _value(
+            model[key.field] = _parse_value(
                 key.field_info, text, (*model.get(key.field, ()), *value.split(","))
             )
         else:
-            model[key.field] = _value(key.field_info, text, value)
+            model[key.field] = _parse_value(key.field_info, text, value)
     if adapters := values[Adapters]:
         lacking = [
             f"adapters.{field}"
@@ -141,14 +141,14 @@ def _check_allowed(key: Key | None, name: str, text: str, *, resuming: bool) -> 
     if name in FIXED:
         problem = f"{name} cannot be set at a launch: {FIXED[name]}"
     elif key is None:
-        known = [
-            each.name
-            for each in KEYS.values()
-            if not (each.info.fixed if resuming else each.info.option)
+        available = [
+            setting.name
+            for setting in KEYS.values()
+            if not (setting.info.fixed if resuming else setting.info.option)
         ]
         problem = (
             f"there is no setting {name}{' to change' if resuming else ''}; available:"
-            f" {', '.join(sorted(known))}"
+            f" {', '.join(sorted(available))}"
         )
     elif resuming and key.info.fixed:
         problem = f"{name} cannot be changed in the middle of a run: {key.info.fixed}"
@@ -166,7 +166,7 @@ def adapter_of(field: FieldInfo) -> TypeAdapter[Any]:
     return TypeAdapter(annotation)
 
 
-def _value(field: FieldInfo, text: str, value: str | tuple[str, ...]) -> Any:
+def _parse_value(field: FieldInfo, text: str, value: str | tuple[str, ...]) -> Any:
     """Convert a text to the type of a field."""
     kind = adapter_of(field)
     try:

@@ -17,9 +17,9 @@ from trainload.launching.sinks.protocol import Outcome
 
 EXPERIMENT = "trainload"
 _RUN_FILE = "mlflow-run"
-_MOST = 500
+_MAX_PER_REQUEST = 500
 """Number of metrics in one request."""
-_KEPT = 100 * _MOST
+_MAX_BUFFERED = 100 * _MAX_PER_REQUEST
 """Number of the latest metrics that are buffered while the server is unavailable."""
 _STATUS: Mapping[Outcome, int] = {
     "ended": RunStatus.FINISHED,
@@ -38,10 +38,10 @@ class Mlflow:
     def __init__(self, run_dir: Path) -> None:
         self._client = MlflowClient()
         self._waiting: list[Metric] = []
-        kept = run_dir / _RUN_FILE
+        run_file = run_dir / _RUN_FILE
         try:
-            if kept.exists():
-                self._run = kept.read_text().strip()
+            if run_file.exists():
+                self._run = run_file.read_text().strip()
                 self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
                 return
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
@@ -52,7 +52,7 @@ class Mlflow:
                 else experiment.experiment_id
             )
             self._run = self._client.create_run(number, run_name=run_dir.name).info.run_id
-            kept.write_text(self._run + "\n")
+            run_file.write_text(self._run + "\n")
             spec = read_spec(run_dir)
             described = {
                 "package": spec.digest,
@@ -78,7 +78,7 @@ class Mlflow:
             for name, value in values.items()
             if math.isfinite(value)
         ]
-        if len(self._waiting) >= _MOST:
+        if len(self._waiting) >= _MAX_PER_REQUEST:
             self._send()
 
     def text(self, kind: str, message: str, step: int, time: float) -> None:
@@ -91,7 +91,7 @@ class Mlflow:
             self._client.set_terminated(self._run, RunStatus.to_string(_STATUS[outcome]))
 
     def _send(self) -> None:
-        self._waiting = self._waiting[-_KEPT:]
+        self._waiting = self._waiting[-_MAX_BUFFERED:]
         while self._waiting:
-            self._client.log_batch(self._run, metrics=self._waiting[:_MOST])
-            del self._waiting[:_MOST]
+            self._client.log_batch(self._run, metrics=self._waiting[:_MAX_PER_REQUEST])
+            del self._waiting[:_MAX_PER_REQUEST]

@@ -32,7 +32,7 @@ from trainload.launching.sinks.measures import (
 from trainload.launching.sinks.protocol import Outcome
 
 _DIGITS = 12
-_REMIND_SECONDS = 5.0
+_REPEAT_SECONDS = 5.0
 
 
 class Prometheus:
@@ -58,80 +58,82 @@ class Prometheus:
         spec = read_spec(run_dir)
         tags = {"run": run_dir.name, "package": (spec.digest or spec.plan.package)[:_DIGITS]}
         assert tuple(tags) == TAGS
-        self._made = {measure: _made(measure, tags) for measure in MEASURES}
+        self._metrics = {measure: _make_metric(measure, tags) for measure in MEASURES}
         self._lock = threading.Lock()
         self._gauges: dict[tuple[Measure, str], float] = {}
         self._closed = threading.Event()
-        known = Summary.of(stream_events(run_dir))
-        self._counts = {"failure": known.failures, "warning": known.warnings}
-        self._give(RUNNING, 1.0)
-        self._give(STEPS, float(spec.steps))
+        summary = Summary.of(stream_events(run_dir))
+        self._counts = {"failure": summary.failures, "warning": summary.warnings}
+        self._record(RUNNING, 1.0)
+        self._record(STEPS, float(spec.steps))
         for kind, count in self._counts.items():
-            self._give(OF_TEXTS[kind], float(count))
-        if known.checkpoint is not None and known.checkpoint_time is not None:
-            self._give(CHECKPOINT_STEP, float(known.checkpoint))
-            self._give(CHECKPOINT_TIME, known.checkpoint_time)
-        self._thread = threading.Thread(target=self._remind, name="prometheus gauges", daemon=True)
+            self._record(OF_TEXTS[kind], float(count))
+        if summary.checkpoint is not None and summary.checkpoint_time is not None:
+            self._record(CHECKPOINT_STEP, float(summary.checkpoint))
+            self._record(CHECKPOINT_TIME, summary.checkpoint_time)
+        self._thread = threading.Thread(
+            target=self._repeat_gauges, name="prometheus gauges", daemon=True
+        )
         self._thread.start()
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
         for name, value in values.items():
-            found = measure_of(name)
-            if found is not None:
-                self._give(found[0], value, found[1])
+            target = measure_of(name)
+            if target is not None:
+                self._record(target[0], value, target[1])
         if "loss" in values:
-            self._give(STEP, float(step))
+            self._record(STEP, float(step))
         if "checkpoint/bytes" in values:
-            self._give(CHECKPOINT_STEP, float(step))
-            self._give(CHECKPOINT_TIME, time)
+            self._record(CHECKPOINT_STEP, float(step))
+            self._record(CHECKPOINT_TIME, time)
 
     def text(self, kind: str, message: str, step: int, time: float) -> None:
         if kind in self._counts:
             self._counts[kind] += 1
-            self._give(OF_TEXTS[kind], float(self._counts[kind]))
+            self._record(OF_TEXTS[kind], float(self._counts[kind]))
 
     def close(self, _outcome: Outcome, /) -> None:
         self._closed.set()
         self._thread.join()
-        self._give(RUNNING, 0.0)
+        self._record(RUNNING, 0.0)
         # so that the last export has all numbers, even if the run ends between two exports
-        self._give_again()
+        self._set_all()
 
-    def _give(self, measure: Measure, value: float, own: str = "") -> None:
+    def _record(self, measure: Measure, value: float, own: str = "") -> None:
         """Set a gauge or increase a counter; non-finite values are ignored.
 
         `own` is the name of one of the job's metrics.
         """
-        made = self._made[measure]
+        metric = self._metrics[measure]
         if not math.isfinite(value):
             return
-        if isinstance(made, Counter):
+        if isinstance(metric, Counter):
             if value > 0:
-                made.inc(value)
+                metric.inc(value)
             return
         with self._lock:
             self._gauges[measure, own] = value
             self._set(measure, own, value)
 
     def _set(self, measure: Measure, own: str, value: float) -> None:
-        made = self._made[measure]
-        assert isinstance(made, Gauge)
-        made.set(value, {METRIC: own} if measure.own else {})
+        metric = self._metrics[measure]
+        assert isinstance(metric, Gauge)
+        metric.set(value, {METRIC: own} if measure.own else {})
 
-    def _remind(self) -> None:
-        while not self._closed.wait(_REMIND_SECONDS):
-            self._give_again()
+    def _repeat_gauges(self) -> None:
+        while not self._closed.wait(_REPEAT_SECONDS):
+            self._set_all()
 
-    def _give_again(self) -> None:
+    def _set_all(self) -> None:
         with self._lock:
             for (measure, own), value in self._gauges.items():
                 self._set(measure, own, value)
 
 
-def _made(measure: Measure, tags: dict[str, str]) -> Gauge | Counter:
+def _make_metric(measure: Measure, tags: dict[str, str]) -> Gauge | Counter:
     keys = (*tags, METRIC) if measure.own else tuple(tags)
-    made = (Gauge if measure.kind == "gauge" else Counter)(
+    metric = (Gauge if measure.kind == "gauge" else Counter)(
         measure.name, measure.description, tag_keys=keys
     )
-    made.set_default_tags(tags)
-    return made
+    metric.set_default_tags(tags)
+    return metric

@@ -21,7 +21,7 @@ from trainload.launching.sinks.protocol import Outcome, Sink
 _OUTCOMES: Mapping[str, Outcome] = {"end": "ended", "stopped": "stopped", "failed": "failed"}
 """Kind of a run's last event -> outcome of the run."""
 _END_SECONDS = 30.0
-_OF_STEPS = (
+_STEP_NUMBERS = (
     "loss",
     "gradient_norm",
     "loss_scale",
@@ -35,7 +35,7 @@ _OF_STEPS = (
 
 
 @contextmanager
-def told(
+def open_sinks(
     sinks: Sequence[SinkName], run_dir: Path, on_event: Callable[[Event], None]
 ) -> Iterator[Callable[[Event], None]]:
     """Open sinks for the context, and yield a callback that passes events to them and to
@@ -51,7 +51,7 @@ def told(
     with ExitStack() as stack:
         feeds = []
         for name in sinks:
-            feed = _Feed(name, _opened(name, run_dir), on_event)
+            feed = _Feed(name, _open_sink(name, run_dir), on_event)
             stack.callback(feed.end)
             feeds.append(feed)
 
@@ -67,7 +67,7 @@ class _Feed(threading.Thread):
     def __init__(self, name: str, sink: Sink, on_event: Callable[[Event], None]) -> None:
         super().__init__(name=name, daemon=True)
         self._sink, self._on_event = sink, on_event
-        self._done = 0
+        self._step = 0
         self._outcome: Outcome = "failed"  # for a run without a last event
         self._failing = False
         self.queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -75,17 +75,17 @@ class _Feed(threading.Thread):
 
     def run(self) -> None:
         while (event := self.queue.get()) is not None:
-            self._done = _steps_done(event, self._done)
+            self._step = _steps_done(event, self._step)
             self._outcome = _OUTCOMES.get(event.kind, "failed")
-            self._try(partial(_pass_on, self._sink, event, self._done))
-        self._try(partial(self._sink.close, self._outcome))
+            self._call_sink(partial(_pass_on, self._sink, event, self._step))
+        self._call_sink(partial(self._sink.close, self._outcome))
 
     def end(self) -> None:
         """Wait, for a limited time, until all events are passed on."""
         self.queue.put(None)
         self.join(_END_SECONDS)
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _call_sink(self, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:  # noqa: BLE001  # a server may fail in any way; the run continues with a warning
@@ -120,8 +120,8 @@ def check_sink_libraries(sinks: Sequence[SinkName]) -> None:
     Only the driver of the run needs them.
     """
     for name in sinks:
-        with _naming_the_extra(name):
-            _kind(name)
+        with _naming_extra(name):
+            _sink_class(name)
 
 
 def numbers_of(event: Event) -> dict[str, float]:
@@ -130,8 +130,8 @@ def numbers_of(event: Event) -> dict[str, float]:
     """
     data = event.data
     if event.kind == "step":
-        found = {name: data[name] for name in _OF_STEPS if name in data}
-        return found | {f"metrics/{name}": value for name, value in data["metrics"].items()}
+        numbers = {name: data[name] for name in _STEP_NUMBERS if name in data}
+        return numbers | {f"metrics/{name}": value for name, value in data["metrics"].items()}
     if event.kind == "eval":
         return {
             "evaluation/loss": data["loss"],
@@ -148,8 +148,8 @@ def _steps_done(event: Event, before: int) -> int:
     return int(event.data["step"]) if event.kind in ("start", "eval") else before
 
 
-def _pass_on(sink: Sink, event: Event, done: int) -> None:
-    step = int(event.data["step"]) if event.kind == "checkpoint" else done
+def _pass_on(sink: Sink, event: Event, steps_done: int) -> None:
+    step = int(event.data["step"]) if event.kind == "checkpoint" else steps_done
     values = numbers_of(event)
     if values:
         sink.numbers(values, step, event.time)
@@ -157,13 +157,13 @@ def _pass_on(sink: Sink, event: Event, done: int) -> None:
         sink.text(event.kind, str(event.data["message"]), step, event.time)
 
 
-def _extra(name: SinkName) -> str:
+def _extra_of(name: SinkName) -> str:
     """Return the extra of trainload that a sink needs."""
     return "ray" if name == "prometheus" else name
 
 
 @contextmanager
-def _naming_the_extra(name: SinkName) -> Iterator[None]:
+def _naming_extra(name: SinkName) -> Iterator[None]:
     """Convert an ImportError within the context into a StorageError that names the extra to
     install.
     """
@@ -174,11 +174,11 @@ def _naming_the_extra(name: SinkName) -> Iterator[None]:
             f"{name} is not installed",
             where="sinks",
             got=str(error),
-            hint=f"Run `pip install 'trainload[{_extra(name)}]'`, or remove it from sinks.",
+            hint=f"Run `pip install 'trainload[{_extra_of(name)}]'`, or remove it from sinks.",
         ) from error
 
 
-def _kind(name: SinkName) -> Callable[[Path], Sink]:
+def _sink_class(name: SinkName) -> Callable[[Path], Sink]:
     """Return the class of a sink, which is called with a run's folder.
 
     Raises ImportError if its library is not installed.
@@ -196,6 +196,6 @@ def _kind(name: SinkName) -> Callable[[Path], Sink]:
     return Mlflow
 
 
-def _opened(name: SinkName, run_dir: Path) -> Sink:
-    with _naming_the_extra(name):
-        return _kind(name)(run_dir)
+def _open_sink(name: SinkName, run_dir: Path) -> Sink:
+    with _naming_extra(name):
+        return _sink_class(name)(run_dir)

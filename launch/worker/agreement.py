@@ -51,14 +51,14 @@ def check_same_data(fingerprint: str, node: str, data: str, control: dist.Proces
     Raises:
         DataError: two ranks have different rows; raised on every rank.
     """
-    found = gathered((fingerprint, node), control)
-    if len({each for each, _ in found}) > 1:
-        first = found[0][0]
-        others = sorted({node for each, node in found if each != first})
+    rank_fingerprints = gathered((fingerprint, node), control)
+    if len({each for each, _ in rank_fingerprints}) > 1:
+        first = rank_fingerprints[0][0]
+        others = sorted({node for each, node in rank_fingerprints if each != first})
         raise DataError(
             "the nodes do not have the same data",
             where=data,
-            expected=f"what rank 0 has on node {found[0][1]}: {first}",
+            expected=f"what rank 0 has on node {rank_fingerprints[0][1]}: {first}",
             got=f"different rows on {', '.join(others)}",
             hint="Put it on storage that all nodes share, or copy it again.",
         )

@@ -42,7 +42,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CallContext:
     """Inputs of a call beside a microbatch.
 
     Attributes:
@@ -70,7 +70,7 @@ class Calls:
         plan: plan of the run.
         rank: this rank.
         device: device of this rank.
-        held: state of this rank; it is modified.
+        state: state of this rank; it is modified.
         on_call: called with the name of each graph before the graph is called.
     """
 
@@ -80,38 +80,38 @@ class Calls:
         plan: Plan,
         rank: int,
         device: torch.device,
-        held: RankState,
+        state: RankState,
         on_call: Callable[[str], None] = ignore,
     ) -> None:
         self._on_call = on_call
         self._recipe = package.recipe
-        self._plan, self._rank, self._device, self._held = plan, rank, device, held
+        self._plan, self._rank, self._device, self._state = plan, rank, device, state
         self._buckets = {bucket.name: bucket for bucket in plan.buckets}
 
     def call(
-        self, graph: BuiltGraph, microbatch: Microbatch, given: Given
+        self, graph: BuiltGraph, microbatch: Microbatch, context: CallContext
     ) -> dict[Role, list[Tensor]]:
         """Call a graph, and return its outputs without buffers, gradients and values between
         stages, which are stored.
         """
         arguments = [
-            self._argument(port.role, port.name, microbatch, given) for port in graph.inputs
+            self._argument(port.role, port.name, microbatch, context) for port in graph.inputs
         ]
         self._on_call(graph.name)
         with torch.no_grad():
             results = graph.call(*arguments)
-        found: dict[Role, list[Tensor]] = {}
+        outputs: dict[Role, list[Tensor]] = {}
         for port, value in zip(graph.outputs, results, strict=True):
             if port.role is Role.BUFFER:
                 # the strides for which the graph was derived
-                self._held.buffers[port.name] = value.contiguous()
+                self._state.buffers[port.name] = value.contiguous()
             elif port.role is Role.BUCKET_GRADIENT:
-                given.gradients[port.name] = value
+                context.gradients[port.name] = value
             elif port.role in BETWEEN:
-                given.between[port.name] = value
+                context.between[port.name] = value
             else:
-                found.setdefault(port.role, []).append(value)
-        return found
+                outputs.setdefault(port.role, []).append(value)
+        return outputs
 
     def scale(self, graph: str) -> Tensor:
         """Return the factor by which a graph's loss is multiplied before its gradient is computed:
@@ -120,7 +120,7 @@ class Calls:
         scale = torch.tensor(
             1.0 / self._plan.global_batch, dtype=torch.float32, device=self._device
         )
-        return scale * self._held.scaling[graph][0] if graph in self._held.scaling else scale
+        return scale * self._state.scaling[graph][0] if graph in self._state.scaling else scale
 
     def zero_gradient(self, name: str) -> Tensor:
         """Return a bucket's accumulated gradient before the first microbatch: zeros."""
@@ -131,34 +131,38 @@ class Calls:
             device=self._device,
         )
 
-    def _argument(self, role: Role, name: str, microbatch: Microbatch, given: Given) -> Tensor:
-        graph = given.turn.graph
+    def _argument(
+        self, role: Role, name: str, microbatch: Microbatch, context: CallContext
+    ) -> Tensor:
+        graph = context.turn.graph
         match role:
             case Role.BUCKET:
-                return self._held.params[name]
+                return self._state.params[name]
             case Role.BUCKET_GRADIENT:
                 return (
-                    given.gradients[name] if name in given.gradients else self.zero_gradient(name)
+                    context.gradients[name]
+                    if name in context.gradients
+                    else self.zero_gradient(name)
                 )
             case Role.BUFFER:
-                return self._held.buffers[name]
+                return self._state.buffers[name]
             case Role.CONSTANT:
-                return self._held.constants[name]
+                return self._state.constants[name]
             case Role.BATCH:
                 source = self._recipe.feeds.get(graph, {}).get(name)
                 return (
                     microbatch.batch[name].to(self._device)
                     if source is None
-                    else given.fed[source][given.number].contiguous()
+                    else context.fed[source][context.number].contiguous()
                 )
             case Role.SCALE:
                 return self.scale(graph)
             case Role.ACTIVATION | Role.COTANGENT | Role.SAVED:
-                return given.between[name]
+                return context.between[name]
             case _:
                 value = {
                     Role.SEED: seed_of(self._recipe.seed, graph),
-                    Role.STEP: given.turn.count,
+                    Role.STEP: context.turn.count,
                     Role.ROW: microbatch.row,
                     Role.TENSOR_RANK: self._plan.tensor_index(self._rank),
                 }[role]

@@ -23,11 +23,11 @@ from trainload.capture.parity.distance import relative_distance
 from trainload.launching.worker.rounding import EXPLAINED, explained_distances, rounded_runs
 from trainload.sharding.analysis.graph_nodes import holds_tensors
 
-_SHOWN = 3
-_HOST = torch.device("cpu")
+_MAX_SHOWN = 3
+_CPU = torch.device("cpu")
 
 Values = dict[Node, Any]
-Departs = Callable[[Sequence[Node]], bool | None]
+Diverges = Callable[[Sequence[Node]], bool | None]
 """A predicate: True if a part of a graph diverges; None if the part cannot be compiled or called
 alone.
 """
@@ -40,19 +40,19 @@ class _Recorder(Interpreter):
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.kept: Values = {}
+        self.values: Values = {}
         # then recorded values may be overwritten later
-        self._writing = any(_writes(node) for node in module.graph.nodes)
+        self._writing = any(_is_mutating(node) for node in module.graph.nodes)
 
     def run_node(self, node: Node) -> Any:
         value = super().run_node(node)
-        self.kept[node] = map_aggregate(value, self._as_it_is)
+        self.values[node] = map_aggregate(value, self._snapshot)
         return value
 
-    def _as_it_is(self, value: Any) -> Any:
+    def _snapshot(self, value: Any) -> Any:
         return (
-            _copied(value, _HOST)
-            if isinstance(value, Tensor) and (self._writing or value.device != _HOST)
+            _copy_to(value, _CPU)
+            if isinstance(value, Tensor) and (self._writing or value.device != _CPU)
             else value
         )
 
@@ -65,7 +65,7 @@ def recorded(module: GraphModule, arguments: Sequence[Tensor]) -> Values:
     recorder = _Recorder(module)
     with torch.no_grad():
         recorder.run(*arguments)
-    return recorder.kept
+    return recorder.values
 
 
 def departing(module: GraphModule, values: Values, *, fails: bool = False) -> list[Node]:
@@ -83,8 +83,8 @@ def departing(module: GraphModule, values: Values, *, fails: bool = False) -> li
     with tempfile.TemporaryDirectory(prefix="trainload-") as folder:
         compiling = _Compiling(Path(folder))
 
-        def departs(part: Sequence[Node]) -> bool | None:
-            return _departs(part, values, compiling, fails=fails)
+        def diverges(part: Sequence[Node]) -> bool | None:
+            return _diverges(part, values, compiling, fails=fails)
 
         nodes = [
             n
@@ -94,42 +94,44 @@ def departing(module: GraphModule, values: Values, *, fails: bool = False) -> li
             and not is_collective(n)
             and not _is_item(n)
         ]
-        if not departs(nodes):
+        if not diverges(nodes):
             return []
         return (
-            _first_of_those_before if any(_writes(node) for node in nodes) else _part_that_departs
-        )(nodes, departs)
+            _find_first_diverging_node
+            if any(_is_mutating(node) for node in nodes)
+            else _find_diverging_part
+        )(nodes, diverges)
 
 
-def _part_that_departs(nodes: list[Node], departs: Departs) -> list[Node]:
+def _find_diverging_part(nodes: list[Node], diverges: Diverges) -> list[Node]:
     """Halve a part that diverges: if the first half does not, the second one does, or only both
     together do.
     """
-    known = nodes
+    proven = nodes
     while len(nodes) > 1:
         half = len(nodes) // 2
         first, second = nodes[:half], nodes[half:]
-        found = departs(first)
-        if found is None:  # unknown: the half cannot be compiled alone
-            found = not departs(second)
-            nodes = first if found else second
-        elif found:
-            known = nodes = first
+        first_diverges = diverges(first)
+        if first_diverges is None:  # unknown: the half cannot be compiled alone
+            first_diverges = not diverges(second)
+            nodes = first if first_diverges else second
+        elif first_diverges:
+            proven = nodes = first
         else:
             nodes = second
-    return known if nodes is not known and departs(nodes) is False else nodes
+    return proven if nodes is not proven and diverges(nodes) is False else nodes
 
 
-def _first_of_those_before(nodes: list[Node], departs: Departs) -> list[Node]:
+def _find_first_diverging_node(nodes: list[Node], diverges: Diverges) -> list[Node]:
     """Find the first node such that the part up to it diverges.
 
     A graph that writes to its values cannot be cut elsewhere: a later part cannot run alone.
     """
-    fine, departing = 0, len(nodes)
-    while departing - fine > 1:
-        middle = (fine + departing) // 2
-        fine, departing = (fine, middle) if departs(nodes[:middle]) else (middle, departing)
-    return nodes[fine:departing]
+    fine, diverging = 0, len(nodes)
+    while diverging - fine > 1:
+        middle = (fine + diverging) // 2
+        fine, diverging = (fine, middle) if diverges(nodes[:middle]) else (middle, diverging)
+    return nodes[fine:diverging]
 
 
 def named(nodes: Sequence[Node]) -> str:
@@ -137,8 +139,8 @@ def named(nodes: Sequence[Node]) -> str:
     aten.sum.default".
     """
     names = list(dict.fromkeys(str(node.target) for node in nodes))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return " with ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return " with ".join(names[:_MAX_SHOWN]) + more
 
 
 class _Compiling:
@@ -146,16 +148,16 @@ class _Compiling:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made = 0
+        self._count = 0
 
     def __call__(self, module: GraphModule) -> Callable[..., Any]:
-        path = self._folder / f"{self._made}.bin"
-        self._made += 1
+        path = self._folder / f"{self._count}.bin"
+        self._count += 1
         compile_graph(module, path, {})
         return load_compiled(path)
 
 
-def _departs(
+def _diverges(
     nodes: Sequence[Node],
     values: Values,
     compiling: Callable[[GraphModule], Callable[..., Any]],
@@ -167,40 +169,42 @@ def _departs(
 
     Without `fails`, return None if the part cannot be compiled or called.
     """
-    part, sources, results = _part(nodes)
+    part, sources, results = _extract_part(nodes)
     if not results:
         return False
-    writing = any(_writes(node) for node in nodes)
+    writing = any(_is_mutating(node) for node in nodes)
 
-    def given() -> list[Any]:
-        return [_given(node, values[node], copied=writing) for node in sources]
+    def part_arguments() -> list[Any]:
+        return [_value_on_device(node, values[node], copied=writing) for node in sources]
 
     with torch.no_grad():
-        expected = part(*given())
+        expected = part(*part_arguments())
         try:
             # a new copy, since compiling changes the graph
-            got = compiling(_part(nodes)[0])(*given())
+            actual = compiling(_extract_part(nodes)[0])(*part_arguments())
         except Exception:  # noqa: BLE001  # compilers and generated code may raise anything
             return True if fails else None
     if fails:
         return False
-    distances = [relative_distance(a, b) for a, b in zip(expected, got, strict=True)]
+    distances = [relative_distance(a, b) for a, b in zip(expected, actual, strict=True)]
     if all(distance <= EXPLAINED for distance in distances):
         return False
-    explained = explained_distances(expected, [results for _, results in rounded_runs(part, given)])
+    explained = explained_distances(
+        expected, [results for _, results in rounded_runs(part, part_arguments)]
+    )
     return any(not distance <= most for distance, most in zip(distances, explained, strict=True))
 
 
-def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
+def _extract_part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
     """Return a graph of some nodes of another graph, with the nodes that are its inputs and
     outputs, in order.
 
     It has each result of an operator with several results separately. Sizes are computed inside; so
     all inputs of the whole graph that have symbolic sizes are inputs of the part, too.
     """
-    whole, nodes = nodes[0].graph, _with_items(nodes)
+    whole, nodes = nodes[0].graph, _add_items(nodes)
     sized = [node for node in whole.nodes if node.op == "placeholder" and _is_sized(node)]
-    inside = _with_sizes(nodes)
+    inside = _add_size_nodes(nodes)
     sources = list(
         dict.fromkeys(
             [
@@ -218,7 +222,7 @@ def _part(nodes: Sequence[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
         node
         for node in nodes
         if isinstance(node.meta.get("val"), Tensor)
-        and (_writes(node) or any(user not in inside for user in node.users))
+        and (_is_mutating(node) or any(user not in inside for user in node.users))
     ]
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -247,29 +251,29 @@ def _is_item(node: Node) -> bool:
     return node.target is operator.getitem
 
 
-def _with_items(nodes: Sequence[Node]) -> list[Node]:
+def _add_items(nodes: Sequence[Node]) -> list[Node]:
     """Return these nodes and the nodes that select single results of them."""
-    found = dict.fromkeys(nodes)
-    open_ = list(nodes)
-    while open_:
-        items = [user for user in open_.pop().users if _is_item(user) and user not in found]
-        found |= dict.fromkeys(items)
-        open_ += items
-    return list(found)
+    with_items = dict.fromkeys(nodes)
+    pending = list(nodes)
+    while pending:
+        items = [user for user in pending.pop().users if _is_item(user) and user not in with_items]
+        with_items |= dict.fromkeys(items)
+        pending += items
+    return list(with_items)
 
 
-def _with_sizes(nodes: Sequence[Node]) -> set[Node]:
+def _add_size_nodes(nodes: Sequence[Node]) -> set[Node]:
     """Return these nodes and the nodes that compute sizes for them."""
-    found, open_ = set(nodes), list(nodes)
-    while open_:
+    with_sizes, pending = set(nodes), list(nodes)
+    while pending:
         sizes = {
             each
-            for each in open_.pop().all_input_nodes
+            for each in pending.pop().all_input_nodes
             if each.op == "call_function" and not holds_tensors(each)
-        } - found
-        found |= sizes
-        open_ += sizes
-    return found
+        } - with_sizes
+        with_sizes |= sizes
+        pending += sizes
+    return with_sizes
 
 
 def _is_sized(node: Node) -> bool:
@@ -277,20 +281,20 @@ def _is_sized(node: Node) -> bool:
     return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
-def _given(node: Node, value: Any, *, copied: bool) -> Any:
+def _value_on_device(node: Node, value: Any, *, copied: bool) -> Any:
     """Return a node's value on the node's device."""
     if not isinstance(value, Tensor):
         return value
     device = node.meta["val"].device
-    return _copied(value, device) if copied or value.device != device else value
+    return _copy_to(value, device) if copied or value.device != device else value
 
 
-def _copied(value: Tensor, device: torch.device) -> Tensor:
+def _copy_to(value: Tensor, device: torch.device) -> Tensor:
     """Return a copy with the same strides, which a compiled graph requires."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(
         value
     )
 
 
-def _writes(node: Node) -> bool:
+def _is_mutating(node: Node) -> bool:
     return is_overload(node.target) and node.target._schema.is_mutable

@@ -15,7 +15,7 @@ from trainload.autograd_trace.optimizer.rounds import TurnCall, calls_of, turns_
 from trainload.capture.program import Mode, graph_name
 from trainload.launching.checkpoints.sharded_state import share
 from trainload.launching.node.built_graphs import Built, BuiltGraph
-from trainload.launching.worker.calls import Calls, Given, Microbatch, ignore
+from trainload.launching.worker.calls import CallContext, Calls, Microbatch, ignore
 from trainload.launching.worker.pipeline_step import PipelineRunner
 from trainload.launching.worker.rank_state import RankState
 from trainload.packaging.package import Package
@@ -157,13 +157,13 @@ class Engine:
             if name in self._built.forward:
                 graph = self._built.forward[name]
                 outputs = [
-                    self._calls.call(graph, m, Given(call, i, fed))
+                    self._calls.call(graph, m, CallContext(call, i, fed))
                     for i, m in enumerate(draw.microbatches)
                 ]
-                _feed(fed, call.graph, graph, outputs)
+                _add_predictions(fed, call.graph, graph, outputs)
             else:
-                given = self._recipe.rates(counts) if rates is None else rates
-                results[call.graph] = self._train(name, call, draw, fed, given)
+                current_rates = self._recipe.rates(counts) if rates is None else rates
+                results[call.graph] = self._train(name, call, draw, fed, current_rates)
                 turns.append((call.graph, results[call.graph]))
             counts[call.graph] += 1
         main = results.pop(self._recipe.main)
@@ -190,9 +190,9 @@ class Engine:
         """
         names = self.metric_names(name)
         totals, gradients = (
-            self._in_turn(name, call, draw, fed)
+            self._train_microbatches(name, call, draw, fed)
             if self._pipeline is None
-            else self._piped(name, call, draw, len(names))
+            else self._train_pipeline(name, call, draw, len(names))
         )
         scaling = self.held.scaling.get(call.graph, [])
         loss_scale = scaling[0].item() if scaling else None
@@ -208,7 +208,7 @@ class Engine:
         }
         return GraphResult(values[0] / weight, weight, metrics, float(norm), loss_scale)
 
-    def _in_turn(
+    def _train_microbatches(
         self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run forward and backward over the microbatches, one by one; return the totals and the
@@ -218,15 +218,17 @@ class Engine:
         outputs: list[dict[Role, list[Tensor]]] = []
         for number, microbatch in enumerate(draw.microbatches):
             graph = self._built.train[name][self._phase(number)]
-            outputs.append(self._calls.call(graph, microbatch, Given(call, number, fed, gradients)))
-        _feed(fed, call.graph, graph, outputs)
-        first, *others = (found[Role.TOTALS][0] for found in outputs)
+            outputs.append(
+                self._calls.call(graph, microbatch, CallContext(call, number, fed, gradients))
+            )
+        _add_predictions(fed, call.graph, graph, outputs)
+        first, *others = (by_role[Role.TOTALS][0] for by_role in outputs)
         return sum(others, first), gradients
 
-    def _piped(
+    def _train_pipeline(
         self, name: str, call: TurnCall, draw: Draw, metrics: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Do the same as `_in_turn` with the stages of a pipeline.
+        """Do the same as `_train_microbatches` with the stages of a pipeline.
 
         The gradients are this rank's own.
         """
@@ -244,7 +246,7 @@ class Engine:
             each metric, and of the weight.
         """
         fed: dict[str, list[Tensor]] = {}
-        found: dict[str, Tensor] = {}
+        graph_totals: dict[str, Tensor] = {}
         self.calling = []
         for graph in dict.fromkeys(turn.graph for turn in self._recipe.turns):
             computed, evaluated = (
@@ -256,32 +258,32 @@ class Engine:
             )
             if self._pipeline is not None:
                 totals = self._pipeline.evaluate(self._built.stages[evaluated], turn, microbatch)
-                found[graph] = self._pipeline.shared(
+                graph_totals[graph] = self._pipeline.shared(
                     totals, len(self.metric_names(graph_name(graph, Mode.TRAIN, variant))) + 2
                 )
                 continue
             built = self._built.forward[evaluated if evaluated in self._built.forward else computed]
-            results = self._calls.call(built, microbatch, Given(turn, 0, fed))
-            _feed(fed, graph, built, [results])
+            results = self._calls.call(built, microbatch, CallContext(turn, 0, fed))
+            _add_predictions(fed, graph, built, [results])
             if Role.TOTALS in results:
-                found[graph] = results[Role.TOTALS][0]
-        return found
+                graph_totals[graph] = results[Role.TOTALS][0]
+        return graph_totals
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Make `evaluate` use the running mean of the parameters within the context, once there is
         one.
         """
-        kept = self.held.params
+        stored_params = self.held.params
         buckets = {bucket.name: bucket for bucket in self._plan.buckets}
         means = {
-            name: self._whole_stored(buckets[name], mean) for name, mean in self.held.means.items()
+            name: self._gather_stored(buckets[name], mean) for name, mean in self.held.means.items()
         }
-        self.held.params = {**kept, **means}
+        self.held.params = {**stored_params, **means}
         try:
             yield
         finally:
-            self.held.params = kept
+            self.held.params = stored_params
 
     @property
     def compiled(self) -> bool:
@@ -320,7 +322,7 @@ class Engine:
         scaling: list[Tensor],
     ) -> Tensor:
         rate_tensor = torch.tensor(list(rates), dtype=torch.float32, device=self._device)
-        held, parts, mean = (
+        state, parts, mean = (
             self.held,
             self._parts[name],
             self._recipe.graph(name).ema_decay is not None,
@@ -330,12 +332,12 @@ class Engine:
             gradients[b] if (b := part.bucket.name) in gradients else self._calls.zero_gradient(b)
             for part in parts
         ]
-        lacking = held.lacking(parts, mean=mean)
-        states = [value for part in parts for value in held.states.get(part.key, ())]
+        lacking = state.lacking(parts, mean=mean)
+        states = [value for part in parts for value in state.states.get(part.key, ())]
         means = [
-            held.means[part.bucket.name]
+            state.means[part.bucket.name]
             for part in parts
-            if mean and part.bucket.name in held.means
+            if mean and part.bucket.name in state.means
         ]
         arguments = (
             divisor,
@@ -353,17 +355,17 @@ class Engine:
                     self._plan, self._updates, self._recipe, name, lacking, self._index
                 )
                 norm, *new = step(*arguments)
-                self._take(step, norm, params, new, scaling)
+                self._store_created(step, norm, params, new, scaling)
             else:
                 self._on_call(self._built.update_names[name])
                 (norm,) = self._built.update[name](*arguments)
             for part in parts:
-                held.params[part.bucket.name] = self._whole_stored(
+                state.params[part.bucket.name] = self._gather_stored(
                     part.bucket, self._updated_slice(part.bucket)
                 )
         return norm
 
-    def _take(
+    def _store_created(
         self,
         step: UpdateStep,
         norm: Tensor,
@@ -375,12 +377,12 @@ class Engine:
 
         Nothing but the loss scale is stored if the loss is scaled and the gradient was not finite.
         """
-        made = list(new)
+        results = list(new)
         if scaling:
-            scaling[:] = [made.pop() for _ in scaling][::-1]
+            scaling[:] = [results.pop() for _ in scaling][::-1]
             if not torch.isfinite(norm):
                 return
-        values = iter(made)
+        values = iter(results)
         for param in params:
             param.copy_(next(values))
         for part in step.parts:
@@ -388,7 +390,7 @@ class Engine:
         for part in step.parts if step.keeps_mean else ():
             self.held.means[part.bucket.name] = next(values).clone()
 
-    def _whole_stored(self, bucket: Bucket, updated: Tensor) -> Tensor:
+    def _gather_stored(self, bucket: Bucket, updated: Tensor) -> Tensor:
         """Return the part of a bucket that this rank stores, gathered from the slices that the
         ranks have updated.
         """
@@ -414,7 +416,7 @@ class Engine:
         return stored[start:stop]
 
 
-def _feed(
+def _add_predictions(
     fed: dict[str, list[Tensor]],
     name: str,
     graph: BuiltGraph,
@@ -425,4 +427,4 @@ def _feed(
     """
     ports = [port for port in graph.outputs if port.role is Role.PREDICTION]
     for place, port in enumerate(ports):
-        fed[f"{name}.{port.name}"] = [found[Role.PREDICTION][place] for found in outputs]
+        fed[f"{name}.{port.name}"] = [by_role[Role.PREDICTION][place] for by_role in outputs]

@@ -88,13 +88,15 @@ class Evaluation:
                 count = 0
                 for microbatch, share, of_all in self._microbatches(number, part):
                     count += of_all
-                    for graph, found in self._engine.evaluate(microbatch, part.variant).items():
-                        weighed = found.double().cpu() * share
+                    for graph, graph_totals in self._engine.evaluate(
+                        microbatch, part.variant
+                    ).items():
+                        weighed = graph_totals.double().cpu() * share
                         for sums in (totals, own):
                             sums[graph] = sums[graph] + weighed if graph in sums else weighed
                 rows += count
                 if part.name is not None and own and all(values[-1] for values in own.values()):
-                    parts[part.name] = self._evaluated(own, count)
+                    parts[part.name] = self._make_result(own, count)
         if not totals:
             raise DataError("the held-out data has too few rows for one batch", where=self._where)
         for graph, values in totals.items():
@@ -113,9 +115,9 @@ class Evaluation:
                         " counted."
                     ),
                 )
-        return self._evaluated(totals, rows, parts)
+        return self._make_result(totals, rows, parts)
 
-    def _evaluated(
+    def _make_result(
         self, totals: Mapping[str, Tensor], rows: int, parts: Mapping[str, Evaluated] | None = None
     ) -> Evaluated:
         means = {graph: self._means(graph, values.tolist()) for graph, values in totals.items()}
@@ -143,18 +145,22 @@ class Evaluation:
         by every rank, with a factor of 1 / ranks.
         """
         data = part.dataset
-        each = self._plan.rows_per_call
+        rows_per_call = self._plan.rows_per_call
         lanes, lane = self._plan.data_ranks, self._plan.data_index(self._rank)
         static = any(
             isinstance(i.shape[0], int)
             for i in self._package.manifest.data_inputs(part.variant).values()
         )
-        limit = data.size if self._batches is None else min(data.size, self._batches * each * lanes)
+        limit = (
+            data.size
+            if self._batches is None
+            else min(data.size, self._batches * rows_per_call * lanes)
+        )
         start = 0
         while start < limit:
-            left = limit - start
-            count = min(each, left // lanes)
-            if static and count < each:
+            remaining = limit - start
+            count = min(rows_per_call, remaining // lanes)
+            if static and count < rows_per_call:
                 return
             if count:
                 first = start + lane * count
@@ -162,6 +168,6 @@ class Evaluation:
                 yield Microbatch(data.batch(rows), first, rows, number), 1.0, count * lanes
                 start += count * lanes
             else:
-                rows = sequential(data.size, start, left)
-                yield Microbatch(data.batch(rows), start, rows, number), 1.0 / lanes, left
-                start += left
+                rows = sequential(data.size, start, remaining)
+                yield Microbatch(data.batch(rows), start, rows, number), 1.0 / lanes, remaining
+                start += remaining

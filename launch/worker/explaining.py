@@ -20,7 +20,7 @@ from trainload.sharding.plans.device_step_graphs import places_in_step, step_gra
 from trainload.sharding.plans.plan import Plan
 
 _CPU = torch.device("cpu")
-_OF_PEERS = (
+_PEER_WORDS = (
     "gloo",
     "NCCL",
     "Connection closed by peer",
@@ -76,7 +76,7 @@ def explain(
             failing.rank,
             when,
         )
-    if _may_be_of_peers(error):
+    if _may_be_caused_by_peers(error):
         return None
     package = failing.package
     program = package.program()
@@ -98,7 +98,11 @@ def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
     """
     if isinstance(error, TrainloadError):
         return error
-    if is_out_of_memory(error) or _may_be_of_peers(error) or _may_be_of_the_machine(error):
+    if (
+        is_out_of_memory(error)
+        or _may_be_caused_by_peers(error)
+        or _may_be_caused_by_machine(error)
+    ):
         return None
     return TrainingError(
         raised(error).rstrip("."),
@@ -110,11 +114,11 @@ def explain_without_rows(error: Exception, when: str) -> TrainloadError | None:
     )
 
 
-def _may_be_of_peers(error: Exception) -> bool:
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_PEERS)
+def _may_be_caused_by_peers(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in _PEER_WORDS)
 
 
-def _may_be_of_the_machine(error: Exception) -> bool:
+def _may_be_caused_by_machine(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError | OSError) or "CUDA error" in str(error)
 
 

@@ -40,10 +40,10 @@ def check_one_worker(spec: RunSpec) -> None:
 def run_in_process(spec: RunSpec, check_driver: CheckDriver) -> None:
     """Train with one worker, in this process; run.json exists. Raises: what `run_worker` raises."""
     with _stop_on_interrupt(Path(spec.run_dir)):
-        _work(spec, Place(0, 1, 1), check_driver)
+        _run_rank(spec, Place(0, 1, 1), check_driver)
 
 
-def _work(spec: RunSpec, place: Place, check_driver: CheckDriver | None) -> None:
+def _run_rank(spec: RunSpec, place: Place, check_driver: CheckDriver | None) -> None:
     # the same on every rank: none continues before all have read it
     before = Summary.of(stream_events(Path(spec.run_dir)))
     spec = spec.model_copy(
@@ -82,14 +82,16 @@ def torchrun_place() -> Place:
     )
 
 
-def _see_one_gpu() -> None:
+def _hide_other_gpus() -> None:
     """Hide all GPUs but this local rank's, since a compiled graph names its GPU.
 
     Call it before CUDA is first used.
     """
-    there = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     local_rank = int(os.environ["LOCAL_RANK"])
-    os.environ["CUDA_VISIBLE_DEVICES"] = there.split(",")[local_rank] if there else str(local_rank)
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        visible.split(",")[local_rank] if visible else str(local_rank)
+    )
 
 
 def check_torchrun(spec: RunSpec) -> Place:
@@ -117,11 +119,11 @@ def run_under_torchrun(
     """
     gpu = spec.plan.cluster.device == "cuda"
     if gpu:
-        _see_one_gpu()
+        _hide_other_gpus()
     dist.init_process_group("nccl" if gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         with _stop_on_interrupt(Path(spec.run_dir), leading=place.rank == 0):
-            _work(spec, place, check_driver)
+            _run_rank(spec, place, check_driver)
     finally:
         leave_groups()
 
@@ -137,8 +139,8 @@ def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]
     """
 
     def ask(number: int, frame: object) -> None:
-        for each in before:
-            signal.signal(each, signal.default_int_handler)
+        for changed in before:
+            signal.signal(changed, signal.default_int_handler)
         try:
             (run_dir / Request.STOP.file).touch()
         except OSError:

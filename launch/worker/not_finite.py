@@ -20,10 +20,10 @@ def first_not_finite(draws: Sequence[Draw], data: RunData, source: str) -> str:
         source: path or URL of the data.
     """
     microbatches = [microbatch for draw in draws for microbatch in draw.microbatches]
-    for is_wanted in (torch.isnan, torch.isinf):
+    for is_not_finite in (torch.isnan, torch.isinf):
         for microbatch in microbatches:
             for name, values in sorted(microbatch.batch.items()):
-                places = is_wanted(values).nonzero()
+                places = is_not_finite(values).nonzero()
                 if len(places):
                     row, of = data.origin(
                         microbatch.part, microbatch.rows, int(places[0][0]), source

@@ -21,12 +21,12 @@ from trainload.sharding.planner.plan_source import Source
 from trainload.sharding.planner.search import Candidate, Choice, costs_of, evaluate
 from trainload.sharding.plans.plan import Plan
 
-_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+_PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 """Phrases in the errors of torch's allocators, of numpy and of the system."""
-_LESS = 0.8
+_SUGGESTED_FRACTION = 0.8
 """A plan is suggested if it needs at most this fraction of the memory of the failed plan."""
 _GIB = 2**30
-_FIGURES = {"cpu": "cpu-2-cores", "cuda": "h100"}
+_PROFILES = {"cpu": "cpu-2-cores", "cuda": "h100"}
 """Device kind -> profile by which plans are ordered.
 
 The memory of tensors does not depend on it.
@@ -36,7 +36,7 @@ The memory of tensors does not depend on it.
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error reports a failed allocation."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        word in str(error) for word in _WORDS
+        word in str(error) for word in _PHRASES
     )
 
 
@@ -44,7 +44,7 @@ def explain_memory(
     error: Exception,
     package: Package,
     plan: Plan,
-    held: RankState,
+    state: RankState,
     device: torch.device,
     rank: int,
     when: str,
@@ -55,31 +55,36 @@ def explain_memory(
         error: the allocator's error.
         package: package that is trained.
         plan: plan of the run.
-        held: state of the rank between steps.
+        state: state of the rank between steps.
         device: device of the rank.
         rank: number of the rank.
         when: "step 3", "the evaluation after step 3".
     """
-    used = used_bytes(device)
-    said = next(
-        (line.strip() for line in str(error).splitlines() if any(word in line for word in _WORDS)),
+    in_use = used_bytes(device)
+    message = next(
+        (
+            line.strip()
+            for line in str(error).splitlines()
+            if any(word in line for word in _PHRASES)
+        ),
         type(error).__name__,
     )
     estimated, smaller = "", ""
     with suppress(PlanError, MemoryError, RuntimeError):  # the estimate may run out of memory, too
-        source, figures = Source(package), read(_FIGURES[device.type])
+        source, figures = Source(package), read(_PROFILES[device.type])
         costs = costs_of(source, plan, figures)
         estimated = (
-            f"; the plan was estimated to need {_spelled(costs.memory)} at its peak, in"
+            f"; the plan was estimated to need {_describe_memory(costs.memory)} at its peak, in"
             f" {costs.memory.at}"
         )
         smaller = ". ".join(
-            _advice(each, costs.memory) for each in _smaller(source, plan, figures, costs.memory)
+            _describe_candidate(candidate, costs.memory)
+            for candidate in _smaller_plans(source, plan, figures, costs.memory)
         )
     return OutOfMemoryError(
-        f"rank {rank} ran out of memory: {said.rstrip('.')}",
+        f"rank {rank} ran out of memory: {message.rstrip('.')}",
         where=when,
-        got=f"{_gib(used)} held by the process, of which {_held(held)}{estimated}",
+        got=f"{_gib(in_use)} held by the process, of which {_describe_state(state)}{estimated}",
         hint=smaller
         or (
             "Use more microbatches (--set accumulate=N), --recompute full, or more ranks with"
@@ -88,29 +93,35 @@ def explain_memory(
     )
 
 
-def _held(held: RankState) -> str:
-    states = [value for values in held.states.values() for value in values]
+def _describe_state(state: RankState) -> str:
+    states = [value for values in state.states.values() for value in values]
     kinds = {
-        "parameters": [*held.params.values()],
-        "optimizer state": [*states, *held.means.values()],
-        "buffers": [*held.buffers.values(), *held.constants.values()],
+        "parameters": [*state.params.values()],
+        "optimizer state": [*states, *state.means.values()],
+        "buffers": [*state.buffers.values(), *state.constants.values()],
     }
-    return _listed(
+    return _format(
         {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kinds.items()}
     )
 
 
-def _smaller(source: Source, plan: Plan, figures: DeviceProfile, failed: Memory) -> list[Candidate]:
+def _smaller_plans(
+    source: Source, plan: Plan, figures: DeviceProfile, failed: Memory
+) -> list[Candidate]:
     """Return plans for the same devices that need less memory: the fastest, and the one that needs
     the least.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for choice in _choices(plan):
         try:
-            found.append(evaluate(source, plan.cluster, figures, choice, plan.global_batch))
+            candidates.append(evaluate(source, plan.cluster, figures, choice, plan.global_batch))
         except PlanError:
             continue
-    fitting = [each for each in found if each.costs.memory.tensors <= _LESS * failed.tensors]
+    fitting = [
+        candidate
+        for candidate in candidates
+        if candidate.costs.memory.tensors <= _SUGGESTED_FRACTION * failed.tensors
+    ]
     if not fitting:
         return []
     fastest, least = (
@@ -146,9 +157,9 @@ def _choices(plan: Plan) -> Iterator[Choice]:
     )
     rows = plan.rows_per_call
     counts = [
-        own.accumulate * each
-        for each in range(1, rows + 1)
-        if rows % each == 0 and math.log2(each).is_integer()
+        own.accumulate * factor
+        for factor in range(1, rows + 1)
+        if rows % factor == 0 and math.log2(factor).is_integer()
     ]
     for strategy in strategies:
         for recompute in dict.fromkeys((own.recompute, "full")):
@@ -158,19 +169,19 @@ def _choices(plan: Plan) -> Iterator[Choice]:
                     yield choice
 
 
-def _advice(found: Candidate, failed: Memory) -> str:
-    choice = found.choice
+def _describe_candidate(candidate: Candidate, failed: Memory) -> str:
+    choice = candidate.choice
     options = [f"--strategy {choice.strategy}"]
     options += [f"--recompute {choice.recompute}"] if choice.recompute != "job" else []
     options += [f"--accumulate {choice.accumulate}"] if choice.accumulate > 1 else []
-    needs = _gib(found.costs.memory.tensors)
+    needs = _gib(candidate.costs.memory.tensors)
     return (
         f"A plan with {' '.join(options)} was estimated to need {needs} instead of"
         f" {_gib(failed.tensors)}"
     )
 
 
-def _spelled(memory: Memory) -> str:
+def _describe_memory(memory: Memory) -> str:
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
@@ -180,11 +191,11 @@ def _spelled(memory: Memory) -> str:
         "buffers and rows": memory.buffers,
     }
     return (
-        f"{_gib(memory.tensors)} ({_listed({name: size for name, size in parts.items() if size})})"
+        f"{_gib(memory.tensors)} ({_format({name: size for name, size in parts.items() if size})})"
     )
 
 
-def _listed(sizes: Mapping[str, int]) -> str:
+def _format(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
 
 

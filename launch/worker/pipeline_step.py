@@ -15,7 +15,7 @@ from trainload.autograd_trace.derivation.named_groups import group_named
 from trainload.autograd_trace.graphs import Role
 from trainload.autograd_trace.optimizer.rounds import TurnCall
 from trainload.launching.node.built_graphs import BuiltStages
-from trainload.launching.worker.calls import Calls, Given, Microbatch
+from trainload.launching.worker.calls import CallContext, Calls, Microbatch
 from trainload.sharding.pipeline.pipeline_axis import dtype_of, shape_of
 from trainload.sharding.pipeline.stage_schedule import (
     Action,
@@ -29,7 +29,7 @@ from trainload.sharding.plans.plan import PIPELINE, Plan
 
 
 @dataclass(slots=True)
-class _Sent:
+class _PendingSend:
     """Tensors that are being sent to another rank; they are kept alive until they have arrived."""
 
     work: list[dist.Work]
@@ -84,10 +84,10 @@ class PipelineRunner:
             if totals is None
             else totals
         )
-        found: Tensor = torch.ops._c10d_functional.wait_tensor(
+        summed: Tensor = torch.ops._c10d_functional.wait_tensor(
             torch.ops._c10d_functional.all_reduce(value, "sum", PIPELINE)
         )
-        return found
+        return summed
 
     def _run(
         self,
@@ -98,39 +98,41 @@ class PipelineRunner:
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         gradients: dict[str, Tensor] = {}
         totals: Tensor | None = None
-        held: dict[tuple[int, int], Given] = {}
+        contexts: dict[tuple[int, int], CallContext] = {}
         arriving: dict[tuple[int, int], list[tuple[dist.Work, str, Tensor]]] = {}
         outgoing: dict[Message, dict[str, Tensor]] = {}
-        leaving: list[_Sent] = []
+        leaving: list[_PendingSend] = []
 
-        def given(stage: int, number: int) -> Given:
-            return held.setdefault((stage, number), Given(turn, number, {}, gradients))
+        def context_of(stage: int, number: int) -> CallContext:
+            return contexts.setdefault((stage, number), CallContext(turn, number, {}, gradients))
 
         for instruction in program:
             if isinstance(instruction, Action):
                 stage, number = instruction.stage, instruction.microbatch
-                mine = given(stage, number)
+                context = context_of(stage, number)
                 for work, name, value in arriving.pop((stage, number), ()):
                     work.wait()
-                    mine.between[name] = value
+                    context.between[name] = value
                 graph = stages.parts.get((stage, instruction.part))
                 if graph is not None:
-                    found = self._calls.call(graph, microbatches[number], mine)
-                    if Role.TOTALS in found:
-                        (own,) = found[Role.TOTALS]
+                    outputs = self._calls.call(graph, microbatches[number], context)
+                    if Role.TOTALS in outputs:
+                        (own,) = outputs[Role.TOTALS]
                         totals = own if totals is None else totals + own
                 message = message_of(instruction, self._pipeline.stage_ranks)
                 if message is not None:
                     crossing = stages.crossing.at(message.boundary, up=message.up)
-                    results = {value.name: mine.between[value.name] for value in crossing}
+                    results = {value.name: context.between[value.name] for value in crossing}
                     if message.target == self._index:
-                        given(message.boundary + int(message.up), number).between.update(results)
+                        context_of(message.boundary + int(message.up), number).between.update(
+                            results
+                        )
                     else:
                         outgoing[message] = results
                 if instruction.part in (Part.BACKWARD, Part.WEIGHT):
-                    del held[stage, number]
+                    del contexts[stage, number]
                 else:
-                    stages.forget(instruction.stage, instruction.part, mine.between)
+                    stages.forget(instruction.stage, instruction.part, context.between)
             elif instruction.source == self._index:
                 leaving.append(self._send(instruction, outgoing.pop(instruction)))
                 leaving = [
@@ -145,11 +147,11 @@ class PipelineRunner:
                 work.wait()
         return totals, gradients
 
-    def _send(self, message: Message, results: Mapping[str, Tensor]) -> _Sent:
+    def _send(self, message: Message, results: Mapping[str, Tensor]) -> _PendingSend:
         values = [value.contiguous() for value in results.values()]
         group = group_named(PIPELINE)
         works = [dist.isend(value, group=group, group_dst=message.target) for value in values]
-        return _Sent([work for work in works if work is not None], values)
+        return _PendingSend([work for work in works if work is not None], values)
 
     def _receive(
         self, message: Message, stages: BuiltStages, microbatch: Microbatch
@@ -159,13 +161,13 @@ class PipelineRunner:
             for symbol, (name, at) in stages.crossing.symbols.items()
         }
         group = group_named(PIPELINE)
-        found: list[tuple[dist.Work, str, Tensor]] = []
+        receives: list[tuple[dist.Work, str, Tensor]] = []
         for value in stages.crossing.at(message.boundary, up=message.up):
             buffer = self._buffer(value, symbols)
             work = dist.irecv(buffer, group=group, group_src=message.source)
             assert work is not None, "this rank is in the group"
-            found.append((work, value.name, buffer))
-        return found
+            receives.append((work, value.name, buffer))
+        return receives
 
     def _buffer(self, value: Value, symbols: dict[str, int]) -> Tensor:
         return torch.empty(shape_of(value, symbols), dtype=dtype_of(value), device=self._device)
@@ -173,11 +175,11 @@ class PipelineRunner:
 
 def _forward_only(stage_ranks: Sequence[int]) -> list[list[Instruction]]:
     """Return the instructions of each rank for the forward of one microbatch."""
-    found: list[list[Instruction]] = [[] for _ in set(stage_ranks)]
+    by_rank: list[list[Instruction]] = [[] for _ in set(stage_ranks)]
     for stage, rank in enumerate(stage_ranks):
-        found[rank].append(Action(stage, Part.FORWARD, 0))
+        by_rank[rank].append(Action(stage, Part.FORWARD, 0))
         if stage + 1 < len(stage_ranks) and stage_ranks[stage + 1] != rank:
             message = Message(stage, True, 0, rank, stage_ranks[stage + 1])
-            found[rank].append(message)
-            found[message.target].append(message)
-    return found
+            by_rank[rank].append(message)
+            by_rank[message.target].append(message)
+    return by_rank

@@ -53,7 +53,9 @@ class RankState:
         self._rank = rank
         self._device = device
         self._buckets = plan.held_buckets(plan.pipeline_index(rank))
-        self._kept = bucket_updates(self._buckets, updates, {g.name for g in package.recipe.groups})
+        self._bucket_updates = bucket_updates(
+            self._buckets, updates, {g.name for g in package.recipe.groups}
+        )
         self.params: dict[str, Tensor] = {}
         self.states: dict[StateKey, list[Tensor]] = {}
         self.means: dict[str, Tensor] = {}
@@ -123,7 +125,7 @@ class RankState:
             StateKind.STACK: state.stacks,
         }
         self.states = {}
-        for part in self._kept:
+        for part in self._bucket_updates:
             bucket, entries = part.bucket.name, list(_entries(part))
             # There is no state of an update that never ran, or whose gradients have never been
             # finite so far.
@@ -145,7 +147,7 @@ class RankState:
         """
         kinds: dict[StateKind, dict[str, dict[str, Tensor]]] = {kind: {} for kind in StateKind}
         kinds[StateKind.FLAT] = {name: {PARAM: value} for name, value in self.params.items()}
-        for part in self._kept:
+        for part in self._bucket_updates:
             for (entry, kind), value in zip(
                 _entries(part), self.states.get(part.key, ()), strict=False
             ):
@@ -158,11 +160,11 @@ class RankState:
 
     def dump_scaling(self) -> dict[str, Any] | None:
         """Return the loss scales that a checkpoint stores; None if losses are not scaled."""
-        found = {
+        scales = {
             graph: {"scale": scale.item(), "streak": streak.item()}
             for graph, (scale, streak) in self.scaling.items()
         }
-        return found or None
+        return scales or None
 
     def lacking(self, parts: Sequence[BucketUpdate], *, mean: bool) -> Lacking:
         """Return the optimizer states and means that do not exist yet, so an update of these parts
@@ -174,17 +176,17 @@ class RankState:
             frozenset(p.bucket.name for p in parts if mean and p.bucket.name not in self.means),
         )
 
-    def _load_scaling(self, found: Mapping[str, Any]) -> None:
+    def _load_scaling(self, scales: Mapping[str, Any]) -> None:
         rule = self._package.recipe.loss_scale
         self.scaling = {}
         for graph in (
             {turn.graph: None for turn in self._package.recipe.turns} if rule is not None else ()
         ):
             assert rule is not None
-            kept = found.get(graph, {"scale": rule.init_scale, "streak": 0})
+            entry = scales.get(graph, {"scale": rule.init_scale, "streak": 0})
             self.scaling[graph] = [
-                torch.tensor(kept["scale"], dtype=torch.float32, device=self._device),
-                torch.tensor(kept["streak"], dtype=torch.int64, device=self._device),
+                torch.tensor(entry["scale"], dtype=torch.float32, device=self._device),
+                torch.tensor(entry["streak"], dtype=torch.int64, device=self._device),
             ]
 
     def _load_constants(self) -> None:

@@ -24,7 +24,7 @@ from trainload.sharding.analysis.node_costs import number
 from trainload.sharding.pipeline.sizes import symbols_of
 
 aten = torch.ops.aten
-_SHOWN = 8
+_MAX_SHOWN = 8
 """Maximum number of elements of a value that an error shows."""
 
 
@@ -49,7 +49,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class _IndexUse:
     """Indices that an operator uses.
 
     Attributes:
@@ -87,31 +87,31 @@ def find_rejected(
     placeholders, _ = ends(step.module)
     ports = dict(zip(placeholders, step.inputs, strict=True))
     updated = {port.name for port in step.outputs if port.role is Role.BUFFER}
-    known: dict[Node, Tensor] = {}
+    constants_by_node: dict[Node, Tensor] = {}
     for node, port in ports.items():
         if port.role is Role.CONSTANT:
-            known[node] = constants[port.name]
+            constants_by_node[node] = constants[port.name]
         elif port.role is Role.BUFFER and port.name not in updated:
-            known[node] = state[port.name]
+            constants_by_node[node] = state[port.name]
     sizes = {
         symbol: batch[name].shape[at]
         for symbol, (name, at) in symbols_of(step).items()
         if name in batch
     }
-    values = _Values(ports, batch, known)
+    values = _Values(ports, batch, constants_by_node)
     for node in step.module.graph.nodes:
-        found = (
-            _failed_assertion(node, values)
+        rejected = (
+            _find_failed_assertion(node, values)
             if node.target is aten._assert_async.msg
-            else _bad_index(node, values, sizes)
+            else _find_bad_index(node, values, sizes)
         )
-        if found is not None:
-            return found
+        if rejected is not None:
+            return rejected
     return None
 
 
-def _bad_index(node: Node, values: _Values, sizes: Mapping[str, int]) -> Rejected | None:
-    for use in _uses(node):
+def _find_bad_index(node: Node, values: _Values, sizes: Mapping[str, int]) -> Rejected | None:
+    for use in _index_uses(node):
         index, size = values.of(use.index), number(use.size, sizes)
         if not isinstance(index, Tensor) or index.dtype is torch.bool:
             continue
@@ -123,14 +123,14 @@ def _bad_index(node: Node, values: _Values, sizes: Mapping[str, int]) -> Rejecte
             continue
         value = int(index[outside][0])
         inputs = values.inputs_of(use.index)
-        named = ", ".join(map(repr, inputs))
+        input_names = ", ".join(map(repr, inputs))
         plain = len(inputs) == 1 and bool((values.batch[inputs[0]] == value).any())
         what = (
-            f"the value {value} of input {named}"
+            f"the value {value} of input {input_names}"
             if plain
-            else f"the index {value}, computed from {named},"
+            else f"the index {value}, computed from {input_names},"
         )
-        row = _row(values, use.index, inputs, lambda found: bool((found == value).any()))  # noqa: B023  # called before the next turn
+        row = _find_row(values, use.index, inputs, lambda computed: bool((computed == value).any()))  # noqa: B023  # called before the next turn
         return Rejected(
             f"{what} is out of range for {node.target}",
             f"{low} to {size - 1}",
@@ -141,23 +141,23 @@ def _bad_index(node: Node, values: _Values, sizes: Mapping[str, int]) -> Rejecte
     return None
 
 
-def _failed_assertion(node: Node, values: _Values) -> Rejected | None:
+def _find_failed_assertion(node: Node, values: _Values) -> Rejected | None:
     condition, message = node.args
     assert isinstance(condition, Node), "what is asserted is computed"
     if (holds := values.of(condition)) is None or bool(holds):
         return None
     inputs = values.inputs_of(condition)
-    row = _row(values, condition, inputs, lambda found: not bool(found))
+    row = _find_row(values, condition, inputs, lambda computed: not bool(computed))
     shown = {
         name: values.batch[name] if row is None else values.batch[name][row] for name in inputs
     }
     got = ", ".join(
-        f"{name} {value.tolist()}" for name, value in shown.items() if value.numel() <= _SHOWN
+        f"{name} {value.tolist()}" for name, value in shown.items() if value.numel() <= _MAX_SHOWN
     )
     return Rejected(str(message).rstrip("."), "", got, node.name, row)
 
 
-def _row(
+def _find_row(
     values: _Values, node: Node, inputs: Sequence[str], is_bad: Callable[[Any], bool]
 ) -> int | None:
     """Return the first row from which alone a bad value of a node is computed; None if there is
@@ -167,10 +167,10 @@ def _row(
     if len(counts) != 1:
         return None
     for row in range(counts.pop()):
-        found = values.of_row(row, inputs).of(node)
-        if found is None:  # the graph contains a size of the whole batch
+        value = values.of_row(row, inputs).of(node)
+        if value is None:  # the graph contains a size of the whole batch
             return None
-        if is_bad(found):
+        if is_bad(value):
             return row
     return None
 
@@ -185,7 +185,7 @@ class _Values:
         constants: Mapping[Node, Tensor],
     ) -> None:
         self._ports, self.batch, self._constants = ports, batch, constants
-        self._known: dict[Node, Any] = {}
+        self._computed: dict[Node, Any] = {}
 
     def of_row(self, row: int, inputs: Collection[str]) -> _Values:
         """Return the values for one row of these inputs."""
@@ -195,25 +195,25 @@ class _Values:
         }
         return _Values(self._ports, batch, self._constants)
 
-    def of(self, wanted: Node) -> Any:
+    def of(self, target: Node) -> Any:
         """Return a node's value; None if it depends on anything else, or cannot be computed."""
-        stack = [wanted]
+        stack = [target]
         while stack:
             node = stack[-1]
-            missing = [source for source in node.all_input_nodes if source not in self._known]
-            if node in self._known:
+            missing = [source for source in node.all_input_nodes if source not in self._computed]
+            if node in self._computed:
                 stack.pop()
             elif missing and node.op == "call_function":
                 stack += missing
             else:
-                self._known[node] = self._compute(node)
-        return self._known[wanted]
+                self._computed[node] = self._compute(node)
+        return self._computed[target]
 
-    def inputs_of(self, wanted: Node) -> tuple[str, ...]:
+    def inputs_of(self, target: Node) -> tuple[str, ...]:
         """Return the names of the batch inputs from which a node's value is computed."""
         ports = [
             self._ports[node]
-            for node in computed_from([wanted], values=True)
+            for node in computed_from([target], values=True)
             if node.op == "placeholder"
         ]
         return tuple(sorted(port.name for port in ports if port.role is Role.BATCH))
@@ -224,21 +224,21 @@ class _Values:
             return (
                 self.batch.get(port.name) if port.role is Role.BATCH else self._constants.get(node)
             )
-        sources = {source: self._known[source] for source in node.all_input_nodes}
+        sources = {source: self._computed[source] for source in node.all_input_nodes}
         if node.op != "call_function" or any(value is None for value in sources.values()):
             return None
-        given = torch.fx.node.map_arg((node.args, node.kwargs), sources.__getitem__)
-        given = torch.fx.node.map_aggregate(
-            given, lambda each: torch.device("cpu") if isinstance(each, torch.device) else each
+        call_args = torch.fx.node.map_arg((node.args, node.kwargs), sources.__getitem__)
+        call_args = torch.fx.node.map_aggregate(
+            call_args, lambda each: torch.device("cpu") if isinstance(each, torch.device) else each
         )
         try:
-            return node.target(*given[0], **given[1])  # type: ignore[operator]
+            return node.target(*call_args[0], **call_args[1])  # type: ignore[operator]
         except (RuntimeError, IndexError):
             # an earlier index is out of range, or the graph contains a size of the whole batch
             return None
 
 
-def _uses(node: Node) -> Iterator[_Use]:
+def _index_uses(node: Node) -> Iterator[_IndexUse]:
     """Yield the indices that an operator uses, with their valid ranges."""
     if (
         node.op == "call_function"
@@ -248,44 +248,44 @@ def _uses(node: Node) -> Iterator[_Use]:
         yield from _INDEXING[node.target.overloadpacket](arguments(node))
 
 
-def _shape(node: Node) -> Sequence[Any]:
+def _shape_of(node: Node) -> Sequence[Any]:
     shape: Sequence[Any] = node.meta["val"].shape
     return shape
 
 
-def _of_rows(given: dict[str, Any]) -> Iterator[_Use]:
-    yield _Use(given["indices"], _shape(given["weight"])[0])
+def _embedding_uses(args: dict[str, Any]) -> Iterator[_IndexUse]:
+    yield _IndexUse(args["indices"], _shape_of(args["weight"])[0])
 
 
-def _of_classes(given: dict[str, Any]) -> Iterator[_Use]:
-    shape = _shape(given["self"])
-    yield _Use(given["target"], shape[1 if len(shape) > 1 else 0], ignored=given["ignore_index"])
+def _class_uses(args: dict[str, Any]) -> Iterator[_IndexUse]:
+    shape = _shape_of(args["self"])
+    yield _IndexUse(args["target"], shape[1 if len(shape) > 1 else 0], ignored=args["ignore_index"])
 
 
-def _along_dim(given: dict[str, Any], *, from_end: bool = False) -> Iterator[_Use]:
-    shape = _shape(given["self"])
-    yield _Use(given["index"], shape[given["dim"]] if shape else 1, from_end)
+def _dim_uses(args: dict[str, Any], *, from_end: bool = False) -> Iterator[_IndexUse]:
+    shape = _shape_of(args["self"])
+    yield _IndexUse(args["index"], shape[args["dim"]] if shape else 1, from_end)
 
 
-def _of_each_dim(given: dict[str, Any]) -> Iterator[_Use]:
-    shape, dim = _shape(given["self"]), 0
-    for index in given["indices"]:
+def _per_dim_uses(args: dict[str, Any]) -> Iterator[_IndexUse]:
+    shape, dim = _shape_of(args["self"]), 0
+    for index in args["indices"]:
         mask = index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
         if index is not None and not mask:
-            yield _Use(index, shape[dim], from_end=True)
-        dim += len(_shape(index)) if mask else 1
+            yield _IndexUse(index, shape[dim], from_end=True)
+        dim += len(_shape_of(index)) if mask else 1
 
 
-def _of_elements(given: dict[str, Any]) -> Iterator[_Use]:
-    yield _Use(given["index"], math.prod(_shape(given["self"])), from_end=True)
+def _element_uses(args: dict[str, Any]) -> Iterator[_IndexUse]:
+    yield _IndexUse(args["index"], math.prod(_shape_of(args["self"])), from_end=True)
 
 
-_INDEXING: dict[Any, Callable[[dict[str, Any]], Iterator[_Use]]] = {
-    aten.embedding: _of_rows,
-    aten._embedding_bag: _of_rows,
-    aten._embedding_bag_forward_only: _of_rows,
-    aten.nll_loss_forward: _of_classes,
-    aten.nll_loss2d_forward: _of_classes,
+_INDEXING: dict[Any, Callable[[dict[str, Any]], Iterator[_IndexUse]]] = {
+    aten.embedding: _embedding_uses,
+    aten._embedding_bag: _embedding_uses,
+    aten._embedding_bag_forward_only: _embedding_uses,
+    aten.nll_loss_forward: _class_uses,
+    aten.nll_loss2d_forward: _class_uses,
     **dict.fromkeys(
         (
             aten.gather,
@@ -296,10 +296,10 @@ _INDEXING: dict[Any, Callable[[dict[str, Any]], Iterator[_Use]]] = {
             aten.index_add,
             aten.index_copy,
         ),
-        _along_dim,
+        _dim_uses,
     ),
-    aten.index_fill: partial(_along_dim, from_end=True),
-    aten.index: _of_each_dim,
-    aten.index_put: _of_each_dim,
-    aten.take: _of_elements,
+    aten.index_fill: partial(_dim_uses, from_end=True),
+    aten.index: _per_dim_uses,
+    aten.index_put: _per_dim_uses,
+    aten.take: _element_uses,
 }

@@ -105,11 +105,15 @@ class Rounding(Interpreter):
         inputs = [self.env.get(source) for source in node.all_input_nodes]
         shared = {_storage(each) for each in inputs} - {None}
         largest = max((each.numel() for each in inputs if isinstance(each, Tensor)), default=0)
-        if self._sums and _operator(node) in _NORMALIZATIONS and _is_nonempty_float32(value[0]):
-            value = (self._shifted(node, value[0]), *value[1:])
-        return map_aggregate(value, lambda each: self._changed(each, shared, largest))
+        if (
+            self._sums
+            and _operator_name(node) in _NORMALIZATIONS
+            and _is_nonempty_float32(value[0])
+        ):
+            value = (self._shift_by_mean_error(node, value[0]), *value[1:])
+        return map_aggregate(value, lambda each: self._perturb(each, shared, largest))
 
-    def _shifted(self, node: Node, value: Tensor) -> Tensor:
+    def _shift_by_mean_error(self, node: Node, value: Tensor) -> Tensor:
         """Return a normalization's result with the error of the mean of each group, relative to its
         root mean square.
         """
@@ -120,7 +124,7 @@ class Rounding(Interpreter):
             errors = errors.repeat_interleave(repeats, dim=1)
         return value + torch.finfo(value.dtype).eps * units * value.square().mean().sqrt() * errors
 
-    def _changed(self, value: Any, shared: set[int | None], largest: int) -> Any:
+    def _perturb(self, value: Any, shared: set[int | None], largest: int) -> Any:
         if (
             not isinstance(value, Tensor)
             or not value.is_floating_point()
@@ -145,7 +149,7 @@ def _groups(node: Node, shape: Sequence[int]) -> tuple[list[int], int]:
 
     The second result is the number of consecutive channels of a group, by which to repeat dim 1.
     """
-    name = _operator(node)
+    name = _operator_name(node)
     args: Sequence[Any] = node.args
     backward = name.endswith("_backward")
     if name in _LAYER_NORMS:
@@ -158,7 +162,7 @@ def _groups(node: Node, shape: Sequence[int]) -> tuple[list[int], int]:
     return [1, shape[1], *rest], 1
 
 
-def _operator(node: Node) -> str:
+def _operator_name(node: Node) -> str:
     return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
 
 
@@ -171,17 +175,17 @@ def _storage(value: Any) -> int | None:
 
 
 def rounded_runs(
-    module: GraphModule, given: Callable[[], Sequence[Tensor]], *, further: bool = False
+    module: GraphModule, make_arguments: Callable[[], Sequence[Tensor]], *, further: bool = False
 ) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
     """Yield the arguments and results of each run, one at a time.
 
     Args:
         module: the graph. All ranks that take part in its collectives must make all runs.
-        given: returns the arguments of a run, which may be written in place.
+        make_arguments: returns the arguments of a run, which may be written in place.
         further: make the further runs instead of the first ones.
     """
     for seed in range(_RUNS, _RUNS + _FURTHER_RUNS) if further else range(_RUNS):
-        arguments = given()
+        arguments = make_arguments()
         with torch.no_grad():
             results = Rounding(module, seed, _FACTOR if further else 1.0, sums=further).run(
                 *arguments
@@ -200,12 +204,15 @@ def explained_distances(
         further: they are of the further runs.
     """
     return [
-        max(EXPLAINED, *(_explained(relative_distance(value, run[at]), further) for run in runs))
+        max(
+            EXPLAINED,
+            *(_explained_distance(relative_distance(value, run[at]), further) for run in runs),
+        )
         for at, value in enumerate(expected)
     ]
 
 
-def _explained(distance: float, further: bool) -> float:
+def _explained_distance(distance: float, further: bool) -> float:
     if further:
-        return _FURTHER_FACTOR * _explained(distance / _FACTOR, further=False)
+        return _FURTHER_FACTOR * _explained_distance(distance / _FACTOR, further=False)
     return distance * (_FACTOR if distance < _CANCELLED else _FACTOR_CANCELLED)

@@ -14,7 +14,7 @@ from trainload.autograd_trace.graphs import Port
 from trainload.sharding.analysis.liveness import held
 from trainload.sharding.planner.plan_costs import sizes_of
 
-_PART = 0.5
+_USABLE_FRACTION = 0.5
 """Usable fraction of the free memory: kernels need workspace, and the allocator's memory is
 fragmented. With 0.8, fragments of 512 MiB on an H200 could not be used, and a call with one more
 row ran out of memory.
@@ -35,7 +35,7 @@ def fitting_rows(
     """
     if device.type != "cuda":
         return rows
-    return rows_within(module, inputs, rows, int(_PART * free_bytes(device)))
+    return rows_within(module, inputs, rows, int(_USABLE_FRACTION * free_bytes(device)))
 
 
 def rows_within(module: GraphModule, inputs: Sequence[Port], rows: int, memory: int) -> int:

@@ -54,15 +54,15 @@ class Saver:
         )
         self._failures = 0
         self._again_at = 0.0
-        self._put_off = False
+        self._deferred = False
 
     @property
     def wanted(self) -> bool:
         """True if it is time to retry a checkpoint that failed or was deferred, on this rank."""
         if self._writer.writing:
             return False
-        self._settle()
-        return (self._failures > 0 or self._put_off) and time.monotonic() >= self._again_at
+        self._finish_last_save()
+        return (self._failures > 0 or self._deferred) and time.monotonic() >= self._again_at
 
     def save(
         self, step: int, state: ShardedState, data: DataPosition, user: dict[str, object]
@@ -73,18 +73,18 @@ class Saver:
         """
         began = time.perf_counter()
         if any(
-            gathered(not self._writer.idle(0.0 if self._put_off else _HOLD_SECONDS), self._control)
+            gathered(not self._writer.idle(0.0 if self._deferred else _HOLD_SECONDS), self._control)
         ):
-            if self._leading and not self._put_off:
+            if self._leading and not self._deferred:
                 message = (
                     f"the checkpoint of step {step} is delayed: the previous one is still being"
                     " written"
                 )
                 self._contact.write("warning", message=message)
-            self._put_off = True
+            self._deferred = True
             return
-        self._put_off = False
-        self._settle()
+        self._deferred = False
+        self._finish_last_save()
         self._writer.save(step, state, data, user)
         if self._leading:
             self._contact.write(
@@ -101,21 +101,21 @@ class Saver:
         """
         until = time.monotonic() + self._patience
         while True:
-            self._settle()  # so that this checkpoint is not deferred
+            self._finish_last_save()  # so that this checkpoint is not deferred
             gathered(None, self._control)
             save()
-            failure = self._agreed(self._settle())
+            failure = self._agree_on_failure(self._finish_last_save())
             if failure is None:
                 return
-            if self._agreed(failure if time.monotonic() > until else None) is not None:
+            if self._agree_on_failure(failure if time.monotonic() > until else None) is not None:
                 raise failure
             time.sleep(_pause(self._failures))
 
-    def _agreed(self, failure: TrainloadError | None) -> TrainloadError | None:
+    def _agree_on_failure(self, failure: TrainloadError | None) -> TrainloadError | None:
         """Return, on all ranks, the failure of the first rank that has one."""
         return next((each for each in gathered(failure, self._control) if each is not None), None)
 
-    def _settle(self) -> TrainloadError | None:
+    def _finish_last_save(self) -> TrainloadError | None:
         """Wait for the last save, report its outcome, and return its error if it failed."""
         try:
             published = self._writer.wait()

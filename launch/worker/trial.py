@@ -26,7 +26,7 @@ from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.launching.worker.verify_build import Comparison, Verifier
 from trainload.sharding.planner.check_plan import check_plan
 
-_STEPS = 3
+_TRIAL_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
             data, _ = open_data(spec, package)
         with timed("compile"):
             built, folder = built_for(spec, package, 0)
-            found: list[Comparison] = []
+            comparisons: list[Comparison] = []
             verifier: Verifier | None = None
             if folder is not None:
                 verifier = Verifier(
@@ -103,7 +103,7 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
                     folder,
                     None,
                     required=spec.require_compiled,
-                    tell=found.append,
+                    tell=comparisons.append,
                 )
                 built = verifier.verified(built)
         if plan.world_size > 1:
@@ -114,20 +114,20 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
         dispatcher = run_dispatcher(package)
         rows = RankRows(package.recipe, data.order(package.recipe.seed), plan, 0)
         steps = []
-        with BatchStream(data, rows, 0, _STEPS, ahead=2 * plan.accumulate) as stream:
-            for step in range(_STEPS):
+        with BatchStream(data, rows, 0, _TRIAL_STEPS, ahead=2 * plan.accumulate) as stream:
+            for step in range(_TRIAL_STEPS):
                 began = time.perf_counter()
                 calls = next_calls(stream, package.recipe, step, plan.accumulate)
                 draws = [draw_of(of_one, data, dispatcher) for of_one in calls]
                 engine.step(step, draws)
                 steps.append(time.perf_counter() - began)
     compare = 0.0 if verifier is None else verifier.taken()
-    told = tuple(map(str, found))
+    interpreted = tuple(map(str, comparisons))
     return Trial(
         **seconds,
         first_step=steps[0],
         step=min(steps[1:]),
         compare=compare,
         compiled=built.compiled,
-        interpreted=told,
+        interpreted=interpreted,
     )

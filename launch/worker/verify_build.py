@@ -166,32 +166,32 @@ class Verifier:
             Comparison(name, interpreted=True, error=reason)
             for name, reason in built.failed.items()
         ]
-        known = self._known(self._names)
-        found = {
+        stored = self._read_common(self._names)
+        comparisons = {
             comparison.graph: comparison
             for each in gathered(failed, self._control)
             for comparison in each
-        } | known
-        for name, comparison in found.items():
+        } | stored
+        for name, comparison in comparisons.items():
             self.decided.setdefault(name, comparison.interpreted)
         interpreted = [
-            found.get(name, Comparison(name, interpreted=True))
+            comparisons.get(name, Comparison(name, interpreted=True))
             for name, decided in sorted(self.decided.items())
             if decided
         ]
         for comparison in interpreted:
             self._tell(comparison)
         if interpreted and self._required:
-            raise _refused(interpreted[0])
-        chosen = built.replaced(self._chosen)
-        self._release()
+            raise _interpreted_error(interpreted[0])
+        chosen = built.replaced(self._choose_call)
+        self._drop_plain_graphs()
         return chosen
 
     def plain(self, name: str) -> GraphModule:
         """Return the interpreted graph of this name."""
         if not self._plain:
             without = self._package.manifest.step_graphs(evaluates=False)
-            evaluates = any(self._captured(each) not in without for each in self._names)
+            evaluates = any(self._captured_name(each) not in without for each in self._names)
             self._plain = uncompiled_graphs(
                 self._package, self._plan, self.device, self._index, evaluates=evaluates
             )
@@ -199,16 +199,16 @@ class Verifier:
 
     def taken(self) -> float:
         """Return the seconds that comparing has taken since the last call."""
-        taken, self.seconds = self.seconds, 0.0
-        return taken
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
     def agreed(self, flag: bool) -> bool:
         """Return True if the flag is set on any rank. All ranks must call it."""
         if self._control is None:
             return flag
-        said = torch.tensor(int(flag))
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._control)
-        return bool(said)
+        any_flag = torch.tensor(int(flag))
+        dist.all_reduce(any_flag, dist.ReduceOp.MAX, group=self._control)
+        return bool(any_flag)
 
     def fewest(self, count: int) -> int:
         """Return the minimum of the ranks' counts. All ranks must call it."""
@@ -231,7 +231,7 @@ class Verifier:
             CompileError: the graph will run interpreted, and the run requires compiled graphs.
         """
         self.decided[comparison.graph] = comparison.interpreted
-        self._release()
+        self._drop_plain_graphs()
         # a read-only cache, such as one in a container image: the next run compares again
         with suppress(OSError):
             self._folder.mkdir(exist_ok=True)
@@ -243,7 +243,7 @@ class Verifier:
         if comparison.interpreted:
             self._tell(comparison)
             if self._required:
-                raise _refused(comparison)
+                raise _interpreted_error(comparison)
 
     def labelled(
         self, graph: BuiltGraph, arguments: Sequence[Tensor], results: Sequence[Tensor]
@@ -251,13 +251,15 @@ class Verifier:
         """Return the results of a call, or the values that an update wrote, with their names;
         buckets are split by parameter.
         """
-        found: Labelled = []
+        labelled_values: Labelled = []
         if not is_update(graph):
             for port, value in zip(graph.outputs, results, strict=True):
                 if port.role is Role.BUCKET_GRADIENT:
-                    found += self._slots(self._buckets[port.name], value, "gradient of")
+                    labelled_values += self._split_by_parameter(
+                        self._buckets[port.name], value, "gradient of"
+                    )
                 else:
-                    found.append(
+                    labelled_values.append(
                         (
                             (
                                 "loss, metrics and weight"
@@ -267,7 +269,7 @@ class Verifier:
                             value,
                         )
                     )
-            return found
+            return labelled_values
         owner = graph.name.removesuffix(update_name(""))
         parts = bucket_updates(
             tuple(self._buckets.values()),
@@ -276,12 +278,12 @@ class Verifier:
         )
         first = UPDATE_SCALARS
         for part, value in zip(parts, arguments[first : first + len(parts)], strict=True):
-            found += self._slots(part.bucket, value, "updated")
-        found += [
+            labelled_values += self._split_by_parameter(part.bucket, value, "updated")
+        labelled_values += [
             (f"optimizer's state, number {n}", value)
             for n, value in enumerate(arguments[first + 2 * len(parts) :], 1)
         ]
-        return [*found, ("gradient's norm", results[0])]
+        return [*labelled_values, ("gradient's norm", results[0])]
 
     def place(self, graph: str, nodes: Sequence[str]) -> str:
         """Return the user's line of the first of these nodes for which it is known; "" if there is
@@ -289,17 +291,17 @@ class Verifier:
         """
         if graph.endswith(update_name("")) or not nodes:
             return ""
-        places = places_in_step(self._package, self._captured(graph), self.device)
+        places = places_in_step(self._package, self._captured_name(graph), self.device)
         return next((places[node] for node in nodes if node in places), "")
 
-    def _release(self) -> None:
+    def _drop_plain_graphs(self) -> None:
         """Drop the interpreted graphs once all graphs are decided: their callers hold those that
         run.
         """
         if self.decided.keys() >= self._names:
             self._plain = {}
 
-    def _captured(self, graph: str) -> str:
+    def _captured_name(self, graph: str) -> str:
         """Return the name of the captured graph from which a graph of the build is made, or whose
         update it is.
         """
@@ -312,7 +314,7 @@ class Verifier:
             key=len,
         )
 
-    def _chosen(self, graph: BuiltGraph) -> Call:
+    def _choose_call(self, graph: BuiltGraph) -> Call:
         if graph.name in self.decided:
             return self.plain(graph.name) if self.decided[graph.name] else graph.call
         if (
@@ -321,9 +323,9 @@ class Verifier:
             and any(each.is_called for each in self._collectives.get(graph.name, ()))
         ):
             return graph.call  # the other ranks do not exist
-        return _Compared(self, graph)
+        return _ComparedCall(self, graph)
 
-    def _known(self, names: Collection[str]) -> dict[str, Comparison]:
+    def _read_common(self, names: Collection[str]) -> dict[str, Comparison]:
         """Return the stored comparisons of this build that are the same on the nodes of all
         ranks.
         """
@@ -349,20 +351,20 @@ class Verifier:
             log_handled(_log, f"{path} is damaged; the graph is verified again", error)
             return None
 
-    def _slots(self, bucket: Bucket, value: Tensor, what: str) -> Labelled:
+    def _split_by_parameter(self, bucket: Bucket, value: Tensor, what: str) -> Labelled:
         """Split a flat tensor of a bucket, or of this rank's share of it, by parameter."""
         start = (
             0 if len(value) == bucket.length else self._plan.shard_index(self._rank) * len(value)
         )
-        found: Labelled = []
+        labelled_values: Labelled = []
         for slot in bucket.slots:
             low, high = (
                 max(slot.offset - start, 0),
                 min(slot.offset + slot.length - start, len(value)),
             )
             if low < high:
-                found.append((f"{what} {slot.parameter}", value[low:high]))
-        return found
+                labelled_values.append((f"{what} {slot.parameter}", value[low:high]))
+        return labelled_values
 
 
 def is_update(graph: BuiltGraph) -> bool:
@@ -372,7 +374,7 @@ def is_update(graph: BuiltGraph) -> bool:
     return not graph.inputs
 
 
-def _refused(comparison: Comparison) -> CompileError:
+def _interpreted_error(comparison: Comparison) -> CompileError:
     return CompileError(
         "a graph cannot run compiled",
         where=str(comparison),
@@ -381,7 +383,7 @@ def _refused(comparison: Comparison) -> CompileError:
     )
 
 
-class _Compared:
+class _ComparedCall:
     """A compiled graph whose first call is compared. Later calls use the graph that was chosen."""
 
     def __init__(self, verifier: Verifier, graph: BuiltGraph) -> None:
@@ -393,15 +395,15 @@ class _Compared:
             return self._call(*arguments)
         began = time.perf_counter()
         with self._verifier.comparing():
-            results = self._first(arguments)
+            results = self._call_and_compare(arguments)
             _free_cached(self._verifier.device)
         self._verifier.seconds += time.perf_counter() - began
         return results
 
-    def _first(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _call_and_compare(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
         verifier, graph = self._verifier, self._graph
         plain = verifier.plain(graph.name)
-        batch = _batch(plain, graph.inputs)
+        batch = _batch_positions(plain, graph.inputs)
         rows = len(arguments[batch[0]]) if batch else 0
         compared = (
             verifier.fewest(fitting_rows(plain, graph.inputs, rows, verifier.device))
@@ -448,13 +450,13 @@ class _Trial:
             arguments,
         )
         _free_cached(verifier.device)
-        self._before = self._written()
-        self._expected = self._outcome(plain(*arguments))
-        self._kept: _Outcome | None = None
-        self._got: Sequence[Tensor] = ()
+        self._initial = self._copy_written()
+        self._expected = self._copy_outcome(plain(*arguments))
+        self._compiled_outcome: _Outcome | None = None
+        self._compiled_results: Sequence[Tensor] = ()
         self._error = ""
         try:
-            self._got = graph.call(*self._again())
+            self._compiled_results = graph.call(*self._restore_arguments())
             if verifier.device.type == "cuda":
                 # otherwise a kernel's error is raised by some later call
                 torch.cuda.synchronize(verifier.device)
@@ -466,9 +468,9 @@ class _Trial:
 
     def results(self, *, compiled: bool) -> Sequence[Tensor]:
         """Return the results of the chosen call, and write its updates to the arguments."""
-        chosen = self._kept if compiled else self._expected
+        chosen = self._compiled_outcome if compiled else self._expected
         if chosen is None:
-            return self._got
+            return self._compiled_results
         self._write(chosen.written)
         return [value.to(self._verifier.device) for value in chosen.results]
 
@@ -477,23 +479,26 @@ class _Trial:
         there is none.
         """
         verifier = self._verifier
-        labelled = self._labelled(self._expected)
+        labelled = self._label(self._expected)
         expected = [value for _, value in labelled]
-        distances = [0.0] * len(expected) if self._error else self._distances(expected)
+        distances = [0.0] * len(expected) if self._error else self._measure_distances(expected)
         far = bool(self._error) or any(not distance <= EXPLAINED for distance in distances)
         if not verifier.agreed(far):
             return None
-        self._kept, self._got = self._outcome(self._got), ()
-        explained = self._explained(expected)
+        self._compiled_outcome, self._compiled_results = (
+            self._copy_outcome(self._compiled_results),
+            (),
+        )
+        explained = self._explained_distances(expected)
         beyond = [at for at, distance in enumerate(distances) if not distance <= explained[at]]
         if verifier.agreed(bool(beyond)):
-            explained = list(map(max, explained, self._explained(expected, further=True)))
+            explained = list(map(max, explained, self._explained_distances(expected, further=True)))
             beyond = [at for at, distance in enumerate(distances) if not distance <= explained[at]]
         differs = bool(self._error or beyond)
         if not verifier.agreed(differs):
             return None
         # it calls the graph's collectives, so every rank does
-        values = recorded(self._plain, self._again())
+        values = recorded(self._plain, self._restore_arguments())
         mine: Comparison | None = None
         if differs:
             nodes: Sequence[Node] = ()
@@ -515,32 +520,34 @@ class _Trial:
             )
         return verifier.first(mine)
 
-    def _explained(self, expected: Sequence[Tensor], *, further: bool = False) -> list[float]:
+    def _explained_distances(
+        self, expected: Sequence[Tensor], *, further: bool = False
+    ) -> list[float]:
         """Return how far rounding may move each value.
 
         It calls the graph's collectives, so every rank does.
         """
-        runs = rounded_runs(self._plain, self._again, further=further)
-        found = [
-            [value for _, value in self._labelled(self._outcome(results))] for _, results in runs
+        runs = rounded_runs(self._plain, self._restore_arguments, further=further)
+        run_values = [
+            [value for _, value in self._label(self._copy_outcome(results))] for _, results in runs
         ]
-        return explained_distances(expected, found, further=further)
+        return explained_distances(expected, run_values, further=further)
 
-    def _distances(self, expected: Sequence[Tensor]) -> list[float]:
+    def _measure_distances(self, expected: Sequence[Tensor]) -> list[float]:
         """Return the relative distances of the compiled graph's values from the expected ones."""
-        found = self._verifier.labelled(self._graph, self._arguments, self._got)
+        labelled = self._verifier.labelled(self._graph, self._arguments, self._compiled_results)
         return [
             relative_distance(value, other.cpu())
-            for value, (_, other) in zip(expected, found, strict=True)
+            for value, (_, other) in zip(expected, labelled, strict=True)
         ]
 
-    def _labelled(self, outcome: _Outcome) -> Labelled:
+    def _label(self, outcome: _Outcome) -> Labelled:
         return self._verifier.labelled(self._graph, outcome.written, outcome.results)
 
-    def _outcome(self, results: Sequence[Tensor]) -> _Outcome:
-        return _Outcome(self._written(), [value.cpu() for value in results])
+    def _copy_outcome(self, results: Sequence[Tensor]) -> _Outcome:
+        return _Outcome(self._copy_written(), [value.cpu() for value in results])
 
-    def _written(self) -> list[Tensor]:
+    def _copy_written(self) -> list[Tensor]:
         """Return copies of the arguments if the graph writes to them, otherwise []."""
         return (
             [value.to("cpu", copy=True) for value in self._arguments]
@@ -553,9 +560,9 @@ class _Trial:
             for argument, value in zip(self._arguments, values, strict=True):
                 argument.copy_(value)
 
-    def _again(self) -> Sequence[Tensor]:
+    def _restore_arguments(self) -> Sequence[Tensor]:
         """Restore the arguments to their values before the first call, and return them."""
-        self._write(self._before)
+        self._write(self._initial)
         return self._arguments
 
 
@@ -575,7 +582,7 @@ def _free_cached(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _batch(plain: GraphModule, inputs: Sequence[Port]) -> list[int]:
+def _batch_positions(plain: GraphModule, inputs: Sequence[Port]) -> list[int]:
     """Return the positions of the arguments with the batch's rows; [] if their number is fixed or
     other arguments depend on it.
     """

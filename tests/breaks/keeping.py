@@ -57,8 +57,8 @@ KEEPING: tuple[Mutation, ...] = (
         6,
         "a worker does not ask its own machine's policy",
         "launch/node/libraries.py",
-        "    held = tuple(dict.fromkeys((*policies, *find_policies())))\n",
-        "    held = tuple(policies)\n",
+        "    all_policies = tuple(dict.fromkeys((*policies, *find_policies())))\n",
+        "    all_policies = tuple(policies)\n",
         "../launch/api/test_policy_runs.py::test_a_worker_holds_the_package_to_its_own_machine_s_policy",
     ),
     Mutation(

@@ -28,9 +28,9 @@ TRAINING: tuple[Mutation, ...] = (
         1,
         "a run asks the network for a newer trainload",
         "launch/worker/local_run.py",
-        "        _work(spec, Place(0, 1, 1), check_driver)\n",
+        "        _run_rank(spec, Place(0, 1, 1), check_driver)\n",
         "        __import__('socket').create_connection(('pypi.org', 443), timeout=5).close()\n"
-        "        _work(spec, Place(0, 1, 1), check_driver)\n",
+        "        _run_rank(spec, Place(0, 1, 1), check_driver)\n",
         "test_law_1.py::test_the_package_trains_alone",
     ),
     Mutation(
@@ -253,8 +253,8 @@ TRAINING: tuple[Mutation, ...] = (
         3,
         "ZeRO-1 does not gather what the other ranks have updated",
         "launch/worker/engine.py",
-        "held.params[part.bucket.name] = self._whole_stored(",
-        "self._whole_stored(",
+        "state.params[part.bucket.name] = self._gather_stored(",
+        "self._gather_stored(",
         f"{_TWO}[zero1]",
     ),
     Mutation(

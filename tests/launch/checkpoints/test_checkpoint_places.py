@@ -426,7 +426,7 @@ def test_a_checkpoint_that_was_put_off_is_wanted_when_the_one_before_is_done(
         time.sleep(0.01)
     assert not early
     saver.save(3, make_state(ONE, 0), DATA, {})
-    assert saver._settle() is None
+    assert saver._finish_last_save() is None
     assert steps(kept) == [1, 3]
 
 

@@ -90,36 +90,36 @@ def test_storage_that_fails_leaves_the_other_failures_to_the_run(
     supervisor: Supervisor, clock: Clock
 ) -> None:
     for _ in range(6):
-        supervisor._go_on_after(STORAGE)
+        supervisor._retry_after(STORAGE)
     for _ in range(3):
-        supervisor._go_on_after(DEATH)
+        supervisor._retry_after(DEATH)
     with pytest.raises(TrainingError, match="rank 0 died"):
-        supervisor._go_on_after(DEATH)
+        supervisor._retry_after(DEATH)
 
 
 def test_every_failure_makes_the_pause_longer(supervisor: Supervisor, clock: Clock) -> None:
     pauses = []
     for failed in (DEATH, STORAGE, DEATH, STORAGE):
-        supervisor._go_on_after(failed)
+        supervisor._retry_after(failed)
         pauses.append(clock.paused)
     assert pauses == [0, 2, 4, 8]
 
 
 def test_storage_that_fails_for_too_long_ends_the_run(supervisor: Supervisor, clock: Clock) -> None:
-    supervisor._go_on_after(STORAGE)
+    supervisor._retry_after(STORAGE)
     clock.now += PATIENCE + 1
     with pytest.raises(StorageError, match="no data"):
-        supervisor._go_on_after(STORAGE)
+        supervisor._retry_after(STORAGE)
 
 
 def test_an_attempt_that_has_stepped_since_has_all_the_patience(
     supervisor: Supervisor, clock: Clock
 ) -> None:
-    supervisor._go_on_after(STORAGE)
+    supervisor._retry_after(STORAGE)
     for _ in range(5):
         clock.now += PATIENCE + 1
         supervisor._journal.take([STEP])
-        supervisor._go_on_after(STORAGE)
+        supervisor._retry_after(STORAGE)
     assert clock.paused == 0
 
 
@@ -128,11 +128,11 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_is_not_trained_again_and_
 ) -> None:
     supervisor._beats = [Beat(0, "node", 1, Doing(Phase.ENDING, step=9))]
     supervisor._journal.take([STEP])
-    supervisor._go_on_after(STORAGE)
+    supervisor._retry_after(STORAGE)
     clock.now += PATIENCE + 1
     supervisor._journal.take([STEP])
     with pytest.raises(StorageError, match="no data"):
-        supervisor._go_on_after(STORAGE)
+        supervisor._retry_after(STORAGE)
 
 
 def test_a_driver_that_waits_says_so_every_second(
@@ -253,9 +253,9 @@ class Leaving:
 
     def __init__(self, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
         self.another = False
-        monkeypatch.setattr(supervisor, "_room_elsewhere", lambda leave: self.another or None)
+        monkeypatch.setattr(supervisor, "_find_room", lambda leave: self.another or None)
 
-    def told(self) -> dict[str, float | None]:
+    def draining_nodes(self) -> dict[str, float | None]:
         return {"node": 60.0}
 
 
@@ -275,7 +275,7 @@ def test_a_run_whose_node_will_be_gone_saves_at_once_and_says_so_once(
     leave: Any = Leaving(supervisor, monkeypatch)
     supervisor._journal.take([STEP])
     for _ in range(3):
-        supervisor._heed(leave)
+        supervisor._handle_draining(leave)
     assert preemptions(tmp_path) == [WARNED]
     assert (tmp_path / Request.CHECKPOINT.file).exists()
     assert not supervisor._moving
@@ -286,10 +286,10 @@ def test_it_goes_to_another_node_as_soon_as_there_is_one(
 ) -> None:
     leave: Any = Leaving(supervisor, monkeypatch)
     supervisor._journal.take([STEP])
-    supervisor._heed(leave)
+    supervisor._handle_draining(leave)
     leave.another = True
     for _ in range(3):
-        supervisor._heed(leave)
+        supervisor._handle_draining(leave)
     assert preemptions(tmp_path) == [WARNED, LEFT]
     assert supervisor._moving
 
@@ -299,7 +299,7 @@ def test_a_run_that_has_not_stepped_yet_does_not_go(
 ) -> None:
     leave: Any = Leaving(supervisor, monkeypatch)
     leave.another = True
-    supervisor._heed(leave)
+    supervisor._handle_draining(leave)
     assert not supervisor._moving
 
 

@@ -14,7 +14,7 @@ from tests.launch.forked import command
 import trainload
 from trainload.cli import main as cli
 from trainload.core.errors import StorageError
-from trainload.launching.api.launch import _recorded
+from trainload.launching.api.launch import _drive
 from trainload.launching.run.journal import LOGS, log_name, read_events
 from trainload.launching.run.run_spec import read_spec
 from trainload.packaging.package import Package
@@ -68,7 +68,7 @@ def test_status_of_a_run_that_has_ended(ended: Path, capsys: Capture) -> None:
 def full_disk(run_dir: Path) -> StorageError:
     """The error of a disk that is found full while a run is driven."""
     try:
-        with _recorded(read_spec(run_dir), lambda event: None, new=False):
+        with _drive(read_spec(run_dir), lambda event: None, new=False):
             raise StorageError("the disk is full")
     except StorageError as error:
         return error

@@ -59,7 +59,7 @@ def by_hand(
     """The job with adapters in its model; all else is frozen but for what the adapters name."""
     chosen = adapters.chosen(package.manifest)
     values = first_values(chosen, package.manifest, package.recipe.seed if seed is None else seed)
-    kept = adapters.kept(package.manifest)
+    kept = adapters.trained_beside(package.manifest)
     for name, parameter in job.model.named_parameters():
         parameter.requires_grad_(name in kept)
     for each in chosen:

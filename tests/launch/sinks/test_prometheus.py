@@ -18,7 +18,7 @@ from trainload.deploy.grafana import board
 from trainload.launching.api.launch import prepare
 from trainload.launching.run.journal import Event, losses, read_events
 from trainload.launching.sinks.measures import MEASURES, OF_NUMBERS, OWN, measure_of
-from trainload.launching.sinks.sink import told
+from trainload.launching.sinks.sink import open_sinks
 from trainload.packaging.package import Package
 
 STEPS = 4
@@ -90,7 +90,7 @@ def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
 
     run = f"every-{again_after:g}"  # the cluster keeps the numbers of a run for a while
     run_dir = made_run(tmp_path / run, [], digest=gpt.digest)
-    with told(["prometheus"], run_dir, lambda event: None) as tell:
+    with open_sinks(["prometheus"], run_dir, lambda event: None) as tell:
         for event in every_measure(6):
             tell(event)
         first = of_run(run, lambda found: len(found) == len(MEASURES))

@@ -17,7 +17,7 @@ from trainload.launching.run.journal import Event, losses, read_events
 from trainload.launching.run.run_spec import read_spec
 from trainload.launching.sinks import sink as sinks
 from trainload.launching.sinks.protocol import Outcome
-from trainload.launching.sinks.sink import numbers_of, told
+from trainload.launching.sinks.sink import numbers_of, open_sinks
 from trainload.packaging.package import Package
 
 STEPS = 4
@@ -124,8 +124,8 @@ def test_a_server_that_is_away_costs_a_warning_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, heard = Refusing(), list[Event]()
-    monkeypatch.setattr(sinks, "_opened", lambda name, run_dir: server)
-    with told(["mlflow"], tmp_path, heard.append) as tell:
+    monkeypatch.setattr(sinks, "_open_sink", lambda name, run_dir: server)
+    with open_sinks(["mlflow"], tmp_path, heard.append) as tell:
         tell(step(0))
         tell(step(1))
         while len(heard) < 3:
@@ -146,8 +146,8 @@ def test_a_sink_is_told_what_became_of_the_run(
 ) -> None:
     server = Refusing()
     server.away = False
-    monkeypatch.setattr(sinks, "_opened", lambda name, run_dir: server)
-    with told(["mlflow"], tmp_path, lambda _: None) as tell:
+    monkeypatch.setattr(sinks, "_open_sink", lambda name, run_dir: server)
+    with open_sinks(["mlflow"], tmp_path, lambda _: None) as tell:
         tell(step(0))
         if last is not None:
             tell(Event(last, {"step": 1, "steps": 1}, 2.0))
@@ -178,7 +178,7 @@ def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(
     sink = mlflow.Mlflow.__new__(mlflow.Mlflow)
     client = Client()
     sink._client, sink._run, sink._waiting = client, "run", []
-    monkeypatch.setattr(mlflow, "_KEPT", 1200)
+    monkeypatch.setattr(mlflow, "_MAX_BUFFERED", 1200)
     for number in range(3000):
         with contextlib.suppress(ConnectionError):
             sink.numbers({"loss": 1.0}, number, 1.0)
@@ -197,7 +197,7 @@ def test_a_library_that_is_not_there_is_named_before_the_run(
     line = r"tensorboard is not installed.*pip install 'trainload\[tensorboard\]'"
     with (
         pytest.raises(trainload.StorageError, match=line),
-        told(["tensorboard"], tmp_path, lambda event: None),
+        open_sinks(["tensorboard"], tmp_path, lambda event: None),
     ):
         pass
 

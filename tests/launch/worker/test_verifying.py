@@ -268,7 +268,7 @@ def test_a_later_run_on_the_node_says_so_without_comparing_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(faulty.cache))
-    monkeypatch.setattr(verifying, "_Compared", None)
+    monkeypatch.setattr(verifying, "_ComparedCall", None)
     assert launched(small, small_data, tmp_path / "run") == faulty.losses
     (warning,) = warnings_of(tmp_path / "run")
     assert warning.data["operator"] == "aten.relu.default"
@@ -280,7 +280,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_what_was_decided(
     moved = shutil.copytree(faulty.run_dir, tmp_path / "run")
     shutil.rmtree(moved / "checkpoints" / f"step-{STEPS:08}")
     # here the compiler has no fault: compared, the graph would run compiled
-    monkeypatch.setattr(verifying, "_Compared", None)
+    monkeypatch.setattr(verifying, "_ComparedCall", None)
     trainload.resume(moved, backend="local")
     assert curve(moved, once=True) == faulty.losses
 
