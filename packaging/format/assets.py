@@ -227,15 +227,15 @@ def _files(name: str, source: str | os.PathLike[str] | bytes) -> Iterator[tuple[
         if not relative_paths:
             raise StorageError("an asset is an empty folder", where=str(path), hint="Omit it.")
         yield from (
-            (f"{name.rstrip('/')}/{each}", _check_readable(path / each)) for each in relative_paths
+            (f"{name.rstrip('/')}/{each}", _readable_file(path / each)) for each in relative_paths
         )
     elif path.is_file():
-        yield name, _check_readable(path)
+        yield name, _readable_file(path)
     else:
         raise StorageError("an asset is neither a file nor a folder", where=str(path))
 
 
-def _check_readable(path: Path) -> Path:
+def _readable_file(path: Path) -> Path:
     try:
         path.open("rb").close()
     except OSError as error:

@@ -324,7 +324,8 @@ def _parse_json(data: bytes, where: str) -> Any:
         )
     try:
         return json.loads(
-            data.decode("utf-8"), object_pairs_hook=lambda pairs: _check_unique_keys(pairs, where)
+            data.decode("utf-8"),
+            object_pairs_hook=lambda pairs: _object_of_unique_keys(pairs, where),
         )
     except ValueError as error:
         raise IntegrityError(
@@ -332,7 +333,7 @@ def _parse_json(data: bytes, where: str) -> Any:
         ) from error
 
 
-def _check_unique_keys(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+def _object_of_unique_keys(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise IntegrityError(

@@ -305,7 +305,7 @@ def test_many_steps_are_a_small_page_that_keeps_its_spike(
     text = page_of(record)
     assert len(text.encode()) < 2_000_000
     assert len(record.history.steps.number) == count
-    assert f"least {least}, greatest 97" in text
+    assert f"minimum {least}, maximum 97" in text
 
 
 @pytest.mark.slow

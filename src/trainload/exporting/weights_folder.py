@@ -7,6 +7,7 @@ safetensors and transformers.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -244,7 +245,7 @@ def _card(package: Package, contents: Contents) -> str:
     """Return a model card for a package without one."""
     manifest = package.manifest
     transformers = f"{ASSETS}{MADE_OF}" in manifest.files
-    count = sum(_element_count(stored.spec.shape) for stored in contents.tensors)
+    count = sum(math.prod(stored.spec.shape) for stored in contents.tensors)
     rows = [
         ("package", package.digest),
         ("made from", manifest.parent or "a freeze"),
@@ -282,10 +283,3 @@ def _card(package: Package, contents: Contents) -> str:
             "",
         ]
     )
-
-
-def _element_count(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

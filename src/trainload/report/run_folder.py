@@ -5,6 +5,7 @@ Neither the cluster nor this machine's environment is queried.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,7 @@ def facts_of(record: Record) -> list[tuple[str, str]]:
     ]
     if manifest is not None:
         elements = sum(
-            _product(entry.shape) for entry in manifest.parameters if entry.alias_of is None
+            math.prod(entry.shape) for entry in manifest.parameters if entry.alias_of is None
         )
         facts.append(("parameters", f"{elements:,}"))
     last = record.attempts[-1] if record.attempts else None
@@ -191,13 +192,6 @@ def facts_of(record: Record) -> list[tuple[str, str]]:
         )
     )
     return [(name, sanitize(str(value))) for name, value in facts]
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _axes(record: Record) -> str:

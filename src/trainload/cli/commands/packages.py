@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
+import math
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,8 +228,8 @@ def _tracing_modes(path: Path) -> dict[str, tuple[str, str]]:
 def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any]]:
     tensors = [p for p in manifest.parameters if p.alias_of is None]
     aliases = len(manifest.parameters) - len(tensors)
-    count = sum(_element_count(p.shape) for p in tensors)
-    frozen = sum(_element_count(p.shape) for p in tensors if not p.trainable)
+    count = sum(math.prod(p.shape) for p in tensors)
+    frozen = sum(math.prod(p.shape) for p in tensors if not p.trainable)
     recipe = manifest.recipe
     inputs = manifest.data_inputs().values()
     rows: list[tuple[str, Any]] = [
@@ -354,10 +354,3 @@ def _format_turn(turn: TurnRecipe) -> str:
     if turn.start:
         parts.append(f"from round {turn.start}")
     return " ".join(parts)
-
-
-def _element_count(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
