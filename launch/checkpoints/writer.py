@@ -3,7 +3,7 @@
 Every rank writes a shard to shared storage, and then a mark, a small file with its digests. Rank 0
 waits for all marks, and publishes the index. If it gives up, it leaves a notice for ranks that
 still wait or arrive late. So a kill at any moment leaves complete checkpoints and, perhaps, drafts
-that the next attempt removes. The storage is implemented in folder_place.py and url_place.py.
+that the next attempt removes. `checkpoint_place.py` implements the storage.
 """
 
 from __future__ import annotations
