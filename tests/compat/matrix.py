@@ -14,30 +14,18 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from tests.golden.goldens import BF16, FP32, TOLERANCES, goldens
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".compat"
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-OTHERS = (
-    "safetensors",
-    "pydantic",
-    "networkx",
-    "numpy",
-    "pyarrow",
-    "filelock",
-    "packaging",
-    "fsspec",
-    "click",
-    "rich",
-)
-"""What trainload declares to need beside torch."""
-
 HEAD = """# Compatibility between torch versions
 
 Five jobs (`tests/golden/jobs.py`: tied and frozen weights, dropout, a bfloat16 region, cond;
@@ -49,6 +37,12 @@ packages load, train, and reproduce the losses of the version that froze them ({
 also opened with each torch version.
 
 """
+
+
+def dependencies() -> list[str]:
+    """Return what pyproject.toml requires besides torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [each for each in project["dependencies"] if Requirement(each).name != "torch"]
 
 
 def python_of(version: str) -> Path:
@@ -83,7 +77,7 @@ def make_environment(version: str) -> None:
         str(constraints),
         "torch",
         "setuptools",
-        *OTHERS,
+        *dependencies(),
     ]
     subprocess.run(command, check=True)
     stamp.touch()
