@@ -7,7 +7,7 @@ from tests.capture.sized import large, small
 from trainload.capture.job.definition import Job
 
 DEPTH = 3
-"""Layers of the large job: more than the reduced job has."""
+"""Number of layers of the large job, greater than that of the reduced job."""
 
 
 def big() -> Job:

@@ -1,5 +1,6 @@
-"""Plans and states for the tests of checkpoints: every element is a function of parameter, entry
-and place.
+"""Plans and states for the checkpoint tests.
+
+The value of every element is a function of its parameter, entry and position.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ DATA = DataPosition(fingerprint="f" * 64, seed=3, position=48)
 
 
 def shard_of(checkpoint: Path, rank: int, world: int) -> Path:
-    """Return the file of a shard, of those that the index names."""
+    """Return the path of a rank's shard, which the index lists."""
     index = Checkpoint.open(checkpoint).index
     return next(
         checkpoint / file.name
@@ -63,9 +64,17 @@ def make_plan(
     stages: Sequence[tuple[int, ...]] = (),
     stage_ranks: tuple[int, ...] = (0, 1),
 ) -> Plan:
-    """A plan whose buckets hold `layout`'s parameters, `gap` elements apart, padded to a multiple
-    of the world size. shard: how a tensor axis of `tensor` ranks divides c.weight. stages: of a
-    pipeline, for each bucket; stage_ranks: who has them. The last stage updates the buffer `mean`.
+    """Return a plan with a bucket for each entry of `layout`, padded to a multiple of `world`.
+
+    Args:
+        strategy: strategy of the plan.
+        world: number of ranks.
+        layout: names of the parameters in each bucket.
+        gap: number of unused elements after each parameter.
+        tensor: number of ranks on the tensor axis.
+        shard: how the tensor axis divides c.weight; None: not at all.
+        stages: pipeline stages that use each bucket; empty: no pipeline.
+        stage_ranks: pipeline rank of each stage. The last stage updates the buffer `mean`.
     """
     shards = {} if shard is None else {"c.weight": shard}
     buckets = []
@@ -119,7 +128,7 @@ def make_plan(
 
 
 def value(name: str, entry: str, salt: int = 0) -> torch.Tensor:
-    """What a parameter's entry holds: (length,)."""
+    """Return the values of a parameter's entry, (length,)."""
     shape, group = PARAMETERS[name]
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{entry}/{salt}".encode()))
     drawn = torch.randn(torch.Size(shape).numel(), generator=generator)
@@ -127,7 +136,7 @@ def value(name: str, entry: str, salt: int = 0) -> torch.Tensor:
 
 
 def make_state(plan: Plan, rank: int, salt: int = 0) -> ShardedState:
-    """The state of a rank: AdamW's entries for buckets that train; two buffers."""
+    """Return the state of a rank: AdamW's entries for trained buckets, and two buffers."""
     flats: dict[str, dict[str, torch.Tensor]] = {}
     buckets = plan.held_buckets(plan.pipeline_index(rank))
     for bucket in buckets:
@@ -162,9 +171,9 @@ def writers(
     keep_last: int = 2,
     timeout: float = 20.0,
 ) -> list[CheckpointWriter]:
-    """A writer for each rank, in one process.
+    """Return a writer for each rank, all in this process.
 
-    `run`: a run's folder, or the place of its checkpoints.
+    `run`: folder of a run, or the place of its checkpoints.
     """
     world, place = range(plan.world_size), place_of(run) if isinstance(run, Path) else run
     return [
@@ -181,12 +190,12 @@ def save_in(
     attempt: str = "t1",
     keep_last: int = 2,
 ) -> Where:
-    """All ranks write one checkpoint and wait for it. Returns: it."""
+    """Write a checkpoint with all ranks, wait for it and return where it is."""
     ranks = writers(place, plan, attempt, keep_last)
     for rank, writer in enumerate(ranks):
         state = make_state(plan, rank, salt)
         if plan.pipeline is not None and plan.pipeline_index(rank) != plan.pipeline.stage_ranks[-1]:
-            # another rank's stage updates it
+            # the stage of another rank updates it
             state = replace(state, buffers={**state.buffers, "mean": torch.zeros(2, 3)})
         writer.save(step, state, DATA, {"best": 1.5})
     for writer in ranks:
@@ -197,5 +206,5 @@ def save_in(
 def save_all(
     run: Path, plan: Plan, step: int, salt: int = 0, attempt: str = "t1", keep_last: int = 2
 ) -> Path:
-    """`save_in` a run's folder."""
+    """Write a checkpoint like `save_in`, in the folder of a run."""
     return Path(save_in(place_of(run), plan, step, salt, attempt, keep_last))

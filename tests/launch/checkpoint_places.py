@@ -1,6 +1,4 @@
-"""Places of checkpoints for the tests: a folder, fsspec's memory, S3; and an S3 that fails for a
-while, hangs, or dies with who asks it.
-"""
+"""Places of checkpoints for tests: folder, fsspec's memory, S3, and a proxy with failures."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, pl
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A place of checkpoints, and what is in it behind the library's back."""
+    """A place of checkpoints, with direct access to its files."""
 
     url: str
 
@@ -35,7 +33,7 @@ class Kept:
         return not self.url.startswith(("s3://", "memory://"))
 
     def files(self) -> dict[str, int]:
-        """Path -> size of all that there is, folders of drafts too."""
+        """Return path -> size of all files, including drafts of checkpoints."""
         if self.is_folder:
             root = Path(self.url.removeprefix("file://"))
             return {
@@ -66,16 +64,18 @@ class Kept:
 
 
 def s3_kept() -> Kept:
-    """A new place in S3."""
+    """Return a new, empty place in S3."""
     return Kept(f"s3://{BUCKET}/{secrets.token_hex(8)}/run")
 
 
 class Wire:
-    """What stands between a client and a server: hands bytes on; or refuses, or keeps silent, while
-    it is told so.
+    """Proxy between a client and a server that can simulate failures.
 
-    refuse: connections are closed at once. refused: how many were. silent: what comes is taken, and
-    never answered.
+    Attributes:
+        refuse: close connections at once.
+        refused: number of connections that were refused.
+        silent: accept requests but never forward them.
+        seen: request lines that were forwarded.
     """
 
     def __init__(self, server: str) -> None:
@@ -100,7 +100,7 @@ class Wire:
             each.close()
 
     def cut(self) -> None:
-        """Ends the connections that there are."""
+        """Close the current connections."""
         for each in self._open:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -141,7 +141,7 @@ class Wire:
 
 @contextmanager
 def wire_to(server: str) -> Iterator[Wire]:
-    """A wire to a server, which the environment names as S3's within it."""
+    """Run a proxy for a server; within the block, S3 clients of this process use the proxy."""
     wire = Wire(server)
     use(wire.url)
     try:
@@ -152,6 +152,6 @@ def wire_to(server: str) -> Iterator[Wire]:
 
 
 def use(server: str) -> None:
-    """Makes this process use a server; fsspec keeps what it has connected to."""
+    """Make this process use an S3 server, and drop fsspec's cached connections."""
     os.environ["AWS_ENDPOINT_URL"] = server
     s3fs.S3FileSystem.clear_instance_cache()

@@ -1,4 +1,4 @@
-"""Runs the command line, in this process and in others."""
+"""Helpers that run the command line, in this process and in others."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ TORCHRUN = (
 
 
 def contents(folder: Path) -> list[str]:
-    """Everything below a folder."""
+    """Return the paths of everything below a folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def refused(arguments: list[str | Path], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Check that a command ends with status 2, says one line, and leaves `folder` as it is.
+    """Check that a command exits with status 2 and one line, and does not change `folder`.
 
-    Returns the line.
+    Return the line.
     """
     before = contents(folder)
     assert cli.run([str(part) for part in arguments]) == 2
@@ -51,7 +51,7 @@ def refused(arguments: list[str | Path], folder: Path, capsys: pytest.CaptureFix
 def refused_process(
     arguments: list[str | Path], folder: Path, environment: Mapping[str, str] | None = None
 ) -> str:
-    """The same in a new interpreter, in `folder`."""
+    """Check the same as `refused` for a command in a new interpreter, run in `folder`."""
     before = contents(folder)
     command = [*TRAINLOAD, *map(str, arguments)]
     done = subprocess.run(
@@ -74,7 +74,7 @@ def the_line(out: str, err: str, before: list[str], folder: Path) -> str:
 
 
 def json_of(*arguments: str | Path, cwd: Path, program: Sequence[str] = TRAINLOAD) -> Any:
-    """What a command with --json says on stdout, which is JSON and nothing else."""
+    """Return the parsed output of a command with --json, whose stdout is JSON and nothing else."""
     done = subprocess.run(
         [*program, *map(str, arguments), "--json"],
         cwd=cwd,
@@ -88,8 +88,9 @@ def json_of(*arguments: str | Path, cwd: Path, program: Sequence[str] = TRAINLOA
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """How a command ended that was interrupted. left: command lines of processes that it left
-    behind.
+    """Result of an interrupted command.
+
+    `left`: command lines of the processes that it left running.
     """
 
     status: int
@@ -106,9 +107,10 @@ def interrupt(
     *,
     terminate: bool = False,
 ) -> Interrupted:
-    """Starts a command in a session of its own and, once `ready`, does what a terminal does at
-    Ctrl-C: SIGINT to the process group; or what a machine does that shuts down: SIGTERM to the
-    process.
+    """Start a command in its own session and interrupt it once `ready` returns true.
+
+    The interruption is SIGINT to the process group, as Ctrl-C in a terminal sends it. With
+    `terminate`, it is SIGTERM to the process, as on shutdown of the machine.
     """
     mark, marked = _new_mark()
     process = subprocess.Popen(
@@ -135,8 +137,9 @@ def interrupt(
 def close_terminal(
     arguments: list[str | Path], cwd: Path, ready: Callable[[], bool]
 ) -> Interrupted:
-    """Starts a command on a terminal of its own, which is closed once it is `ready`: SIGHUP to all
-    there, and nowhere to write.
+    """Start a command on its own terminal, and close the terminal once `ready` returns true.
+
+    The session receives SIGHUP, and its output has nowhere to go.
     """
     mark, marked = _new_mark()
     master, slave = os.openpty()
@@ -162,16 +165,15 @@ def close_terminal(
 
 
 def wait_until_gone(mark: str, seconds: float = 20.0) -> list[str]:
-    """The command lines of processes with `mark` in their environment that are alive after so many
-    seconds.
+    """Return the command lines of processes with `mark` in their environment.
+
+    Wait up to `seconds` for these processes to end.
     """
     return left_after(lambda: list(_marked(mark).values()), seconds)
 
 
 def left_after(alive: Callable[[], list[str]], seconds: float) -> list[str]:
-    """Return what `alive` still lists after so many seconds; nothing as soon as it lists
-    nothing.
-    """
+    """Return what `alive` still lists after `seconds`, or an empty list as soon as it is empty."""
     deadline = time.monotonic() + seconds
     while (left := alive()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -181,7 +183,7 @@ def left_after(alive: Callable[[], list[str]], seconds: float) -> list[str]:
 def kill_all(mark: str) -> None:
     """Kill the processes with `mark` in their environment, and those that they start meanwhile.
 
-    Return when there are none.
+    Return when there are none left.
     """
 
     def kill() -> None:
@@ -193,9 +195,7 @@ def kill_all(mark: str) -> None:
 
 
 def _new_mark() -> tuple[str, dict[str, str]]:
-    """What tells a command's processes from all others: a line of their environment, and the same
-    as a mapping.
-    """
+    """Return an environment variable that marks a command's processes: as a line, and as a dict."""
     name, value = "TRAINLOAD_TEST_MARK", f"{os.getpid()}-{time.monotonic_ns()}"
     return f"{name}={value}", {name: value}
 
@@ -209,6 +209,6 @@ def _marked(mark: str) -> dict[int, str]:
                     found[int(folder.name)] = (
                         (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                     )
-            except OSError:  # it has ended, or is not ours
+            except OSError:  # the process has ended, or belongs to another user
                 continue
     return found

@@ -1,4 +1,4 @@
-"""What several tests of runs compare theirs with."""
+"""Fixtures of the launch tests: an undisturbed reference run, S3, and places of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from trainload.packaging.package import Package
 def undisturbed(
     ray_cluster: None, gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> RunResult:
-    """The GPT's run on two Ray workers under ZeRO-3, uncompiled, that nobody interrupts or
-    kills.
-    """
+    """Uninterrupted, uncompiled run of the GPT on two Ray workers under ZeRO-3."""
     plan = trainload.plan(gpt, trainload.Cluster(devices_per_node=2), "zero3")
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     return trainload.launch(
@@ -38,14 +36,14 @@ def undisturbed(
 
 @pytest.fixture(scope="session")
 def s3_url() -> Iterator[str]:
-    """The S3 server of moto, with a bucket."""
+    """URL of moto's S3 server, which has a bucket."""
     with s3_server() as url:
         yield url
 
 
 @pytest.fixture
 def s3(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The same; this process, and who inherits its environment, uses it."""
+    """URL of the S3 server, which this process and its children use."""
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3_url, "AWS_MAX_ATTEMPTS": "1"}.items():
         monkeypatch.setenv(name, value)
     use(s3_url)
@@ -61,7 +59,7 @@ def s3(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     ]
 )
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
-    """A place of checkpoints where nothing is yet."""
+    """An empty place of checkpoints."""
     match request.param:
         case "s3":
             request.getfixturevalue("s3")
@@ -76,5 +74,5 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
 
 @pytest.fixture
 def bucket(s3: str) -> Kept:
-    """The same, in S3."""
+    """An empty place of checkpoints in S3."""
     return s3_kept()

@@ -1,6 +1,4 @@
-"""A job that counts its rows: each row has a weight of its own, which a step that the row is in
-makes one less.
-"""
+"""A job that counts rows: a step decreases the weight of each row in its batch by one."""
 
 from __future__ import annotations
 
@@ -14,32 +12,33 @@ import trainload
 from trainload.packaging.package import Package
 
 BATCH = 24
-"""Rows of a global batch: as many ranks as divide it can share it."""
+"""Rows of a global batch, which can be divided among any number of ranks that divides it."""
 
 
 class Counts(nn.Module):
-    """Gives each row its weight."""
+    """Model with one weight per row of the data."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.left = nn.Parameter(torch.zeros(rows))
 
     def forward(self, row: Tensor) -> Tensor:
-        """(n,) numbers of rows -> (n,) weights."""
+        """Return the weights (n,) of the rows with these numbers (n,)."""
         found: Tensor = self.left[row]
         return found
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean of the rows' weights: its gradient is 1 / BATCH where a row is in the batch, once
-    for each time.
+    """Return the mean of the rows' weights.
+
+    Each occurrence of a row in the batch adds 1 / BATCH to the gradient of its weight.
     """
     found: Tensor = model(batch["row"]).mean()
     return found
 
 
 def freeze_counts(rows: int, steps: int, folder: Path) -> tuple[Package, Path]:
-    """The job, frozen, and its data: the numbers from 0 to `rows`."""
+    """Freeze the job and write its data, the numbers from 0 to `rows` - 1. Return both."""
     job = trainload.Job(
         model=Counts(rows),
         loss=loss,
@@ -53,7 +52,7 @@ def freeze_counts(rows: int, steps: int, folder: Path) -> tuple[Package, Path]:
 
 
 def counts(trained: str | Path) -> np.ndarray:
-    """How often each row was trained on, by the package that came of it."""
+    """Return how often each row was trained on, according to the trained package."""
     left = trainload.open(trained).weights.tensor("left").numpy()
     found: np.ndarray = np.rint(-left).astype(np.int64)
     assert np.abs(found + left).max() < 1e-3
@@ -61,8 +60,9 @@ def counts(trained: str | Path) -> np.ndarray:
 
 
 def demand_exact(found: np.ndarray, steps: int) -> None:
-    """Check that so many steps had every row once in each whole epoch, and some of them once more
-    in the last one.
+    """Check that `steps` steps visited every row once per full epoch.
+
+    In the last, partial epoch, some rows are visited once more.
     """
     whole, rest = divmod(steps * BATCH, len(found))
     assert sorted(found) == [whole] * (len(found) - rest) + [whole + 1] * rest

@@ -1,6 +1,7 @@
-"""Command lines and scripts in processes of their own that need no interpreter of their own: they
-are forked from the server of `tests/ranks.py`, which has torch and trainload imported and has done
-nothing else. None has what this process has imported or registered.
+"""Command lines and functions in processes that are forked instead of newly started.
+
+The fork server of `tests/ranks.py` has imported torch and trainload and has done nothing else, so
+the processes share nothing that the current process has imported or registered.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from tests.waiting import wait_until
 
 
 class Command:
-    """A command line that has been started in a process.
+    """A command line that runs in a process.
 
     Attributes:
-        process: the process. out, err: what it has written so far to standard output and to
-            standard error.
+        process: the process.
+        out: what it has written to standard output so far.
+        err: what it has written to standard error so far.
     """
 
     def __init__(
@@ -63,17 +65,13 @@ class Command:
         return self._err.read_text()
 
     def wait(self) -> int:
-        """Wait for its end.
-
-        Returns:
-            its exit status.
-        """
+        """Wait for the process to end, and return its exit status."""
         self.process.join(SECONDS)
         assert self.process.exitcode is not None, f"it has not ended: {self.err}"
         return self.process.exitcode
 
     def close(self) -> None:
-        """Kill it where it has not ended."""
+        """Kill the process if it has not ended."""
         end([self.process])
         self._folder.cleanup()
 
@@ -82,13 +80,13 @@ class Command:
 def command(
     *words: str | Path, cwd: Path, first: Callable[[], object] | None = None, **variables: str
 ) -> Iterator[Command]:
-    """A command line, killed where the block ends before it does.
+    """Run a command line within the block; kill it if it has not ended by then.
 
     Args:
-        words: without the program's name.
-        cwd: its current folder.
-        first: a function of a module, which is called before it in its process.
-        variables: of the environment, beside those of this process.
+        words: arguments without the program's name.
+        cwd: working directory.
+        first: module-level function that the process calls before the command line.
+        variables: environment variables in addition to those of this process.
     """
     with _started(words, cwd, first, variables, _command) as started:
         yield started
@@ -117,10 +115,10 @@ def interrupted(
     *,
     torchrun: bool = False,
 ) -> Interrupted:
-    """Start a command in a session of its own and, once it is `ready`, send it a signal: SIGINT to
-    all of the session, as a terminal does.
+    """Start a command in its own session and send it a signal once `ready` returns true.
 
-    torchrun: by torchrun, on two ranks.
+    SIGINT is sent to the whole process group, as a terminal does; other signals only to the
+    command. `torchrun`: start the command with torchrun on two ranks.
     """
     with _started(words, cwd, os.setsid, {}, _torchrun if torchrun else _command) as started:
         leader = started.process.pid
@@ -138,8 +136,9 @@ def interrupted(
 def terminal_closed(
     words: Sequence[str | Path], cwd: Path, ready: Callable[[], bool]
 ) -> Interrupted:
-    """Start a command on a terminal of its own, which is closed once it is `ready`: SIGHUP to all
-    there, and nowhere to write.
+    """Start a command on its own terminal, and close the terminal once `ready` returns true.
+
+    The session receives SIGHUP, and its output has nowhere to go.
     """
     master, slave = os.openpty()
     with _started(
@@ -163,7 +162,7 @@ def terminal_closed(
 
 
 def _take_terminal(name: str) -> None:
-    """Begin a session whose terminal this is. The first one that its leader opens is."""
+    """Start a session with this controlling terminal, which is the first that its leader opens."""
     os.setsid()
     terminal = os.open(name, os.O_RDWR)
     for stream in range(3):
@@ -173,18 +172,14 @@ def _take_terminal(name: str) -> None:
 
 
 def torchrun_done(*words: str | Path, cwd: Path) -> tuple[int, str, str]:
-    """Run a command line by torchrun on two ranks.
-
-    Returns:
-        its exit status, what all of them printed, and what they said.
-    """
+    """Run a command line with torchrun on two ranks; return exit status, stdout and stderr."""
     with _started(words, cwd, None, {}, _torchrun) as started:
         status = started.wait()
         return status, started.out, started.err
 
 
 def left_in(leader: int, seconds: float = 20.0) -> list[str]:
-    """Return the command lines of a session's processes that are alive after so many seconds."""
+    """Return the command lines of a session's processes that are still alive after `seconds`."""
     return left_after(lambda: _of_session(leader), seconds)
 
 
@@ -196,7 +191,7 @@ def _of_session(leader: int) -> list[str]:
                 state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
                 if int(session) == leader and state != "Z":
                     found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
     return found
 
@@ -204,18 +199,14 @@ def _of_session(leader: int) -> list[str]:
 def done(
     *words: str | Path, cwd: Path, first: Callable[[], object] | None = None, **variables: str
 ) -> tuple[int, str, str]:
-    """Run a command line.
-
-    Returns:
-        its exit status, what it printed, and what it said.
-    """
+    """Run a command line; return its exit status, stdout and stderr."""
     with command(*words, cwd=cwd, first=first, **variables) as started:
         status = started.wait()
         return status, started.out, started.err
 
 
 def json_said(*words: str | Path, cwd: Path, first: Callable[[], object] | None = None) -> Any:
-    """Return what a command with --json says on stdout, which is JSON and nothing else."""
+    """Return the parsed output of a command with --json, whose stdout is JSON and nothing else."""
     status, out, err = done(*words, "--json", cwd=cwd, first=first)
     assert status == 0, err
     return json.loads(out)
@@ -227,9 +218,9 @@ def refused_apart(
     first: Callable[[], object] | None = None,
     **variables: str,
 ) -> str:
-    """Check that a command ends with status 2, says one line, and leaves `folder` as it is.
+    """Check that a command exits with status 2 and one line, and does not change `folder`.
 
-    Returns: the line.
+    Return the line.
     """
     before = contents(folder)
     status, out, err = done(*words, cwd=folder, first=first, **variables)
@@ -238,12 +229,12 @@ def refused_apart(
 
 
 def write_no_bytecode() -> None:
-    """Import without writing compiled files beside the source."""
+    """Disable the writing of bytecode files."""
     sys.dont_write_bytecode = True
 
 
 def let_no_file_grow() -> None:
-    """Limit files to 500 bytes, and write no compiled ones."""
+    """Limit the size of files to 500 bytes, and disable the writing of bytecode files."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
     write_no_bytecode()
 
@@ -253,7 +244,7 @@ def _command(words: list[str], err: Path, first: Callable[[], object] | None) ->
 
     with err.open("wb") as file:
         os.dup2(file.fileno(), 2)
-    sys.path.insert(0, os.getcwd())  # as `python -m trainload` has it
+    sys.path.insert(0, os.getcwd())  # as under `python -m trainload`
     sys.argv = ["trainload", *words]
     if first is not None:
         first()
@@ -261,8 +252,9 @@ def _command(words: list[str], err: Path, first: Callable[[], object] | None) ->
 
 
 def _torchrun(words: list[str], err: Path, first: Callable[[], object] | None) -> None:
-    """Call torchrun's own launcher, whose ranks are forked and call the command line where it would
-    start an interpreter for each.
+    """Call torchrun's launcher with forked ranks that call the command line.
+
+    This avoids a new interpreter per rank.
     """
     from torch.distributed import run
 
@@ -283,9 +275,9 @@ def _torchrun(words: list[str], err: Path, first: Callable[[], object] | None) -
 def _torchrun_rank(*words: str) -> None:
     from trainload.cli.main import main
 
-    # torchrun has each in a group of its own, which a terminal's signals do not reach
+    # torchrun puts each rank into its own process group, which terminal signals do not reach
     os.setpgid(0, 0)
-    # as an interpreter has them, and not as torchrun's process does
+    # the handlers of a new interpreter instead of those inherited from torchrun's process
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -295,9 +287,7 @@ def _torchrun_rank(*words: str) -> None:
 
 
 class Talk:
-    """A process that this one talks with: what is said to it is its standard input, and what it
-    prints is heard.
-    """
+    """A process whose standard input and output are connected to this process."""
 
     def __init__(
         self, act: Callable[..., None], arguments: Sequence[Any], ignored: Sequence[int]
@@ -314,11 +304,11 @@ class Talk:
         self._ours.sendall(f"{line}\n".encode())
 
     def hear(self) -> str:
-        """Wait for the next line. Returns: it, without its end."""
+        """Wait for the next line, and return it without its newline."""
         return self.heard.readline().removesuffix("\n")
 
     def hear_all(self) -> list[str]:
-        """Wait for the process's end. Returns: the lines that it had left to say."""
+        """Wait for the process to end, and return the lines that were not yet read."""
         found = self.heard.read().splitlines()
         self.process.join()
         return found
@@ -328,14 +318,14 @@ class Talk:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill the process, and wait for its end."""
         end([self.process])
 
     def end_input(self) -> None:
         self._ours.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Kill it where it has not ended."""
+        """Kill the process if it has not ended."""
         end([self.process])
         self.heard.close()
         self._ours.close()
@@ -345,10 +335,9 @@ class Talk:
 def talking(
     act: Callable[..., None], *arguments: Any, ignored: Sequence[int] = ()
 ) -> Iterator[Talk]:
-    """A process that calls `act(*arguments)`, a function of a module, killed where the block ends
-    before it does.
+    """Call a module-level function in a process; kill the process if the block ends first.
 
-    ignored: signals that it ignores from its beginning, as `nohup` has it.
+    `ignored`: signals that the process ignores from its start, as under `nohup`.
     """
     talk = Talk(act, arguments, ignored)
     try:
@@ -365,5 +354,5 @@ def _talk(
     for stream in (0, 1):
         os.dup2(line.fileno(), stream)
     line.close()
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing gives its processes none
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing closes stdin
     act(*arguments)

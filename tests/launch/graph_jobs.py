@@ -1,4 +1,4 @@
-"""Jobs of several graphs, and the plain loop that each must equal."""
+"""Jobs with several graphs, and the plain training loop whose results each must reproduce."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ SIZE = 90
 
 @functools.cache
 def digits() -> dict[str, Tensor]:
-    """scikit-learn's digits: images (90, 64) in [0, 1], labels (90,), and noise (90, 8) for a
-    generator.
+    """Return a part of scikit-learn's digits, and noise for a generator.
+
+    image: (90, 64) in [0, 1]. label: (90,). noise: (90, 8).
     """
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes seconds
 
@@ -45,13 +46,13 @@ def digits() -> dict[str, Tensor]:
 
 
 def write_digits(path: Path, names: set[str]) -> Path:
-    """These columns of `digits` as npz."""
-    np.savez(path, **{name: value.numpy() for name, value in digits().items() if name in names})  # type: ignore[arg-type]  # arrays
+    """Write the columns `names` of `digits` as npz."""
+    np.savez(path, **{name: value.numpy() for name, value in digits().items() if name in names})  # type: ignore[arg-type]  # arrays, not flags
     return path
 
 
 def frozen(factory: pytest.TempPathFactory, name: str) -> Package:
-    """The job of this name in JOBS, frozen once in a run of the suite. No test changes it."""
+    """Return a job of JOBS, frozen once per test session. Tests must not change it."""
     return frozen_once(factory, name, JOBS[name])
 
 
@@ -63,7 +64,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 def made(kind: Callable[[], nn.Module], names: set[str], **options: Any) -> trainload.Job:
-    """A job on the digits, always with the same weights."""
+    """Return a job on the digits, always with the same initial weights."""
     torch.manual_seed(0)
     batch = {name: value[:4] for name, value in digits().items() if name in names}
     given: dict[str, Any] = {"steps": STEPS, "global_batch": ROWS, "seed": SEED, **options}
@@ -71,8 +72,9 @@ def made(kind: Callable[[], nn.Module], names: set[str], **options: Any) -> trai
 
 
 def gan(**options: Any) -> trainload.Job:
-    """Two losses, two optimizers, of which neither touches the other's parameters; two steps of one
-    for each of the other.
+    """Return a job with two losses and two optimizers, which update disjoint parameters.
+
+    The discriminator trains for two steps, the generator for one.
     """
 
     def generator(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -114,9 +116,7 @@ def gan(**options: Any) -> trainload.Job:
 
 
 def distillation() -> trainload.Job:
-    """A teacher that computes, a student that learns from it, and the teacher's own training every
-    other round.
-    """
+    """Return a job with a teacher graph that feeds a student, and trains every other round."""
 
     def teach(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"logits": model.get_submodule("teacher")(batch["image"])}
@@ -155,8 +155,9 @@ def distillation() -> trainload.Job:
 
 
 def actor_critic() -> trainload.Job:
-    """A torso that two optimizers train, each after its own loss; the critic's advantage feeds the
-    actor.
+    """Return a job with a torso that two optimizers train, each with its own loss.
+
+    The critic's advantage is an input of the actor.
     """
 
     def critic(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
@@ -197,8 +198,9 @@ def actor_critic() -> trainload.Job:
 
 
 def tasks() -> trainload.Job:
-    """Two losses under one optimizer with momentum and decay; neither loss reaches the other's
-    head, which is left alone meanwhile.
+    """Return a job with two losses under one optimizer with momentum and weight decay.
+
+    Each loss has its own head; a step of one loss does not update the other's head.
     """
 
     def classify(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -235,14 +237,14 @@ JOBS: dict[str, Callable[[], trainload.Job]] = {
 
 @dataclass(frozen=True)
 class Eager:
-    """What the plain loop came to: the last loss of every graph in each round, and the model."""
+    """Results of the plain loop: the last loss of every graph in each round, and the model."""
 
     losses: list[dict[str, float]]
     model: nn.Module
 
 
 def eager(job: trainload.Job) -> Eager:
-    """The plain loop over a job's graphs, as torch's own parts make it."""
+    """Run the plain loop over a job's graphs, using only PyTorch."""
     model, whole = job.model, {n: t for n, t in digits().items() if n in job.batch}
     optimizers: dict[str, Any] = {}
     shared = None if job.optimizer is None else job.optimizer(model)

@@ -1,8 +1,8 @@
-"""Run by a test: saves checkpoints in children that are killed by SIGKILL at their n-th file
-operation, for n = first, first + stride, ...
+"""Save checkpoints in child processes that are killed at a file operation.
 
-Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them
-are whole, and how many drafts are left after the next attempt has begun.
+A test runs this. For n = first, first + stride, ..., a child is killed by SIGKILL at its n-th file
+operation. A line is printed for each child: n, whether it was killed, the visible steps, how many
+of them are complete, and the number of drafts left after the next attempt has started.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def save_until_killed(run: Path, at: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count_down)
-    for step in (10, 20, 20, 30):  # one step twice: the second gives way to the first
+    for step in (10, 20, 20, 30):  # step 20 twice: the second checkpoint replaces the first
         save_all(run, PLAN, step, salt=step, keep_last=2)
 
 

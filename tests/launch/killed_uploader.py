@@ -1,10 +1,12 @@
-"""Run by a test: saves checkpoints at a URL in children that are killed by SIGKILL before their
-n-th write or removal, for each n = first, first + stride, ...
+"""Save checkpoints to a URL in child processes that are killed before a write or removal.
 
-Prints a line for each child: n, whether it was killed, the steps that are visible, how many of them
-are whole, and how many files that no checkpoint needs are left after the next attempt has begun.
-The next child finds that out, before it begins. Only children speak with the
-server: fsspec's thread does not survive a fork.
+A test runs this. For n = first, first + stride, ..., a child is killed by SIGKILL before its n-th
+write or removal. A line is printed for each child: n, whether it was killed, the visible steps, how
+many of them are complete, and the number of files left after the next attempt has started that no
+checkpoint needs.
+
+The next child collects these numbers before it begins: only children use the server, as fsspec's
+thread does not survive a fork.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import s3fs  # noqa: F401  # here, so that no child has to
+import s3fs  # noqa: F401  # imported once, not in each child
 import torch
 from tests.launch.checkpoint_cases import make_plan, save_in, writers
 from tests.launch.checkpoint_places import Kept
@@ -46,7 +48,7 @@ def save_until_killed(kept: Kept, at: int) -> None:
     RemoteFiles.replace = counted(RemoteFiles.replace)  # type: ignore[method-assign]
     RemoteFiles.delete = counted(RemoteFiles.delete)  # type: ignore[method-assign]
     RemoteUpload.finish = counted(RemoteUpload.finish)  # type: ignore[method-assign]
-    for step in (10, 20, 20, 30):  # one step twice: the second gives way to the first
+    for step in (10, 20, 20, 30):  # step 20 twice: the second checkpoint replaces the first
         save_in(kept.place, PLAN, step, salt=step, keep_last=2)
 
 
@@ -67,7 +69,7 @@ def look(kept: Kept) -> str:
 
 
 def in_child(act: Callable[[], None]) -> bool:
-    """Returns: whether it was killed."""
+    """Call `act` in a child process. Return whether the child was killed."""
     child = os.fork()
     if child == 0:
         act()

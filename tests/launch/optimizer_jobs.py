@@ -1,6 +1,4 @@
-"""A job of several optimizers, one of them nobody's but ours, and the plain loop that it must
-equal.
-"""
+"""Jobs with several optimizers, one of them user-defined, and the plain loop to compare with."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ SEED = 3
 
 
 class Model(nn.Module):
-    """Matrices of three shapes, vectors of two; (rows, 8) -> (rows, 8)."""
+    """Model with matrices of three shapes and vectors of two; (rows, 8) -> (rows, 8)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +45,7 @@ class Model(nn.Module):
 
 
 class Softened(torch.autograd.Function):
-    """tanh, with a gradient that is not its own."""
+    """tanh with a gradient that is not its derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -63,21 +61,21 @@ class Softened(torch.autograd.Function):
 
 
 class OwnBackward(Model):
-    """The same with an autograd function before it."""
+    """Model with a user-defined autograd function on its inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(Softened.apply(self.norm.weight[:8] * x))  # type: ignore[no-untyped-call]  # torch's own
 
 
 class Half(Model):
-    """Output and gradients are rounded to float16."""
+    """Model whose outputs and gradients are rounded to float16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(torch.float16).float()
 
 
 class AutocastHalf(Model):
-    """The same under autocast to float16."""
+    """Model under autocast to float16."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.float16):
@@ -86,15 +84,16 @@ class AutocastHalf(Model):
 
 
 class Damped(optim.Optimizer):
-    """A user's own: a mean of gradients, corrected by a count in Python, divided by the parameter's
-    own length.
+    """User-defined optimizer with a bias-corrected mean of the gradients.
+
+    The count of steps is a Python number. The update is divided by the parameter's norm.
     """
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -107,7 +106,7 @@ class Damped(optim.Optimizer):
 
 
 def factored(model: nn.Module) -> list[optim.Optimizer]:
-    """Adafactor for matrices, `Damped` for vectors: both take whole parameters."""
+    """Return Adafactor for matrices and `Damped` for vectors. Both update whole parameters."""
     parameters = list(model.parameters())
     return [
         optim.Adafactor([p for p in parameters if p.ndim > 1], lr=0.05, weight_decay=0.01),
@@ -116,14 +115,14 @@ def factored(model: nn.Module) -> list[optim.Optimizer]:
 
 
 def muon(model: nn.Module) -> list[optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for the rest."""
+    """Return Muon for the hidden matrices and AdamW for the other parameters."""
     hidden = [model.get_parameter(f"{name}.weight") for name in ("second", "third")]
     rest = [p for p in model.parameters() if not any(p is h for h in hidden)]
     return [optim.Muon(hidden, lr=0.02), optim.AdamW(rest, lr=0.01)]
 
 
 def preconditioned(model: nn.Module) -> optim.Optimizer:
-    """State in lists, and branches on the number of the step."""
+    """Return an optimizer with state in lists and branches on the step number."""
     return Factors(model.parameters(), lr=0.02)
 
 
@@ -132,28 +131,28 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def data() -> dict[str, Tensor]:
-    """41 rows."""
+    """Return a data set of 41 rows."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(41, 8, generator=generator)
     return {"x": x, "y": torch.sin(x.flip(1)) * 0.5 + 0.1 * torch.randn(41, 8, generator=generator)}
 
 
 def write_data(path: Path) -> Path:
-    """`data` as npz."""
+    """Write `data` as npz."""
     x, y = (data()[name].numpy() for name in ("x", "y"))
     np.savez(path, x=x, y=y)
     return path
 
 
 def adam(model: nn.Module) -> optim.Optimizer:
-    """One that runs on slices."""
+    """Return an optimizer that can update slices of parameters."""
     return optim.AdamW(model.parameters(), lr=0.02)
 
 
 def make_job(
     optimizer: Callable[[nn.Module], Any], kind: type[Model] = Model, **options: Any
 ) -> trainload.Job:
-    """The job, always with the same weights."""
+    """Return the job, always with the same initial weights."""
     torch.manual_seed(0)
     batch = {name: value[:4] for name, value in data().items()}
     given: dict[str, Any] = {
@@ -167,7 +166,7 @@ def make_job(
 
 
 def frozen(factory: pytest.TempPathFactory) -> Package:
-    """The job under `adam`, frozen once in a run of the suite. No test changes it."""
+    """Return the job with `adam`, frozen once per test session. Tests must not change it."""
     return frozen_once(factory, "adam", lambda: make_job(adam))
 
 
@@ -177,7 +176,7 @@ def _schedule(step: int) -> float:
 
 @dataclass(frozen=True)
 class Eager:
-    """What the plain loop came to. `scales`: of the loss, by step."""
+    """Results of the plain loop. `scales`: scale of the loss by step."""
 
     losses: list[float]
     model: nn.Module
@@ -186,7 +185,7 @@ class Eager:
 
 
 def eager(job: trainload.Job) -> Eager:
-    """The plain loop, as torch's own parts make it."""
+    """Run the plain loop, using only PyTorch."""
     assert job.optimizer is not None
     made: Any = job.optimizer(job.model)
     optimizers: list[optim.Optimizer] = made if isinstance(made, list) else [made]

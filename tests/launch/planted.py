@@ -1,6 +1,4 @@
-"""Faults of a compiler, planted: what is compiled computes something else than the graph that it
-was given.
-"""
+"""Injected compiler faults: the compiled code differs from the graph."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ from trainload.autograd_trace.recompute import hold
 
 aten = torch.ops.aten
 Change = Callable[[Graph, Node], Node]
-"""Puts another node in a node's place, after it in its graph."""
+"""Function that inserts a replacement of a node after it in its graph, and returns it."""
 
 
 class Subject(Tiny):
-    """With a norm, and a difference."""
+    """The tiny model with a layer norm and a subtraction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,17 +48,17 @@ def job() -> trainload.Job:
 
 
 def _instead(target: Any, *more: Any) -> Change:
-    """Another operator of the node's first argument and of these."""
+    """Return a change to another operator on the node's first argument and `more`."""
     return lambda graph, node: graph.call_function(target, (node.args[0], *more))
 
 
 def _after(target: Any, *more: Any) -> Change:
-    """An operator applied to what the node gives."""
+    """Return a change that applies an operator to the node's result."""
     return lambda graph, node: graph.call_function(target, (node, *more))
 
 
 def _other_arguments(*places: int) -> Change:
-    """The same operator of its arguments in another order."""
+    """Return a change to the same operator with its arguments at `places`."""
     return lambda graph, node: graph.create_node(
         "call_function", node.target, tuple(node.args[place] for place in places)
     )
@@ -91,12 +89,12 @@ FAULTS: dict[str, tuple[Any, Change]] = {
     "update, a dropped decay": (aten.mul_.Tensor, _instead(aten.mul_.Tensor, 1.0)),
     "update, a dropped weight": (aten.addcmul_.default, _other_arguments(0, 1, 2)),
 }
-"""What is planted, the operator that is compiled wrongly, and what stands there instead."""
+"""Description of a fault -> the operator that is miscompiled, and its replacement."""
 
 
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
-    """Within it this process compiles with a fault."""
+    """Compile with a fault in this process within the block."""
     target, change = FAULTS[fault]
 
     def hold_back(module: torch.fx.GraphModule) -> None:
@@ -123,6 +121,6 @@ def _put(graph: Graph, node: Node, change: Change) -> None:
 
 
 def train_with_fault(fault: str, entries: list[dict[str, Any]]) -> None:
-    """What a rank of `tests.laws.runs` does, where its compiler has a fault."""
+    """Train as a rank of `tests.laws.runs`, with a faulty compiler."""
     with planted(fault):
         train_as_rank(entries)

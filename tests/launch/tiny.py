@@ -1,5 +1,6 @@
-"""A job that is frozen, derived and trained in a moment, for what has nothing to do with the model:
-launching, fetching, watching.
+"""A job that takes moments to freeze, derive and train.
+
+For tests that do not depend on the model: launching, fetching, watching.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ROWS = 8
 
 
 class Tiny(nn.Module):
-    """(rows, LENGTH - 1) tokens -> (rows, LENGTH - 1, WORDS) logits."""
+    """Language model; tokens (rows, LENGTH - 1) -> logits (rows, LENGTH - 1, WORDS)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def tiny_job() -> trainload.Job:
-    """The job, always with the same weights."""
+    """Return the job, always with the same initial weights."""
     torch.manual_seed(0)
     return trainload.Job(
         model=Tiny(),
@@ -52,12 +53,12 @@ def tiny_job() -> trainload.Job:
 
 
 def token_rows(rows: int, seed: int = 0) -> np.ndarray:
-    """uint8 (rows, LENGTH): each token follows from the one before."""
+    """Return tokens, uint8 (rows, LENGTH): each one determines the next."""
     first = np.random.default_rng(seed).integers(0, WORDS, (rows, 1))
     return ((first + np.arange(LENGTH)) % WORDS).astype(np.uint8)
 
 
 def write_rows(path: Path, rows: int, seed: int = 1) -> Path:
-    """A data set of `token_rows` as npz."""
+    """Write a data set of `token_rows` as npz."""
     np.savez(path, tokens=token_rows(rows, seed))
     return path

@@ -1,6 +1,4 @@
-"""How long the run is that interrupted and killed ones must equal: so long that there is always
-time for it.
-"""
+"""Length of the reference run for interrupted and killed ones, long enough to interrupt it."""
 
 STEPS = 200
 CHECKPOINT_EVERY = 5

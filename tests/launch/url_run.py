@@ -1,10 +1,11 @@
-"""Run by a test: two workers on a Ray cluster of their own, whose checkpoints are in S3; one of
-them is killed.
+"""Train with two workers on a Ray cluster and checkpoints in S3, and kill one of the workers.
+
+A test runs this, as
 
     url_run.py FOLDER PACKAGE DATA URL STEPS
 
-Prints JSON: how often workers were started again, at which steps they began, the losses, and the
-digest of the trained package; then the same of the run on one worker that goes on from there.
+It prints JSON: the number of restarts, the steps at which workers started, the losses, and the path
+of the last checkpoint; then the same for a run on one worker that resumes from there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A job with an optional input, a flag and two shape families, its data as a mixture, and the plain
-loop that a run must equal.
+"""A job with an optional input, a flag and two shape families, and the plain loop to compare with.
+
+Its data is a mixture.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ SEED = 3
 CONSTANTS: tuple[dict[str, Any], ...] = ({}, {}, {}, {"task": "parity"})
 WEIGHTS = (2.0, 1.0, 1.0, 1.0)
 VARIANTS = ("", "small", "hinted", "parity")
-"""Of the mixture's parts."""
+"""Variant of each part of the mixture."""
 
 
 class Reader(nn.Module):
-    """It reads digits: large ones through a convolution, small ones (8 x 8) pixel by pixel, either
-    with a hint where there is one.
+    """Classifier of digits, or of their parity.
+
+    Large images pass through a convolution, small ones (8 x 8) through a linear layer over the
+    pixels. A hint is optional for both.
     """
 
     def __init__(self) -> None:
@@ -65,8 +68,10 @@ class Reader(nn.Module):
 
 @functools.cache
 def parts() -> tuple[dict[str, Tensor], ...]:
-    """The rows of each part: 40 large digits of 16 x 16; 30 small ones; 20 large ones of 20 x 20
-    with a hint; 26 large ones.
+    """Return the rows of each part.
+
+    40 large digits of 16 x 16; 30 small ones; 20 large ones of 20 x 20 with a hint; 26 large ones
+    of 16 x 16.
     """
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes seconds
 
@@ -109,7 +114,7 @@ def example(part: int) -> dict[str, Any]:
 
 
 def job() -> trainload.Job:
-    """The variants written down."""
+    """Return the job with explicitly declared variants."""
     first, small, hinted, parity = (example(part) for part in range(4))
     return trainload.Job(
         model=model(),
@@ -125,11 +130,11 @@ def job() -> trainload.Job:
 
 
 def write_mixture(folder: Path) -> Path:
-    """The parts as npz, but for one as Parquet, and the mixture of them."""
+    """Write the parts, one of them as Parquet and the others as npz, and return their mixture."""
     names = ["large.npz", "small.parquet", "hinted.npz", "parity.npz"]
     for name, columns in zip(names, parts(), strict=True):
         if name.endswith(".npz"):
-            np.savez(folder / name, **{n: t.numpy() for n, t in columns.items()})  # type: ignore[arg-type]  # its stub takes arrays for flags
+            np.savez(folder / name, **{n: t.numpy() for n, t in columns.items()})  # type: ignore[arg-type]  # the stub treats the arrays as flags
         else:
             pq.write_table(
                 pa.table(
@@ -155,7 +160,7 @@ def _lists(tensor: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Eager:
-    """What the plain loop came to: the loss and the part of every step, and the model."""
+    """Results of the plain loop: the loss and the part of every step, and the model."""
 
     losses: list[float]
     parts: list[int]
@@ -163,7 +168,7 @@ class Eager:
 
 
 def eager(steps: int = STEPS) -> Eager:
-    """One process, torch's own parts, the mixture's batches in their order."""
+    """Run the plain loop over the mixture's batches in this process, using only PyTorch."""
     net, whole, given = model(), parts(), options()
     optimizer = given["optimizer"](net)
     order = BatchOrder(

@@ -1,4 +1,4 @@
-"""A job whose activations take far more memory than its parameters."""
+"""A job whose activations need far more memory than its parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS, WIDTH, WIDE = 512, 64, 4096
 
 
 class Wide(nn.Module):
-    """(rows, WIDTH) -> (rows, WIDTH), with intermediate values of one MiB per row."""
+    """Model; (rows, WIDTH) -> (rows, WIDTH), with intermediate values of one MiB per row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def adam(model: nn.Module) -> optim.Optimizer:
 
 
 def wide_job() -> trainload.Job:
-    """Two steps over batches of ROWS rows."""
+    """Return a job of two steps over batches of ROWS rows."""
     return trainload.Job(
         Wide(), {"x": torch.randn(4, WIDTH)}, adam, loss=loss, steps=2, global_batch=ROWS
     )
