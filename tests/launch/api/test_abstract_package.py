@@ -1,4 +1,4 @@
-"""An abstract package can be opened, verified, shown and planned; nothing runs it."""
+"""An abstract package can be opened, verified, inspected and planned, but not run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEPTH = abstract_jobs.DEPTH
 
 @pytest.fixture(scope="module")
 def frozen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Package, Any]:
-    """An abstract package that the command line has frozen, and what it said."""
+    """Abstract package frozen by the command line, and the command's JSON output."""
     made = tmp_path_factory.mktemp("abstract") / "big.tl"
     with redirect_stdout(io.StringIO()) as said:
         assert (
@@ -60,7 +60,7 @@ def abstract(frozen: tuple[Package, Any]) -> Package:
 
 @pytest.fixture(scope="module")
 def concrete(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The same job with weights."""
+    """Package of the same job with weights."""
     torch.manual_seed(0)
     return trainload.freeze(
         job_of(Stack(64, DEPTH)), tmp_path_factory.mktemp("concrete") / "big.tl"
@@ -72,7 +72,7 @@ def copied(abstract: Package, tmp_path: Path) -> Path:
     return Path(shutil.copytree(abstract.path, tmp_path / "copied.tl"))
 
 
-# What it is
+# Contents
 
 
 def test_it_says_so(abstract: Package) -> None:
@@ -141,7 +141,7 @@ def test_it_is_planned_as_the_job_with_weights(
     assert made.estimate == expected.estimate
 
 
-# Nothing runs it
+# Operations that need weights
 
 
 def test_a_graph_with_weights_is_refused(abstract: Package) -> None:
@@ -183,7 +183,7 @@ def test_no_pass_is_applied_to_it(abstract: Package, tmp_path: Path) -> None:
     assert not (tmp_path / "core.tl").exists()
 
 
-# Nothing is frozen so without a proof
+# Requirements of the reduced job
 
 
 def test_without_a_reduced_job_nothing_is_written(tmp_path: Path) -> None:

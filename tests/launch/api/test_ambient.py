@@ -1,4 +1,4 @@
-"""Torch's settings in the caller of a freeze or a launch do not change what it computes."""
+"""PyTorch's global settings in the caller of a freeze or launch do not change the results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from trainload.packaging.package import Package
 
 
 class Model(nn.Module):
-    """Has what the settings change: a matrix product, attention, an index-add, a division of
-    integers, a factory call.
-    """
+    """Model with operations that the settings affect: matrix products, attention, a factory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +243,7 @@ def test_a_transform_around_a_freeze_is_refused_by_name(
 
 
 def test_a_matmul_precision_of_the_new_kind_is_put_back() -> None:
-    backend = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
+    backend = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # created at run time
     before = backend.fp32_precision
     try:
         backend.fp32_precision = "bf16"

@@ -1,5 +1,6 @@
-"""Evaluating a package without training it: the numbers of a run's own evaluation, for all rows and
-for each named part.
+"""Evaluation of a package without training: the results equal those of a run's own evaluation.
+
+This holds for all rows and for each named part.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ def run(
     gpt_held_out: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Any:
-    """A run that is evaluated before its first step and after its last one, and writes its
-    package.
-    """
+    """Run with evaluations before its first and after its last step, and an output package."""
     folder = tmp_path_factory.mktemp("run")
     return trainload.launch(
         gpt,
@@ -128,7 +127,7 @@ def test_a_run_of_no_steps_is_no_run(
 
 
 def parts(folder: Path, rows: Path, *named: tuple[str, int, int]) -> Path:
-    """A mixture of slices of a file's rows."""
+    """Write a mixture whose parts are slices of a file's rows."""
     arrays = np.load(rows)
     entries = []
     for name, start, stop in named:

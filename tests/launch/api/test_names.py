@@ -1,4 +1,4 @@
-"""Names are data: any that can be printed trains, whatever a graph's nodes are called."""
+"""Names are data: any printable name can be trained, whatever a graph's nodes are called."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ NAMES = (
 
 
 class Odd(nn.Module):
-    """Has a layer under each of NAMES, `encoder.proj` beside `encoder_proj`, and a buffer of an odd
-    name.
-    """
+    """Model with a layer for each of NAMES, similar module names, and a buffer with an odd name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""A package whose inputs were nested: frozen, read where their types are unknown, and trained from
-files with dotted columns.
+"""A package with nested inputs is frozen, and trained without their types.
+
+The data files have dotted column names.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def test_the_constants_are_recorded(package: Package) -> None:
 def test_a_process_without_the_types_trains_it_from_dotted_columns(
     package: Package, tmp_path: Path
 ) -> None:
-    columns = rows(4)  # one step's
-    np.savez(tmp_path / "rows.npz", **columns)  # type: ignore[arg-type]  # its stub takes every keyword for a flag
+    columns = rows(4)  # rows of one step
+    np.savez(tmp_path / "rows.npz", **columns)  # type: ignore[arg-type]  # the stub treats the columns as flags
     pq.write_table(
         pa.table({name: list(values) for name, values in columns.items()}),
         tmp_path / "rows.parquet",

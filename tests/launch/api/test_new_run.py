@@ -1,4 +1,4 @@
-"""A run's folder is made by one process."""
+"""A run's folder is created by exactly one process."""
 
 from __future__ import annotations
 

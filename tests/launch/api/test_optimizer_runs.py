@@ -1,5 +1,6 @@
-"""Runs under optimizers that take whole parameters are those of a plain loop, on any number of
-workers and through checkpoints.
+"""Runs with optimizers that update whole parameters reproduce a plain loop.
+
+This holds on any number of workers and across checkpoints.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def muon_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def alone(package: Package, rows: Path, folder: Path, **options: Any) -> list[float]:
-    """The losses of a run of one worker in this process."""
+    """Train with one worker in this process, and return the losses."""
     plan = trainload.plan(package, trainload.Cluster(), "single")
     given: dict[str, Any] = {"compile": False, "backend": "local", **options}
     trainload.launch(package, plan, rows, run_dir=folder / "run", **given)
@@ -70,7 +71,7 @@ def reference() -> list[float]:
 def pair(
     package: Package, muon_package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A folder of runs on two workers, of half the steps."""
+    """Folder of runs on two workers over half the steps."""
     folder = tmp_path_factory.mktemp("pair")
     plans = {
         "zero1": trainload.plan(package, TWO, "zero1", bucket_bytes=400),
@@ -118,7 +119,7 @@ def test_two_workers_have_the_losses_of_a_plain_loop(
 
 def test_muon_on_two_workers_has_the_losses_of_a_plain_loop(pair: Path) -> None:
     losses = eager(make_job(muon)).losses
-    # it multiplies matrices in bfloat16
+    # Muon multiplies matrices in bfloat16
     assert difference(losses[:HALF], curve(pair / "muon")) <= 1e-3
 
 

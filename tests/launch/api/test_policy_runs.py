@@ -1,6 +1,4 @@
-"""A package that a policy does not let be run does not start: not on the driver, not on a worker,
-not again.
-"""
+"""A package that a policy rejects does not run: on the driver, on a worker, or on resume."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ ALONE = ("--backend", "local", "--no-compile")
 
 @pytest.fixture
 def package(tiny: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
-    """A copy of the tiny package that may be signed, on a machine without a policy."""
+    """Copy of the tiny package for signing, on a machine without a policy."""
     monkeypatch.delenv(POLICY, raising=False)
     monkeypatch.setattr(policies, "SYSTEM_POLICY", tmp_path / "system.toml")
     shutil.copytree(tiny.path, tmp_path / "tiny.tl")
@@ -44,7 +42,7 @@ def package(tiny: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def policy(signers: Signers, tmp_path: Path) -> Path:
-    """A policy that demands alice's signature."""
+    """Policy that requires alice's signature."""
     path = tmp_path / "policy.toml"
     path.write_text(f'require_signature = true\nidentities = ["{signers.alice.public}"]\n')
     return path
@@ -62,7 +60,7 @@ def launched(package: Package, data: Path, run_dir: Path, policy: Path | None) -
 
 
 def prepared(package: Package, data: Path, run_dir: Path, policy: Path | None) -> None:
-    """Write what a launch leaves to its workers, which have not begun."""
+    """Write what a launch prepares for its workers, without starting them."""
     plan = trainload.plan(package, trainload.Cluster(), "single")
     prepare(
         package, plan, data, run_dir=run_dir, steps=2, backend="local", compile=False, policy=policy
@@ -144,7 +142,7 @@ def test_a_worker_holds_the_package_to_its_driver_s_policy(
 def test_a_package_that_was_replaced_since_the_launch_is_not_run(
     package: Package, tiny_data: Path, tmp_path: Path
 ) -> None:
-    """Even by its own child, for which the plan would do."""
+    """Even a child of the package, which the plan would fit, does not run."""
     prepared(package, tiny_data, tmp_path / "run", None)
     edit_manifest(package.path, lambda manifest: manifest.update(parent=package.digest))
     with pytest.raises(IntegrityError, match="not the package that the run was launched with"):

@@ -1,4 +1,4 @@
-"""A launch whose run has not begun leaves nothing of its own, and leaves what another has made."""
+"""A launch that fails before its run starts removes what it has created, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_what_a_launch_has_made_is_removed_with_the_folders_above(tmp_path: Path
 def test_a_launch_that_loses_the_race_for_a_folder_leaves_the_winners(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "one"
     with nothing_left(run_dir):
-        begin(run_dir)  # by the other one
+        begin(run_dir)  # by the other launch
     assert (run_dir / RUN_FILE).exists()
 
 

@@ -1,6 +1,4 @@
-"""Clipping by value, the running mean and the scaled loss are those of torch's own parts in a plain
-loop.
-"""
+"""Clipping by value, weight averaging and loss scaling agree with those of a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -41,8 +39,9 @@ HALF = STEPS // 2
 TWO = trainload.Cluster(devices_per_node=2)
 MEAN = trainload.Ema(decay=0.8)
 SCALING = trainload.LossScaling(init_scale=2.0**22, growth_interval=4)
-"""So large that the first gradients are not finite, and growing while a resumed run would have lost
-count.
+"""Loss scaling with an initial scale so large that the first gradients overflow.
+
+The scale also grows at a step at which a resumed run that lost its growth counter would differ.
 """
 
 
@@ -96,7 +95,7 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Path:
-    """A folder of runs on two workers, of half the steps."""
+    """Folder of runs on two workers over half the steps."""
     folder = tmp_path_factory.mktemp("pair")
     wanted = sorted(selected(request, "case"))
     options = {"steps": HALF, "eval_data": str(rows)}
@@ -117,9 +116,7 @@ def pair(
 def alone(
     packages: dict[str, Package], rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], RunResult]:
-    """The run of one worker of a job, by its name, with an output and evaluations; made when it is
-    first asked for.
-    """
+    """Job name -> its run on one worker, with an output and evaluations; run on first use."""
 
     @functools.cache
     def run(name: str) -> RunResult:

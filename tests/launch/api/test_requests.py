@@ -1,6 +1,4 @@
-"""Options of launch, resume and evaluate that do not go together, and what a driver that is kept is
-told.
-"""
+"""Conflicting options of launch, resume and evaluate; arguments of a supervised driver."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def test_a_setting_of_an_evaluation_reaches_it(name: str, monkeypatch: pytest.Mo
 
 
 NONE: Any = None
-"""Where what stands there is not come to."""
+"""Placeholder for arguments and results that a test does not use."""
 
 
 @pytest.mark.parametrize("backend", ["local", "torchrun"])

@@ -1,4 +1,4 @@
-"""A schedule that would rise for longer than the run is refused before anything starts."""
+"""A schedule that would still rise when the run ends is rejected before anything starts."""
 
 from __future__ import annotations
 

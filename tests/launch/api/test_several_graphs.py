@@ -1,5 +1,6 @@
-"""Jobs of several graphs train as a plain loop does, whatever runs when, whoever trains what, on
-any number of workers.
+"""Jobs with several graphs train like a plain loop, on any number of workers.
+
+The jobs cover loops of turns, feeds between graphs, and shared and separate optimizers.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from trainload.packaging.package import Package
 TWO = trainload.Cluster(devices_per_node=2)
 HALF = STEPS // 2
 CONTINUED = ("actor_critic-zero3", "gan-zero1")
-"""The runs of two workers that one worker continues."""
+"""Runs on two workers that are continued on one worker."""
 
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Package]:
-    """The package of a job, by its name."""
+    """Job name -> its package, frozen on first use."""
     return functools.cache(functools.partial(frozen, tmp_path_factory))
 
 
@@ -46,7 +47,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Plain(dict[str, Eager]):
-    """Job name -> the results of the plain loop, which runs when they are first needed."""
+    """Job name -> results of the plain loop, which runs on first use."""
 
     def __missing__(self, name: str) -> Eager:
         self[name] = eager(JOBS[name]())
@@ -59,7 +60,7 @@ def plain() -> dict[str, Eager]:
 
 
 def losses(run_dir: Path) -> list[dict[str, Any]]:
-    """Of every step: the main graph's loss, and the other graphs' as "graph.loss"."""
+    """Return, for each step, the loss of the main graph and those of the others as "graph.loss"."""
     found = {
         e.data["step"]: {"loss": e.data["loss"], **e.data["metrics"]}
         for e in read_events(run_dir)
@@ -69,7 +70,7 @@ def losses(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def assert_equal(run_dir: Path, job: trainload.Job, expected: Eager, steps: int = STEPS) -> None:
-    """Every loss of every round is the plain loop's."""
+    """Check that all losses of all rounds equal those of the plain loop."""
     main = next(name for name, graph in job.graphs.items() if graph.loss is not None)
     found = losses(run_dir)
     assert len(found) == steps
@@ -105,8 +106,9 @@ def pairs(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Path:
-    """A folder of runs of two workers that have done half their steps: every job under every
-    strategy, accumulating once.
+    """Folder of half-finished runs on two workers: every job under every strategy.
+
+    zero0 and zero3 accumulate gradients over two microbatches.
     """
     folder = tmp_path_factory.mktemp("pairs")
     runs = []
@@ -192,9 +194,7 @@ def test_evaluation_gives_every_graphs_loss(
 
 @pytest.fixture(scope="module")
 def own(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """A run of the GAN with a scale of the loss for each graph, and a mean of the generator's
-    parameters.
-    """
+    """Run of the GAN with a loss scale per graph, and an average of the generator's parameters."""
     folder = tmp_path_factory.mktemp("own")
     job = gan(loss_scaling=trainload.LossScaling(init_scale=2.0**10, growth_interval=4))
     generator = replace(job.graphs["generator"], ema=trainload.Ema(0.5))
@@ -227,7 +227,7 @@ def test_a_graphs_own_mean_is_of_its_own_parameters(own: RunResult) -> None:
 def test_every_graph_has_a_scale_of_its_own(own: RunResult, plain: dict[str, Eager]) -> None:
     assert_equal(own.run_dir, gan(), plain["gan"])
     kept = Checkpoint.open(own.checkpoint).index.user["loss scaling"]
-    # 8 and 16 updates
+    # after 8 and 16 updates
     assert {graph: entry["scale"] for graph, entry in kept.items()} == {
         "generator": 2.0**12,
         "discriminator": 2.0**14,

@@ -1,5 +1,6 @@
-"""A run of a range of nodes has a plan for each number of them that its global batch divides among,
-whatever the greatest number is.
+"""A run on a range of nodes has a plan for each size that divides its global batch.
+
+The range's maximum need not be one of these sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BATCH = 8
 
 
 def planned(package: Package, least: int, most: int, **batch: Any) -> tuple[Plan, ...]:
-    """The plans of `launch --nodes least:most --workers 1`."""
+    """Return the plans of `launch --nodes least:most --workers 1`."""
     sizes = range(least, most + 1)
     first = trainload.plan(
         package, trainload.Cluster(nodes=largest_size(package, sizes, 1, **batch)), None, **batch

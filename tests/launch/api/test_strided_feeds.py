@@ -1,5 +1,6 @@
-"""What one graph computes for another may lie in any order in memory: the other one was derived for
-rows one after the other.
+"""Outputs that one graph feeds to another may have any strides.
+
+The receiving graph was derived for contiguous rows.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ ROWS, STEPS = 6, 2
 
 
 def teach(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """(rows, 4, 3), a view of (rows, 3, 4)."""
+    """Return targets, (rows, 4, 3), a non-contiguous view of (rows, 3, 4)."""
     return {
         "wanted": model.get_submodule("teacher")(batch["x"]).unflatten(1, (3, 4)).transpose(1, 2)
     }
 
 
 def learn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A view of what is fed, which its strides do not allow."""
+    """Return a loss that views the fed tensor in a shape that the tensor's strides do not allow."""
     wanted = batch["wanted"].reshape(len(batch["x"]), -1)
     found: Tensor = (
         (model.get_submodule("student")(batch["x"]) - wanted * wanted.view(-1, 12).sigmoid())

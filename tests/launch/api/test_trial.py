@@ -1,4 +1,4 @@
-"""A step that is tried out by a run's first rank alone."""
+"""A trial step runs on a run's first rank alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that is tried out on a cluster, and gives no answer or fails in Ray's words."""
+"""A trial step on a cluster that times out or fails with an error of Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEC = RunSpec.model_construct(
 
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[RayError], list[str]]:
-    """Has a task that is waited for end with an error. Returns: the tasks that are taken back."""
+    """Function that makes `ray.get` raise an error. It returns the list of cancelled tasks."""
     task = SimpleNamespace(
         options=lambda **options: SimpleNamespace(remote=lambda *arguments: "the task")
     )

@@ -1,6 +1,4 @@
-"""A job of several variants, frozen as written and as recorded, trains on a mixture as a plain loop
-does.
-"""
+"""A job with several variants, declared or recorded, trains on a mixture like a plain loop."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def recording() -> trainload.Job:
-    """The job of a recording of all of them."""
+    """Job of a recording that covers all variants."""
     net = model()
     with trainload.record(net) as recording:
         for _ in range(2):
@@ -96,7 +94,7 @@ def test_the_plain_loop_takes_every_part(plain: Eager) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run of one worker: its folder, and what it came to."""
+    """A run on one worker: its folder and its result."""
 
     run_dir: Path
     result: RunResult
@@ -133,9 +131,7 @@ def pairs(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Path:
-    """A folder of runs of two workers, uncompiled: every strategy, with and without
-    accumulation.
-    """
+    """Folder of uncompiled runs on two workers: every strategy, with and without accumulation."""
     folder = tmp_path_factory.mktemp("pairs")
     runs = []
     asked = selected(request, "strategy")
@@ -148,7 +144,7 @@ def pairs(
     return folder
 
 
-@pytest.mark.slow  # a run of two workers of a smaller job is continued below
+@pytest.mark.slow  # a test below continues a run of a smaller job on two workers
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
 def test_two_workers_have_the_losses_of_a_plain_loop(
     strategy: str, pairs: Path, plain: Eager
@@ -180,13 +176,13 @@ def test_it_trains_on_two_ray_workers(
 
 @pytest.fixture(scope="module")
 def either() -> Golden:
-    """A job of two variants, the smallest that there is: with an optional column, and without."""
+    """The smallest job with two variants: with and without an optional column."""
     return next(each for each in goldens() if each.name == "variants")
 
 
 @pytest.fixture(scope="module")
 def either_losses(either: Golden, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of an uncompiled run of that job on one worker."""
+    """Losses of an uncompiled run of that job on one worker."""
     run_dir = tmp_path_factory.mktemp("either") / "run"
     trained_either(either, run_dir, STEPS, compiled=False)
     return curve(run_dir)
@@ -202,16 +198,16 @@ def trained_either(either: Golden, run_dir: Path, count: int, *, compiled: bool)
 
 @pytest.mark.slow
 def test_it_trains_compiled(either: Golden, either_losses: list[float], tmp_path: Path) -> None:
-    """On one worker, with few operators: compiling takes long.
+    """One worker and few operators, because compiling is slow.
 
-    Every variant's graphs are compiled alike.
+    The graphs of all variants are compiled in the same way.
     """
     trained_either(either, tmp_path / "run", 4, compiled=True)
     assert {step["variants"][0] for step in steps(tmp_path / "run")} == {"", "hinted"}
     assert curve(tmp_path / "run") == pytest.approx(either_losses[:4], rel=TOLERANCE)
 
 
-@pytest.mark.slow  # tests/record has what recordings find
+@pytest.mark.slow  # tests/record covers the results of recordings
 def test_a_recording_finds_the_variants(recording: trainload.Job) -> None:
     assert list(recording.variants) == ["image_1_8_8", "with_hint", "task_parity"]
 
@@ -308,7 +304,7 @@ def test_graphs_that_feed_one_another_have_variants_too(tmp_path: Path) -> None:
     )
     package = trainload.freeze(job, tmp_path / "job.tl")
     for name, columns in (("plain", plain_rows), ("masked", masked_rows)):
-        np.savez(tmp_path / f"{name}.npz", **{n: t.numpy() for n, t in columns.items()})  # type: ignore[arg-type]  # arrays, no flags
+        np.savez(tmp_path / f"{name}.npz", **{n: t.numpy() for n, t in columns.items()})  # type: ignore[arg-type]  # arrays, not flags
     (tmp_path / "m.json").write_text(
         json.dumps({"parts": [{"data": "plain.npz"}, {"data": "masked.npz"}]})
     )

@@ -1,5 +1,6 @@
-"""Rows that the loss does not count: a microbatch without weight adds nothing, and an update
-without weight is skipped and reported.
+"""Rows without weight in the loss: a microbatch of such rows adds nothing.
+
+An update without weight is skipped and reported.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def by_division(model: nn.Module, batch: dict[str, Tensor]) -> trainload.Loss:
-    """A mean over what is labelled, as people write it: of no labels it is 0 / 0, as its gradient
-    is.
-    """
+    """Return the usual mean over labelled rows. Without labels, it and its gradient are 0 / 0."""
     labels = batch["label"].long()
     counted = (labels >= 0).float()
     each = functional.cross_entropy(model(batch["x"]), labels.clamp(min=0), reduction="none")
@@ -58,14 +57,14 @@ def by_division(model: nn.Module, batch: dict[str, Tensor]) -> trainload.Loss:
 
 
 def by_index(model: nn.Module, batch: dict[str, Tensor]) -> trainload.Loss:
-    """The same by cross_entropy, which ignores labels."""
+    """Return the same mean, computed by cross_entropy with an ignored label."""
     labels = batch["label"].long()
     loss = functional.cross_entropy(model(batch["x"]), labels, ignore_index=-1)
     return trainload.Loss(loss, weight=(labels >= 0).sum(), metrics={"error": loss.detach()})
 
 
 def adamw(model: nn.Module) -> optim.Optimizer:
-    """Momentum and decay would both move parameters in an update that should have been skipped."""
+    """Return an optimizer whose momentum and weight decay expose an update that is not skipped."""
     return optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
@@ -100,8 +99,10 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def table() -> dict[str, Any]:
-    """Of step 0 the first half has no label, of step 1 the second half but for one row, and of step
-    2 nothing has.
+    """Data with missing labels.
+
+    The first half of step 0, the second half of step 1 except for one row, and all of step 2 have
+    none.
     """
     generator = np.random.default_rng(0)
     label = generator.integers(0, CLASSES, ROWS * STEPS)
@@ -121,9 +122,7 @@ def data(table: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def eager(table: dict[str, Any]) -> dict[int, tuple[float, float]]:
-    """(loss, gradient norm) by step, of a loop that leaves out what has no label and does not step
-    without any.
-    """
+    """Step -> (loss, gradient norm) of a loop over labelled rows that skips steps without any."""
     model = network()
     optimizer = adamw(model)
     order = rows(SEED, ROWS * STEPS, 0, ROWS * STEPS)
@@ -146,7 +145,7 @@ def eager(table: dict[str, Any]) -> dict[int, tuple[float, float]]:
 
 
 def trained(world: int, run: Run, folder: Path) -> dict[int, dict[str, Any]]:
-    """Train a run to its end. Returns: what the journal has of its steps, by number."""
+    """Train a run to its end; return step -> the data of its event in the journal."""
     with ranks(world, [run], folder) as started:
         for process in started:
             process.join(300)
