@@ -1,4 +1,4 @@
-"""What holds of checkpoints wherever they lie; and what is said and done where a place fails."""
+"""Checkpoints behave alike in every kind of storage; its failures are handled and reported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def steps(kept: Kept) -> list[int]:
 
 
 def needed(kept: Kept) -> set[str]:
-    """What checkpoints consist of."""
+    """Return the paths of the files that make up the published checkpoints."""
     found = set()
     for where in kept.place.published().values():
         checkpoint = Checkpoint.open(where)
@@ -195,7 +195,7 @@ def test_the_next_attempt_removes_what_the_one_before_has_left_and_nothing_else(
     save_in(kept.place, TWO, 5)
     kept.write("notes.txt", b"somebody else's")
     first, _ = writers(kept.place, TWO, attempt="t2", timeout=60)
-    first.save(9, make_state(TWO, 0), DATA, {})  # killed, as far as the next one can tell
+    first.save(9, make_state(TWO, 0), DATA, {})  # to the next attempt, this one looks killed
     while not any(
         "step-00000009" in path and path.endswith(".safetensors") for path in kept.files()
     ):
@@ -246,7 +246,7 @@ def test_a_damaged_newest_gives_way_to_the_one_before_with_the_reason(
     usable = usable_checkpoint(kept.place, patience=30.0)
     assert usable.path == older
     if damage == "gone" and file == "index.json":
-        assert usable.rejected == ()  # without an index it is none
+        assert usable.rejected == ()  # no index, no checkpoint
     else:
         assert len(usable.rejected) == 1
         assert "step-00000020/" in usable.rejected[0]
@@ -316,7 +316,7 @@ def test_a_large_shard_is_sent_in_parts_and_not_copied_whole(
     assert torch.equal(found["w"], values)
 
 
-# Where the place fails
+# Failing storage
 
 
 def test_a_network_that_fails_for_a_while_costs_a_checkpoint_and_no_more(
@@ -338,7 +338,7 @@ def test_a_network_that_fails_for_a_while_costs_a_checkpoint_and_no_more(
         wire.cut()
         began = time.monotonic()
         saver.save(2, make_state(ONE, 0, salt=1), DATA, {})
-        assert time.monotonic() - began < 10.0  # of the 60 for which it is tried again
+        assert time.monotonic() - began < 10.0  # far below the 60 seconds for which it is retried
         wait_until(lambda: saver.wanted)
         wire.refuse = False
         saver.finish(lambda: saver.save(3, make_state(ONE, 0, salt=2), DATA, {}))
@@ -395,7 +395,7 @@ def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
         wire.silent = True
         for step in range(1, 4):
             saver.save(step, make_state(ONE, 0), DATA, {})
-            assert saver._writer.writing  # it has not ended: none was waited for
+            assert saver._writer.writing  # still uploading: no save waited for it
         wait_until(lambda: saver.wanted)
         wire.silent = False
         wire.cut()
@@ -489,7 +489,7 @@ def test_a_kill_before_any_write_or_removal_leaves_a_whole_checkpoint_to_go_on_f
         assert {"10", "10,20", "20,30"} <= {line[2] for line in lines}
 
 
-@pytest.mark.slow  # as those of a folder, and a shard that is cut
+@pytest.mark.slow  # tests of folders and of a truncated shard cover the same code
 def test_bits_that_change_anywhere_are_noticed(bucket: Kept) -> None:
     where = save_in(bucket.place, TWO, 3)
     rng = random.Random(0)

@@ -1,6 +1,4 @@
-"""What was written is read again, by any number of ranks; and nothing that has changed is
-believed.
-"""
+"""Checkpoints can be read by any number of ranks, and any corruption is detected."""
 
 from __future__ import annotations
 
@@ -227,7 +225,7 @@ def test_a_checkpoint_of_before_chunks_is_refused_by_its_version(tmp_path: Path)
 
 
 def test_a_checkpoint_whose_shards_do_not_say_their_chunk_is_read(tmp_path: Path) -> None:
-    """Format 2, where it was 4 MiB in all of them."""
+    """In format 2, the chunk size is 4 MiB in all shards."""
     index = save_all(tmp_path, PLANS["single"], 3) / "index.json"
     content = json.loads(index.read_bytes())["content"] | {"version": 2}
     for file in content["files"]:
@@ -246,7 +244,7 @@ CHUNK = 4096
 
 
 def large(strategy: Strategy, world: int) -> Plan:
-    """A plan of one parameter, which is much larger than a chunk."""
+    """Return a plan with one parameter that is much larger than a chunk."""
     slot = Slot(parameter="w", offset=0, length=LENGTH, shape=(LENGTH,))
     bucket = Bucket(name="b", dtype="float32", groups=("g",), length=LENGTH, slots=(slot,))
     return make_plan(strategy, world).model_copy(update={"buckets": (bucket,)})
@@ -290,7 +288,7 @@ def test_a_rank_reads_what_it_holds_and_no_more_than_the_chunks_at_its_ends(
             Checkpoint.open(tmp_path / "checkpoints" / "step-00000003"), large(*read), rank
         ).flats["b"]
         own = sum(value.nbytes for value in found.values())
-        # of each part of each entry, and the headers
+        # at the ends of each part of each entry, and the headers
         ends = (written[1] + 1) * len(found) * 2 * CHUNK
         assert own <= sum(counted) <= own + ends < own + LENGTH
 
@@ -367,7 +365,7 @@ def test_no_usable_checkpoint_is_none(tmp_path: Path) -> None:
     (save_all(tmp_path, PLANS["single"], 3) / "index.json").write_bytes(b"")
     usable = usable_checkpoint(place_of(tmp_path))
     assert (usable.path, len(usable.rejected)) == (None, 1)
-    (tmp_path / "checkpoints/step-00000003/index.json").unlink()  # then it is none
+    (tmp_path / "checkpoints/step-00000003/index.json").unlink()  # no index, no checkpoint
     assert usable_checkpoint(place_of(tmp_path)).rejected == ()
 
 

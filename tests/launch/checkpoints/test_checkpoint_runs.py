@@ -1,6 +1,4 @@
-"""Runs whose checkpoints lie elsewhere than in their folder: they train, end, stop and go on as any
-other.
-"""
+"""Runs with checkpoints outside their folder train, finish, stop and resume as usual."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def launch(package: Package, data: Path, run_dir: Path, **options: Any) -> RunRe
 
 @pytest.fixture(scope="module")
 def usual(gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """The run with its checkpoints in its folder."""
+    """Run with its checkpoints in its own folder."""
     return launch(gpt, gpt_data, tmp_path_factory.mktemp("usual") / "run")
 
 
@@ -204,7 +202,7 @@ def test_what_cannot_be_written_is_told_before_anything_starts_whoever_asks(
     line: str,
     dry: bool,
 ) -> None:
-    """Permissions do not tell: root may write to every folder, and /proc has none to write to."""
+    """Use /proc, where no file can be created: permissions do not stop root."""
     arguments = [
         "launch",
         str(gpt.path),
@@ -222,9 +220,9 @@ def test_what_cannot_be_written_is_told_before_anything_starts_whoever_asks(
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """An S3 whose objects may be listed, and neither written nor removed."""
+    """S3 server whose objects can be listed, but neither written nor removed."""
 
-    protocol_version = "HTTP/1.1"  # what asks before it sends waits for an answer
+    protocol_version = "HTTP/1.1"  # clients that send `Expect: 100-continue` wait for a response
 
     def do_GET(self) -> None:
         self._answer(
@@ -248,7 +246,7 @@ class Refusing(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
 
 def test_a_store_that_may_not_be_written_is_told_with_its_own_words(

@@ -1,4 +1,4 @@
-"""Checkpoints are published whole or not at all, and what goes wrong in the thread is told."""
+"""Checkpoints are published completely or not at all, and errors of the thread are reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ONE = make_plan("single", 1)
 
 
 def visible(run: Path) -> list[str]:
-    """The folders of a run's checkpoints that have shards, published or not."""
+    """Return the checkpoint folders of a run that contain shards, published or not."""
     folder = run / "checkpoints"
     return sorted({path.relative_to(folder).parts[0] for path in folder.rglob("*.safetensors")})
 
@@ -99,7 +99,7 @@ def test_drafts_of_earlier_attempts_are_removed_at_the_start(tmp_path: Path) -> 
     save_all(tmp_path, ONE, 5)
     folder = tmp_path / "checkpoints"
     drafts = ("step-00000006/t1-00000002", "step-00000007/t2-00000001", "step-00000005/t1-00000009")
-    # the last two: of older versions
+    # the last two are drafts of older versions
     for name in (*drafts, ".tmp-step-00000008-t1", ".tmp-deleted-step-00000001-t0"):
         (folder / name).mkdir(parents=True)
         (folder / name / "rank-00000-of-00001.safetensors").touch()
@@ -144,7 +144,7 @@ def test_a_follower_learns_that_nothing_was_published(
         second.wait()
     assert published(tmp_path) == {}
     writers(tmp_path, TWO, attempt="t2")
-    assert visible(tmp_path) == []  # the shards stay until then: the index may have been written
+    assert visible(tmp_path) == []  # kept until then: the index may have been written
 
 
 def test_an_error_of_the_thread_is_raised_by_the_next_save_and_only_once(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_disk_that_is_really_full_is_told_and_the_next_save_works(tmp_path: Pa
 
 
 def fill_the_disk(folder: Path) -> None:
-    """Save three times, where there is no room for the second. Prints what is said of it."""
+    """Save three checkpoints with no space for the second one, and print its error."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     writer = CheckpointWriter(place_of(folder), ONE, 0, "t1")
     writer.save(1, make_state(ONE, 0), DATA, {})
@@ -279,8 +279,9 @@ def environment() -> dict[str, str]:
 
 
 def demand_whole_after_kills(tmp_path: Path, stride: int) -> None:
-    """Kill a process at one file operation in `stride`, beginning with the first, and demand that
-    only whole checkpoints are left.
+    """Check that a process killed at a file operation leaves only complete checkpoints.
+
+    One in `stride` operations is tried, beginning with the first.
     """
     status, told = ran(killed_saver.main, tmp_path / "runs", 1, stride, cwd=tmp_path)
     assert status == 0, told
@@ -290,7 +291,7 @@ def demand_whole_after_kills(tmp_path: Path, stride: int) -> None:
     for _, _, steps, whole, drafts in lines:
         assert (0 if steps == "-" else len(steps.split(","))) == int(whole)
         assert drafts == "0"
-    # Once step 10 was published there is always a checkpoint to go on from.
+    # once step 10 is published, there is always a checkpoint to resume from
     first = next(number for number, line in enumerate(lines) if line[2] != "-")
     assert all(line[2] != "-" for line in lines[first:])
     assert {"10", "10,20", "20,30"} <= {line[2] for line in lines}
@@ -309,9 +310,9 @@ WEIGHTS = 1 << 21
 
 
 def save_for_ever(folder: Path, rank: int, attempt: str) -> None:
-    """One of two ranks that save and save, until it is killed.
+    """Save checkpoints as one of two ranks until the process is killed.
 
-    Prints each step whose save has begun.
+    Print the number of each step whose save has started.
     """
     slot = Slot(parameter="w", offset=0, length=WEIGHTS, shape=(WEIGHTS,))
     bucket = Bucket(name="b", dtype="float32", groups=("g",), length=WEIGHTS, slots=(slot,))

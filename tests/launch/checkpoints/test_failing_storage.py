@@ -1,6 +1,4 @@
-"""Storage that fails when a path is looked at: nobody is asked for anything, and errors are told in
-words.
-"""
+"""Storage that fails on access to a path: no request is reported, errors have messages."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ Fail = Callable[[Path], None]
 
 @pytest.fixture(params=[errno.EIO, errno.ESTALE, errno.EACCES], ids=errno.errorcode.__getitem__)
 def fail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fail:
-    """Has whatever is asked of the paths below a folder fail."""
+    """Function that makes `stat` and `unlink` fail for all paths below a folder."""
     error = OSError(request.param, os.strerror(request.param))
 
     def failing(folder: Path) -> None:

@@ -1,6 +1,4 @@
-"""Two of the kills of `benchmarks/kills.py`, without compiling: while a checkpoint is written and
-while it is published.
-"""
+"""Two kills of `benchmarks/kills.py`, uncompiled: while a checkpoint is written or published."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def shards(result: RunResult) -> list[bytes]:
 
 
 def done_steps(run_dir: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of everything that was done, also what was done again."""
+    """Return (step, loss, gradient norm) of all executed steps, including repeated ones."""
     events = (event.data for event in read_events(run_dir) if event.kind == "step")
     return [(data["step"], data["loss"], data["gradient_norm"]) for data in events]
 

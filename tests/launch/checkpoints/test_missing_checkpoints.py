@@ -1,4 +1,4 @@
-"""A run whose checkpoints are gone does not begin again by itself, whatever runs it."""
+"""A run whose checkpoints are gone does not start over by itself, on any backend."""
 
 from __future__ import annotations
 

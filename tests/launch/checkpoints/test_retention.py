@@ -1,4 +1,4 @@
-"""Which checkpoints are kept."""
+"""Retention of checkpoints."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_writer_keeps_the_best_by_what_checkpoints_say_of_themselves(tmp_path:
 
 def test_a_run_keeps_what_it_was_asked_to(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
-    # what is learned makes it worse, so that the last are not the best
+    # training increases this loss, so the last checkpoints are not the best
     np.savez(tmp_path / "held-out.npz", tokens=token_rows(21)[:, ::-1])
     result = trainload.launch(
         tiny,

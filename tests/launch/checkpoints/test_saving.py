@@ -1,4 +1,4 @@
-"""What becomes of a run whose storage fails when a checkpoint is due."""
+"""A run whose storage fails when a checkpoint is due."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def saver(folder: Path, patience: float = 30.0) -> Saver:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
-    """Makes the first few shards fail. Returns: what was tried."""
+    """Make the first `times` writes of shards fail; return the names of all attempted shards."""
     tried: list[str] = []
     write = write_shard
 
@@ -54,7 +54,7 @@ def said(folder: Path) -> list[str]:
 
 
 def wait(saver: Saver) -> bool:
-    """Waits until the save is over. Whether another one is wanted at once."""
+    """Wait for the end of the save, and return whether another one is wanted at once."""
     while saver._writer.writing:
         time.sleep(0.01)
     return saver.wanted

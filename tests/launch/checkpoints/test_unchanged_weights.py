@@ -1,5 +1,6 @@
-"""What a run does not train lies in files of its own in its output: the same bytes each time, which
-a store has once.
+"""Untrained parameters are in separate files of a run's output.
+
+The bytes of these files do not depend on the run, so a store has them once.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """All of its parameters are trained."""
+    """Package whose parameters are all trained."""
     return frozen(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def partly(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """Of its parameters the last layer's are trained."""
+    """Package of which only the last layer is trained."""
     job = make_job(
         lambda model: torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     )
@@ -44,7 +45,7 @@ def partly(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def trained(package: Package, rows: Path, folder: Path, seed: int = 0, **overrides: Any) -> Package:
-    """The package after two steps."""
+    """Train the package for two steps, and return the output."""
     changes = trainload.Overrides(seed=seed, **overrides)
     result = trainload.launch(
         package,
@@ -62,7 +63,7 @@ def trained(package: Package, rows: Path, folder: Path, seed: int = 0, **overrid
 
 
 def files(package: Package, names: tuple[str, ...]) -> dict[str, str]:
-    """Name -> the digest of the file that holds it."""
+    """Return parameter name -> digest of the file that contains it."""
     return {name: package.manifest.files[package.weights.file(name)].sha256 for name in names}
 
 

@@ -1,6 +1,4 @@
-"""Workers on a cluster whose checkpoints are in S3: what they meet through, and go on from, is
-there alone.
-"""
+"""Workers on a cluster rendezvous through checkpoints in S3 alone, and resume from there."""
 
 from __future__ import annotations
 
