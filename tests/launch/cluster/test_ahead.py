@@ -1,4 +1,4 @@
-"""Compiling beside a run for other numbers of nodes, which may fail without harm to the run."""
+"""Compilation for other numbers of nodes during a run; a failure does not affect the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's journal, also while storage does not take it."""
+"""The driver's journal, which buffers events while storage fails."""
 
 from __future__ import annotations
 

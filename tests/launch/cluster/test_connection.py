@@ -1,6 +1,4 @@
-"""Connecting a driver to a Ray cluster: the environment variables that are set, and the error when
-no cluster answers.
-"""
+"""Connection of a driver to a Ray cluster: environment variables, and missing clusters."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ SET = (
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that says nothing of Ray, as it was before once the test is over."""
+    """Environment without the variables that a connection sets; restored after the test."""
     for name in SET:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -1,6 +1,4 @@
-"""A short form of `benchmarks/faults.py`: a worker that gets stuck and a node that is lost, on a
-cluster of several nodes.
-"""
+"""A short version of `benchmarks/faults.py`: a stuck worker and a lost node on several nodes."""
 
 from __future__ import annotations
 

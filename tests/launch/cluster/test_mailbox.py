@@ -1,4 +1,4 @@
-"""What workers say reaches the driver once, also where answers get lost."""
+"""Messages of workers reach the driver exactly once, even if responses are lost."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_events_are_counted_once_however_often_they_are_handed_out(box: Mailbox)
 
 
 class Call:
-    """A method of the actor's, called here; its answer is lost where `lost` says so."""
+    """A method of the actor, called in this process. Its response is lost if `lost` says so."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.remote = lambda *arguments: lambda: method(*arguments)
@@ -104,7 +104,7 @@ class Actor:
 
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Which of the next answers get lost; those after them do not."""
+    """Flags for the next responses: true if the response is lost. Later responses arrive."""
     found: list[bool] = []
 
     def get(call: Callable[[], Any], timeout: float) -> Any:
@@ -120,7 +120,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def contact(box: Mailbox) -> RayContact:
-    return RayContact(Actor(box), 1, 0, "rank 0", 1, "node")  # type: ignore[arg-type]  # no actor of Ray's
+    return RayContact(Actor(box), 1, 0, "rank 0", 1, "node")  # type: ignore[arg-type]  # not a Ray actor
 
 
 def test_a_flush_waits_for_the_journal_though_answers_get_lost(

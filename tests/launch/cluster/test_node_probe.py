@@ -1,4 +1,4 @@
-"""Whether nodes are there: one that is slow to answer is not taken for lost for ever."""
+"""Probes of nodes: a node that responds late is not considered lost forever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainload.launching.cluster.tasks import NodeProbe
 
 
 class Task:
-    """A question to a node."""
+    """A fake remote task that probes a node."""
 
     def __init__(self, node: str, asked: list[str]) -> None:
         self.node, self._asked = node, asked
@@ -25,8 +25,9 @@ class Task:
 
 
 class Cluster:
-    """Nodes that answer when they are let; `asked`: which were, in order; `taken_back`: whose
-    questions were.
+    """Fake cluster in which the nodes in `answering` respond to probes.
+
+    `asked`: the probed nodes, in order. `taken_back`: nodes whose probes were cancelled.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes a plan's workers are put on."""
+"""Selection of the nodes for a plan's workers."""
 
 from __future__ import annotations
 

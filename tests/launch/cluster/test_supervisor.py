@@ -1,6 +1,6 @@
-"""What the driver of a run decides after an attempt, and what it says while it waits.
+"""Decisions of a run's driver after an attempt, and its messages while it waits.
 
-Without Ray: no attempt is made.
+These tests do not use Ray: no attempt is started.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEP = Event("step", {"step": 0, "loss": 1.5, "gradient_norm": 0.5, "seconds": 0
 
 
 class Clock:
-    """Its sleep is no sleep."""
+    """Fake clock whose `sleep` returns at once."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -50,7 +50,7 @@ class Clock:
 
     @property
     def paused(self) -> float:
-        """Seconds slept since this was last asked."""
+        """Seconds slept since the last access, rounded."""
         found, self.slept = sum(self.slept), []
         return round(found)
 
@@ -77,7 +77,7 @@ def supervisor(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def lost(run_dir: Path, *, over: bool = False, error: str = "") -> None:
-    """Leaves the last word of a driver, ten seconds ago."""
+    """Write the state file of a driver that was last heard of ten seconds ago."""
     summary = Summary()
     if error:
         summary.take(Event("failed", {"message": "so it is", "error": error}, 1.0))
@@ -193,7 +193,7 @@ def test_a_stop_of_before_is_forgotten(
 
 
 class Calls:
-    """A mailbox whose answers get lost for the first `lost` times."""
+    """Fake mailbox whose first `lost` responses are lost."""
 
     def __init__(self, lost: int) -> None:
         self.lost = lost
@@ -244,12 +244,12 @@ def test_the_last_words_of_an_attempt_are_not_missed(
     attempt = SimpleNamespace(
         ended=SimpleNamespace(is_set=lambda: True), error=None, seats=("node",)
     )
-    assert supervisor._follow(attempt, Monitor(1, 1.0, 1.0, 1.0), None) is None  # type: ignore[arg-type]  # it is over
+    assert supervisor._follow(attempt, Monitor(1, 1.0, 1.0, 1.0), None) is None  # type: ignore[arg-type]  # the attempt has ended
     assert len(calls.numbers) == 3
 
 
 class Leaving:
-    """A node of the attempt's that will be gone in a minute, and whether there is another one."""
+    """Fake attempt on a node that is drained in a minute. `another`: a replacement is available."""
 
     def __init__(self, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
         self.another = False
