@@ -1,6 +1,4 @@
-"""Columns whose lists hold no numbers, such as messages of a chat, are refused by name, as others
-are whose dtype no input has.
-"""
+"""Columns that no input can have, such as lists of chat messages, are rejected by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every row is trained on once in each epoch, on whatever numbers of ranks, however often the run
-stops in the middle of one.
+"""Every row is trained on once per epoch, with any number of ranks.
+
+This holds even if the run stops in the middle of epochs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ from trainload.packaging.package import Package
 pytestmark = pytest.mark.slow
 
 ROWS = 101
-"""Neither a multiple of the global batch nor of any number of ranks."""
+"""Number of rows, a multiple neither of the global batch nor of any number of ranks."""
 STOPS = (3, 7, 12, 17)
-"""Steps at which the run has been stopped, each in the middle of an epoch; after the last one it
-ends.
-"""
+"""Steps at which the run stops, each in the middle of an epoch. The last one is its end."""
 WORLDS = (2, 1, 2, 1)
 
 

@@ -1,5 +1,6 @@
-"""Every format and every place of data gives the same rows: Parquet, Arrow, npz, safetensors, tar;
-folders, patterns, URLs.
+"""All formats and locations of data give the same rows.
+
+Formats: Parquet, Arrow, npz, safetensors, tar. Locations: files, folders, patterns, URLs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def npy(value: np.ndarray) -> bytes:
 
 
 def write(path: Path, first: int = 0, stop: int = ROWS) -> Path:
-    """Rows first .. stop, in the format that the name says."""
+    """Write the rows first .. stop - 1 in the format that the file's name indicates."""
     rows = table(first, stop)
     if path.suffix == ".parquet":
         pq.write_table(rows, path, row_group_size=3)
@@ -399,7 +400,7 @@ def test_tensors_in_another_order_of_dims_are_refused(tmp_path: Path) -> None:
         check_schema(tmp_path / "a.parquet", INPUTS)
 
 
-# Rows that are in memory
+# Rows in memory
 
 
 def test_rows_in_memory_are_written_as_they_are(tmp_path: Path, cache: Path) -> None:
@@ -472,7 +473,7 @@ def test_a_folder_with_the_name_of_a_data_file_stands_for_the_files_in_it(
         memory.pipe(f"/set/{name}", write(path, first, stop).read_bytes())
     (tmp_path / "set" / "b.parquet" / "_SUCCESS").touch()
     memory.pipe("/set/b.parquet/_SUCCESS", b"")
-    if source != "set/**":  # that one matches the mark too
+    if source != "set/**":  # `set/**` also matches the marker file
         demand_rows(str(tmp_path / source) if place == "here" else f"memory://{source}", cache)
     names = [
         file.name
@@ -498,13 +499,13 @@ def test_a_cold_file_has_one_identity_whoever_asks_at_the_same_time(tmp_path: Pa
         barrier.wait()
         try:
             found.extend(file.identity(tmp_path / f"cache-{place}") for place in range(100))
-        except BaseException as error:  # noqa: BLE001  # shown by the test
+        except BaseException as error:  # noqa: BLE001  # the test reports it
             found.append(error)
 
     for place in range(100):
         (tmp_path / f"cache-{place}").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        # however new the file is
+        # store the identity of a file however recently it was modified
         patch.setattr("trainload.launching.data.data_files._SETTLED_NS", -(10**12))
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
         for thread in threads:

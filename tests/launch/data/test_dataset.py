@@ -1,6 +1,4 @@
-"""Data files -> batches: what is read is what was written, and what does not fit is refused with
-its place.
-"""
+"""Data files -> batches: values are read unchanged; mismatches are rejected with their place."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ GROUP = 1000
 
 
 def fixed(values: np.ndarray) -> pa.Array:
-    """(n, *dims) -> fixed-size lists, nested for more dims."""
+    """Return (n, *dims) values as fixed-size lists, nested for more than one dim."""
     array = pa.array(np.ascontiguousarray(values).reshape(-1))
     for length in reversed(values.shape[1:]):
         array = pa.FixedSizeListArray.from_arrays(array, length)
@@ -49,9 +47,9 @@ def tokens(rows: int, start: int = 0) -> np.ndarray:
 
 
 def made_in(cache: Path) -> list[Path]:
-    """Columns in the cache, whole or not.
+    """Return the files of converted columns in the cache, complete or not.
 
-    What it remembers of sources' digests is not among them.
+    The stored digests of source files are not included.
     """
     return [path for path in cache.rglob("*") if path.suffix in (".npy", ".json", ".part")]
 
@@ -82,7 +80,7 @@ def cache(tmp_path: Path) -> Path:
 def test_each_dtype_comes_back_bit_for_bit(
     tmp_path: Path, cache: Path, name: str, kind: str
 ) -> None:
-    values = np.arange(-6, 18).reshape(12, 2).astype(name)  # of unsigned ones the greatest too
+    values = np.arange(-6, 18).reshape(12, 2).astype(name)  # if unsigned: the greatest values too
     path = tmp_path / f"data.{kind}"
     if kind == "parquet":
         write(path, x=fixed(values))
@@ -393,7 +391,10 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, cache
 
 
 def open_on_a_full_disk(path: Path, cache: Path) -> None:
-    """A limit on the size of files stands in for the disk's: the write fails in the same place."""
+    """Open a data set with limited file sizes, which stand in for a full disk.
+
+    The write fails in the same place.
+    """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     open_dataset(path, [TOKENS], cache)
@@ -416,8 +417,9 @@ def test_several_processes_convert_once(tmp_path: Path, cache: Path) -> None:
 
 
 def open_counted(path: Path, cache: Path) -> None:
-    """Open a data set and print its fingerprint; and "converted", if it was this process that did
-    it.
+    """Open a data set, and print its fingerprint.
+
+    Print "converted" before if this process converted the data.
     """
     made = columns_cache._convert
 
@@ -440,4 +442,4 @@ def test_no_python_value_is_made_of_a_token(tmp_path: Path, cache: Path) -> None
     tracemalloc.stop()
     rows = np.random.default_rng(1).integers(0, 100_000, 32)
     assert np.array_equal(data.batch(rows)["tokens"].numpy(), values[rows])
-    assert peak < 4 * values.size  # a list of them would hold 8 bytes for each
+    assert peak < 4 * values.size  # a Python list would take 8 bytes per token

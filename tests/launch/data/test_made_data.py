@@ -1,5 +1,6 @@
-"""Data that is in no file: functions that give rows, called once, by who launches; what they give
-lies in the run's folder.
+"""Data from functions that return rows.
+
+The launching process calls them once; the rows are stored in the run's folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtures: what is read, which batch is whose, and what is refused before anything starts."""
+"""Mixtures: how they are read, the order of their batches, and what is rejected early."""
 
 from __future__ import annotations
 

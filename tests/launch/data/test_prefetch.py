@@ -1,4 +1,4 @@
-"""Which rows a rank reads, and that they come in order, ahead of their use, with their errors."""
+"""The rows that a rank reads, and their prefetching, in order and with errors."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_an_error_in_the_thread_is_raised_in_its_turn(dataset: RunData) -> None:
 
     with BatchStream(dataset, which, 0, 5) as stream:
         assert [next(stream).batch["x"].item(), next(stream).batch["x"].item()] == [0, 1]
-        for _ in range(2):  # and again
+        for _ in range(2):  # the error is raised again
             with pytest.raises(IndexError, match="99"):
                 next(stream)
 
