@@ -1,5 +1,6 @@
-"""Evaluation graphs are derived and compiled only for runs with held-out data; builds share
-compiled graphs.
+"""Evaluation graphs are only derived and compiled for runs with held-out data.
+
+Builds share compiled graphs.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def test_graphs_of_evaluation_are_made_for_a_run_with_held_out_data_alone(
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, empty."""
+    """An empty cache for one test."""
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the graphs that are compiled from now on."""
+    """Names of the graphs that are compiled from now on."""
     names: list[str] = []
 
     def noted(module: torch.fx.GraphModule, path: Path, groups: Mapping[str, int]) -> None:

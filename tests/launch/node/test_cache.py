@@ -1,4 +1,4 @@
-"""A node's cache does not outgrow its disk, and what a process uses stays."""
+"""A node's cache stays within its size limit, and keeps what a process uses."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainload.packaging.package import Package
 from trainload.packaging.stores.push import push
 
 ENTRY = 1000
-"""Bytes of an entry."""
+"""Size of an entry in bytes."""
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Of a node. A cache of this test's own, which holds two entries at most."""
+    """Node cache for one test, which holds at most two entries."""
     before = in_use()
     monkeypatch.setenv(SIZE_VARIABLE, str(2.5 * ENTRY / 2**30))
     yield tmp_path / "cache"
@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def entry(
     cache: Path, name: str, *, age: float, used: bool = False, kind: str = "packages"
 ) -> Path:
-    """An entry that was last used so many seconds ago."""
+    """Write an entry that was last used `age` seconds ago, and return its folder."""
     before = in_use()
     folder = cache / kind / name
     folder.mkdir(parents=True)
@@ -186,5 +186,5 @@ def test_data_that_is_converted_takes_the_place_of_others(tmp_path: Path, cache:
         trainload.write_rows([{"x": rows}], tmp_path / f"{number}.arrow")
         data = open_dataset(str(tmp_path / f"{number}.arrow"), [spec], cache / "data")
         assert np.array_equal(data.batch(np.arange(250))["x"].numpy(), rows)
-    # of 2.1 KiB each: the last one was not yet counted
+    # 2.1 KiB each; the last one was not counted yet when room was made for it
     assert len(list((cache / "data").glob("*/columns.json"))) == 2

@@ -1,5 +1,7 @@
-"""Packages that bring the operators they call: made so, refused without the user's word, trained
-where the library is not installed.
+"""Packages with bundled operator libraries.
+
+They are created with the libraries, rejected without the user's consent, and trained where the
+library is not installed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ NAMESPACE, MODULE = "bundled_ops", "bundled_operators"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the library, the job, and the package that brings the library."""
+    """Folder with the library, the job, and the package with the bundled library."""
     folder = tmp_path_factory.mktemp("source")
     (folder / f"{MODULE}.py").write_text(LIBRARY.replace("launch_library", NAMESPACE))
     (folder / "job.py").write_text(JOB.replace("operators", MODULE))
@@ -45,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package and data, and without the library."""
+    """Folder with the package and data, but without the library."""
     folder = tmp_path_factory.mktemp("elsewhere")
     shutil.copytree(source / "package.tl", folder / "package.tl")
     shutil.rmtree(folder / "package.tl" / "debug")
@@ -74,7 +76,7 @@ def library(package: Path) -> dict[str, Any]:
 
 
 def renamed(package: Path, name: str) -> None:
-    """Give the package's wheel another name."""
+    """Rename the package's wheel."""
     (old,) = library(package)["wheels"]
     (package / old).rename(package / "extensions" / name)
 
@@ -86,7 +88,7 @@ def renamed(package: Path, name: str) -> None:
 
 
 def replaced(package: Path, extra: dict[str, str], code: str | None = None) -> None:
-    """Write the package's wheel again, with other files or another library."""
+    """Rewrite the package's wheel with additional files or another library."""
     (name,) = library(package)["wheels"]
     with zipfile.ZipFile(package / name) as archive:
         contents = {entry: archive.read(entry) for entry in archive.namelist()}
@@ -156,7 +158,7 @@ def test_the_same_job_with_the_library_s_wheel_given_gives_the_same_bytes(
     ).read_bytes()
 
 
-# Not without the user's word
+# Consent of the user
 
 
 def test_without_the_word_the_refusal_says_what_is_missing_and_how_to_get_it(
@@ -226,7 +228,7 @@ def test_a_policy_that_takes_signed_libraries_stands_for_the_word(
     assert NAMESPACE in refused_apart(launch, tmp_path)
 
 
-# What cannot be loaded
+# Wheels that cannot be loaded
 
 
 def test_a_wheel_for_another_machine_is_refused_by_its_tags(copied: Path) -> None:
@@ -258,12 +260,12 @@ def test_a_wheel_that_was_changed_is_refused_before_it_is_unpacked(copied: Path)
     assert not (default_cache_dir() / "extensions" / digest).exists()
 
 
-# Trained where the library is not
+# Training without the installed library
 
 
 @pytest.fixture(scope="module")
 def run(elsewhere: Path) -> Any:
-    """What a run in this folder came to."""
+    """JSON output of a run in the folder without the library."""
     options = [
         "--data",
         "data.npz",

@@ -1,5 +1,6 @@
-"""Packages that lie in stores: fetched once on each node, held to what the run was launched with,
-and run as any other.
+"""Packages in stores are fetched once per node and run like any other.
+
+They must be the package that the run was launched with.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A node's cache, empty."""
+    """An empty node cache."""
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -176,7 +177,7 @@ def say_fetched(reference: str, cache: Path, digest: str) -> None:
 
 
 def gets(wire: Wire) -> list[str]:
-    """The files that were fetched."""
+    """Return the paths of the blobs that were fetched."""
     return [line.split()[1] for line in wire.seen if line.startswith("GET") and "/blobs/" in line]
 
 
@@ -228,7 +229,7 @@ def test_every_node_holds_a_fetched_package_to_its_own_policy(
 ) -> None:
     monkeypatch.setattr(policies, "SYSTEM_POLICY", tmp_path / "system.toml")
     launch(trainload.open(f"{store}#gpt/1"), tiny_data, tmp_path / "run")
-    shutil.rmtree(cache)  # another node
+    shutil.rmtree(cache)  # as on another node
     (tmp_path / "policy.toml").write_text(
         f'require_signature = true\nidentities = ["{signers.alice.public}"]\n'
     )

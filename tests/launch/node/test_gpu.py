@@ -1,6 +1,6 @@
-"""Launches on a GPU: training is as in eager PyTorch, faults of data and memory are told.
+"""Launches on a GPU: training matches eager PyTorch; data and memory errors are reported.
 
-`make gpu` runs them where there is a GPU.
+`make gpu` runs these tests on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GIB = 2**30
 
 
 class Words(nn.Module):
-    """tokens (rows, LENGTH) -> logits (rows, LENGTH, WORDS), with attention, dropout left out."""
+    """Model with attention; tokens (rows, LENGTH) -> logits (rows, LENGTH, WORDS). No dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def ray_cluster() -> Iterator[None]:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's own
+            warnings.simplefilter("ignore")  # Ray's own warnings
             ray.init(
                 address="local",
                 num_cpus=4,
@@ -115,7 +115,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(params=["local", "ray"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """The driver's own process, and Ray."""
+    """Backend of a run: the driver's own process, and Ray."""
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
     found: Backend = request.param
@@ -143,7 +143,7 @@ def losses(events: list[Event]) -> Tensor:
 
 
 def eager(of: trainload.Job, data: Path) -> Tensor:
-    """The losses of a plain loop, in float32 on the GPU."""
+    """Return the losses of a plain loop in float32 on the GPU."""
     model, values = copy.deepcopy(of.model).cuda(), torch.from_numpy(np.load(data)["tokens"]).cuda()
     optimizer, found = adamw(model), []
     for step in range(STEPS):
@@ -192,7 +192,7 @@ def test_a_resumed_run_is_the_same(package: Package, tmp_path: Path, backend: Ba
 def test_a_token_out_of_range_is_told_with_its_row(
     package: Package, tmp_path: Path, ray_cluster: None, compiled: bool
 ) -> None:
-    # On Ray: a kernel's assertion leaves the process without its GPU.
+    # only on Ray: after a kernel's assertion, the process can no longer use its GPU
     with pytest.raises(DataError) as caught:
         launched(package, tokens(tmp_path, WORDS), tmp_path, "ray", compile=compiled)
     assert caught.value.where.startswith(f"step 2, row {BAD} of ")
@@ -201,7 +201,7 @@ def test_a_token_out_of_range_is_told_with_its_row(
 
 
 def but(room: int) -> Tensor:
-    """Hold all of the GPU's memory but so many bytes."""
+    """Allocate all of the GPU's memory except for `room` bytes."""
     torch.cuda.empty_cache()
     return torch.empty(free_bytes(torch.device("cuda", 0)) - room, dtype=torch.uint8, device="cuda")
 
@@ -227,11 +227,11 @@ def test_graphs_are_compared_on_fewer_rows_where_memory_is_short(
         tmp_path / "rows.npz",
         x=np.random.default_rng(0).standard_normal((WIDE_ROWS, WIDE_WIDTH), np.float32),
     )
-    for number in range(2):  # the second one compares nothing
+    for number in range(2):  # the second run compares nothing, so its peak is that of training
         torch.cuda.reset_peak_memory_stats()
         launched(wide, tmp_path / "rows.npz", tmp_path / f"free-{number}", "local")
     room = int(1.25 * torch.cuda.max_memory_allocated()) + 2**27
-    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))  # so it compares again
+    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))  # graphs are compared again
     held = but(room)
     events = launched(wide, tmp_path / "rows.npz", tmp_path, "local")
     assert warned(events) == [] and len(losses(events)) == 2
@@ -239,7 +239,7 @@ def test_graphs_are_compared_on_fewer_rows_where_memory_is_short(
         event.kind == "stage" and event.data["name"] == "compare compiled graphs"
         for event in events
     )
-    # interpreted, all rows need more than that; the error keeps what was computed
+    # interpreted, all rows need more memory; the exception keeps computed tensors alive
     with pytest.raises(OutOfMemoryError):
         launched(wide, tmp_path / "rows.npz", tmp_path / "interpreted", "local", compile=False)
     del held

@@ -1,4 +1,4 @@
-"""How a process leaves its process groups."""
+"""A process leaves its process groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainload.launching.node.process_groups import gathered, leave_groups
 
 @pytest.fixture
 def others() -> set[str]:
-    """The threads of groups that other tests of this process have left."""
+    """Threads of groups that earlier tests in this process left."""
     return gloos_threads()
 
 
@@ -31,7 +31,7 @@ def alone(others: set[str], tmp_path: Path) -> Iterator[None]:
 def gloos_threads() -> set[str]:
     found = set()
     for each in Path("/proc/self/task").iterdir():
-        # another thread, which has ended since
+        # a thread that has ended meanwhile
         with suppress(FileNotFoundError, ProcessLookupError):
             if "gloo" in (each / "comm").read_text():
                 found.add(each.name)
@@ -40,7 +40,7 @@ def gloos_threads() -> set[str]:
 
 def raise_with(control: dist.ProcessGroup | None) -> None:
     errors = [ValueError(str(control))]
-    raise errors[0]  # whose frame holds it, and the group
+    raise errors[0]  # a cycle: its frame refers to it, and to the group
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""A package that calls operators of another library trains where its owner names the library, and
-nowhere else.
-"""
+"""A package that calls operators of another library only trains if its user names the library."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def job():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """operators.py, a package whose graphs call what it registers, and data."""
+    """Folder with operators.py, a package whose graphs call its operators, and data."""
     folder = tmp_path_factory.mktemp("libraries")
     (folder / "operators.py").write_text(LIBRARY)
     (folder / "job.py").write_text(JOB)
@@ -154,7 +152,7 @@ def test_a_package_trains_with_the_library(folder: Path, compiled: bool) -> None
 
 
 def expected_loss() -> float:
-    """Of the model on the run's first batch, by eager torch."""
+    """Return the model's loss on the run's first batch in eager mode."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 4)
     data = np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What a run uses of its devices."""
+"""Utilisation and memory of a run's devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Net(torch.nn.Module):
-    """Two layers."""
+    """Classifier of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class Net(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         found: torch.Tensor = self.second(torch.relu(self.first(x)))
         return found
 
 
 def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of the logits."""
+    """Return the mean square of the logits."""
     found: torch.Tensor = model(batch["x"]).square().mean()
     return found
 
@@ -57,8 +57,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def products(rows: int) -> float:
-    """Forward of both layers; backward of both for their weights, and of the second for what it was
-    given.
+    """Return the floating-point operations of a step's matrix products.
+
+    These are the forward of both layers, the backward of both for their weights, and the backward
+    of the second for its input.
     """
     first, second = 2.0 * rows * FEATURES * HIDDEN, 2.0 * rows * HIDDEN * CLASSES
     return 2 * first + 3 * second
