@@ -1,4 +1,4 @@
-"""What a rank says of what it does."""
+"""A rank's reports of its activity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALLS = {"train": (GATHER, SUM, GATHER, SCATTER), "update": (SUM,)}
 
 
 class Groups:
-    """Counts collectives as process groups do."""
+    """Fake count of collectives per process group."""
 
     def __init__(self) -> None:
         self.begun = {"data": 5, "tensor": 1}

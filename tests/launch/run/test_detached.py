@@ -1,4 +1,4 @@
-"""What is left of a run's folder when the cluster was asked to drive the run."""
+"""The folder of a run after a launch that submits the run to the cluster as a job."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Status:
 
 @dataclass(frozen=True)
 class Known:
-    """A job that the cluster had before."""
+    """A job that the cluster already had."""
 
     submission_id: str | None
     status: Status
 
 
 class Jobs:
-    """A cluster's jobs. submit: what becomes of a submission; look: of a question for the job's
-    status; known: those before it.
+    """Fake client for a cluster's jobs.
 
-    submitted: (id, entrypoint) of each submission.
+    `submit` is called by each submission, `look` returns the status of a job, `known` are earlier
+    jobs. `submitted`: (id, entrypoint) of each submission.
     """
 
     def __init__(
@@ -75,7 +75,10 @@ def raising(error: BaseException) -> Callable[[], Status]:
 def detached(
     tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Jobs], int]:
-    """Launches a run in runs/one that those jobs are to drive. Returns: the exit status."""
+    """Function that launches a detached run in runs/one; it returns the exit status.
+
+    Its argument is the fake client.
+    """
     monkeypatch.setattr(jobs, "_BEGIN_SECONDS", 0.3)
     monkeypatch.setattr(jobs, "_LOOK_SECONDS", 0.05)
 

@@ -21,7 +21,7 @@ from trainload.launching.run.run_state import STATE_FILE, Summary, read_state, w
 
 
 def drive(run_dir: Path) -> None:
-    """Drive a run until there is no more to read, and say how that went."""
+    """Drive a run until standard input ends; print "drives", or the error."""
     print("here", flush=True)
     try:
         with driving(run_dir):
@@ -93,7 +93,7 @@ def test_a_driver_whose_storage_failed_for_long_still_drives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with driving(tmp_path) as check_driver:
-        monkeypatch.setattr(lease, "_SURE", -1.0)  # as if it had been silent for too long
+        monkeypatch.setattr(lease, "_SURE", -1.0)  # as if not renewed for too long
         check_driver()
         check_driver()
 

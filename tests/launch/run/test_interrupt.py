@@ -1,4 +1,7 @@
-"""Ctrl-C in a terminal: SIGINT to the command and to all that it has started."""
+"""Ctrl-C in a terminal, which sends SIGINT to the command and all processes that it started.
+
+Also SIGTERM, and a terminal that is closed.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,25 @@ from trainload.packaging.package import Package
 
 
 def stepped(run_dir: Path, steps: int) -> Callable[[], bool]:
-    """Whether a run has done so many steps."""
+    """Return a function that returns whether a run has done `steps` steps."""
     return lambda: sum(event.kind == "step" for event in read_events(run_dir)) >= steps
 
 
 def compiling(cache: Path) -> Callable[[], bool]:
-    """Whether a C++ compiler has begun to write kernels."""
+    """Return a function that returns whether a C++ compiler has started to write kernels."""
     return lambda: any((cache / "compiled").glob(".*.part/kernels/*/*"))
 
 
 def checkpoint_bytes(run_dir: Path) -> list[bytes]:
-    """The shards of the last checkpoint."""
+    """Return the bytes of the last checkpoint's shards."""
     last = list(published(run_dir).values())[-1]
     return [path.read_bytes() for path in sorted(last.rglob("*.safetensors"))]
 
 
 def how_to_go_on(ended: Interrupted) -> str:
-    """The command that it ends with.
+    """Return the command that the output suggests to continue the run.
 
-    Processes that end after it (Ray's, Python's resource tracker) may write to stderr once more.
+    Processes that end later (Ray's, Python's resource tracker) may write to stderr after it.
     """
     commands = [
         line.partition("Continue with: ")[2]
@@ -194,7 +197,7 @@ def test_a_run_under_torchrun_can_be_interrupted_and_continued_on_ray(
     )
 
 
-@pytest.mark.slow  # the same with three interpreters
+@pytest.mark.slow  # the same test with three interpreters
 @pytest.mark.timeout(400)
 def test_a_run_that_torchrun_s_interpreters_do_can_be_interrupted(
     tiny: Package, tiny_data: Path, tmp_path: Path
@@ -216,7 +219,7 @@ def test_a_run_that_torchrun_s_interpreters_do_can_be_interrupted(
 
 
 def demand_continued(ended: Interrupted, run_dir: Path) -> None:
-    """Check that a run was interrupted with a checkpoint, and says how it goes on."""
+    """Check that an interrupted run saved a checkpoint, and printed how to continue."""
     assert ended.status != 0
     assert f"Continue with: trainload resume {run_dir}" in ended.err
     assert ended.left == []

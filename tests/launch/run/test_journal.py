@@ -1,4 +1,4 @@
-"""The journal: no event is lost or written twice, whatever becomes of the disk or of who writes."""
+"""The journal: no event is lost or written twice, whatever happens to the disk or the writer."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def numbers(events: list[Event]) -> list[int]:
 
 @contextmanager
 def room(size: int) -> Iterator[None]:
-    """Within it no file of this process can become larger: what begins before that is written up to
-    there.
+    """Limit the size of this process's files within the block.
+
+    A write that begins below the limit is truncated there.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

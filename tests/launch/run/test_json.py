@@ -1,4 +1,4 @@
-"""With --json a command writes one JSON value to stdout, and nothing else."""
+"""With --json, a command writes one JSON value to stdout, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 def said(capfd: Capture, *arguments: str | Path) -> Any:
-    """What a command that ends with 0 says. stdout is looked at where the operating system sees
-    it.
+    """Return the JSON output of a command that exits with 0.
+
+    stdout is captured at the level of file descriptors.
     """
     capfd.readouterr()
     assert cli.run([*map(str, arguments), "--json"]) == 0

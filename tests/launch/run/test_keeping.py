@@ -1,4 +1,4 @@
-"""What becomes of a run whose driver is lost."""
+"""Supervision of a run whose driver is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainload.launching.run.journal import Event
 from trainload.launching.run.run_state import Summary, write_state
 
 Drive = Callable[[int], int]
-"""What a driver of this number does, and ends with."""
+"""Driver number -> exit status of this driver, after what it does."""
 Capture = pytest.CaptureFixture[str]
 
 
@@ -46,8 +46,10 @@ def kept(
     answers: Callable[[], bool] = lambda: True,
     signals: Sequence[int] = (),
 ) -> tuple[int, int]:
-    """The exit status, and how many drivers there were. drive: what a driver of this number does.
-    signals: are passed on to it.
+    """Supervise fake drivers; return the exit status and the number of drivers.
+
+    `drive` is called in place of each driver, with its number. `answers` returns whether the
+    cluster responds. `signals` count as forwarded to each driver.
     """
     drivers: list[int] = []
 
@@ -235,6 +237,6 @@ def test_a_terminal_that_is_closed_ends_the_driver_but_not_under_nohup(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
         assert keeper.stdout.readline() == "begun\n"
-        for number in sent:  # the last one ends the driver, and the keeper with it
+        for number in sent:  # the last one ends the driver, and thereby the supervisor
             keeper.send_signal(number)
         assert keeper.stdout.read() == f"{-signal.SIGTERM} {[int(sent[-1])]}\n"

@@ -1,4 +1,4 @@
-"""When a run hangs, and whose fault it is said to be."""
+"""Detection of a hanging run, and of the ranks that cause it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def monitor(clock: Clock) -> Monitor:
 
 
 def after(monitor: Monitor, clock: Clock, seconds: float, *said: tuple[int, Doing]) -> Hang | None:
-    """Whether it hangs after so many seconds in which some ranks have said the same every
-    second.
-    """
+    """Return the hang, if any, after `seconds` in which some ranks report the same every second."""
     until = clock.now + seconds
     while clock.now < until:
         clock.now += 1.0

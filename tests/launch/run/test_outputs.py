@@ -1,5 +1,6 @@
-"""Paths of outputs: none may be inside a package; relative ones start at the folder in which the
-command was called.
+"""Paths of outputs may not be inside a package.
+
+Relative paths are relative to the command's working directory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def job():
 
 @pytest.fixture
 def package(tiny: Package, tmp_path: Path) -> Package:
-    """A copy that a test may damage."""
+    """A copy of the tiny package that a test may damage."""
     shutil.copytree(tiny.path, tmp_path / "tiny.tl")
     return trainload.open(tmp_path / "tiny.tl")
 
@@ -87,14 +88,14 @@ def test_a_job_file_that_goes_to_another_folder_moves_no_output(
 
 @pytest.mark.slow
 def test_threads_freeze_at_the_same_time(tmp_path: Path) -> None:
-    # made here: threads would draw their weights from one generator
+    # created in this thread: other threads would draw weights from the same generator
     jobs = [tiny_job() for _ in range(3)]
     found: list[Package | BaseException] = []
 
     def freeze(number: int) -> None:
         try:
             found.append(trainload.freeze(jobs[number], tmp_path / f"{number}.tl"))
-        except BaseException as error:  # noqa: BLE001  # shown by the test
+        except BaseException as error:  # noqa: BLE001  # the test reports it
             found.append(error)
 
     threads = [threading.Thread(target=freeze, args=(number,)) for number in range(len(jobs))]

@@ -1,4 +1,4 @@
-"""What a run leaves, and that it is finished where it was killed just before its end."""
+"""The outputs of a run, including a run that is killed just before its end and resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainload.packaging.package import Package
 
 @pytest.fixture(scope="module")
 def done(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """A run of two steps. No test changes it."""
+    """A run of two steps. Tests must not change it."""
     folder = tmp_path_factory.mktemp("done")
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     return trainload.launch(

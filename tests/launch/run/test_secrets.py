@@ -1,5 +1,6 @@
-"""A run whose data is named by a reference to a secret: it trains, and nothing that it writes or
-prints has the secret.
+"""A run whose data is named by a reference to a secret.
+
+It trains, and nothing that it writes or prints contains the secret.
 """
 
 from __future__ import annotations
@@ -30,18 +31,14 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(folder: Path, *arguments: str | Path, **secrets: str) -> tuple[int, str, str]:
-    """Run `trainload` in a folder, with a cache in it.
-
-    Returns:
-        its exit status, what it printed, and what it said.
-    """
+    """Run `trainload` in a folder with its own cache; return exit status, stdout and stderr."""
     return done(
         *arguments, cwd=folder, first=None, TRAINLOAD_CACHE_DIR=str(folder / "cache"), **secrets
     )
 
 
 def holding(folder: Path, text: str) -> list[str]:
-    """The files below a folder with a text in them, or in their names."""
+    """Return the paths below a folder whose names or contents contain a text."""
     return [
         str(path)
         for path in folder.rglob("*")
@@ -53,8 +50,9 @@ def holding(folder: Path, text: str) -> list[str]:
 def trained(
     tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
-    """The folder of a run of which data and held-out data are in folders that have the secret for
-    their name; what it printed.
+    """Folder of a run, and the output of its commands.
+
+    Its data and held-out data are in a folder that is named like the secret.
     """
     folder, elsewhere = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("storage")
     (elsewhere / SECRET).mkdir()
@@ -222,7 +220,7 @@ def test_an_error_that_nobody_expected_is_printed_without_secrets(tmp_path: Path
     job.write_text(
         f"raise ZeroDivisionError('http://me:{SECRET}@host/'.replace('hunter', 'rabbit'))\n"
     )
-    # an interpreter's own hook prints it
+    # a new interpreter, whose own excepthook prints the error
     freeze = [*TRAINLOAD, "freeze", "job.py:job", "-o", "out.tl"]
     said = subprocess.run(
         freeze, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300

@@ -1,4 +1,4 @@
-"""What a run leaves word of, and what is read from it."""
+"""The state that a run writes, and its interpretation."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_half_a_file_says_nothing(tmp_path: Path) -> None:
 
 
 def state_of(process: str = "", age: float = 0.0, *, over: bool = False) -> RunState:
-    """Of a driver on another machine, but for what `process` says."""
+    """Return the state of a driver on another host; `process` identifies its process."""
     return RunState(
         time=time.time() - age,
         host="another-host",
@@ -133,5 +133,5 @@ def test_a_driver_elsewhere_is_gone_when_it_says_nothing_for_a_while() -> None:
 
 
 def test_a_run_that_is_over_is_not_lost() -> None:
-    # what its last event says
+    # the phase that its last event implies
     assert state_of(ended_process(), age=60.0, over=True).phase == "running"

@@ -1,4 +1,4 @@
-"""The commands about runs that go on elsewhere, or are over."""
+"""The commands for runs that are driven elsewhere, or have ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def ended(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has ended, in a folder of runs."""
+    """A finished run in a folder of runs."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     trainload.launch(
@@ -66,7 +66,7 @@ def test_status_of_a_run_that_has_ended(ended: Path, capsys: Capture) -> None:
 
 
 def full_disk(run_dir: Path) -> StorageError:
-    """The error of a disk that is found full while a run is driven."""
+    """Return the error of a run whose disk fills up while it is driven."""
     try:
         with _drive(read_spec(run_dir), lambda event: None, new=False):
             raise StorageError("the disk is full")
