@@ -1,4 +1,4 @@
-"""Low-rank adapters of a small model, and the same put into its layers by hand."""
+"""Low-rank adapters of a small model, and the same adapters added to its layers by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITH_NORM = ADAPTERS.model_copy(update={"also": ("norm.*",)})
 
 
 class ByHand(nn.Module):
-    """A linear layer with an adapter, as anyone would write it."""
+    """A linear layer with a hand-written adapter."""
 
     def __init__(self, layer: nn.Linear, down: Tensor, up: Tensor, scale: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ByHand(nn.Module):
 
 
 class Regions(Model):
-    """The same layers, some under autocast, some in a checkpoint."""
+    """Model with layers under autocast and in an activation checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
         def inner(x: Tensor) -> Tensor:
@@ -56,7 +56,10 @@ class Regions(Model):
 def by_hand(
     job: trainload.Job, package: Package, adapters: Adapters, seed: int | None = None
 ) -> trainload.Job:
-    """The job with adapters in its model; all else is frozen but for what the adapters name."""
+    """Return the job with adapters in its model.
+
+    Other parameters are frozen, except for those that `adapters` names.
+    """
     chosen = adapters.chosen(package.manifest)
     values = first_values(chosen, package.manifest, package.recipe.seed if seed is None else seed)
     kept = adapters.trained_beside(package.manifest)

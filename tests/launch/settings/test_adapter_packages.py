@@ -1,4 +1,4 @@
-"""The package that adapters make of a frozen one: its graphs, its plans, its bytes."""
+"""The package derived from a frozen one with adapters: its graphs, plans and bytes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_the_tensor_axis_divides_adapters_with_their_layers(package: Package) ->
     )
     shards = {name: shard.dim for name, shard in plan.tensor_shards.items()}
     assert {"second.weight", "third.weight"} <= shards.keys()
-    assert shards["second.weight"] == shards["second.lora_B.weight"] == 0  # out is divided
-    assert shards["third.weight"] == shards["third.lora_A.weight"] == 1  # in is divided
+    assert shards["second.weight"] == shards["second.lora_B.weight"] == 0  # output dim is divided
+    assert shards["third.weight"] == shards["third.lora_A.weight"] == 1  # input dim is divided
 
 
 def test_the_optimizer_has_state_for_what_is_trained_alone(package: Package) -> None:
@@ -41,7 +41,7 @@ def test_the_optimizer_has_state_for_what_is_trained_alone(package: Package) -> 
     trained = [ADAPTERS.rank * side for name in LAYERS for side in package.weights.shape(name)]
     assert few.optimizer_bytes == 2 * 4 * sum(
         -(-length // 16) * 16 for length in trained
-    )  # Adam's moments; each begins at a multiple of 16
+    )  # Adam's moments; each starts at a multiple of 16 elements
     assert few.optimizer_bytes < whole.optimizer_bytes / 2
     assert few.gradient_bytes < whole.gradient_bytes / 2
 

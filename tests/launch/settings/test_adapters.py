@@ -1,5 +1,6 @@
-"""Low-rank adapters of a frozen package train as those that are put into the model by hand, and
-leave everything else as it was.
+"""Low-rank adapters of a frozen package train like adapters added by hand.
+
+Everything else stays unchanged.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def alone(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of one worker."""
+    """Folder of a run on one worker."""
     folder = tmp_path_factory.mktemp("alone")
     launched(package, rows, folder / "run", ADAPTERS)
     return folder / "run"
@@ -159,7 +160,7 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Path:
-    """A folder of runs on two workers."""
+    """Folder of runs on two workers."""
     folder = tmp_path_factory.mktemp("pair")
     changed = trainload.Overrides(adapters=ADAPTERS).apply(package)
     axes: dict[str, Any] = {"tensor": {"tensor_ranks": 2}, "pipeline": {"pipeline_ranks": 2}}
@@ -236,7 +237,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The job with regions, whose third layer is frozen."""
+    """Package of the job with autocast and a checkpoint, whose third layer is frozen."""
     job = make_job(adam_of_trained, Regions)
     job.model.get_submodule("third").requires_grad_(False)
     return trainload.freeze(
@@ -254,7 +255,7 @@ def test_layers_in_regions_get_adapters(held: Package, rows: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_an_update_of_whole_parameters_is_none_for_adapters(tmp_path: Path) -> None:
-    # of two graphs, one of which Muon updates
+    # a package with two graphs, one of which Muon updates
     golden = next(each for each in goldens() if each.name == "turns")
     package = trainload.open(golden.package)
     with pytest.raises(

@@ -1,5 +1,6 @@
-"""What is changed of a run when it is resumed holds from its last checkpoint on, and what cannot be
-says why.
+"""Changed settings of a resumed run apply from its last checkpoint on.
+
+Changes that are not possible are rejected with the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def half(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of half the steps, with a checkpoint at its end. No test changes it."""
+    """A run of half the steps with a checkpoint at its end. Tests must not change it."""
     options: dict[str, Any] = {
         "steps": HALF,
         "compile": False,
@@ -56,7 +57,7 @@ def half(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def begun(half: Path, tmp_path: Path) -> Path:
-    """A copy of the run, which a test may continue."""
+    """A copy of the run that a test may continue."""
     return Path(shutil.copytree(half, tmp_path / "run"))
 
 
@@ -65,8 +66,9 @@ def peak(package: Package) -> float:
 
 
 def expected() -> list[float]:
-    """The plain loop's losses where the learning rate is halved, and the gradient clipped by its
-    norm, in the middle.
+    """Return the losses of the plain loop that the changed run must reproduce.
+
+    The gradient's norm is clipped, and the learning rate is halved after half the steps.
     """
     job = make_job(adam)
     schedule: Any = job.schedule

@@ -1,6 +1,4 @@
-"""A run that begins with the optimizer's state of the run before goes on as that one would have
-gone on.
-"""
+"""A run that starts with a previous run's optimizer state trains like its continuation."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from trainload.packaging.package import Package
 from trainload.sharding.plans.strategies import Strategy
 
 ROWS = 16
-"""Of the data, and of a global batch: so every step sees all of them."""
+"""Number of rows of the data and of a global batch, so that every step sees all rows."""
 TOLERANCE = 1e-5
 
 
@@ -71,13 +69,13 @@ def trained(
 
 @pytest.fixture(scope="module")
 def whole(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of six steps of one run."""
+    """Losses of a single run of six steps."""
     return trained(package, rows, tmp_path_factory.mktemp("whole") / "run", 6)[0]
 
 
 @pytest.fixture(scope="module")
 def half(package: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """A run of three, and its package."""
+    """A run of three steps with an output package."""
     folder = tmp_path_factory.mktemp("half")
     return trained(package, rows, folder / "run", 3, output=folder / "half.tl")[1]
 
@@ -108,7 +106,7 @@ def pairs(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> dict[Strategy, list[float]]:
-    """The losses of two workers that go on, by their strategy."""
+    """Strategy -> losses of a run on two workers that continues after the first three steps."""
     folder = tmp_path_factory.mktemp("pairs")
     assert half.output is not None
     package = trainload.open(half.output)

@@ -1,6 +1,4 @@
-"""What of a package's training is changed at its launch: the run is that of a job that was frozen
-so.
-"""
+"""A run with overrides trains like a job that was frozen with the changed settings."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ Capture = pytest.CaptureFixture[str]
 def trained(
     package: Package, data: Path, run_dir: Path, strategy: Any = "single", **overrides: Any
 ) -> list[float]:
-    """The losses of a run, with what is changed of its package."""
+    """Train a package with overrides, and return the losses."""
     changed = trainload.Overrides(**overrides)
     plan = trainload.plan(changed.apply(package, STEPS), trainload.Cluster(), strategy)
     options: dict[str, Any] = {
@@ -49,7 +47,7 @@ def trained(
 
 
 class Scaled(Tiny):
-    """With a parameter that is not trained."""
+    """The tiny model with a parameter that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +58,9 @@ class Scaled(Tiny):
 
 
 def job() -> trainload.Job:
-    """Two parameter groups, a schedule that never stands still, and clipping that bites; always
-    with the same weights.
+    """Return a job with two parameter groups, always with the same initial weights.
+
+    The schedule changes at every step, and the clipping takes effect.
     """
     torch.manual_seed(0)
     batch = {"tokens": torch.from_numpy(token_rows(4))}
@@ -77,7 +76,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def frozen(folder: Path, change: Callable[[trainload.Job], trainload.Job]) -> Package:
-    """The job, changed before it is frozen."""
+    """Freeze the job after a change."""
     return trainload.freeze(change(job()), folder / "changed.tl")
 
 
@@ -92,11 +91,14 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Changed:
-    """Half the learning rate, and a layer that is not trained: the losses of a job that was frozen
-    so, and of one with overrides.
+    """Losses with half the learning rate and a layer that is not trained.
 
-    overrides: those. pattern: of the layer's parameters. output: what the run with overrides has
-    made.
+    Attributes:
+        expected: losses of a job that was frozen this way.
+        losses: losses of a run with overrides.
+        overrides: the overrides.
+        pattern: pattern of the layer's parameters.
+        output: output package of the run with overrides.
     """
 
     expected: list[float]
@@ -211,8 +213,7 @@ def test_a_package_that_was_trained_as_it_says_tells_no_settings(
     assert training is not None and training.changed == ()
 
 
-# tests/launch/settings/test_changes.py compares a run that is clipped by its launch with a plain
-# loop
+# test_changes.py compares a run that is clipped from its launch with a plain loop
 @pytest.mark.slow
 def test_clipping_is_changed(package: Package, tiny_data: Path, tmp_path: Path) -> None:
     def change(job: trainload.Job) -> trainload.Job:

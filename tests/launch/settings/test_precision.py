@@ -1,4 +1,4 @@
-"""The precision that a run is launched in is that of a job that was frozen so, or is refused."""
+"""A run launched in a precision trains like a job frozen in it, or is rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 class Guarded(Model):
-    """A part of it stays out of autocast, whatever is around it."""
+    """Model with a part that is never under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -47,7 +47,7 @@ class Guarded(Model):
 
 
 class Part(Model):
-    """A part of it is under autocast."""
+    """Model with a part under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -63,7 +63,7 @@ def low(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def in_low(job: trainload.Job) -> trainload.Job:
-    """The same with autocast in its loss."""
+    """Return the job with autocast in its loss."""
     return dataclasses.replace(job, loss=low)
 
 
@@ -102,7 +102,7 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> Package:
 def curves(
     high: Package, lowered: Package, rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[float]]:
-    """Of the two jobs as they were frozen."""
+    """Name -> losses of the two jobs as they were frozen."""
     folder = tmp_path_factory.mktemp("frozen")
     return {
         name: launched(p, rows, folder / name, trainload.Overrides())
@@ -135,8 +135,8 @@ def test_what_the_model_says_of_autocast_itself_holds_inside(
     expected = launched(frozen[1], rows, tmp_path / "expected", trainload.Overrides())
     found = launched(frozen[0], rows, tmp_path / "run", BF16)
     assert found[0] == expected[0]
-    # Two `.float()` of one tensor, which did nothing when they were captured, are one: its gradient
-    # is rounded to bfloat16 once.
+    # Two `.float()` of one tensor, no-ops at capture, were merged: the tensor's gradient is
+    # rounded to bfloat16 only once.
     assert difference(expected, found) <= tolerance
 
 
@@ -177,7 +177,7 @@ def test_two_workers_and_a_compiler_have_the_same_losses(
     )
     compiled = launched(high, rows, tmp_path / "compiled", BF16, compile=True, steps=6)
     for found in (curve(tmp_path / "pair"), compiled):
-        # rows are added up in another order, in bfloat16
+        # rows are summed in another order, in bfloat16
         assert difference(curves["low"][:6], found) <= 1e-2
 
 
@@ -238,7 +238,7 @@ class Explicit(Model):
 
 
 class Between(Model):
-    """Two tensors must have one dtype."""
+    """Model with an operator whose two tensors must have the same dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.lerp(x, super().forward(x), 0.5)
@@ -253,7 +253,7 @@ class Branching(Model):
 
 
 class Half(Model):
-    """Its own parameters are in bfloat16."""
+    """Model whose parameters are in bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()

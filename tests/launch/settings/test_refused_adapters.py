@@ -1,4 +1,4 @@
-"""Adapters that do not fit a package or a plan are refused."""
+"""Adapters that do not fit a package or plan are rejected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 class Strange(Model):
-    """Its layers' weights are used in several ways."""
+    """Model that uses the weights of its layers in several ways."""
 
     def __init__(self) -> None:
         super().__init__()

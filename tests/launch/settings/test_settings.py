@@ -1,4 +1,4 @@
-"""Settings are declared once: what is made from the declaration."""
+"""Settings are declared once: tests of everything that is generated from the declarations."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ VALUES = {
     "sinks": "mlflow,prometheus",
     "weights": "last",
 }
-"""A value of each setting that takes no number."""
+"""A value for each setting that is not numeric."""
 
 
 def given(*keys: str) -> list[str]:
-    """Return a text for each key, and those that it needs."""
+    """Return an assignment for each key, and for the keys that it requires."""
     needed = (
         {"adapters.rank", "adapters.layers"}
         if any(key.startswith("adapters.") for key in keys)
