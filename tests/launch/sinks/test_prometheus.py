@@ -1,4 +1,4 @@
-"""A run's numbers at the endpoints of its Ray cluster, as Prometheus finds them there."""
+"""Metrics of a run at the endpoints of its Ray cluster, where Prometheus scrapes them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STEPS = 4
 PATIENCE = 60.0
 LINE = re.compile(r"(?P<name>ray_trainload_\w+)\{(?P<tags>[^}]*)\} (?P<value>\S+)")
 Found = dict[tuple[str, str, str], float]
-"""(name, run, metric) -> value."""
+"""Metrics of a run: (name, run, metric) -> value."""
 
 
 def scraped() -> list[tuple[str, dict[str, str], float]]:
-    """Name, tags and value of what the cluster's node offers of runs."""
+    """Return name, tags and value of all run metrics that the cluster's node exports."""
     import ray
 
     node = ray.nodes()[0]  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ def scraped() -> list[tuple[str, dict[str, str], float]]:
 
 
 def of_run(run: str, ready: Callable[[Found], bool]) -> Found:
-    """What there is of a run, once it is as it should be."""
+    """Return the metrics of a run, once `ready` accepts them or the time is up."""
     until = time.monotonic() + PATIENCE
     while True:
         found = {
@@ -57,7 +57,7 @@ def of_run(run: str, ready: Callable[[Found], bool]) -> Found:
 
 
 def every_measure(step: int) -> list[Event]:
-    """Events that have a number for each."""
+    """Return events with a value for every measure."""
     moment = time.time()
     numbers = {
         "loss": 0.5,
@@ -88,7 +88,7 @@ def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
 ) -> None:
     from tests.report.made import made_run
 
-    run = f"every-{again_after:g}"  # the cluster keeps the numbers of a run for a while
+    run = f"every-{again_after:g}"  # a new name: the cluster keeps old numbers for a while
     run_dir = made_run(tmp_path / run, [], digest=gpt.digest)
     with open_sinks(["prometheus"], run_dir, lambda event: None) as tell:
         for event in every_measure(6):
@@ -131,7 +131,7 @@ def test_a_run_on_ray_has_its_numbers_at_the_clusters_endpoints(
     trainload.launch(
         gpt, plan, gpt_data, run_dir=run_dir, steps=STEPS, compile=False, sinks=["prometheus"]
     )
-    # each comes when it comes
+    # the metrics appear at different times
     step, steps, loss = (
         (f"ray_trainload_{name}", "trained", "") for name in ("step", "steps", "loss")
     )

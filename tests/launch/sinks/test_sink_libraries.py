@@ -1,4 +1,4 @@
-"""The library of a sink that is not installed is missed before anything is written."""
+"""A missing library of a sink is reported before anything is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARIES: dict[SinkName, tuple[str, str]] = {
     "mlflow": ("mlflow", "mlflow"),
     "prometheus": ("ray.util.metrics", "ray"),
 }
-"""Sink -> the module that it needs, the extra that has it."""
+"""Sink -> the module that it needs, and the extra that installs it."""
 
 
 def test_sinks_whose_libraries_are_there_are_taken() -> None:

@@ -1,4 +1,4 @@
-"""Where a run's numbers go beside its journal."""
+"""The sinks that receive a run's metrics in addition to the journal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained(
 
 
 def records(folder: Path) -> Iterator[Record]:
-    """TensorBoard's: each with its length before it, and two checksums."""
+    """Yield the records of TensorBoard's files, which are framed by a length and two checksums."""
     for path in folder.iterdir():
         data = path.read_bytes()
         while data:
@@ -70,7 +70,7 @@ def test_tensorboard_has_the_losses_of_the_journal(
 def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(
     tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # which takes seconds: no other test of this process waits for it
+    # the import takes seconds: no other test of this process waits for it
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
@@ -92,7 +92,7 @@ def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(
 
 
 class Refusing:
-    """A server that is away, but for a while."""
+    """Fake sink that fails while its server is away."""
 
     def __init__(self) -> None:
         self.away = True
