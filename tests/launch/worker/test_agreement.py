@@ -1,4 +1,4 @@
-"""Two real ranks compare what they will call before they call it."""
+"""Two real ranks compare their collectives and data before training."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_ranks_that_have_other_rows_are_told_which_nodes_they_are_on(tmp_path: P
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What each rank was told of the graphs that differ, after those that do not."""
+    """Message to each rank about differing graphs, after a comparison of equal ones."""
     folder = tmp_path_factory.mktemp("agreement")
     on_ranks(WORLD, compare, folder)
     return [(folder / f"{rank}.txt").read_text() for rank in range(WORLD)]

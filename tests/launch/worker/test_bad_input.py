@@ -1,4 +1,4 @@
-"""Bad input gets one clear line, exit status 2, and leaves nothing behind."""
+"""Bad input results in one clear line, exit status 2, and no leftover files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNCOMPILED = ["--backend", "local", "--no-compile"]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, and `sys.path` as it was afterwards."""
+    """An empty working directory. `sys.path` is restored after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -169,7 +169,7 @@ def test_launching_onto_a_full_disk(
 ) -> None:
     with pytest.raises(OSError, match="No space left"):
         (small_disk / "filling").write_bytes(bytes(70_000))
-    # what a disk that others fill meanwhile comes to
+    # as if the disk had filled up after the check of its free space
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 0, 2**40)
     )
@@ -206,7 +206,7 @@ def launch(package: Package | Path, data: Path, *options: str | Path) -> list[st
 
 
 def rows(path: Path, **columns: npt.NDArray[Any]) -> Path:
-    np.savez(path, **columns)  # type: ignore[arg-type]  # numpy's stubs take one of them for allow_pickle
+    np.savez(path, **columns)  # type: ignore[arg-type]  # numpy's stub treats one as allow_pickle
     return path
 
 

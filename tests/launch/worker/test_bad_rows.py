@@ -1,5 +1,6 @@
-"""A value of the data that is no index: the error names the step, the input, the row, the value,
-the valid range and the user's line.
+"""A value of the data that is no valid index.
+
+The error names the step, the input, the row, the value, the valid range and the user's line.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from trainload.packaging.package import Package
 WORDS, CLASSES, LENGTH = 12, 5, 4
 ROWS, STEPS, SEED = 8, 3, 3
 STEP = 1
-"""The step, from 0, that reads the bad row."""
+"""Step that reads the bad row (0-based)."""
 BAD = int(rows(SEED, ROWS * STEPS, STEP * ROWS, ROWS)[5])
-"""That row, in the second half of the step's batch."""
+"""The bad row, in the second half of the step's batch."""
 
 
 class Classifier(nn.Module):
-    """tokens (rows, LENGTH) -> logits (rows, CLASSES)."""
+    """Model; tokens (rows, LENGTH) -> logits (rows, CLASSES)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ def frozen(loss: Callable[..., Tensor], folder: Path) -> Package:
 
 
 def written(folder: Path, column: str, value: int) -> Path:
-    """Rows, one of which has this value in a column; in the last place of it."""
+    """Write rows, of which the bad one has `value` at the last position of a column."""
     generator = np.random.default_rng(0)
     table: dict[str, Any] = {
         "tokens": generator.integers(0, WORDS, (ROWS * STEPS, LENGTH)),
@@ -128,7 +129,7 @@ BAD_VALUES = [
 
 
 def demand_told(error: DataError, column: str, value: int, greatest: int, line: str) -> None:
-    """The error says all that a user needs to find the row."""
+    """Check that the error contains everything that a user needs to find the row."""
     assert error.where.startswith(f"step {STEP + 1}, row {BAD} of ")
     assert f"the value {value} of input '{column}' is out of range" in error.problem
     assert (error.expected, error.got) == (f"0 to {greatest}", str(value))
@@ -229,7 +230,7 @@ def test_a_run_on_ray_is_not_tried_again(
 
 
 def inverted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Inverts a matrix that depends on the parameters, without which the row cannot be found."""
+    """Invert a matrix that depends on the parameters, without which the row cannot be found."""
     logits = model(batch["tokens"])
     inverse: Tensor = torch.linalg.inv(
         torch.diag_embed(logits * (batch["label"] != 0).unsqueeze(1))

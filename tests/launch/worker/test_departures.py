@@ -1,6 +1,4 @@
-"""The operator at which a compiled graph departs is found by bisection, wherever it stands in the
-graph.
-"""
+"""Bisection finds the operator at which a compiled graph diverges, wherever it is in the graph."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ FAULT = "fault"
 
 
 class Faulty:
-    """A compiler that multiplies what has the fault by -1.5, and takes tensors and numbers alone,
-    as torch's does.
+    """Compiler that multiplies the results of marked nodes by -1.5.
+
+    Like torch's, its compiled functions only accept tensors and numbers.
     """
 
     def __init__(self, folder: Path) -> None:

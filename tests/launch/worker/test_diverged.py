@@ -1,6 +1,4 @@
-"""A step whose gradient is not finite ends the run, although its loss is: nothing of it is
-saved.
-"""
+"""A step with a non-finite gradient ends the run, even if its loss is finite; it is not saved."""
 
 from __future__ import annotations
 
@@ -37,13 +35,13 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def norm_of_outputs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Its gradient is NaN where a row is zero: infinite, times zero."""
+    """Return a loss whose gradient is NaN if a row is zero: infinity times zero."""
     y: Tensor = model(batch["x"])
     return (y * y).sum(1).sqrt().mean()
 
 
 def root_of_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Its gradient is infinite where a row is 0, 1, ..., and the weight is zero."""
+    """Return a loss whose gradient is infinite if a row starts with 0, 1 and the weight is zero."""
     x = batch["x"]
     return (x[:, 0] + model.get_parameter("weight")[0, 0] * x[:, 1]).sqrt().mean()
 
@@ -67,7 +65,7 @@ def frozen(folder: Path, model: nn.Module, loss: Callable[..., Tensor], **option
 
 
 def written(path: Path, step: int, row: np.ndarray[Any, Any]) -> Path:
-    """Rows as npz, of which the first one of a step is `row`."""
+    """Write rows as npz; the first row of `step` is `row`."""
     x = 1 + np.random.default_rng(0).random((ROWS * STEPS, 8), dtype=np.float32)
     x[rows(SEED, len(x), ROWS * step, 1)[0]] = row
     np.savez(path, x=x)
@@ -83,12 +81,12 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the last step there is a row of zeros."""
+    """Rows with a row of zeros in the last step."""
     return written(tmp_path_factory.mktemp("rows") / "rows.npz", STEPS - 1, np.zeros(8, np.float32))
 
 
 def alone(package: Package, data: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """A run of one worker with a result. Returns: what the journal has of its steps."""
+    """Train with one worker and an output; return the data of each step in the journal."""
     plan = trainload.plan(package, trainload.Cluster(), "single")
     given: dict[str, Any] = {
         "compile": False,
@@ -164,7 +162,7 @@ def one_weight() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def steep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the first step there is a row whose root has no finite slope."""
+    """Rows with a row in the first step at which the root has an infinite slope."""
     return written(
         tmp_path_factory.mktemp("steep") / "rows.npz",
         0,
@@ -229,5 +227,5 @@ def test_of_several_updates_in_a_step_the_first_that_broke_is_named(tmp_path: Pa
     )
     package = trainload.freeze(job, tmp_path / "job.tl")
     with pytest.raises(DivergedError, match="step 1, graph often: the gradient's norm is nan"):
-        # the first turn's; 0 is that of "once"
+        # that of the first turn; "once" has a norm of 0
         alone(package, written(tmp_path / "rows.npz", 1, np.zeros(8, np.float32)), tmp_path)

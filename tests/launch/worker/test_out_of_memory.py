@@ -1,6 +1,4 @@
-"""A rank that cannot have the memory it needs says what it held, what was estimated, and which plan
-needs less.
-"""
+"""A rank that runs out of memory reports its usage, the estimate, and a plan that needs less."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from trainload.launching.worker.out_of_memory import is_out_of_memory
 from trainload.packaging.package import Package
 
 MORE = 700 * 2**20
-"""Bytes that the process may take beside those that it has: less than an activation of all rows in
-one call.
+"""Bytes that the process may allocate in addition to those in use.
+
+An activation of all rows in one call needs more.
 """
 
 

@@ -1,4 +1,4 @@
-"""The number of rows that graphs are compared on follows from the free memory."""
+"""The number of rows on which graphs are compared depends on the free memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far rounding alone may move a value of a compiled graph."""
+"""The differences in a compiled graph's values that rounding alone explains."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ def test_a_value_with_digits_may_differ_by_ten_times_its_rounding() -> None:
 
 
 def test_a_value_of_rounding_errors_may_differ_by_many_times_itself() -> None:
-    """Such as the mean of what a BatchNorm has normalised: 1e-16 in float64, 1e-7 to 3e-6 in
-    float32, by the order of the sum.
+    """An example is the mean of a BatchNorm's outputs.
+
+    It is 1e-16 in float64, and 1e-7 to 3e-6 in float32, depending on the order of the sum.
     """
     assert 100 < explained(noise(0, 1e-7), 1e-7) < 1e4
 
 
 def results(run: Any) -> list[Tensor]:
-    """The results of a run of a graph with one output."""
+    """Return the results of a run of a graph with one output."""
     return [run]
 
 
 class Kinked(nn.Module):
-    """The gradient of ReLU, at an input that is zero but for rounding: 1 or 0."""
+    """The gradient of ReLU at an input that is zero except for rounding: 1 or 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + 1.0 - 1.0 > 0).to(torch.float32)
@@ -52,7 +53,7 @@ class Kinked(nn.Module):
 
 def test_a_jump_that_rounding_may_cause_is_explained_by_further_runs() -> None:
     graph = symbolic_trace(Kinked())
-    given = torch.full((8,), 1e-7)  # 1 + 1e-7 is 1 + one unit in the last place
+    given = torch.full((8,), 1e-7)  # 1 + 1e-7 rounds to 1 + one unit in the last place
     value = graph(given)
     (distance,) = explained_distances(
         [value],
@@ -71,7 +72,7 @@ def test_a_smooth_value_may_differ_by_no_more_in_further_runs() -> None:
 
 
 class Mean(nn.Module):
-    """The mean of many numbers of one sign."""
+    """The mean of many numbers with the same sign."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean()
@@ -104,7 +105,7 @@ def test_a_sum_may_be_computed_one_term_after_another() -> None:
 def test_elements_that_are_normalized_together_share_the_error_of_their_mean(
     normalization: nn.Module, groups: Any, backward: bool
 ) -> None:
-    """A later mean keeps it, where independent errors of the elements cancel."""
+    """A later mean retains this error, while independent errors of elements would cancel out."""
 
     def value(x: Tensor) -> Tensor:
         if not backward:

@@ -1,5 +1,6 @@
-"""Compiled graphs are compared with the interpreted ones before they train anything, and run
-interpreted where they differ.
+"""Compiled graphs are compared with the interpreted graphs before training.
+
+Graphs that differ run interpreted.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own: nobody else may find what a faulty compiler has made."""
+    """Cache for one test, so that no other test uses the output of a faulty compiler."""
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -94,7 +95,7 @@ def test_a_fault_of_the_compiler_is_found_with_its_operator(
 def launched_on_two_ranks(
     fault: str, package: Package, data: Path, folder: Path, strategy: Strategy, **axes: Any
 ) -> tuple[Path, list[float]]:
-    """Train compiled with a planted fault; return the run's folder and its losses."""
+    """Train compiled with an injected fault; return the run's folder and its losses."""
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), strategy, **axes)
     run = Run(folder / "run", package, plan, data, {"steps": STEPS, "compile": True})
     (losses,) = train(2, [run], folder, act=partial(train_with_fault, fault))
@@ -132,7 +133,7 @@ def test_ranks_of_a_pipeline_compare_the_graphs_of_their_stages(
     assert {name.split(".")[1] for name in decided} >= {"stage0", "stage1"}
 
 
-# A job whose graphs are compiled in a moment
+# A job whose graphs compile quickly
 
 
 class Small(nn.Module):
@@ -227,7 +228,7 @@ def test_graphs_that_agree_are_compared_once_and_trained(
 
 @dataclass(frozen=True, slots=True)
 class Faulty:
-    """A run whose compiler had a fault, in a cache of its own."""
+    """A run with a faulty compiler and its own cache."""
 
     run_dir: Path
     losses: list[float]
@@ -279,7 +280,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_what_was_decided(
 ) -> None:
     moved = shutil.copytree(faulty.run_dir, tmp_path / "run")
     shutil.rmtree(moved / "checkpoints" / f"step-{STEPS:08}")
-    # here the compiler has no fault: compared, the graph would run compiled
+    # without the fault, a comparison would let the graph run compiled
     monkeypatch.setattr(verifying, "_ComparedCall", None)
     trainload.resume(moved, backend="local")
     assert curve(moved, once=True) == faulty.losses
