@@ -48,7 +48,7 @@ def before(case: Any) -> tuple[str, int]:
                 dynamic_shapes=({0: Dim("batch", min=1)},),
                 strict=False,
             )
-        except Exception as error:  # noqa: BLE001  # what it raises is the result
+        except Exception as error:  # noqa: BLE001  # the error is the result
             return f"{type(error).__name__}: {error}", len(
                 (printed.getvalue() + traceback.format_exc()).splitlines()
             )

@@ -99,7 +99,7 @@ class Killer(threading.Thread):
                 self._since = done.at
         except _Ended:
             return
-        except Exception as error:  # noqa: BLE001  # kept for the thread that joins
+        except Exception as error:  # noqa: BLE001  # reported by the thread that joins
             self.error = error
 
     # One kill
@@ -155,7 +155,7 @@ class Killer(threading.Thread):
             for pid in workers:
                 _signal(pid, signal.SIGCONT)
 
-    # What the disk shows
+    # State on disk
 
     def _sees(self, moment: str) -> bool:
         if moment == "compile":
@@ -195,7 +195,7 @@ class Killer(threading.Thread):
             and any(name.endswith(COMPILING) for name in os.listdir(self._cache))
         )
 
-    # What the journal says
+    # State in the journal
 
     def _events(self) -> list[Event]:
         return read_events(self._run_dir)

@@ -140,7 +140,7 @@ def started(work: Callable[[], None], log: Path) -> int:
         torch.set_num_threads(1)
         work()
         status = 0
-    except BaseException:  # noqa: BLE001  # the parent sees the status, people the log
+    except BaseException:  # noqa: BLE001  # the status and the log report it
         traceback.print_exc()
     finally:
         os._exit(status)
@@ -185,7 +185,7 @@ def read_on(folder: Path, over: Path, result: Path) -> None:
         try:
             store = Store(folder / "store")
             pointer = store.current(LINE)
-        except Exception as error:  # noqa: BLE001  # what a reader sees is what is measured
+        except Exception as error:  # noqa: BLE001  # readers' failures are counted
             failures.append(str(error))
             continue
         if pointer is None:
@@ -404,7 +404,7 @@ def enumerated(place: Path, when: datetime, limit: int | None) -> dict[str, Any]
         points if limit is None else sorted(random.Random(0).sample(points, min(limit, operations)))
     ):
         restored()
-        status = forked(lambda at=die_at: tick(home, when, die_at=at), log)  # type: ignore[misc]  # a default binds it
+        status = forked(lambda at=die_at: tick(home, when, die_at=at), log)  # type: ignore[misc]  # bound by a default
         survived += status != -signal.SIGKILL
         broken += bool(whole(home)) if (home / "store" / "lines").exists() else 0
         status = forked(lambda: tick(home, when), log)

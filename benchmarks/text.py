@@ -11,7 +11,7 @@ from measure import see_example
 
 see_example()
 
-import corpus  # noqa: E402  # of the example
+import corpus  # noqa: E402  # from the example
 
 
 def byte_windows(rows: int, length: int) -> npt.NDArray[np.uint8]:

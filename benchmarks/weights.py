@@ -148,7 +148,7 @@ def read(folder: Path, way: str) -> dict[str, float]:
     elif way == "safetensors":
         for file in files:
             with safetensors.safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
                     opened.get_tensor(name).clone()
     else:
         for name in reader.names():
