@@ -1,14 +1,13 @@
-"""Microseconds that it takes to find a batch's variant, beside what torch.compile takes for its
-guards.
+"""Compare the time to select the variant of a batch with the guard checks of torch.compile.
 
     python benchmarks/dispatch.py
 
-Six inputs, four variants: text of any even length; with images; with a mask; under another flag.
-trainload: `Dispatcher.pick`, as a run asks it once for each global batch, for lengths that were
-seen before and for lengths that come for the first time. torch.compile: the same four kinds of
-batch through one compiled function of a few additions (backend "eager", dynamic sizes), whose cache
-then has an entry for each; the additions themselves, run eagerly, are taken off. Both sides take
-turns, and the batches of each kind come in the same order.
+Six inputs, four variants: text of any even length; with images; with a mask; with another flag.
+trainload: `Dispatcher.pick`, which a run calls once per global batch, for lengths seen before and
+for new lengths. torch.compile: the same four kinds of batch, passed to one compiled function of a
+few additions (backend "eager", dynamic sizes) whose cache has an entry for each kind; the time of
+the additions, measured by running them eagerly, is subtracted. The two sides alternate, and the
+batches of each kind come in the same order.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from measure import RESULTS, machine, median, note, save, screen, see_example, t
 KINDS = ("text", "images", "masked", "ranked")
 PEER = "torch.compile"
 BUDGET = 20.0
-"""Microseconds: what the project promises at most."""
+"""Upper limit that the project guarantees, in microseconds."""
 
 
 def batch(kind: str, length: int, rows: int = 8) -> dict[str, Any]:
-    """A batch of a kind."""
+    """Return a batch of one kind."""
     import torch
 
     found: dict[str, Any] = {
@@ -50,7 +49,7 @@ def batch(kind: str, length: int, rows: int = 8) -> dict[str, Any]:
 
 
 def package(folder: Path) -> Any:
-    """The four kinds, frozen."""
+    """Freeze a job with the four kinds as variants."""
     import torch
     from torch import nn
     from torch.export import Dim
@@ -101,12 +100,12 @@ def package(folder: Path) -> Any:
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a variant leaves parameters alone
+        warnings.simplefilter("ignore")  # about variants that do not use all parameters
         return trainload.freeze(job, folder / "dispatch.tl")
 
 
 def compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A function of a batch that has every kind in its cache, and the same function uncompiled."""
+    """Return a compiled function of a batch with all kinds in its cache, and the uncompiled one."""
     import torch
 
     def function(batch: dict[str, Any]) -> Any:
@@ -124,7 +123,7 @@ def compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def microseconds(function: Callable[[Any], Any], batches: Iterator[Any], count: int) -> float:
-    """Of one call, in this thread's own time: other work on the machine is not counted."""
+    """Return the microseconds per call, in CPU time of this thread to exclude other load."""
     given = list(itertools.islice(batches, count))
     began = time.thread_time()
     for one in given:
@@ -133,10 +132,10 @@ def microseconds(function: Callable[[Any], Any], batches: Iterator[Any], count: 
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--calls", type=int, default=500, help="of each kind in a round")
+    parser.add_argument("--calls", type=int, default=500, help="calls per kind and round")
     parser.add_argument("--out", type=Path, default=RESULTS / "dispatch.json")
     options = parser.parse_args()
     see_example()
@@ -157,7 +156,7 @@ def main() -> int:
             found["seen"][kind].append(
                 microseconds(dispatcher.pick, itertools.repeat(known[kind]), options.calls)
             )
-            new = frozen.dispatcher()  # it remembers nothing
+            new = frozen.dispatcher()  # without cached lengths
             found["new"][kind].append(
                 microseconds(new.pick, (batch(kind, length) for length in lengths), len(lengths))
             )

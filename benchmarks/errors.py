@@ -1,12 +1,11 @@
-"""The ten worst messages of torch.export among the project's refused models, and what trainload
-says of the same models.
+"""Compare the ten longest error messages of torch.export with trainload's for the same models.
 
     python benchmarks/errors.py
 
-Every model of tests/capture/refused.py goes through torch.export.export (non-strict, the batch dim
-dynamic) and through trainload's capture. Counted is what a person sees of torch: traceback,
-message, and what it prints. The ten with the most lines are written to docs/errors_before_after.md,
-torch's message by its first three lines, trainload's whole.
+Every model of tests/capture/refused.py is passed to torch.export.export (non-strict, dynamic batch
+dim) and to trainload's capture. The length for torch counts all that the user sees: traceback,
+message and log. The ten longest are written to docs/errors_before_after.md, with the
+first three lines of torch's message and the whole of trainload's.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 COUNT = 10
 OF_A_CAUSE = 2
-"""So many of the same cause, at most."""
+"""Maximum number of messages with the same cause."""
 
 
 def before(case: Any) -> tuple[str, int]:
-    """torch.export's message, and the number of lines that a person gets: log and traceback too.
-    ("", 0) where it raises nothing.
+    """Return torch.export's message and the number of lines that the user sees.
+
+    Log and traceback are counted. ("", 0) if torch.export succeeds.
     """
     import torch
     from torch.export import Dim
@@ -48,7 +48,7 @@ def before(case: Any) -> tuple[str, int]:
                 dynamic_shapes=({0: Dim("batch", min=1)},),
                 strict=False,
             )
-        except Exception as error:  # noqa: BLE001  # what it raises is the result
+        except Exception as error:  # noqa: BLE001  # the error is the result
             return f"{type(error).__name__}: {error}", len(
                 (printed.getvalue() + traceback.format_exc()).splitlines()
             )
@@ -56,7 +56,7 @@ def before(case: Any) -> tuple[str, int]:
 
 
 def after(case: Any) -> str:
-    """What trainload's capture says."""
+    """Return the message of trainload's capture."""
     from tests.capture.jobs import job
 
     from trainload.capture.tracing.trace import capture
@@ -82,7 +82,7 @@ def model_of(case: Any) -> Any:
 
 
 def report(name: str, message: str, count: int, ours: str) -> str:
-    """A section of the page."""
+    """Return a section of the page."""
     lines = message.splitlines()
     return "\n".join(
         [
@@ -108,10 +108,11 @@ def main() -> None:
         "--out",
         type=Path,
         default=ROOT / "docs" / "errors_before_after.md",
-        help="the page to write",
+        help="output file",
     )
     options = parser.parse_args()
-    os.chdir(ROOT)  # so that places are the same wherever it is run from
+    # the messages contain relative paths, which must not depend on the working directory
+    os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     from tests.capture.refused import REFUSED
 

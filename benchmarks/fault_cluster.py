@@ -1,8 +1,7 @@
-"""Runs with faults: a Ray cluster of several nodes on this machine, a run that `trainload launch
---address` drives, and faults.
+"""Fault injection for `trainload launch --address` runs on a local Ray cluster of several nodes.
 
-Every node is a raylet of its own (`ray.cluster_utils.Cluster`), with one worker. The run's driver
-is a process, as for users.
+Every node is a separate raylet (`ray.cluster_utils.Cluster`) with one worker. The run's driver is a
+process, as in production.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 HANG_TIMEOUT = 10.0
 PATIENCE = 240.0
-"""Seconds that an injector waits for what it waits for."""
+"""Timeout in seconds for the conditions that a fault waits for."""
 LIBRARY = "faults=faults_op"
 _TOLD = frozenset({"failure", "warning", "waiting", "preemption", "resize", "start", "failed"})
 
 
 class Nodes:
-    """A Ray cluster of this machine whose nodes come and go.
+    """Local Ray cluster to which nodes can be added and from which they can be removed.
 
-    The head has no worker. Nodes are added by the main thread alone.
+    The head has no worker. Nodes must be added by the main thread.
     """
 
     def __init__(self, count: int) -> None:
@@ -62,7 +61,7 @@ class Nodes:
 
         logging.getLogger("ray").setLevel(logging.ERROR)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's own
+            warnings.simplefilter("ignore")  # warnings raised inside Ray
             head = {"num_cpus": 0, "include_dashboard": False, "gcs_server_port": self._port}
             self._cluster = Cluster(initialize_head=True, head_node_args=head)
             self._nodes: dict[str, Any] = {}
@@ -71,27 +70,27 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Of the cluster."""
+        """Return the address of the cluster."""
         return str(self._cluster.address)
 
     def add(self) -> None:
-        """One node more."""
+        """Add a node."""
         node = self._cluster.add_node(num_cpus=1)
         self._nodes[node.node_id] = node
 
     def remove(self, node_id: str) -> None:
-        """A node is gone, as when its power is."""
+        """Remove a node without warning, as in a power failure."""
         self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
 
     def drain(self, node_id: str, seconds: float) -> None:
-        """A node is told that it will be gone: what a cloud says before it takes a machine back."""
+        """Send the preemption notice that a cloud provider sends before it takes a machine back."""
         from ray._raylet import GcsClient
 
         client = GcsClient(address=self._cluster.address)
         client.drain_node(node_id, 2, "preempted", int((time.time() + seconds) * 1000))
 
     def restart(self, seconds: float) -> None:
-        """The whole cluster goes, and comes back at the same address with as many nodes."""
+        """Shut the cluster down and restart it at the same address with as many nodes."""
         count = len(self._nodes)
         self._cluster.shutdown()
         time.sleep(seconds)
@@ -103,10 +102,13 @@ class Nodes:
 
 @dataclass
 class Run:
-    """A run, and what is known of it. at: when its fault happened, seconds since 1970. cleared:
-    when that had ended, where it lasts.
-    destroyed: checkpoints that were destroyed on purpose. lines: what its driver has said, with the
-    time.
+    """A run and its observed events.
+
+    Attributes:
+        at: time of the fault, in seconds since 1970.
+        cleared: end of the fault, if it is temporary.
+        destroyed: checkpoints that were deliberately corrupted.
+        lines: output lines of the driver, with their time.
     """
 
     folder: Path
@@ -122,7 +124,7 @@ class Run:
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def launch(self, package: Path, *options: str) -> None:
-        """Starts it."""
+        """Start the run."""
         self._drive(
             "launch",
             str(package),
@@ -137,7 +139,7 @@ class Run:
         )
 
     def resume(self) -> None:
-        """Goes on with it, after its driver has ended."""
+        """Resume the run after its driver has ended."""
         self._drive("resume", str(self.folder))
 
     def _drive(self, *arguments: str) -> None:
@@ -173,7 +175,7 @@ class Run:
         def follow() -> None:
             while True:
                 over = process.poll() is not None
-                with suppress(OSError):  # while its storage fails
+                with suppress(OSError):  # while the run's storage fails
                     for event in follower.new():
                         self._hear(event)
                 if over:
@@ -194,11 +196,11 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether its driver has ended."""
+        """Return True if the driver has ended."""
         return self._process is not None and self._process.poll() is not None
 
     def join(self) -> int:
-        """Waits for its end. Returns: its driver's exit status."""
+        """Wait for the driver to end and return its exit status."""
         assert self._process is not None
         status = self._process.wait()
         for thread in self._threads:
@@ -206,7 +208,7 @@ class Run:
         return status
 
     def end(self) -> None:
-        """Ends its driver, if it is still there, with all that it started."""
+        """Terminate the driver, if it is still running, and everything that it started."""
         if self._process is not None and not self.over:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -215,7 +217,7 @@ class Run:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, ready: Callable[[], Any]) -> Any:
-        """Waits until something is so. Returns: what says so."""
+        """Wait until `ready` returns a true value, and return that value."""
         until = time.monotonic() + PATIENCE
         while not (found := ready()):
             if time.monotonic() > until or self.over:
@@ -227,40 +229,40 @@ class Run:
         return found
 
     def last(self, kind: str, since: float = 0.0) -> Event | None:
-        """The last event of a kind."""
+        """Return the last event of a kind."""
         return next(
             (event for event in reversed(self.events) if event.kind == kind and event.time > since),
             None,
         )
 
     def reach(self, step: int) -> None:
-        """Waits for a step."""
+        """Wait until a step is complete."""
         self.wait(
             lambda: (found := self.last("step")) is not None and int(found.data["step"]) >= step
         )
 
     def started(self) -> Event:
-        """The start of the present attempt."""
+        """Return the start event of the current attempt."""
         found = self.last("start")
         assert found is not None
         return found
 
     def pid(self, rank: int) -> int:
-        """Of a worker."""
+        """Return the pid of a worker."""
         return int(self.started().data["workers"][rank].rpartition(":")[2])
 
     def node(self, rank: int) -> str:
-        """The id of a worker's node."""
+        """Return the id of a worker's node."""
         return str(self.started().data["nodes"][rank])
 
     @property
     def keeper(self) -> int:
-        """The pid of the process that was launched."""
+        """Return the pid of the process that was launched."""
         assert self._process is not None
         return self._process.pid
 
     def driver(self) -> int:
-        """The pid of the present driver, which the process that was launched keeps."""
+        """Return the pid of the current driver, a child of the process that was launched."""
         from trainload.launching.run.run_state import read_state
 
         state = read_state(self.folder)
@@ -268,16 +270,22 @@ class Run:
         return state.pid
 
     def heard(self, text: str) -> float | None:
-        """When its driver said something, since the fault."""
+        """Return the time when the driver first printed a text after the fault."""
         return next((at for at, line in self.lines if at > self.at and text in line), None)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a run. act: does it. nodes: that there are. said: the kind of event by which the
-    driver says so, or in quotation marks what its keeper says. disk: MiB of the run's own disk.
-    sizes: numbers of nodes that the run may be on, as --nodes takes them. resumed: whether the run
-    fails, and is resumed by hand.
+    """A fault to inject into a run.
+
+    Attributes:
+        act: injects the fault.
+        nodes: number of nodes at the start.
+        said: kind of the event that reports the fault or, in double quotes, a text that the process
+            that was launched prints.
+        disk: size in MiB of a separate disk for the run; None: no separate disk.
+        sizes: allowed numbers of nodes, as for --nodes.
+        resumed: True if the run fails and is resumed manually.
     """
 
     name: str
@@ -318,7 +326,7 @@ def lose_node_for_a_while(run: Run) -> None:
 
 
 def shrink_and_grow(run: Run) -> None:
-    """A node is gone, and another one comes when the run goes on without it."""
+    """Remove a node, and add another one once the run has continued without it."""
     lose_node(run)
     run.wait(lambda: (start := run.last("start", run.at)) is not None and start.data["world"] == 1)
     reached = run.last("step", run.at)
@@ -341,7 +349,7 @@ def preempt(run: Run) -> None:
 
 
 def preempt_before_another_comes(run: Run) -> None:
-    """A node is told that it will be gone when there is no other; one comes a few seconds later."""
+    """Send a preemption notice while there is no spare node, and add a node a few seconds later."""
     run.at = time.time()
     node = run.node(1)
     run.nodes.drain(node, 60.0)
@@ -354,19 +362,19 @@ def preempt_before_another_comes(run: Run) -> None:
 
 
 def fail_storage(run: Run, seconds: float = 60.0) -> None:
-    """Storage takes nothing for a minute."""
+    """Make the run's storage read-only for a minute."""
     run.at = time.time()
     while subprocess.run(
         ["mount", "-o", "remount,ro", str(run.folder.parent)], capture_output=True, check=False
     ).returncode:
-        time.sleep(0.005)  # somebody is writing
+        time.sleep(0.005)  # fails while a file is open for writing
     time.sleep(seconds)
     subprocess.run(["mount", "-o", "remount,rw", str(run.folder.parent)], check=True)
     run.cleared = time.time()
 
 
 def fill_disk(run: Run, seconds: float = 30.0) -> None:
-    """Somebody else fills the disk, for half a minute."""
+    """Fill the disk for half a minute, as another process might."""
     run.at = time.time()
     filler = run.folder.parent / "filler"
     with filler.open("wb", buffering=0) as file:
@@ -381,7 +389,7 @@ def fill_disk(run: Run, seconds: float = 30.0) -> None:
 
 
 def lose_data(run: Run, seconds: float = 30.0) -> None:
-    """The data is gone when a worker dies, and comes back later."""
+    """Hide the data, kill a worker, and restore the data later."""
     away = run.data.with_suffix(".away")
     run.data.rename(away)
     run.at = time.time()
@@ -403,7 +411,7 @@ def restart_cluster(run: Run) -> None:
 
 
 def corrupt_checkpoint(run: Run) -> None:
-    """A byte of the newest checkpoint changes, and a worker dies."""
+    """Change a byte of the newest checkpoint, and kill a worker."""
     from trainload.launching.checkpoints.index import published
 
     step, folder = list(published(run.folder).items())[-1]
@@ -418,7 +426,7 @@ def corrupt_checkpoint(run: Run) -> None:
 
 
 def break_loss(run: Run) -> None:
-    """A rank computes NaN once, and the run is resumed when it has failed."""
+    """Make a rank compute NaN once, and resume the run when it has failed."""
     run.at = time.time()
     Path(os.environ[BROKEN]).write_text(str(run.pid(1)))
     run.join()
@@ -447,7 +455,7 @@ FAULTS = (
 
 @contextmanager
 def disk(folder: Path, mebibytes: int | None) -> Iterator[Path]:
-    """A folder, on a disk of its own where a size is given."""
+    """Yield a new folder, on a separate disk if a size is given."""
     folder.mkdir()
     if mebibytes is None:
         yield folder
@@ -462,7 +470,7 @@ def disk(folder: Path, mebibytes: int | None) -> Iterator[Path]:
 
 
 def write_rows(path: Path) -> Path:
-    """Rows of the job."""
+    """Write training data for the job."""
     chance = np.random.default_rng(0)
     np.savez(
         path, x=chance.standard_normal((600, 32), dtype=np.float32), y=chance.integers(0, 8, 600)
@@ -471,9 +479,9 @@ def write_rows(path: Path) -> Path:
 
 
 def set_up(scratch: Path) -> Path:
-    """Freezes the job of the faults.
+    """Freeze the job for the fault runs and return its package.
 
-    Returns: its package. From now on this process and what it starts find what they need.
+    Sets the environment variables that this process and its children need.
     """
     from prepare import prepare
 
@@ -487,7 +495,7 @@ def set_up(scratch: Path) -> Path:
 
 
 def losses_by_step(events: Sequence[Event]) -> dict[int, float]:
-    """The loss of each step, as it was last."""
+    """Return the last recorded loss of each step."""
     return {
         int(event.data["step"]): float(event.data["loss"])
         for event in events
@@ -496,7 +504,7 @@ def losses_by_step(events: Sequence[Event]) -> dict[int, float]:
 
 
 def time_said(run: Run, said: str) -> float | None:
-    """When a run's driver has said what is to be said."""
+    """Return the time when a run reported its fault, or None."""
     quoted = re.fullmatch(r'"(.*)"', said)
     if quoted is not None:
         return run.heard(quoted[1])
@@ -506,5 +514,5 @@ def time_said(run: Run, said: str) -> float | None:
 
 
 def draw(chance: random.Random, faults: Sequence[tuple[Fault, float]]) -> Fault:
-    """One of some faults, each with its weight."""
+    """Draw one of the faults, according to their weights."""
     return chance.choices([fault for fault, _ in faults], [weight for _, weight in faults])[0]

@@ -1,10 +1,10 @@
-"""Fault tolerance: each fault on a Ray cluster of several nodes, beside an undisturbed run.
+"""Compare runs with faults on a Ray cluster of several nodes with an undisturbed run.
 
     python benchmarks/faults.py [NAME ...]
 
-For each fault: seconds until the run's driver says so, seconds until the first step after it, the
-longest time without a step, steps that were done again, checkpoints that were lost, and whether the
-losses are those of the run that was left alone. See fault_cluster.py.
+For each fault: seconds until the driver reports it, seconds until the next step, the longest time
+without a step, the number of repeated steps, the number of lost checkpoints, and whether the losses
+are equal to those of the undisturbed run. See fault_cluster.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = 240
 CHECKPOINT_EVERY = 20
 BAR = 1e-5
 AT = 70
-"""The step at which something happens."""
+"""Step at which the fault is injected."""
 OPTIONS = (
     *("--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)),
     *(
@@ -57,7 +57,7 @@ OPTIONS = (
 def apply_fault(
     fault: Fault, package: Path, scratch: Path, reference: dict[int, float]
 ) -> dict[str, Any]:
-    """A run and its fault. Returns: a row of the table."""
+    """Inject a fault into a run, and return a row of the table."""
     note(fault.name)
     for name in (STUCK, BROKEN):
         Path(os.environ[name]).unlink(missing_ok=True)
@@ -79,7 +79,7 @@ def apply_fault(
 
 
 def row(fault: Fault, run: Run, reference: dict[int, float]) -> dict[str, Any]:
-    """What came of it."""
+    """Return the measurements of a run."""
     said = time_said(run, fault.said)
     assert said is not None, f"nobody said {fault.said}"
     message = next((event.data.get("message") for event in run.events if event.time == said), None)
@@ -114,7 +114,7 @@ def row(fault: Fault, run: Run, reference: dict[int, float]) -> dict[str, Any]:
 
 
 def measure(scratch: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Every fault that is named, or all."""
+    """Measure the faults whose names match, or all."""
     package = set_up(scratch)
     nodes = Nodes(2)
     try:
@@ -175,13 +175,15 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="parts of the names of faults; none: all")
+    parser.add_argument("names", nargs="*", help="parts of fault names; default: all")
     parser.add_argument(
-        "--output", type=Path, help="of all faults, by default, benchmarks/results/faults.json"
+        "--output",
+        type=Path,
+        help="output file; default if all faults run: benchmarks/results/faults.json",
     )
     arguments = parser.parse_args()
     sys.path.insert(0, str(HERE))

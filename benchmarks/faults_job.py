@@ -1,6 +1,4 @@
-"""The job of the faults: a small network in fp32 with dropout, and an operator that can be made to
-hang.
-"""
+"""Job of the fault runs: a small fp32 network with dropout and an operator that can hang."""
 
 from __future__ import annotations
 
@@ -22,18 +20,18 @@ class Net(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         found: Tensor = self.second(through(self.drop(torch.relu(self.first(x)))))
         return found
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Cross entropy."""
+    """Return the cross-entropy."""
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def job() -> trainload.Job:
-    """The job, always with the same weights."""
+    """Build the job, always with the same weights."""
     torch.manual_seed(0)
     return trainload.Job(
         model=Net(),

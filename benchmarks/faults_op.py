@@ -1,6 +1,4 @@
-"""An operator that changes nothing; in one process it gets stuck while a file says so, or computes
-NaN once.
-"""
+"""An identity operator that one process can be made to hang in, or to compute NaN with once."""
 
 from __future__ import annotations
 
@@ -11,26 +9,28 @@ from pathlib import Path
 import torch
 
 STUCK = "TRAINLOAD_FAULTS_STUCK"
-"""The environment variable with a file's path; the process whose pid the file has gets stuck: a
-rank that hangs outside any collective.
+"""Environment variable with the path of a file.
+
+The process whose pid is in the file hangs: a rank that is stuck outside any collective.
 """
 BROKEN = "TRAINLOAD_FAULTS_BROKEN"
-"""The same; the process computes NaN, and the file is gone."""
+"""Same, but the process computes NaN and removes the file."""
 PACE = "TRAINLOAD_FAULTS_PACE"
-"""Seconds that a call takes at least, so that steps are as long as those of a larger model; 0.05
-where nothing is said.
+"""Minimum duration of a call in seconds, so that steps take as long as those of a larger model.
+
+The default is 0.05.
 """
 
 
 def _named(variable: str) -> Path | None:
-    """The file, if it names this process."""
+    """Return the file if it contains the pid of this process."""
     path = Path(os.environ.get(variable, ""))
     return path if path.is_file() and path.read_text() == str(os.getpid()) else None
 
 
 @torch.library.custom_op("faults::through", mutates_args=())
 def through(x: torch.Tensor) -> torch.Tensor:
-    """A copy."""
+    """Return a copy."""
     time.sleep(float(os.environ.get(PACE, "0.05")))
     while _named(STUCK):
         time.sleep(0.1)

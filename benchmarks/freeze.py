@@ -1,11 +1,10 @@
-"""How long a freeze of a Llama takes beside what it cannot do without, and how that grows with the
-number of layers.
+"""Compare the time to freeze a Llama with that of its unavoidable parts, for several depths.
 
     python benchmarks/freeze.py
 
-The parts: torch.export of each graph that the package keeps, one joint trace of the training graph,
-one eager run for each replay. The whole and the parts take turns, each in a fresh process, on one
-thread. Then freezes of other depths, and what is done with a package.
+The parts are torch.export of each graph in the package, one joint trace of the training graph, and
+one eager run per replay. The whole and the parts are measured alternately, each in a new process,
+on one thread. Then freezes of other depths are measured, and operations on a package.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from measure import MIB, RESULTS, ROOT, machine, median, note, save, screen, tab
 HERE = Path(__file__).resolve().parent
 RUN_SECONDS = 1800.0
 BAR = 1.5
-"""Greatest ratio of the whole to the sum of its parts."""
+"""Maximum ratio of the whole to the sum of its parts."""
 GROWTH_BAR = 1.25
-"""Greatest ratio of the seconds for one more layer, between the deepest two and the shallowest
-two.
+"""Maximum ratio of the time per additional layer of the deepest models to the shallowest ones.
+
+Between the two deepest, and between the two shallowest.
 """
 
 
@@ -38,7 +38,7 @@ class MeasurementError(Exception):
 
 
 def measured(what: str, scratch: Path, *options: object) -> dict[str, Any]:
-    """One run of freeze_parts.py."""
+    """Run freeze_parts.py once and return its result."""
     out = scratch / "out.json"
     command = [
         sys.executable,
@@ -48,7 +48,7 @@ def measured(what: str, scratch: Path, *options: object) -> dict[str, Any]:
         str(out),
         *map(str, options),
     ]
-    # The key that seals derived graphs is a user's own; a benchmark makes one for itself.
+    # The key that seals derived graphs belongs to a user; the benchmark makes its own.
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -73,24 +73,27 @@ def measured(what: str, scratch: Path, *options: object) -> dict[str, Any]:
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Name -> the median over runs of the processor seconds."""
+    """Return name -> median CPU seconds over the runs."""
     return {name: median(run["cpu"][name] for run in runs) for name in runs[0]["cpu"]}
 
 
 def main() -> int:
-    """The benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument(
-        "--hidden", type=int, default=512, help="width; heads of 64, MLP of 2.75 times the width"
+        "--hidden",
+        type=int,
+        default=512,
+        help="hidden size; heads have 64 dims, the MLP 2.75 times the hidden size",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of whole and parts")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of whole and parts")
     parser.add_argument(
         "--depths",
         default="6,12,24,48",
-        help="numbers of layers that are frozen once each; none: leave it out",
+        help="comma-separated numbers of layers, each frozen once; empty to skip",
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "freeze.json")
     arguments = parser.parse_args()
@@ -200,7 +203,7 @@ def main() -> int:
 
 
 def steepness(seconds: dict[int, float]) -> dict[int, float]:
-    """Depth -> seconds for each layer more than at the depth before it."""
+    """Return depth -> seconds per additional layer compared with the previous depth."""
     pairs = list(seconds.items())
     return {
         more: (late - early) / (more - fewer)

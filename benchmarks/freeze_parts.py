@@ -1,11 +1,12 @@
-"""One measurement of `freeze.py`, in a process of its own: a whole freeze, its unavoidable parts,
-or what is done with a package.
+"""Run one measurement of `freeze.py`.
+
+A measurement is a whole freeze, its unavoidable parts, or operations on a package:
 
     python benchmarks/freeze_parts.py whole --layers 24 --hidden 512 --out FILE
     python benchmarks/freeze_parts.py parts --layers 24 --hidden 512 --out FILE
     python benchmarks/freeze_parts.py package --package FOLDER --out FILE
 
-Imports, the model and torch's first trace (of one linear layer) are not counted.
+Imports, building the model and torch's first trace (of one linear layer) are not counted.
 """
 
 from __future__ import annotations
@@ -38,18 +39,23 @@ VOCABULARY = 32_000
 LENGTH = 128
 ROWS = 2
 REPLAYED = (ROWS + 1, ROWS)
-"""Rows of the batches on which the usual check compares a graph with eager, in this order."""
+"""Numbers of rows of the batches with which the default parity check compares a graph with eager.
+
+In this order.
+"""
 HEAD = 64
 GROUPS = 2
-"""AdamW's parameter groups: with weight decay, and without.
+"""Number of AdamW's parameter groups: with weight decay, and without.
 
-Each is kept as two graphs, of the first update and of the following ones.
+Each is stored as two graphs: the first update, and the following ones.
 """
 
 
 def llama(layers: int, hidden: int) -> nn.Module:
-    """A Llama of random weights, in fp32: heads of 64, the inner width of its MLP 2.75 times the
-    hidden one, tokens 0 to 31,999.
+    """Return a randomly initialized fp32 Llama.
+
+    Its heads have 64 dims, the width of its MLP is 2.75 times the hidden size, and its tokens are 0
+    to 31,999.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -66,8 +72,9 @@ def llama(layers: int, hidden: int) -> nn.Module:
 
 
 def job_for(model: nn.Module) -> Any:
-    """As `transformers.Trainer` would train it: AdamW with two groups, warm-up; graphs train, eval
-    and predict.
+    """Return the job that `transformers.Trainer` would train: AdamW with two groups, and warmup.
+
+    The graphs are train, eval and predict.
     """
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     settings = types.SimpleNamespace(
@@ -77,9 +84,10 @@ def job_for(model: nn.Module) -> Any:
 
 
 class Clock:
-    """Adds up seconds by name: `cpu`, those of the processor in this process, and `wall`. On one
-    thread of an idle machine they are the same but for waiting for the disk; on a busy one only the
-    first say what the work costs.
+    """Sums of seconds by name: `cpu` (CPU time of this process) and `wall`.
+
+    On one thread of an idle machine they differ only by disk waits; on a busy machine only CPU time
+    measures the cost.
     """
 
     def __init__(self) -> None:
@@ -88,14 +96,14 @@ class Clock:
 
     @contextlib.contextmanager
     def counted(self, name: str) -> Iterator[None]:
-        """Adds what passes inside to the entries of this name."""
+        """Add the time spent in the context to the entries of this name."""
         began, ran = time.perf_counter(), time.process_time()
         yield
         self.cpu[name] = self.cpu.get(name, 0.0) + time.process_time() - ran
         self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - began
 
     def wrapped(self, module: Any, function: str, name: Callable[..., str]) -> None:
-        """Counts every call of a module's function; `name` is given its arguments."""
+        """Time every call of a module's function; `name` receives the call's arguments."""
         before = getattr(module, function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +114,7 @@ class Clock:
 
 
 class Function(nn.Module):
-    """A function of a job's model, as a module of the batch."""
+    """A function of a job's model and a batch, as a module of the batch."""
 
     def __init__(
         self,
@@ -122,7 +130,7 @@ class Function(nn.Module):
 
 
 class FirstUpdate(nn.Module):
-    """AdamW's first update of a flat tensor, as torch's own function writes it."""
+    """AdamW's first update of a flat tensor, computed by torch's own function."""
 
     def forward(self, param: Tensor, gradient: Tensor, rate: Tensor) -> tuple[Tensor, ...]:
         return updated(
@@ -167,7 +175,7 @@ def updated(
 
 
 def export(module: nn.Module, batch: dict[str, Tensor], *, training: bool) -> ExportedProgram:
-    """As anybody would export it: the number of rows is dynamic."""
+    """Export a module the way a user would, with a dynamic number of rows."""
     rows = Dim("rows", min=2)
     with torch.set_grad_enabled(training):
         return torch.export.export(
@@ -188,9 +196,7 @@ def export_updates() -> None:
 
 
 def trace_joint(exported: ExportedProgram, batch: dict[str, Tensor]) -> None:
-    """AOT autograd's joint graph of forward and backward, on the exported graph's own fake
-    tensors.
-    """
+    """Trace AOTAutograd's joint forward-backward graph with the exported graph's fake tensors."""
     module = exported.module(check_guards=False)
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     given = dict(
@@ -209,8 +215,10 @@ def trace_joint(exported: ExportedProgram, batch: dict[str, Tensor]) -> None:
 
 
 def warm_up() -> None:
-    """What comes once in a process: torch imports much at its first trace, and its first product of
-    matrices starts its threads.
+    """Trigger the one-time costs of a process.
+
+    torch imports many modules at its first trace, and starts its threads at its first matrix
+    product.
     """
     layer = Function(nn.Linear(4, 4), lambda model, batch: (model(batch["x"]).sum(),))
     batch = {"x": torch.randn(2, 4)}
@@ -219,7 +227,7 @@ def warm_up() -> None:
 
 
 def parts(layers: int, hidden: int) -> dict[str, Any]:
-    """What a freeze cannot do without, each by torch's own means and once."""
+    """Measure the unavoidable parts of a freeze, each done once with torch's own functions."""
     model = llama(layers, hidden)
     job = job_for(model)
 
@@ -271,7 +279,7 @@ def parts(layers: int, hidden: int) -> dict[str, Any]:
 
 
 def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
-    """A freeze, by its stages."""
+    """Measure a freeze by stage."""
     from trainload.capture.tracing import trace
     from trainload.freezing import freeze as freezing
     from trainload.freezing import prove as proving
@@ -313,7 +321,7 @@ def whole(layers: int, hidden: int, keep: Path | None) -> dict[str, Any]:
 
 
 def package(path: Path) -> dict[str, Any]:
-    """What is done with a package before it runs."""
+    """Measure the operations on a package before a run."""
     from trainload.autograd_trace.derivation.aot import derive
     from trainload.packaging.derived import read_derived
     from trainload.packaging.signatures.verify import verify_package
@@ -344,7 +352,7 @@ def package(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -352,7 +360,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument(
-        "--package", type=Path, help="what `package` opens, and where `whole` leaves its own"
+        "--package", type=Path, help="package that `package` opens and that `whole` writes"
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

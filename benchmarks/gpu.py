@@ -1,13 +1,14 @@
-"""A package that was frozen without a GPU, trained on one: is it right, how fast, how soon. Needs
-no Ray.
+"""Measure the GPU training of a package that was frozen without a GPU.
+
+Checks correctness, speed and startup time. Does not need Ray.
 
     python benchmarks/gpu.py --out gpu.json
 
 Freezes the demo's GPT and a GPT-2 of 124M parameters in a process that sees no GPU. Then, each time
-in a fresh process: derives the joint graph for the GPU, compiles it and trains 50 steps, with an
-empty cache and with a full one; trains the same model from its source, eager and by torch.compile
-with fused AdamW, from the same weights on the same data; derives the graph once more and counts its
-bfloat16 matrix products. Dropout is 0 throughout. Without a GPU it does the same on the CPU, with a
+in a new process: derives the joint graph for the GPU, compiles it and trains 50 steps, with an
+empty and with a full cache; trains the same model from its source, eagerly and with torch.compile
+and fused AdamW, from the same weights on the same data; derives the graph again and counts its
+bfloat16 matrix products. Dropout is 0 throughout. Without a GPU it does the same on the CPU with a
 tiny model.
 """
 
@@ -33,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 SIZES = {"full": ("demo", "gpt2"), "tiny": ("tiny",)}
 CHILD_SECONDS = 300.0
 DATA_SHEET = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "L4": 121e12}
-"""Dense bfloat16 FLOP/s by NVIDIA's data sheets, of SXM parts where there are several."""
+"""Dense bfloat16 FLOP/s from NVIDIA's data sheets, of the SXM variants where there are several."""
 RUNS = (
     ("trainload cold", "trainload", "trainload"),
     ("trainload warm", "trainload", "trainload"),
@@ -41,12 +42,12 @@ RUNS = (
     ("torch.compile cold", "compiled", "peer"),
     ("torch.compile warm", "compiled", "peer"),
 )
-"""(name, what the child does, whose cache)."""
+"""(name of the run, task of the child process, owner of the cache)."""
 NAMES = tuple(name for name, _, _ in RUNS)
 
 
 def child(what: str, case: str, folder: Path, cache: Path) -> dict[str, Any]:
-    """Run one process to its end. What goes wrong is in `error`."""
+    """Run a child process to its end. The result has an `error` entry if it fails."""
     out = folder / "child.json"
     out.unlink(missing_ok=True)
     environment = {
@@ -80,7 +81,7 @@ def child(what: str, case: str, folder: Path, cache: Path) -> dict[str, Any]:
 
 
 def run_case(case: str, device: str, chosen: Sequence[str], scratch: Path) -> dict[str, Any]:
-    """The chosen runs of one shape, each a process."""
+    """Run the chosen runs of one shape, each in a process of its own."""
     folder = scratch / case
     note(f"{case}: freezing on the CPU")
     began = time.perf_counter()
@@ -99,7 +100,7 @@ def run_case(case: str, device: str, chosen: Sequence[str], scratch: Path) -> di
 def summarise(
     result: dict[str, Any], rows_and_context: tuple[int, int], flops: float | None
 ) -> None:
-    """Add to a case's result what follows from it: tokens/s, MFU, differences between losses."""
+    """Add derived values to a case's result: tokens/s, MFU, loss differences."""
     tokens = rows_and_context[0] * rows_and_context[1]
     runs = result["runs"]
     per_token = next(
@@ -167,7 +168,10 @@ def show(case: str, result: dict[str, Any], console: Console) -> None:
 
 
 def device_facts() -> dict[str, Any]:
-    """Kind, name and memory of the device, from a process of its own: this one never touches it."""
+    """Return kind, name and memory of the device.
+
+    A child process reads them, so that this process never initializes the device.
+    """
     code = (
         "import json, torch; there = torch.cuda.is_available();properties ="
         " torch.cuda.get_device_properties(0) if there else None;print(json.dumps({'kind': 'cuda'"
@@ -182,7 +186,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What went wrong in a case, one line each."""
+    """Return the failures of a case, one line each."""
     found = [
         f"{name}: {run['error']}"
         for name, run in (*result["runs"].items(), ("graph", result["graph"]))
@@ -202,7 +206,7 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 def shape_of(case: str) -> tuple[int, int]:
-    """(rows, context) of a case, read without importing torch into this process."""
+    """Return (rows, context) of a case, without importing torch into this process."""
     code = (
         f"import gpu_jobs; case = gpu_jobs.CASES[{case!r}]; print(case.rows, case.config.context)"
     )
@@ -214,21 +218,21 @@ def shape_of(case: str) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The benchmark. Returns 1 where a process failed or autocast was lost."""
+    """Run the benchmark. Returns 1 if a process failed or autocast was lost."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=SIZES, help="default: full on a GPU, tiny without")
+    parser.add_argument("--size", choices=SIZES, help="default: full with a GPU, otherwise tiny")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument(
         "--scratch",
         type=Path,
-        help="keep packages and caches here, a folder that is made; default: one that is removed",
+        help="folder to keep packages and caches in; default: a temporary folder",
     )
     parser.add_argument(
-        "--only", default=",".join(NAMES), help="runs, parted by commas: %(default)s"
+        "--only", default=",".join(NAMES), help="comma-separated runs; default: %(default)s"
     )
-    parser.add_argument("--case", action="append", help="only this shape; may be repeated")
+    parser.add_argument("--case", action="append", help="run only this shape; may be repeated")
     options = parser.parse_args(arguments)
     chosen = options.only.split(",")
     if unknown := set(chosen) - set(NAMES):
@@ -259,7 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result["cases"][case] = found
             show(case, found, console)
             broken += [f"{case}: {line}" for line in failures(found)]
-            save(result, options.out)  # after each: a run that is cut short leaves what it has
+            # after each case, so that an interrupted run keeps its results
+            save(result, options.out)
         if device["kind"] == "cuda":
             result["device"] |= child(
                 "ceiling", case, scratch / case, scratch / case / "cache-none"

@@ -1,7 +1,6 @@
-"""One measured process of the GPU benchmark: opens a package and trains it, or trains the same
-model from its source.
+"""One measured process of the GPU benchmark: trains a package, or the same model from its source.
 
-Started by gpu.py; writes what it found as JSON.
+Started by gpu.py; writes its result as JSON.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from text import byte_windows, word_windows  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 SETTLED = 10
-"""Steps that are not timed."""
+"""Number of steps that are not timed."""
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 CEILING_SIZE = 8192
 
 
 def batches(case: Case, device: torch.device) -> list[Tensor]:
-    """The run's batches, (rows, context + 1) each, on the device."""
+    """Return the run's batches on the device, each (rows, context + 1)."""
     length = case.config.context + 1
     if case.config.vocabulary <= 256:
         tokens = torch.from_numpy(byte_windows(case.rows * STEPS, length))
@@ -42,14 +41,15 @@ def batches(case: Case, device: torch.device) -> list[Tensor]:
 def train(
     step: Callable[[int, Tensor], float], tokens: list[Tensor], device: torch.device, began: float
 ) -> dict[str, Any]:
-    """Run all steps; `began` is when the process was started, by time.time()."""
+    """Run all steps; `began` is the time.time() at which the process was started."""
     memory = PeakMemory()
     losses, seconds = [], []
     for number, batch in enumerate(tokens):
         if number == SETTLED:
             _reset_peak(memory, device)
         started = time.perf_counter()
-        losses.append(step(number, batch))  # reads the loss, so it waits for the device
+        # reads the loss, and thereby synchronizes with the device
+        losses.append(step(number, batch))
         _wait(device)
         seconds.append(time.perf_counter() - started)
         if number == 0:
@@ -122,8 +122,9 @@ def ours(
 def peer(
     case: Case, folder: Path, compiled: bool, device: torch.device, began: float
 ) -> dict[str, Any]:
-    """Train the source's model with the package's weights: eager autograd or torch.compile, and
-    fused AdamW.
+    """Train the source's model with the package's weights and fused AdamW.
+
+    Eagerly, or with torch.compile.
     """
     from safetensors.torch import load_file
 
@@ -131,7 +132,7 @@ def peer(
     files = sorted((folder / "package.tl" / "weights").glob("*.safetensors"))
     weights = {name: value for file in files for name, value in load_file(file).items()}
     missing, unknown = model.load_state_dict(weights, strict=False)
-    if unknown or set(missing) - {"head.weight"}:  # which is tied
+    if unknown or set(missing) - {"head.weight"}:  # tied to the embedding
         raise ValueError(
             f"the package's weights are not this model's: {missing} are missing, {unknown} are"
             " unknown"
@@ -160,9 +161,7 @@ def peer(
 
 
 def inspect(folder: Path, device: torch.device) -> dict[str, Any]:
-    """Derive the step graph and count its matrix products by dtype, and what is left of the
-    capture's device.
-    """
+    """Derive the step graph, and count its matrix products by dtype and its misplaced tensors."""
     from trainload.autograd_trace.derivation.aot import derive
     from trainload.packaging.package import open_package
 
@@ -195,8 +194,9 @@ def inspect(folder: Path, device: torch.device) -> dict[str, Any]:
 
 
 def ceiling(device: torch.device) -> dict[str, float]:
-    """FLOP/s of one large bfloat16 matrix product on random data: what the device does at best,
-    beside its data sheet.
+    """Return the FLOP/s of one large bfloat16 matrix product on random data.
+
+    That is the achievable peak of the device, to be compared with its data sheet.
     """
     left, right = (
         torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=torch.bfloat16)
@@ -213,15 +213,24 @@ def ceiling(device: torch.device) -> dict[str, float]:
 
 
 def main() -> None:
-    """The command line; gpu.py writes it."""
+    """Run the command line that gpu.py calls."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["trainload", "eager", "compiled", "inspect", "ceiling"])
     parser.add_argument("--case", choices=CASES, required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="with the package and its plan")
-    parser.add_argument("--cache", type=Path, required=True, help="of compiled graphs")
-    parser.add_argument("--began", type=float, required=True, help="when this process was started")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder with the package and its plan"
+    )
+    parser.add_argument(
+        "--cache", type=Path, required=True, help="cache folder for compiled graphs"
+    )
+    parser.add_argument(
+        "--began",
+        type=float,
+        required=True,
+        help="start time of this process, in seconds since 1970",
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The jobs of the GPU benchmark, all without dropout, so that losses can be laid beside eager's."""
+"""The jobs of the GPU benchmark, all without dropout, so losses can be compared with eager's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shape.
+    """One model shape.
 
-    `rows`: of an update. `rate`: peak learning rate. `whole`: autocast over the output layer too,
-    not only the blocks.
+    Attributes:
+        rows: number of rows per update.
+        rate: peak learning rate.
+        whole: True if autocast covers the output layer as well as the blocks.
     """
 
     config: Config
@@ -33,22 +35,22 @@ class Case:
     whole: bool
 
     def build(self) -> GPT:
-        """The model, always with the same weights."""
+        """Build the model, always with the same weights."""
         torch.manual_seed(0)
         return GPT(self.config)
 
     def flops_per_token(self, parameters: int) -> float:
-        """Of forward and backward: 6 for each parameter but the position embedding, and 12 x layers
-        x width x context for attention.
+        """Return the FLOPs per token of forward and backward.
 
-        The count of PaLM's paper (Chowdhery et al., 2022, appendix B).
+        The count is 6 per parameter except the position embedding, plus 12 x layers x width x
+        context for attention, as in PaLM's paper (Chowdhery et al., 2022, appendix B).
         """
         config = self.config
         matrices = parameters - config.context * config.width
         return 6.0 * matrices + 12.0 * config.layers * config.width * config.context
 
     def optimizer(self, model: torch.nn.Module, fused: bool = False) -> torch.optim.AdamW:
-        """AdamW; matrices are decayed."""
+        """Return AdamW with weight decay for matrices only."""
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
@@ -57,7 +59,10 @@ class Case:
         return torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.95), fused=fused)
 
     def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Mean cross-entropy of the next token. `batch["tokens"]`: integers (rows, context + 1)."""
+        """Return the mean cross-entropy of the next token.
+
+        `batch["tokens"]`: integers (rows, context + 1).
+        """
         tokens = batch["tokens"].long()
         if self.whole:
             with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
@@ -85,7 +90,7 @@ CASES = {
 
 
 def schedule(step: int) -> float:
-    """Linear warm-up, then constant."""
+    """Return the factor of the learning rate: linear warmup, then constant."""
     return min(1.0, (step + 1) / WARM_UP)
 
 
@@ -105,15 +110,15 @@ def _job(case: Case) -> trainload.Job:
 
 
 def demo() -> trainload.Job:
-    """The demo's GPT, its blocks in bfloat16."""
+    """Build the demo's GPT, with its blocks in bfloat16."""
     return _job(CASES["demo"])
 
 
 def gpt2() -> trainload.Job:
-    """GPT-2's 124M shape, all of it in bfloat16."""
+    """Build GPT-2 with 124M parameters, entirely in bfloat16."""
     return _job(CASES["gpt2"])
 
 
 def tiny() -> trainload.Job:
-    """A shape for machines without a GPU."""
+    """Build a shape for machines without a GPU."""
     return _job(CASES["tiny"])

@@ -1,10 +1,9 @@
-"""Ends Ray workers with SIGKILL at moments of a run that are told in advance, and says which moment
-it really was.
+"""Kill Ray workers with SIGKILL at planned moments of a run, and report the actual moment.
 
-A moment such as the publication of a checkpoint lasts a few milliseconds. So the workers are first
-stopped (SIGSTOP), which changes nothing for them; where the disk then shows another moment than the
-wanted one, they go on and the next occasion is awaited. What is reported is what the disk shows
-after the kill.
+A moment such as the publication of a checkpoint lasts a few milliseconds. Therefore the workers are
+first stopped (SIGSTOP), which does not affect their state; if the disk then shows another moment
+than the planned one, they continue and the next opportunity is awaited. The reported moment is what
+the disk shows after the kill.
 """
 
 from __future__ import annotations
@@ -26,19 +25,17 @@ from trainload.launching.run.journal import Event, read_events
 
 LOOK_SECONDS = 0.0005
 COMPILING = ".part"
-"""End of the names of folders in the cache of compiled graphs that are not whole yet."""
+"""Suffix of incomplete folders in the cache of compiled graphs."""
 WAIT_SECONDS = 0.02
 WORKER_TITLES = (b"ray::RayTrainWorker", b"ray::execute.")
-"""How Ray names the processes of a training run's workers: idle, and while they carry out a
-function.
-"""
+"""Process titles of Ray's training workers: idle, and while they execute a function."""
 Found = TypeVar("Found")
 MOMENTS = ("compile", "step", "write", "publish")
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A kill to come: one of `MOMENTS`, and the seed of what is random about it."""
+    """A planned kill: one of `MOMENTS`, and the seed of its random choices."""
 
     number: int
     moment: str
@@ -47,11 +44,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """A kill that happened.
+    """A kill that has been carried out.
 
-    step: the last step whose loss was in the journal, None before the first. rank: of the process;
-    None while it compiled alone, where ranks do not exist yet. hit: the moment that the disk shows.
-    seen: what it shows. at: seconds since 1970.
+    Attributes:
+        step: the last step whose loss was in the journal; None before the first.
+        rank: rank of the process; None if it was compiling, when there are no ranks yet.
+        hit: the moment that the disk showed.
+        seen: description of what the disk showed.
+        at: time in seconds since 1970.
     """
 
     kill: Kill
@@ -64,15 +64,15 @@ class Killed:
 
 
 class Killer(threading.Thread):
-    """Carries out kills, one after another, on the workers of a run that this process drives.
+    """Thread that kills workers of a run that this process drives, one after another.
 
-    `killed` lists what was done; `error` is set where something went wrong meanwhile.
+    `killed` lists the kills that were carried out; `error` is set if one failed.
 
     Args:
-        kills: in order.
+        kills: planned kills, in order.
         run_dir: the run's folder; it need not exist yet.
         cache_dir: the node's cache.
-        keep: checkpoints that the run keeps.
+        keep: number of checkpoints that the run keeps.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Killer(threading.Thread):
         self.error: Exception | None = None
 
     def stop(self) -> None:
-        """Ends the thread, done or not."""
+        """End the thread, even if kills remain."""
         self._ended.set()
         self.join()
 
@@ -99,7 +99,7 @@ class Killer(threading.Thread):
                 self._since = done.at
         except _Ended:
             return
-        except Exception as error:  # noqa: BLE001  # kept for the thread that joins
+        except Exception as error:  # noqa: BLE001  # reported by the thread that joins
             self.error = error
 
     # One kill
@@ -129,10 +129,10 @@ class Killer(threading.Thread):
     def _victim(
         self, kill: Kill, chance: random.Random, workers: Sequence[int]
     ) -> tuple[int, int | None]:
-        """(pid, rank).
+        """Return (pid, rank) of the process to kill.
 
-        While compiling: the process that compiles. While publishing: rank 0, which publishes. Else
-        any.
+        While compiling: the process that compiles. While publishing: rank 0, which publishes.
+        Otherwise any.
         """
         if kill.moment == "compile":
             return next(pid for pid in workers if _holds_lock(pid, self._cache)), None
@@ -143,7 +143,7 @@ class Killer(threading.Thread):
 
     @contextmanager
     def _stopped(self) -> Iterator[list[int]]:
-        """Within it the workers stand still; the ones that are alive go on afterwards."""
+        """Stop the workers within the context; the surviving ones continue afterwards."""
         workers = worker_pids()
         for pid in workers:
             _signal(pid, signal.SIGSTOP)
@@ -155,7 +155,7 @@ class Killer(threading.Thread):
             for pid in workers:
                 _signal(pid, signal.SIGCONT)
 
-    # What the disk shows
+    # State on disk
 
     def _sees(self, moment: str) -> bool:
         if moment == "compile":
@@ -169,7 +169,7 @@ class Killer(threading.Thread):
         return drafts and any(_holds_lock(pid, self._cache) for pid in worker_pids())
 
     def _look(self) -> tuple[str, str]:
-        """(moment, what it is known by)."""
+        """Return (moment, description of its sign on the disk)."""
         if self._compiling_since_kill():
             return "compile", "a half-made build"
         folder = self._run_dir / CHECKPOINTS
@@ -195,13 +195,13 @@ class Killer(threading.Thread):
             and any(name.endswith(COMPILING) for name in os.listdir(self._cache))
         )
 
-    # What the journal says
+    # State in the journal
 
     def _events(self) -> list[Event]:
         return read_events(self._run_dir)
 
     def _await_step(self) -> Event:
-        """The first step after the last kill."""
+        """Wait for the first step after the last kill."""
         return self._await(
             lambda: next(
                 (
@@ -218,7 +218,7 @@ class Killer(threading.Thread):
         return steps[-1] if steps else None
 
     def _ranks(self) -> list[int]:
-        """The pids of the ranks, as the last start has them. All are on this machine."""
+        """Return the pids of the ranks from the last start event. All are on this machine."""
         named = [event.data["workers"] for event in self._events() if event.kind == "start"][-1]
         here = socket.gethostname()
         assert all(name.startswith(f"{here}:") for name in named)
@@ -239,11 +239,11 @@ class Killer(threading.Thread):
 
 
 class _Ended(Exception):
-    """The run has ended; there is nobody left to kill."""
+    """The run has ended; there are no workers left to kill."""
 
 
 def worker_pids() -> list[int]:
-    """The training workers of the Ray cluster that this process started, lowest pid first."""
+    """Return the sorted pids of training workers in the Ray cluster that this process started."""
     parents: dict[int, int] = {}
     named: list[int] = []
     for entry in os.listdir("/proc"):
@@ -262,9 +262,9 @@ def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
 
 
 def _holds_lock(pid: int, folder: Path) -> bool:
-    """Whether a process has a lock file of `folder` open.
+    """Return True if a process has a lock file of `folder` open.
 
-    A node's graphs are compiled by one of its workers, so that none waits for it.
+    One worker of a node compiles its graphs, so no other process waits with the lock open.
     """
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
@@ -281,7 +281,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _await_stop(pid: int) -> None:
-    """Returns once all threads of a process stand still, or it is gone."""
+    """Return once all threads of a process are stopped or the process is gone."""
     with suppress(FileNotFoundError, ProcessLookupError):
         while any(
             _state(Path(task.path)) not in "TtZX" for task in os.scandir(f"/proc/{pid}/task")
@@ -300,7 +300,5 @@ def _state(process: Path) -> str:
 
 
 def _stat(process: Path) -> list[str]:
-    """State, parent, ... of a process or thread: what its stat file in /proc says after the
-    name.
-    """
+    """Return the fields after the name in a /proc stat file: state, parent pid, ..."""
     return (process / "stat").read_text().rpartition(")")[2].split()

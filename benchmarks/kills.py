@@ -1,14 +1,14 @@
-"""Does a run that is killed again and again have the losses of one that is left alone.
+"""Check that a repeatedly killed run has the same losses as an undisturbed one.
 
     python benchmarks/kills.py
 
-A GPT in fp32 with dropout trains on two Ray workers, ZeRO-3: once undisturbed; once with SIGKILL of
-one worker ten times, while the node compiles into an empty cache, while a checkpoint is written,
-while it is published, and in between; once killed for good, and resumed on one worker.
+A GPT in fp32 with dropout trains on two Ray workers with ZeRO-3: once undisturbed; once with ten
+SIGKILLs of a worker, while the node compiles into an empty cache, while a checkpoint is written,
+while it is published, and in between; once killed without a restart and resumed on one worker.
 
-The losses of every step that was done, also those that were done again after a kill, must be bit
-for bit the undisturbed run's, and so must the last checkpoint; resumed on another number of
-workers, the losses must be within 1e-5 of them, relative.
+The losses of all steps, including those repeated after a kill, must be bitwise equal to those of
+the undisturbed run, and so must the last checkpoint; after resuming on another number of workers,
+the relative difference of the losses must be at most 1e-5.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 WORKERS = 2
 STRATEGY = "zero3"
 CONTEXT = 32
-"""Bytes of a window, as in kills_job.py."""
+"""Length of a window in bytes, as in kills_job.py."""
 STEPS = 80
 ELSEWHERE_STEPS = 30
 CHECKPOINT_EVERY = 5
@@ -56,14 +56,14 @@ PLAN = (
     "write",
     "step",
 )
-"""The moments, in order: compiling comes first, and once only."""
+"""Moments of the kills, in order. Compilation is first: it ends once the cache is filled."""
 
 Losses = dict[int, list[tuple[float, float]]]
-"""Step -> (loss, gradient norm) of each time that it was done."""
+"""Step -> (loss, gradient norm) of each time the step was done."""
 
 
 def done_steps(events: Sequence[Event]) -> Losses:
-    """What the journal says of steps, those too that were done again."""
+    """Return the steps in the journal, including repeated ones."""
     found: Losses = {}
     for event in events:
         if event.kind == "step":
@@ -74,7 +74,7 @@ def done_steps(events: Sequence[Event]) -> Losses:
 
 
 def equal(events: Sequence[Event], reference: Losses) -> bool:
-    """Whether every step among `events` is bit for bit the reference's."""
+    """Return True if all steps among `events` are bitwise equal to the reference."""
     return all(
         value == reference[step][0]
         for step, values in done_steps(events).items()
@@ -83,7 +83,7 @@ def equal(events: Sequence[Event], reference: Losses) -> bool:
 
 
 def worst(events: Sequence[Event], reference: Losses) -> float:
-    """The greatest relative difference of a loss from the reference's."""
+    """Return the greatest relative difference of a loss from the reference."""
     found = done_steps(events)
     return max(
         abs(loss - reference[step][0][0]) / abs(reference[step][0][0])
@@ -93,7 +93,7 @@ def worst(events: Sequence[Event], reference: Losses) -> float:
 
 
 def said(name: str) -> Callable[[Event], None]:
-    """Says on stderr what happens in a run, but for steps."""
+    """Return a callback that prints the events of a run, except steps, to stderr."""
 
     def say(event: Event) -> None:
         if event.kind in ("start", "end", "warning"):
@@ -104,7 +104,7 @@ def said(name: str) -> Callable[[Event], None]:
 
 
 def shard_digests(checkpoint: Path) -> list[str]:
-    """The digests of a checkpoint's shards."""
+    """Return the digests of a checkpoint's shards."""
     from trainload.launching.checkpoints.reader import Checkpoint
 
     return [record.sha256 for record in Checkpoint.open(checkpoint).index.files]
@@ -113,7 +113,7 @@ def shard_digests(checkpoint: Path) -> list[str]:
 def killed_run(
     package: Package, options: dict[str, Any], run_dir: Path, cache: Path, kills: Sequence[Kill]
 ) -> tuple[Path, list[Killed]]:
-    """A run under fire, to its end. Returns: its last checkpoint, and the kills as they were."""
+    """Train with kills to the end. Return the last checkpoint and the kills as they happened."""
     import trainload
 
     killer = Killer(kills, run_dir, cache, keep=KEEP)
@@ -136,7 +136,7 @@ def killed_run(
 def elsewhere(
     package: Package, options: dict[str, Any], run_dir: Path, cache: Path, seed: int
 ) -> None:
-    """A run that is killed once, does not come back, and is resumed on one worker."""
+    """Train a run that is killed once and not restarted, and resume it on one worker."""
     import trainload
 
     killer = Killer([Kill(0, "step", seed)], run_dir, cache, keep=KEEP)
@@ -157,9 +157,9 @@ def elsewhere(
 def rows(
     killed: Sequence[Killed], events: Sequence[Event], reference: Losses
 ) -> list[dict[str, Any]]:
-    """A record for each kill.
+    """Return a record of each kill.
 
-    `equal`: whether the steps from this kill to the next are the reference's.
+    `equal`: True if the steps from this kill to the next are equal to the reference.
     """
     bounds = [*(entry.at for entry in killed), float("inf")]
     found = []
@@ -190,7 +190,7 @@ def rows(
 
 
 def measure(scratch: Path, seed: int, steps: int) -> dict[str, Any]:
-    """All three runs."""
+    """Measure all three runs."""
     import trainload
     from trainload.launching.run.journal import read_events
 
@@ -214,7 +214,7 @@ def measure(scratch: Path, seed: int, steps: int) -> dict[str, Any]:
     )
     reference = done_steps(read_events(scratch / "undisturbed"))
 
-    # the driver's workers inherit it: a local cluster is started for each run
+    # inherited by the driver's workers, as each run starts a local cluster
     cache = scratch / "empty-cache"
     os.environ["TRAINLOAD_CACHE_DIR"] = str(cache)
     chance = random.Random(seed)
@@ -300,7 +300,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def passed(result: dict[str, Any]) -> bool:
-    """Whether all that was promised holds."""
+    """Return True if all requirements are met."""
     return bool(
         len(result["kills"]) == len(PLAN)
         and all(row["equal"] and row["moment"] == row["wanted"] for row in result["kills"])
@@ -311,7 +311,7 @@ def passed(result: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """The benchmark. Returns 1 where a run differs."""
+    """Run the benchmark. Returns 1 if a run differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -319,7 +319,7 @@ def main() -> int:
         "--seed",
         type=int,
         default=random.SystemRandom().randrange(10**6),
-        help="of all that is random; default: a new one",
+        help="random seed; default: a new one",
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=RESULTS / "kills.json")

@@ -1,5 +1,6 @@
-"""The job of the kills: the demo's GPT in fp32, few and wide layers, so that a checkpoint has 20 MB
-and a step is short.
+"""Job of the kill benchmark: the demo's GPT in fp32.
+
+Its layers are few and wide, so that a checkpoint has 20 MB and a step is short.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CONFIG = Config(context=32, layers=2, width=256, heads=4, dropout=0.1, autocast=
 
 
 def job() -> trainload.Job:
-    """The job, always with the same weights."""
+    """Build the job, always with the same weights."""
     torch.manual_seed(0)
     batch = {
         "tokens": torch.randint(0, CONFIG.vocabulary, (4, CONFIG.context + 1), dtype=torch.uint8)

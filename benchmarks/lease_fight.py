@@ -1,14 +1,13 @@
-"""Two machines' worth of processes fight for the lease of a line: never two of them may act at
-once.
+"""Check that a line's lease never has two holders, with processes on two simulated machines.
 
     python benchmarks/lease_fight.py [--leases 1000] [--processes 8] [--s3]
 
-Half of the processes cannot see whether those of the other half live, as if they were on another
-machine. Each takes the lease, acts a few times, promotes, and gives it back. At random one is
-paused for longer than its lease lasts, and tries to act and to promote when it wakes; or it is
-killed. An act is a look at the lease (`Held.check`) and a line in the process's own log, with the
-time. Two leases overlap where an act under an earlier one comes after an act under a later one. The
-store is a folder, or lies in S3: moto's server on this machine.
+Half of the processes cannot see whether those of the other half are alive, as if they were on
+another machine. Each acquires the lease, acts a few times, promotes, and releases the lease. At
+random, one is paused for longer than its lease lasts and tries to act and to promote when it wakes
+up; or it is killed. To act means to check the lease (`Held.check`) and to write a line with the
+time to the process's own log. Two leases overlap if an act with an earlier one follows an act with
+a later one. The store is a folder, or is in S3: moto's server on this machine.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ from typing import Any
 from measure import RESULTS, ROOT, alone, machine, save, screen, table
 
 SECONDS, SECONDS_S3 = 0.6, 4.0
-"""Of a lease. moto's server serves one request after another, so there an owner says later that it
-lives.
+"""Duration of a lease.
+
+moto's server handles one request at a time, so with it heartbeats are delayed.
 """
 PAUSED, KILLED = 0.02, 0.02
-"""Share of leases in which that happens to the owner."""
+"""Fraction of leases whose owner is paused, and killed."""
 
 
 @contextmanager
 def s3() -> Iterator[str]:
-    """The URL of a store on a server of its own, which all that is started meanwhile can reach."""
+    """Yield the URL of a store on a new server. Processes started in the context can access it."""
     sys.path.insert(0, str(ROOT))
     from tests.packaging.places import s3_place, s3_server
 
@@ -50,7 +50,7 @@ def s3() -> Iterator[str]:
 
 
 def prepare(folder: str, store: str) -> None:
-    """A store with two releases."""
+    """Create a store with two releases."""
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
     import torch
     from retrain_job import job
@@ -70,7 +70,7 @@ def prepare(folder: str, store: str) -> None:
 
 
 def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: float) -> None:
-    """What each process does until there were so many leases."""
+    """Run one process until the given number of leases has been acquired."""
     from trainload.core import processes
     from trainload.core.errors import ConflictError
     from trainload.core.storage import lease
@@ -80,7 +80,7 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
     chance = random.Random(seed)
     if far:
         real = processes.this_process
-        # another start of another machine
+        # appears as another boot of another machine
         processes.this_process = lease.this_process = lambda: real().replace(" ", "-far ", 1)
     place = Store(store)
     line = LineLeases(place, "main", f"process {os.getpid()}")
@@ -103,7 +103,7 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
             act(held, "taken")
             fate = chance.random()
             if fate < PAUSED:
-                if os.fork() == 0:  # somebody who wakes it
+                if os.fork() == 0:  # wakes this process up
                     time.sleep(chance.uniform(2.0, 4.0) * seconds)
                     os.kill(os.getppid(), signal.SIGCONT)
                     os._exit(0)
@@ -122,7 +122,7 @@ def fight(store: str, log: Path, seed: int, far: bool, leases: int, seconds: flo
 
 
 def promote(place: Any, held: Any, out: Any, who: str) -> None:
-    """Promotes without a look at the lease."""
+    """Promote without checking the lease."""
     from trainload.core.errors import ConflictError
 
     try:
@@ -143,7 +143,7 @@ def main() -> None:
     )
     parser.add_argument("--leases", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--s3", action="store_true", help="the store lies in S3")
+    parser.add_argument("--s3", action="store_true", help="put the store in S3")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
@@ -203,7 +203,7 @@ def main() -> None:
 
 
 def judged(folder: Path, url: str) -> dict[str, Any]:
-    """What the logs and the store say."""
+    """Return the verdict from the logs and the store."""
     from collections import Counter
 
     from trainload.packaging.stores.store import Store
@@ -223,8 +223,8 @@ def judged(folder: Path, url: str) -> dict[str, Any]:
     history = [entry.reason.split(" ") for entry in store.history("main")]
     promoted = [int(words[2]) for words in history if words[0] == "owner"]
     taken_over = sum(words[0] == "lease" for words in history)
-    # whoever takes over writes an entry before it acts: no promotion of an older lease may follow
-    # it
+    # whoever takes over writes an entry before it acts, so no promotion with an older lease may
+    # follow it
     late, newest = 0, 0
     for words in history:
         if words[0] in ("owner", "lease"):

@@ -1,4 +1,4 @@
-"""The shapes of Llama 3.1 8B as an abstract package: no weights, and nothing of it is computed."""
+"""Shapes of Llama 3.1 8B as an abstract package, without weights or computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import trainload
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Of a Llama; a row has `length` tokens."""
+    """Shapes of a Llama; a row has `length` tokens."""
 
     vocabulary: int
     width: int
@@ -29,7 +29,7 @@ class Shapes:
 
 
 def full(length: int) -> Shapes:
-    """Llama 3.1 8B."""
+    """Return the shapes of Llama 3.1 8B."""
     return Shapes(128_256, 4096, 14_336, 32, 8, 32, length)
 
 
@@ -37,7 +37,7 @@ REDUCED = Shapes(256, 64, 128, 8, 2, 3, 32)
 
 
 def transformers_llama(shapes: Shapes) -> nn.Module:
-    """That of transformers: tokens to logits."""
+    """Build the model of transformers: tokens to logits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -56,7 +56,7 @@ def transformers_llama(shapes: Shapes) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """Attention with grouped keys and values, turned by position, and a gated feed-forward part."""
+    """Grouped-query attention with rotary position embedding, and a gated MLP."""
 
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Layer(nn.Module):
 
 
 def turned(x: Tensor, turn: Tensor) -> Tensor:
-    """Pairs of features, turned by angles."""
+    """Rotate pairs of features by angles."""
     first, second = x.float().chunk(2, -1)
     return torch.cat(
         [first * turn.cos() - second * turn.sin(), second * turn.cos() + first * turn.sin()], -1
@@ -97,7 +97,7 @@ def turned(x: Tensor, turn: Tensor) -> Tensor:
 
 
 class Plain(nn.Module):
-    """The same in torch alone, with attention that is told that it is causal: tokens to logits."""
+    """The same model in plain torch with `is_causal` attention: tokens to logits."""
 
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
@@ -130,14 +130,14 @@ def freeze(
     autocast: bool = False,
     model: Callable[[Shapes], nn.Module] = transformers_llama,
 ) -> trainload.Package:
-    """Freezes the shapes.
+    """Freeze the shapes.
 
     Args:
-        path: of the package.
-        length: tokens of a row.
-        dtype: of the parameters.
-        autocast: whether forward computes in bfloat16 on parameters of float32.
-        model: makes the model.
+        path: path of the package.
+        length: number of tokens per row.
+        dtype: dtype of the parameters.
+        autocast: whether forward computes in bfloat16 with float32 parameters.
+        model: builds the model.
     """
     with torch.device("meta"):
         large = model(full(length)).to(dtype)

@@ -1,6 +1,4 @@
-"""What the benchmarks share: memory of a process, facts about the machine, results on disk and on
-the screen.
-"""
+"""Shared helpers of the benchmarks: process memory, machine facts, and output of results."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ MIB = 2**20
 
 
 def see_example() -> None:
-    """Put the example's folder and the project's source on `sys.path`: what is compared with trains
-    from its source.
+    """Put the example's folder and the project's source on `sys.path`.
+
+    The systems that trainload is compared with train from the example's source.
     """
     for folder in (EXAMPLE, ROOT / "src"):
         if str(folder) not in sys.path:
@@ -37,22 +36,22 @@ def see_example() -> None:
 class PeakMemory:
     """Resident memory of this process, from Linux's /proc/self/status.
 
-    `reset` makes the kernel forget the peak so far, so that `read` gives the peak since then.
+    `reset` clears the kernel's peak, so that `read` returns the peak since then.
     """
 
     def reset(self) -> None:
-        """Begin anew.
+        """Reset the peak.
 
-        Needs write access to /proc/self/clear_refs, which a process has to its own.
+        Needs write access to /proc/self/clear_refs, which a process has for its own.
         """
         Path("/proc/self/clear_refs").write_text("5")
 
     def read(self) -> dict[str, int]:
-        """Bytes.
+        """Return sizes in bytes.
 
-        peak: greatest resident set since `reset`. private: the same without the pages of files
-        (libraries), taken as they are now.
-        since_start: greatest resident set since the process began, compilation included.
+        peak: peak resident set since `reset`. private: the same minus the current file-backed and
+        shared pages (libraries). since_start: peak resident set since the start of the process,
+        including compilation.
         """
         fields = self._fields()
         files = fields["RssFile"] + fields["RssShmem"]
@@ -64,7 +63,7 @@ class PeakMemory:
         }
 
     def now(self) -> int:
-        """Bytes that are resident now."""
+        """Return the current resident set in bytes."""
         return self._fields()["VmRSS"]
 
     @staticmethod
@@ -75,14 +74,12 @@ class PeakMemory:
 
 
 def median(values: Iterable[float]) -> float:
-    """The median."""
+    """Return the median."""
     return statistics.median(values)
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Half the distance between the quartiles, as a share of the median; None for fewer than four
-    values.
-    """
+    """Return half the interquartile range over the median, or None for fewer than four values."""
     if len(values) < 4:
         return None
     low, middle, high = statistics.quantiles(values, n=4)
@@ -90,10 +87,9 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def alone(work: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function of a module in a process of its own, so that the peak of its memory is its
-    own.
+    """Call a module-level function in a new process, to measure its peak memory separately.
 
-    It must end well.
+    Raise AssertionError if the process fails.
     """
     process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
     process.start()
@@ -102,7 +98,7 @@ def alone(work: Callable[..., None], *arguments: Any) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What a number depends on beside the code."""
+    """Return the facts about the machine that measurements depend on."""
     models = [
         line.split(":", 1)[1].strip()
         for line in _lines(Path("/proc/cpuinfo"))
@@ -135,21 +131,21 @@ def save(result: Mapping[str, Any], path: Path) -> None:
 
 
 def screen() -> Console:
-    """Where tables go: stdout, wide enough for them where it is no terminal."""
+    """Return the console for tables: stdout, 120 columns wide if it is not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 def note(text: str) -> None:
-    """Say on stderr what is being done."""
+    """Print a progress message to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterable[str] = ()
 ) -> Table:
-    """A table whose first column is text and whose others are numbers.
+    """Return a table whose first column is text and whose other columns are numbers.
 
-    Rows that begin with a name of `marked` are bold.
+    Rows whose first cell is in `marked` are bold.
     """
     made = Table(title=title, title_justify="left", header_style="bold")
     for number, column in enumerate(columns):

@@ -1,13 +1,13 @@
-"""What each rank of a plan holds at its peak, beside what the planner says: one plan of each
-strategy, with recomputation and without.
+"""Compare each rank's peak memory with the planner's estimate, with and without recomputation.
 
     python benchmarks/memory.py [--compiled] [--width 128] [--rows 32]
 
-A transformer (that of remat.py) is trained by gloo processes on CPUs. Each process writes down
-every allocation with torch's profiler, from before it has a parameter to the end of the third step:
-the greatest sum during the third step is its peak. Resident: the kernel's high-water mark of the
-process during that step, less what was resident before the first parameter. The planner's figure
-(trainload plan --device) is computed from the plan's graphs alone and knows nothing of either.
+A transformer (that of remat.py) is trained with one plan of each strategy by gloo processes on
+CPUs. Each process records all its allocations with torch's profiler, from before it has a parameter
+to the end of the third step: the greatest sum during the third step is its peak. Resident: the
+kernel's high-water mark of the process during that step, minus the resident set before the first
+parameter. The planner's estimate (trainload plan --device) is computed from the plan's graphs
+alone.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ PLANS: dict[str, tuple[int, int, str | None, dict[str, Any]]] = {
     "pipeline 2": (1, 2, None, {"pipeline_ranks": 2, "accumulate": 4}),
     "pipeline 2 x zero1": (1, 4, "zero1", {"pipeline_ranks": 2, "accumulate": 4}),
 }
-"""Nodes, devices of each, strategy, the rest."""
+"""Number of nodes, devices per node, strategy, other options."""
 RECOMPUTES = ("job", "selective", "full")
 EXPECTED = (
     "uncompiled within 3 %; compiled within 10 % without recomputation, and more than estimated"
     " with it, as remat.py has shown"
 )
-"""Written before the first measurement."""
+"""Expectation, written before the first measurement."""
 BEGIN = "third step"
 
 
 def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
-    """One rank: trains three steps and writes its peaks down."""
+    """Train three steps on one rank, and write its peaks to a file."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     os.environ["TRAINLOAD_STATE_DIR"] = str(Path(folder) / "state")
     import torch
@@ -92,8 +92,7 @@ def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
                 )
         dist.barrier()
         memory, before = PeakMemory(), PeakMemory().now()
-        # The profiler takes memory itself: a process that is asked for its resident set goes
-        # without.
+        # The profiler needs memory itself, so the resident set is measured in a process without it.
         watched = (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             if case["profiled"]
@@ -123,10 +122,11 @@ def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
 
 
 def settle(graphs: Iterable[Any]) -> None:
-    """Has uncompiled graphs sleep a little after each wait, until the communication library's
-    threads have let go of what they held.
+    """Make uncompiled graphs sleep briefly after each wait.
 
-    Who lets go last frees a tensor, and the profiler writes down what this thread frees alone.
+    During the sleep the threads of the communication library release their tensor references.
+    Whichever thread drops the last reference frees a tensor, and the profiler records only this
+    thread's frees.
     """
     import torch
 
@@ -140,7 +140,7 @@ def settle(graphs: Iterable[Any]) -> None:
 
 
 def peak_of(recorded: Any, trace: Path) -> int:
-    """The greatest sum of allocations from the third step on."""
+    """Return the greatest sum of allocations since the beginning of the third step."""
     recorded.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     trace.unlink()
@@ -155,7 +155,7 @@ def peak_of(recorded: Any, trace: Path) -> int:
 
 
 def measured(case: dict[str, Any], world: int, folder: Path) -> dict[str, int]:
-    """The greatest peaks of all ranks."""
+    """Return the greatest peaks of all ranks."""
     found = [
         _run({**case, "profiled": profiled, "name": f"{case['name']}-{profiled}"}, world, folder)
         for profiled in (True, False)
@@ -186,11 +186,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--compiled", action="store_true", help="compile the graphs")
-    parser.add_argument("--width", type=int, default=128, help="of the model")
-    parser.add_argument("--rows", type=int, default=32, help="of one update")
-    parser.add_argument("--only", default="", help="plans whose names hold this text")
+    parser.add_argument("--width", type=int, default=128, help="width of the model")
+    parser.add_argument("--rows", type=int, default=32, help="rows per update")
+    parser.add_argument("--only", default="", help="only plans whose names contain this text")
     parser.add_argument(
-        "--out", type=Path, help="the result; default: results/memory.json, or memory_compiled.json"
+        "--out", type=Path, help="output file; default: results/memory.json or memory_compiled.json"
     )
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]

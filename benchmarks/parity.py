@@ -1,12 +1,12 @@
-"""Does the same run come out under every strategy: loss curves of the demo's GPT on one worker and
-on two.
+"""Compare the loss curves of the demo's GPT on one worker and on two, with every strategy.
 
     python benchmarks/parity.py
 
-fp32, dropout on: one worker beside two with ZeRO-0, -1 and -3, and the greatest relative difference
-between the curves. bfloat16: the same, laid beside what eager DistributedDataParallel itself shows
-between one worker and two, on the same rows in the same order. There dropout is off on both sides,
-since eager's masks differ from rank to rank; trainload's do not.
+fp32, dropout on: one worker compared with two under ZeRO-0, -1 and -3, and the greatest relative
+difference between the curves. bfloat16: the same, in relation to the difference that eager
+DistributedDataParallel itself shows between one worker and two, with the same rows in the same
+order. Dropout is then off on both sides, since eager's masks differ between ranks; trainload's do
+not.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ HERE = Path(__file__).resolve().parent
 STRATEGIES = ("zero0", "zero1", "zero3")
 FP32_BAR = 1e-5
 BF16_BAR = 3.0
-"""Times eager DDP's own difference."""
+"""Maximum, as a multiple of the difference of eager DDP."""
 
 
 def curve(
     package: Path, data: Path, steps: int, scratch: Path, workers: int, strategy: str
 ) -> list[float]:
-    """The losses of a run, by `trainload launch`: one worker in its process, two on a local Ray
-    cluster.
+    """Run `trainload launch` and return the losses.
+
+    A single worker runs in the process of the command, two run on a local Ray cluster.
     """
     from trainload.launching.run.journal import losses, read_events
 
@@ -71,7 +72,7 @@ def curve(
 
 
 def eager_curve(data: Path, steps: int, scratch: Path, workers: int) -> list[float]:
-    """The losses of eager DDP on the same rows in the same order; of plain eager for one worker."""
+    """Return the losses of eager DDP, or plain eager on one worker, on the same rows in order."""
     note(f"bf16: eager on {workers}")
     spawn = multiprocessing.get_context("spawn")
     folder = scratch / f"eager-{workers}"
@@ -138,12 +139,12 @@ def _eager(rank: int, workers: int, data: Path, steps: int, folder: Path, queue:
 
 
 def difference(one: list[float], other: list[float]) -> float:
-    """The greatest relative difference between two curves."""
+    """Return the greatest relative difference between two curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(other, one, strict=True))
 
 
 def freeze(spec: str, path: Path) -> Path:
-    """`trainload freeze`."""
+    """Run `trainload freeze` and return the package's path."""
     subprocess.run(
         [sys.executable, "-m", "trainload", "freeze", spec, "-o", str(path)],
         cwd=ROOT,
@@ -154,7 +155,7 @@ def freeze(spec: str, path: Path) -> Path:
 
 
 def main() -> int:
-    """The check. Returns 1 where a bar is missed."""
+    """Run the benchmark. Returns 1 if a difference is too large."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

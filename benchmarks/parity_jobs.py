@@ -1,4 +1,4 @@
-"""The job of the bfloat16 part of the parity check."""
+"""Job of the bfloat16 part of the parity benchmark."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import trainload  # noqa: E402
 
 
 def model() -> GPT:
-    """The demo's GPT with its autocast region and without dropout, always with the same weights."""
+    """Build the demo's GPT with autocast, without dropout, always with the same weights."""
     torch.manual_seed(0)
     return GPT(Config(dropout=0.0))
 
 
 def bf16() -> trainload.Job:
-    """The demo's job without dropout: eager's masks differ from rank to rank, so that its curves
-    could not be compared.
+    """Build the demo's job without dropout.
+
+    Eager's dropout masks differ between ranks, so curves with dropout could not be compared.
     """
     return dataclasses.replace(example.job(), model=model())

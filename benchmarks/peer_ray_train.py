@@ -1,7 +1,7 @@
-"""What one writes without trainload: a Ray Train script that trains the example's model from its
-source, compiled, with DDP on two workers.
+"""Ray Train script without trainload: the example's model, compiled, with DDP on two workers.
 
-Writes the time of the end of its first optimizer step, seconds since 1970, to --out.
+The model is trained from its source. At the end of the first optimizer step, the time in seconds
+since 1970 is written to --out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def loop(config: dict[str, Any]) -> None:
-    """What every worker runs."""
+    """Run the training loop of a worker."""
     sys.path.insert(0, config["here"])
     import numpy as np
     import pyarrow.parquet as pq
@@ -63,15 +63,15 @@ def loop(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="Parquet with a column `tokens`")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--storage", type=Path, required=True, help="what Ray Train keeps of the run"
+        "--data", type=Path, required=True, help="Parquet file with a column `tokens`"
     )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--storage", type=Path, required=True, help="storage path of Ray Train")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
 

@@ -1,10 +1,11 @@
-"""Freezes a job and plans it, in a process of its own: what is measured afterwards has never seen
-the job.
+"""Freeze a job and plan it in a process of its own.
+
+Processes measured afterwards never import the job.
 
     python benchmarks/prepare.py examples/gpt/job.py:job_fp32 FOLDER --strategies zero0,zero3
     --workers 2
 
-writes FOLDER/package.tl and FOLDER/zero0.json, FOLDER/zero3.json.
+writes FOLDER/package.tl, FOLDER/zero0.json and FOLDER/zero3.json.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def prepare(
 
     Args:
         spec: file.py:name of the job.
-        folder: made by this.
-        strategies: names, parted by commas.
+        folder: output folder; must not exist.
+        strategies: comma-separated names.
         workers: world size of the plans, on one node.
-        device: kind of device of the plans.
-        batch: rows of an update over all workers; None: the job's.
+        device: device type of the plans.
+        batch: rows per update over all workers; None: the job's.
     """
     command = [
         sys.executable,
@@ -56,7 +57,7 @@ def prepare(
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""What the planner says of a run whose memory and speed were published: Llama 3.1 8B on 8 H100 with
-torchtitan.
+"""Compare the planner's estimates with published figures of torchtitan: Llama 3.1 8B on 8 H100.
 
     python benchmarks/published.py [--device h100]
 
-torchtitan (benchmarks in its repository) reports for full sharding over 8 GPUs, torch.compile, a
-local batch of 2 rows of 8,192 tokens, selective recomputation, computing in bfloat16 on parameters
-of float32: 77.0 GiB and 6,667 tokens a second on each GPU. Those GPUs have 96 GB and 500 W. Two
-packages of the same shapes are planned so: parameters of float32 under autocast, and of bfloat16.
+torchtitan (benchmarks in its repository) reports 77.0 GiB and 6,667 tokens per second on each GPU
+for full sharding over 8 GPUs, torch.compile, a local batch of 2 rows of 8,192 tokens, selective
+recomputation, and computation in bfloat16 with float32 parameters. Those GPUs have 96 GB and 500 W.
+Two packages of the same shapes are planned like this: float32 parameters with autocast, and
+bfloat16 parameters.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="h100", help="as of `trainload plan`")
-    parser.add_argument("--out", type=Path, default=RESULTS / "published.json", help="the result")
+    parser.add_argument("--device", default="h100", help="device, as for `trainload plan`")
+    parser.add_argument("--out", type=Path, default=RESULTS / "published.json", help="output file")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import llama8b

@@ -1,17 +1,16 @@
-"""What torch.utils.checkpoint in a model saves of a step's memory, and costs of its time: eager
-PyTorch beside trainload, with and without.
+"""Measure the memory and time of a step with and without torch.utils.checkpoint in the model.
 
     python benchmarks/remat.py
 
-A transformer of 12 layers (pre-norm, attention, GELU), fp32, one thread, one CPU process for each
-system; a step is forward and backward, without the optimizer. Every system is a process of its own
-that has loaded what it runs and nothing else (graphs are frozen and compiled by others). They sleep
-on a pipe; one at a time runs a step, round after round.
+Compares eager PyTorch with trainload. The model is a transformer of 12 layers (pre-norm, attention,
+GELU) in fp32; a step is forward and backward, without the optimizer. Every system is a
+single-threaded CPU process that has loaded only what it runs (other processes freeze and compile
+the graphs). They wait on a pipe; one at a time runs a step, round after round.
 
-Peak: the most that torch's allocator held during a step beyond what it held before, as torch's
-profiler writes it down; it is the same in every round, and is taken in a step of its own, not
-timed. Resident: the kernel's high-water mark of the process during the timed steps. The norm is the
-gradient's; in a package's steps that of rows x loss.
+Peak: the greatest amount of memory allocated by torch during a step on top of that before the step,
+from torch's profiler; it is the same in every round and is taken in a separate, untimed step.
+Resident: the kernel's high-water mark of the process during the timed steps. Norm: that of the
+gradient; in a package's steps, that of rows x loss.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ EXPECTED = {
         " a tenth; a quarter more time"
     ),
 }
-"""Written before the first measurement."""
+"""Expectations, written before the first measurement."""
 LAYERS, HEADS, TIME = 12, 4, 128
 KINDS = ("eager", "uncompiled", "compiled")
 
@@ -63,7 +62,7 @@ def system_name(kind: str, kept: bool) -> str:
 
 
 def make_job(kept: bool, width: int, rows: int) -> Any:
-    """The job; its weights and batch are the same in every process."""
+    """Build the job; its weights and batch are the same in every process."""
     import torch
     from torch import Tensor, nn
     from torch.nn import functional as F
@@ -118,7 +117,7 @@ def make_job(kept: bool, width: int, rows: int) -> Any:
 
 
 def prepare(kept: bool, options: argparse.Namespace, folder: Path) -> None:
-    """A process's work: freezes the job, and compiles its training graph."""
+    """Freeze the job and compile its training graph, in a process of its own."""
     _begin(folder)
     import torch
 
@@ -135,7 +134,7 @@ def prepare(kept: bool, options: argparse.Namespace, folder: Path) -> None:
 def serve(
     kind: str, kept: bool, options: argparse.Namespace, folder: Path, pipe: Connection
 ) -> None:
-    """A process's work: a system's steps, one for each message: "time", "peak" or "stop"."""
+    """Serve a system in a new process: run a step per message "time" or "peak", until "stop"."""
     _begin(folder)
     step = (
         _eager(make_job(kept, options.width, options.rows))
@@ -233,7 +232,7 @@ def _packaged(kind: str, kept: bool, folder: Path) -> Callable[[], Any]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """System -> its figures."""
+    """Return system -> measurements."""
     context = multiprocessing.get_context("spawn")
     for kept in (True, False):
         note(f"freezing and compiling, {'all kept' if kept else 'checkpoints'}")
@@ -258,7 +257,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
         return answer
 
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in pipes}
-    for number in range(options.rounds + 1):  # the first is not counted
+    for number in range(options.rounds + 1):  # the first round is warmup
         for name in pipes:
             found = ask(name, "time")
             if number:
@@ -282,10 +281,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--width", type=int, default=128, help="of the model")
-    parser.add_argument("--rows", type=int, default=32, help=f"sequences of {TIME} in a batch")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of every system")
-    parser.add_argument("--out", type=Path, default=RESULTS / "remat.json", help="the result")
+    parser.add_argument("--width", type=int, default=128, help="width of the model")
+    parser.add_argument(
+        "--rows", type=int, default=32, help=f"sequences of {TIME} positions per batch"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps per system")
+    parser.add_argument("--out", type=Path, default=RESULTS / "remat.json", help="output file")
     options = parser.parse_args()
     about = machine()
     sys.path.insert(0, str(ROOT / "src"))

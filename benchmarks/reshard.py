@@ -1,13 +1,12 @@
-"""What a rank reads, and holds beside what it keeps, when a run goes on under another plan.
+"""Measure what a rank reads and allocates when a run resumes with another plan.
 
     python benchmarks/reshard.py [--width 2048] [--layers 12]
 
-A checkpoint of a stack of matrices with AdamW's state is written under ZeRO-3 on four ranks. Under
-other plans each rank is a process that loads it as a worker does. Read: what the kernel counts as
-read by the process (rchar of /proc/self/io). Beside: the peak of the resident set while it loads,
-less what was resident before and the tensors that it ends with. Seconds: of loading, from files
-that the kernel has in
-memory: what a copy of the checkpoint in memory could save at most is less.
+A checkpoint of a stack of matrices with AdamW's state is written with ZeRO-3 on four ranks. For
+other plans, each rank is a process that loads it like a worker. Read: bytes read by the process
+according to the kernel (rchar of /proc/self/io). Beside: the peak resident set while loading, minus
+the resident set before and the tensors that remain. Seconds: the time to load files that are in the
+page cache, an upper limit of what an in-memory copy of the checkpoint could save.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ ROWS = 16
 
 
 def make_job(width: int, layers: int) -> Any:
-    """A stack of matrices."""
+    """Build a job with a stack of matrices."""
     import torch
     from torch import nn
 
@@ -58,7 +57,7 @@ def make_job(width: int, layers: int) -> Any:
 
 
 def write(package: str, run: str) -> None:
-    """Writes the checkpoint, all ranks in this process."""
+    """Write the checkpoint, with all ranks in this process."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import torch
 
@@ -96,7 +95,7 @@ def write(package: str, run: str) -> None:
 
 
 def load(package: str, run: str, case: dict[str, Any], rank: int, result: str) -> None:
-    """One rank, in this process."""
+    """Load one rank in this process, and write the measurements to a file."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import trainload
     from trainload.launching.checkpoints.checkpoint_place import place_of
@@ -136,9 +135,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--width", type=int, default=2048, help="of each matrix")
-    parser.add_argument("--layers", type=int, default=12, help="how many matrices there are")
-    parser.add_argument("--out", type=Path, default=RESULTS / "reshard.json", help="the result")
+    parser.add_argument("--width", type=int, default=2048, help="width of each matrix")
+    parser.add_argument("--layers", type=int, default=12, help="number of matrices")
+    parser.add_argument("--out", type=Path, default=RESULTS / "reshard.json", help="output file")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import trainload

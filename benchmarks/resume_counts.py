@@ -1,11 +1,10 @@
-"""How often each row of a data set is trained on by a run that stops, is killed and changes its
-size in the middle of epochs.
+"""Count how often a run trains on each row when it is stopped, killed and resized within epochs.
 
     python benchmarks/resume_counts.py [--rows 1009] [--steps 240]
 
-Every row has a weight of its own, from which a step that the row is in takes one: the trained
-package has the counts. A run of several epochs is stopped at steps drawn at random, and goes on
-with another number of workers; between the stops a worker is killed.
+Every row has its own weight, from which each step with that row subtracts one, so the trained
+package contains the counts. A run of several epochs is stopped at random steps and resumed with
+another number of workers; between the stops a worker is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CHECKPOINT_EVERY = 7
 
 
 class Killer:
-    """Told of a run's events, it kills the last rank when the run has reached a step."""
+    """Callback for a run's events that kills the last rank when the run reaches a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -46,7 +45,7 @@ class Killer:
 
 
 def train(folder: Path, rows: int, steps: int, seed: int) -> dict[str, Any]:
-    """The run. Returns: what came of it."""
+    """Train the run and return the results."""
     from tests.launch.counted import BATCH, counts, demand_exact, freeze_counts
 
     import trainload
@@ -96,7 +95,7 @@ def train(folder: Path, rows: int, steps: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,11 @@
-"""What a retraining costs the first time, and the fiftieth: time to the first step, and bytes that
-are written to the store.
+"""Measure the time to the first step and the bytes sent of the first and fiftieth retraining.
 
     python benchmarks/retrain_cost.py [--ticks 50] [--width 512] [--layers 4]
 
-Each tick is `trainload retrain tick` in a process of its own, with compiled graphs, on a day's new
-file. Seconds to the first step are from the beginning of the process, imports included, to the end
-of the first step. Two lines: one whose weights are all trained, and one that trains its last layer
-alone, of which only the files with that layer can be new.
+Each tick is a `trainload retrain tick` process with compiled graphs that trains on the new file of
+a day. The time to the first step is measured from the start of the process, imports included, to
+the end of the first step. The bytes are those written to the store. Two lines: one trains all
+weights, the other only its last layer, so only files with that layer can be new.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ EXPECTED = (
 )
 FIRST = datetime(2026, 1, 1, 3, tzinfo=UTC)
 LAST = 10
-"""The median of so many of the last ticks stands for a late one."""
+"""Number of last ticks whose median represents a late tick."""
 
 
 def write_package(path: str, width: int, layers: int, frozen: bool) -> None:
-    """Freezes the job, in a process of its own."""
+    """Freeze the job in a process of its own."""
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
     from retrain_job import make_job
 
@@ -46,7 +45,7 @@ def write_package(path: str, width: int, layers: int, frozen: bool) -> None:
 
 
 def line(folder: Path, ticks: int, width: int, layers: int, *, frozen: bool) -> dict[str, Any]:
-    """Runs the ticks of a line. Returns: what each took and sent."""
+    """Run the ticks of a line. Returns the time and the bytes sent of each."""
     from retrain_job import write_day
 
     from trainload.packaging.stores.store import Store
@@ -66,7 +65,7 @@ def line(folder: Path, ticks: int, width: int, layers: int, *, frozen: bool) -> 
         "schedule": {"every": "1d"},
         "retention": {"runs": 2},
     }
-    (folder / "retrain.yaml").write_text(json.dumps(config))  # YAML holds JSON
+    (folder / "retrain.yaml").write_text(json.dumps(config))  # JSON is valid YAML
     draw = np.random.default_rng(0)
     environment = {
         **os.environ,
@@ -114,7 +113,7 @@ def line(folder: Path, ticks: int, width: int, layers: int, *, frozen: bool) -> 
 
 
 def first_step(run_dir: Path) -> float:
-    """When a run's first step had ended, in seconds since 1970."""
+    """Return the end of a run's first step, in seconds since 1970."""
     from trainload.launching.run.journal import read_events
 
     return next(event.time for event in read_events(run_dir) if event.kind == "step")

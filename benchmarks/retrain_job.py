@@ -1,4 +1,4 @@
-"""The retraining benchmarks' job and data: scikit-learn's digits, which drift."""
+"""Job and data of the retraining benchmarks: scikit-learn's digits, with drift."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE_ROWS = 240
 
 
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:
-    """Cross-entropy of the digit."""
+    """Return the cross-entropy of the digit."""
     logits = model(batch["pixels"])
     with torch.no_grad():
         accuracy = (logits.argmax(-1) == batch["digit"]).float().mean()
@@ -27,7 +27,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> trainload.Loss:
 
 
 def make_job(width: int = WIDTH, layers: int = 1, frozen: bool = False) -> trainload.Job:
-    """A perceptron. frozen: all but the last layer are not trained."""
+    """Build a job with a multilayer perceptron. `frozen`: train only the last layer."""
     torch.manual_seed(0)
     inner = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
     model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), *inner, nn.Linear(width, 10))
@@ -48,13 +48,14 @@ def make_job(width: int = WIDTH, layers: int = 1, frozen: bool = False) -> train
 
 
 def job() -> trainload.Job:
-    """The job of the year."""
+    """Build the job of the year."""
     return make_job()
 
 
 def digits(day: int, draw: np.random.Generator, rows: int = FILE_ROWS) -> dict[str, np.ndarray]:
-    """Rows of a day: digits that grow brighter, noisier and slowly shift to one side, as days go
-    by.
+    """Return the rows of a day.
+
+    Over time, the digits become brighter and noisier and shift slowly to one side.
     """
     data = load_digits()
     chosen = draw.integers(0, len(data.target), rows)
@@ -70,8 +71,10 @@ def digits(day: int, draw: np.random.Generator, rows: int = FILE_ROWS) -> dict[s
 
 
 def write_day(folder: Path, day: int, kind: str, draw: np.random.Generator) -> None:
-    """A day's file. kind: "good"; "nan": with a NaN; "missing": without a column; "worse": whose
-    digits are drawn at random.
+    """Write the file of a day.
+
+    Kinds: "good"; "nan": with a NaN; "missing": without the column of digits; "worse": with random
+    labels.
     """
     rows = digits(day, draw)
     if kind == "nan":

@@ -1,22 +1,20 @@
-"""A year of a retraining in minutes: 50 ticks of a stream that drifts, with a simulated clock, and
-faults.
+"""Run a year of retraining in minutes: 50 ticks with drift, a simulated clock and faults.
 
     python benchmarks/retrain_year.py [--ticks 50] [--seed 0]
 
-Drawn at random: no new data, a NaN, a missing column, digits with random labels (a challenger that
-is worse), two schedulers at once, a clock that jumps forward by days or back, a tick that is killed
-somewhere. Each tick is a process of its own, forked from one that has imported everything; the loop
-is that of `trainload retrain run`. Meanwhile a reader polls what is current, with all its files. At
+Random events: no new data, a NaN, a missing column, digits with random labels (a worse challenger),
+two concurrent schedulers, a clock that jumps forward by days or backward, a tick killed at a random
+point. Each tick is a process of its own, forked from one that has imported everything; the loop is
+that of `trainload retrain run`. Meanwhile a reader polls the current release with all its files. At
 the end:
 
-- the lineage of every release goes back to the first freeze, and every promotion obeys the gate,
-  reckoned anew from the records;
-- every scheduled time was run once: no tick has two releases, and none that was begun has not
-  ended;
-- one tick of each outcome is done again from the same state, killed by SIGKILL before every single
-  operation on files (found by an audit hook: opening to write, rename, link, remove, mkdir,
-  truncate), and after each kill run to its end: it must end as it had, and what is current must be
-  whole all the time.
+- the lineage of every release leads back to the first freeze, and every promotion satisfies the
+  gate, evaluated again from the records;
+- every scheduled time was run once: no tick has two releases, and every tick that began has ended;
+- one tick of each outcome is repeated from the same state, killed by SIGKILL before each single
+  file operation (observed by an audit hook: open for writing, rename, link, remove, mkdir,
+  truncate), and then run to its end: it must end the same way, and the current release must be
+  complete all the time.
 """
 
 from __future__ import annotations
@@ -58,8 +56,9 @@ OPERATIONS = {
 
 
 def write_package(path: str) -> None:
-    """Freezes the job, in a process of its own: this one must not have used torch's threads before
-    it forks.
+    """Freeze the job in a process of its own.
+
+    This process must not have used torch's threads before it forks.
     """
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
     from retrain_job import job
@@ -70,7 +69,7 @@ def write_package(path: str) -> None:
 
 
 def config_of(folder: Path) -> Any:
-    """The retraining, in a folder."""
+    """Return the retraining configuration for a folder."""
     from trainload.retraining.config.config import checked
 
     return checked(
@@ -94,7 +93,7 @@ def config_of(folder: Path) -> Any:
 
 
 class Death:
-    """Kills this process before the so-manieth operation on files of a folder; counts them."""
+    """Counts the file operations in a folder, and kills this process before the n-th (1-based)."""
 
     def __init__(self, folder: Path, die_at: int | None) -> None:
         self._folder, self._die_at, self._done = str(folder), die_at, 0
@@ -108,7 +107,8 @@ class Death:
         elif event not in OPERATIONS:
             return
         path = str(arguments[0])
-        if not path.startswith(self._folder) or "/heartbeats/" in path:  # those come when they come
+        # heartbeats are not deterministic
+        if not path.startswith(self._folder) or "/heartbeats/" in path:
             return
         self._done += 1
         if self._done == self._die_at:
@@ -116,17 +116,17 @@ class Death:
 
     @property
     def done(self) -> int:
-        """Operations so far."""
+        """Number of operations so far."""
         return self._done
 
 
 def forked(work: Callable[[], None], log: Path) -> int:
-    """Calls a function in a child. Returns: its exit status; negative: the signal that ended it."""
+    """Call a function in a child process. Returns its exit status, or minus the signal number."""
     return os.waitstatus_to_exitcode(os.waitpid(started(work, log), 0)[1])
 
 
 def started(work: Callable[[], None], log: Path) -> int:
-    """Starts a child that calls a function. Returns: its number."""
+    """Start a child process that calls a function. Returns its pid."""
     child = os.fork()
     if child:
         return child
@@ -140,7 +140,7 @@ def started(work: Callable[[], None], log: Path) -> int:
         torch.set_num_threads(1)
         work()
         status = 0
-    except BaseException:  # noqa: BLE001  # the parent sees the status, people the log
+    except BaseException:  # noqa: BLE001  # the status and the log report it
         traceback.print_exc()
     finally:
         os._exit(status)
@@ -149,7 +149,7 @@ def started(work: Callable[[], None], log: Path) -> int:
 def tick(
     folder: Path, when: datetime, *, die_at: int | None = None, count: Path | None = None
 ) -> None:
-    """Runs one tick, in this process."""
+    """Run one tick in this process."""
     from trainload.retraining.ticks.tick import Scheduler
     from trainload.retraining.ticks.tick_stages import Opening, Stages
 
@@ -163,7 +163,7 @@ def tick(
 
 
 class SimulatedClock:
-    """A clock that goes on when it is waited for."""
+    """Clock that advances when someone waits for it."""
 
     def __init__(self, start: datetime) -> None:
         self.time = start
@@ -177,7 +177,7 @@ class SimulatedClock:
 
 
 def read_on(folder: Path, over: Path, result: Path) -> None:
-    """Polls what is current, with all of its files, until it is over."""
+    """Poll the current release with all of its files until the file `over` exists."""
     from trainload.packaging.stores.store import Store, blob_path
 
     reads, failures, seen = 0, [], set()
@@ -185,7 +185,7 @@ def read_on(folder: Path, over: Path, result: Path) -> None:
         try:
             store = Store(folder / "store")
             pointer = store.current(LINE)
-        except Exception as error:  # noqa: BLE001  # what a reader sees is what is measured
+        except Exception as error:  # noqa: BLE001  # readers' failures are counted
             failures.append(str(error))
             continue
         if pointer is None:
@@ -218,7 +218,7 @@ def read_on(folder: Path, over: Path, result: Path) -> None:
 
 
 def whole(folder: Path) -> str:
-    """What is wrong with what is current; "": nothing."""
+    """Return a description of what is wrong with the current release, or ""."""
     from trainload.packaging.stores.store import Store, blob_path
 
     store = Store(folder / "store")
@@ -235,9 +235,7 @@ def whole(folder: Path) -> str:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a store says of its line, without times, random numbers, who did it, and how often it
-    took.
-    """
+    """Return the state of a line in a store, without times, random numbers, owners and attempts."""
     from trainload.packaging.stores.store import Store
     from trainload.retraining.ticks.lineage import read_line
 
@@ -259,10 +257,12 @@ def outcome(folder: Path) -> dict[str, Any]:
 def year(
     folder: Path, ticks: int, chance: random.Random
 ) -> tuple[dict[str, Any], dict[str, tuple[Path, datetime]]]:
-    """Runs it.
+    """Run the year.
 
-    Returns: counts of its events, and for each outcome a copy of the folder from before a tick that
-    ended so, with its time.
+    Returns:
+        Counts of events, and for each outcome a copy of the folder from before a tick with this
+        outcome,
+        with the tick's time.
     """
     from retrain_job import write_day
 
@@ -339,7 +339,7 @@ def year(
 
 
 def judged(folder: Path) -> dict[str, Any]:
-    """Whether all is as it must be at the end."""
+    """Return the verdict at the end."""
     from trainload.packaging.stores.store import Store
     from trainload.retraining.config.expression import parse
     from trainload.retraining.ticks.lineage import ancestry, read_line
@@ -386,7 +386,7 @@ def judged(folder: Path) -> dict[str, Any]:
 
 
 def enumerated(place: Path, when: datetime, limit: int | None) -> dict[str, Any]:
-    """Does a tick again from the same state, killed before every operation on files."""
+    """Repeat a tick from the same state, killed before every file operation."""
     log, work = place.with_name("kills.log"), place.with_name("work")
     home = place.with_name("year")
 
@@ -404,7 +404,7 @@ def enumerated(place: Path, when: datetime, limit: int | None) -> dict[str, Any]
         points if limit is None else sorted(random.Random(0).sample(points, min(limit, operations)))
     ):
         restored()
-        status = forked(lambda at=die_at: tick(home, when, die_at=at), log)  # type: ignore[misc]  # a default binds it
+        status = forked(lambda at=die_at: tick(home, when, die_at=at), log)  # type: ignore[misc]  # bound by a default
         survived += status != -signal.SIGKILL
         broken += bool(whole(home)) if (home / "store" / "lines").exists() else 0
         status = forked(lambda: tick(home, when), log)
@@ -433,7 +433,7 @@ def main() -> None:
         "--kills",
         type=int,
         default=None,
-        help="of each outcome at most so many operations, drawn at random; all",
+        help="maximum number of random kill points per outcome; default: all",
     )
     parser.add_argument("--output", type=Path, default=RESULTS / "retrain_year.json")
     options = parser.parse_args()
@@ -444,12 +444,12 @@ def main() -> None:
         folder.mkdir()
         os.environ["TRAINLOAD_CACHE_DIR"] = str(Path(scratch) / "cache")
         alone(write_package, str(folder / "package.tl"))
-        # What a tick needs is imported here, so that its processes need not.
+        # Imports done before the fork are shared by the processes of all ticks.
         import torch
 
         torch.set_num_threads(1)
         over, seen = Path(scratch) / "over", Path(scratch) / "seen.json"
-        # it publishes the first release
+        # publishes the first release
         status = forked(lambda: tick(folder, FIRST - EVERY), Path(scratch) / "ticks.log")
         assert status in (0, 1), f"see {scratch}/ticks.log"
         reader = started(lambda: read_on(folder, over, seen), Path(scratch) / "reader.log")

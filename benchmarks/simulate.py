@@ -1,12 +1,11 @@
-"""How long it takes, and how much memory, to go through what 64, 1,024 and 16,384 ranks would run
-of Llama 3.1 8B.
+"""Measure the time and memory to simulate 64, 1,024 and 16,384 ranks of Llama 3.1 8B.
 
     python benchmarks/simulate.py [--length 8192] [--ranks 64 1024 16384]
 
-An abstract package is planned, the graphs of its ranks are made, and the collectives of all of them
+An abstract package is planned, the graphs of its ranks are made, and the collectives of all ranks
 are compared (trainload plan, trainload simulate): each number of ranks with ZeRO-3 alone, and with
-ZeRO-3 x tensor 8 (x pipeline 4). Each in a process of its own, so that the peak is its own. Seconds
-are those of the wall; the freeze is measured by itself.
+ZeRO-3 x tensor 8 (x pipeline 4). Each case is a process of its own, so that its peak memory is
+measured separately. Seconds are wall time; the freeze is measured separately.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ EXPECTED = "under 120 s and 4 GiB at 1,024 ranks; 16,384 no more than twice that
 
 
 def simulate_one(package_path: str, ranks: int, options: dict[str, Any], result: str) -> None:
-    """One plan in this process."""
+    """Plan and simulate one case in this process."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import trainload
     from trainload.sharding.planner.make_plan import make_plan
@@ -65,7 +64,7 @@ def simulate_one(package_path: str, ranks: int, options: dict[str, Any], result:
 
 
 def freeze(path: str, length: int, result: str) -> None:
-    """The package, in this process."""
+    """Freeze the package in this process."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(Path(__file__).parent)]
     import llama8b
 
@@ -84,11 +83,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--length", type=int, default=8192, help="tokens of a row")
+    parser.add_argument("--length", type=int, default=8192, help="tokens per row")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[64, 1024, 16384], help="multiples of 32"
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[64, 1024, 16384],
+        help="numbers of ranks, multiples of 32",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "simulate.json", help="the result")
+    parser.add_argument("--out", type=Path, default=RESULTS / "simulate.json", help="output file")
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

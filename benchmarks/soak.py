@@ -1,13 +1,12 @@
-"""A run of half an hour with a fault every 40 to 90 seconds: nothing may be lost, and no memory may
-grow.
+"""Run half an hour with a fault every 40 to 90 seconds, without lost steps or growing memory.
 
     python benchmarks/soak.py [--minutes 30] [--seed 0]
 
-The run has two workers on a cluster of three nodes, in a folder on a disk of its own. What happens
-is drawn at random, and happens at the first step after its time, once the run has got over what was
-before it. At the end the run is stopped, and its losses are compared, bit by bit, with those of an
-undisturbed run of as many steps on two workers. The memory of the driver, of its keeper and of the
-workers is sampled every two seconds.
+The run has two workers on a cluster of three nodes; its folder is on a separate disk. The faults
+are drawn at random, and each is injected at the first step after its time, once the run has
+recovered from the previous one. At the end the run is stopped, and its losses are compared bitwise
+with those of an undisturbed run of as many steps on two workers. The memory of the driver, of its
+parent process and of the workers is sampled every two seconds.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ from measure import MIB, RESULTS, machine, note, save, screen, table
 LEAST, MOST = 40.0, 90.0
 EVERY = 2.0
 SETTLED = 20.0
-"""Seconds of a process's life whose growth is not counted: it imports, and reads weights."""
+"""Seconds after a process's start whose memory growth is ignored: imports, reading weights."""
 WORLD = 2
 
 
 def lose_and_replace(run: Run) -> None:
-    """A node is gone; the spare one takes its place, and another spare one comes."""
+    """Remove a node; the spare node takes its place, and a new spare node is added."""
     lose_node(run)
     run.nodes.add()
 
@@ -69,8 +68,9 @@ def preempt_and_replace(run: Run) -> None:
 
 
 def steps_again(run: Run, fault: Fault | None) -> bool:
-    """Return True if a run has stepped since its last fault: in a later attempt, unless the run
-    continues through such a fault.
+    """Return True if a run has stepped since its last fault.
+
+    The step must be in a later attempt, unless the run continues through such a fault.
     """
     since = run.at if fault is not None and fault.said != "warning" else 0.0
     start, step = run.last("start", since), run.last("step", run.at)
@@ -78,7 +78,7 @@ def steps_again(run: Run, fault: Fault | None) -> bool:
 
 
 def of(name: str) -> Fault:
-    """A fault by its name."""
+    """Return a fault by the beginning of its name."""
     return next(fault for fault in FAULTS if fault.name.startswith(name))
 
 
@@ -112,10 +112,10 @@ DRAWN: tuple[tuple[Fault, float], ...] = (
 
 
 class Sampler:
-    """Samples the resident memory of a run's processes, from a thread.
+    """Thread that samples the resident memory of a run's processes.
 
     Attributes:
-        found: (what it is, pid) -> [(age in seconds, bytes), ...].
+        found: (kind, pid) -> [(age in seconds, bytes), ...].
     """
 
     def __init__(self, run: Run) -> None:
@@ -139,7 +139,7 @@ class Sampler:
                     began = int(
                         Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
                     ) / os.sysconf("SC_CLK_TCK")
-                except (OSError, IndexError):  # it has just ended
+                except (OSError, IndexError):  # the process has just ended
                     continue
                 age = float(Path("/proc/uptime").read_text().split()[0]) - began
                 self.found.setdefault((kind, pid), []).append((age, held))
@@ -154,9 +154,7 @@ class Sampler:
 
 
 def growth(samples: dict[tuple[str, int], list[tuple[float, int]]], kind: str) -> dict[str, Any]:
-    """How the memory of the processes of one kind grew, each from when it had settled to its
-    end.
-    """
+    """Return the memory growth of the processes of one kind, from `SETTLED` to their end."""
     lives = [
         [each for each in life if each[0] > SETTLED]
         for (name, _), life in samples.items()
@@ -232,7 +230,7 @@ def reference(package: Path, data: Path, folder: Path, steps: int) -> dict[int, 
 
 
 def soak(scratch: Path, minutes: float, seed: int) -> dict[str, Any]:
-    """The run. Returns: what came of it."""
+    """Run the soak test and return its result."""
     chance = random.Random(seed)
     package, rows = set_up(scratch), write_rows(scratch / "rows.npz")
     nodes = Nodes(WORLD + 1)
@@ -298,7 +296,7 @@ def result(
     drawn: Sequence[tuple[float, str]],
     sampler: Sampler,
 ) -> dict[str, Any]:
-    """What came of a soak."""
+    """Return the result of a soak test."""
     from trainload.launching.checkpoints.index import published
 
     found = losses_by_step(run.events)
@@ -327,7 +325,7 @@ def result(
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print it."""
+    """Print a result."""
     facts = [
         (name.replace("_", " "), f"{value:.0f}" if isinstance(value, float) else str(value))
         for name, value in result.items()
@@ -374,7 +372,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""Seconds from a command to the end of its first optimizer step: `trainload launch` beside a Ray
-Train script that compiles the same model.
+"""Compare the time to the first step of `trainload launch` with that of a Ray Train script.
 
     python benchmarks/startup.py
 
-Both start a local Ray cluster and two gloo workers. Cold: the caches of compiled graphs are empty.
-Warm: they are as the run before left them. The systems take turns.
+Measured from the command to the end of its first optimizer step; the script compiles the same
+model. Both start a local Ray cluster and two gloo workers. Cold: the caches of compiled graphs are
+empty. Warm: they are those of the previous run. The systems alternate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What all runs share. `scratch`: a folder for what they leave."""
+    """Inputs that all runs share. `scratch`: parent of their output folders."""
 
     package: Path
     data: Path
@@ -46,7 +46,7 @@ def run(system: str, inputs: Inputs, cache: Path) -> dict[str, float]:
 
     Returns:
         first_step: seconds from the command to the end of the first step; whole: to its end; for
-            trainload also seconds of its stages.
+        trainload also the duration of its stages in seconds.
     """
     folder = Path(tempfile.mkdtemp(dir=inputs.scratch))
     environment = {
@@ -117,7 +117,7 @@ def _journal(run_dir: Path, began: float) -> dict[str, float]:
 
 
 def prepare_inputs(scratch: Path) -> Inputs:
-    """The demo's corpus and its package."""
+    """Build the demo's corpus and its package."""
     see_example()
     import corpus
     from model import Config
@@ -139,12 +139,12 @@ def prepare_inputs(scratch: Path) -> Inputs:
 
 
 def main() -> int:
-    """The benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cold", type=int, default=2, help="runs with empty caches")
-    parser.add_argument("--warm", type=int, default=5, help="runs with full ones")
+    parser.add_argument("--cold", type=int, default=2, help="number of runs with empty caches")
+    parser.add_argument("--warm", type=int, default=5, help="number of runs with full caches")
     parser.add_argument("--out", type=Path, default=RESULTS / "startup.json")
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -157,7 +157,8 @@ def main() -> int:
         for number in range(arguments.cold + arguments.warm):
             kind = "cold" if number < arguments.cold else "warm"
             for system in systems:
-                # Each cold run has caches of its own; warm ones go on with the last cold run's.
+                # Each cold run has its own cache; warm runs continue with that of the last cold
+                # run.
                 cache = (
                     inputs.scratch
                     / f"cache-{min(number, arguments.cold - 1)}-{system.replace(' ', '-')}"

@@ -1,11 +1,11 @@
-"""Step time and memory of trainload beside torch's own strategies: two gloo workers of one thread,
-same model, batch and precision.
+"""Compare step time and memory of trainload with torch's own strategies on two gloo workers.
 
     python benchmarks/steps.py
 
-Every system lives in its own pair of processes, with its own compile cache. They take turns: each
-round, each system runs a few steps while all others wait for a pipe. The figure is the median over
-the rounds of a round's median step, of the slower rank.
+The workers have one thread; model, batch and precision are the same. Every system has its own pair
+of processes with its own compile cache. They alternate: in each round, each system runs a few steps
+while all others wait on a pipe. The result is the median over the rounds of a round's median step
+time on the slower rank.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ SYSTEMS = (
 JOBS = {"fp32": "job_fp32", "bf16": "job"}
 """Precision -> the example's job: bf16 is autocast in the blocks, with fp32 parameters."""
 BATCHES = 64
-"""Batches that a worker holds in memory and goes through again and again."""
+"""Number of batches that a worker holds in memory and cycles through."""
 
 
 def measure(
     precision: str, names: list[str], rounds: int, steps: int, rows: int, scratch: Path
 ) -> dict[str, Any]:
-    """Measure the systems of these names.
+    """Measure the systems with these names.
 
-    Returns name -> figures, in the order of `SYSTEMS`; one that fails has only `error`.
+    Returns:
+        Name -> measurements, in the order of `SYSTEMS`; a failed system has only `error`.
     """
     see_example()
     from model import Config
@@ -91,7 +92,7 @@ def measure(
             workers = stack.enter_context(Workers(system, settings))
             try:
                 figures[system.name] = workers.wait_ready()
-                workers.run(steps)  # warm-up
+                workers.run(steps)  # warmup
                 pairs[system.name] = workers
             except WorkerError as error:
                 note(str(error))
@@ -104,11 +105,10 @@ def measure(
 
 
 def _figures(rounds: list[list[Round]]) -> dict[str, Any]:
-    """What is reported of one system: seconds of the slower rank; bytes of the larger, and of each
-    rank in `ranks`.
+    """Return the summary of one system.
 
-    The ranks differ where one of them compiled for both and has kept some of the memory that it
-    took.
+    Seconds are those of the slower rank; bytes are those of the larger rank, and of each rank in
+    `ranks`. The ranks differ if one of them compiled for both and kept some of the memory.
     """
     of_rounds = [max(median(rank.seconds) for rank in ranks) for ranks in rounds]
     memory = [
@@ -129,9 +129,9 @@ def _figures(rounds: list[list[Round]]) -> dict[str, Any]:
 
 
 def ratios(figures: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures of trainload over each peer's: {"step_seconds": {"trainload zero3": {"DDP": 1.1}}}.
+    """Return trainload's figures divided by each peer's.
 
-    Below 1: trainload needs less.
+    For example {"step_seconds": {"trainload zero3": {"DDP": 1.1}}}. Below 1: trainload needs less.
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind in ("step_seconds", "peak_bytes", "private_bytes"):
@@ -190,15 +190,15 @@ def show(precision: str, figures: dict[str, Any], console: Console) -> None:
 
 
 def main() -> int:
-    """The benchmark. Returns 1 where a system failed."""
+    """Run the benchmark. Returns 1 if a system failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=10, help="steps of one system in one round")
-    parser.add_argument("--rows", type=int, default=8, help="rows of one worker's batch")
+    parser.add_argument("--steps", type=int, default=10, help="steps per system and round")
+    parser.add_argument("--rows", type=int, default=8, help="rows per batch of a worker")
     parser.add_argument("--precision", choices=[*JOBS, "both"], default="both")
-    parser.add_argument("--only", help="names of systems, parted by commas")
+    parser.add_argument("--only", help="comma-separated names of systems")
     parser.add_argument("--out", type=Path, default=RESULTS / "steps.json")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else [system.name for system in SYSTEMS]

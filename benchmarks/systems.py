@@ -1,6 +1,6 @@
-"""Which ways to train are compared.
+"""The training systems that are compared.
 
-Imports no torch, so that a worker can set its environment first.
+Does not import torch, so that a worker can set its environment first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Precision = Literal["fp32", "bf16"]
 class System:
     """One way to train.
 
-    `strategy` is trainload's; `compiled` says whether the model is compiled.
+    `strategy` is trainload's; `compiled` is True if the model is compiled.
     """
 
     name: str
@@ -28,10 +28,10 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place.
+    """Rank, world size and files of one worker.
 
-    `package` and `plans`: what trainload trains, and the folder of plan files, STRATEGY.json;
-    `cache`: its own.
+    `package` and `plans`: the package that trainload trains, and the folder of plan files,
+    STRATEGY.json; `cache`: this system's own cache.
     """
 
     rank: int

@@ -1,6 +1,4 @@
-"""Real text to train on: bytes of the running Python's standard library, and what is made of
-them.
-"""
+"""Training text: bytes of the standard library's source, and tokens with a larger vocabulary."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ from measure import see_example
 
 see_example()
 
-import corpus  # noqa: E402  # of the example
+import corpus  # noqa: E402  # from the example
 
 
 def byte_windows(rows: int, length: int) -> npt.NDArray[np.uint8]:
-    """The first `rows` windows of the standard library's source text, uint8 (rows, length).
+    """Return the first `rows` windows of the standard library's source text, uint8 (rows, length).
 
-    The same wherever the library is the same.
+    They depend only on the version of the library.
     """
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -31,10 +29,10 @@ def byte_windows(rows: int, length: int) -> npt.NDArray[np.uint8]:
 
 
 def word_windows(rows: int, length: int, vocabulary: int, seed: int = 0) -> npt.NDArray[np.int32]:
-    """Tokens of a vocabulary too large for bytes, int32 (rows, length).
+    """Return tokens of a vocabulary too large for bytes, int32 (rows, length).
 
-    Drawn by Zipf's law, each second one determined by the one before it, so that there is something
-    to learn.
+    They are drawn from a Zipf distribution; every second token is determined by the one before it,
+    so that a model has something to learn.
     """
     generator = np.random.default_rng(seed)
     drawn = np.minimum(generator.zipf(1.2, size=(rows, length)), vocabulary) - 1

@@ -1,7 +1,7 @@
-"""What steps a model in the step benchmark: torch's own strategies from the example's source, and
-trainload from a package.
+"""Trainers of the step benchmark: torch's own strategies from the example's source, and trainload.
 
-Each runs in a process of its own, as one of two ranks of a gloo group.
+trainload trains from a package. Each trainer runs in a process of its own, as one of two ranks of a
+gloo group.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CLIP_NORM = 1.0
 
 
 class Trainer(Protocol):
-    """Steps a model."""
+    """Interface of a trainer of one rank."""
 
     def step(self, number: int, tokens: Tensor) -> float:
-        """One optimizer update on this rank's rows, uint8 (rows, context + 1).
+        """Do one optimizer update on this rank's rows, uint8 (rows, context + 1).
 
-        Returns a loss: peers' own rows', trainload's all rows'.
+        Returns a loss: peers return that of their own rows, trainload that of all rows.
         """
         ...
 
@@ -50,7 +50,7 @@ class Training(nn.Module):
 
 
 class Peer:
-    """Eager autograd with torch's fused AdamW, clipping and the example's schedule."""
+    """Eager autograd with torch's fused AdamW, gradient clipping and the example's schedule."""
 
     def __init__(
         self, module: Callable[[Tensor], tuple[Tensor, Tensor]], parameters: list[nn.Parameter]
@@ -81,8 +81,9 @@ class Peer:
 
 
 def ddp(place: Place, compiled: bool) -> Peer:
-    """DistributedDataParallel, gradients as views of its buckets; compiled: the whole of it, so
-    that torch splits the graph at buckets.
+    """Return DistributedDataParallel with gradients as views of its buckets.
+
+    If compiled, the whole wrapper is, so that torch splits the graph at buckets.
     """
     wrapped = DistributedDataParallel(Training(model_of(place)), gradient_as_bucket_view=True)
     parameters = list(wrapped.parameters())
@@ -90,8 +91,9 @@ def ddp(place: Place, compiled: bool) -> Peer:
 
 
 def fsdp2(place: Place, compiled: bool) -> Peer:
-    """fully_shard on each block and on the rest; compiled: each block before it is sharded, and the
-    head with the loss stays eager.
+    """Return FSDP2 with `fully_shard` on each block and on the rest.
+
+    If compiled, each block is compiled before it is sharded; the head with the loss stays eager.
     """
     model = model_of(place)
     training = Training(model)
@@ -105,13 +107,13 @@ def fsdp2(place: Place, compiled: bool) -> Peer:
 
 
 def model_of(place: Place) -> GPT:
-    """The example's model, with the weights that its job has."""
+    """Build the example's model with the same weights as its job."""
     torch.manual_seed(0)
     return GPT(Config(autocast=place.precision == "bf16"))
 
 
 class Trainload:
-    """trainload's engine in this process, as `trainload launch` runs it in a worker."""
+    """trainload's engine in this process, configured as in a worker of `trainload launch`."""
 
     def __init__(self, place: Place, strategy: str) -> None:
         from trainload.autograd_trace.derivation.named_groups import bind_groups
@@ -151,7 +153,7 @@ class Trainload:
 
 
 def make_trainer(system: System, place: Place) -> Trainer:
-    """Build one rank's trainer; the process group must stand."""
+    """Build one rank's trainer; the process group must be initialized."""
     if system.kind == "trainload":
         return Trainload(place, system.strategy)
     return (ddp if system.kind == "ddp" else fsdp2)(place, system.compiled)

@@ -1,14 +1,13 @@
-"""Large weights: what writing, reading and sharding several GB of safetensors takes, beside plain
-reads of the same files.
+"""Compare writing, reading and sharding several GB of safetensors with plain reads.
 
     python benchmarks/weights.py [--gib 4] [--rounds 3]
 
-Weights are written of state that is made tensor by tensor, so that the process holds none of it
-otherwise. Then, in processes of their
-own, interleaved: every byte is read by `dd`, by a plain loop, by safetensors (which checks nothing)
-and by the package's reader (which checks every digest); before each, the files are put out of the
-page cache. At last, each of N ranks reads its slices of ZeRO-3's buckets, and the bytes that it
-asks of the system are counted. Writes benchmarks/results/weights.json.
+The weights are generated tensor by tensor while they are written, so the process never holds all of
+them. Then every byte is read, alternately and in separate processes, by `dd`, by a plain loop, by
+safetensors (which verifies nothing) and by the package's reader (which verifies every digest);
+before each read, the files are evicted from the page cache. Finally, each of N ranks reads its
+slices of ZeRO-3's buckets, and the bytes that it reads are counted. Writes
+benchmarks/results/weights.json.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ RESULTS = Path(__file__).parent / "results" / "weights.json"
 GIB = 2**30
 SHARD = 512 * 2**20
 WIDTH = 4096
-"""A parameter is (WIDTH, WIDTH) float32: 64 MiB."""
+"""Size of a parameter, which is (WIDTH, WIDTH) float32: 64 MiB."""
 WAYS = ("dd", "plain read", "safetensors", "trainload")
 RANKS = (1, 2, 4, 8)
 
 
 class Made(Mapping[str, torch.Tensor]):
-    """State of which each tensor is made when it is asked for."""
+    """State whose tensors are generated on access."""
 
     def __init__(self, count: int) -> None:
         self._names = [f"layer{number:03d}.weight" for number in range(count)]
@@ -58,15 +57,12 @@ class Made(Mapping[str, torch.Tensor]):
 
 
 def resident() -> int:
-    """The process's greatest resident memory so far, in bytes."""
+    """Return the peak resident memory of the process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def write(folder: Path, count: int) -> dict[str, float]:
-    """Write the weights of a package: what follows from its program is small, and left out.
-
-    Returns: seconds, and memory on top.
-    """
+    """Write only the weights of a package. Returns seconds and additional memory."""
     from trainload.packaging.format.manifest_records import ParameterEntry
     from trainload.packaging.tensors.safetensors_file import TensorSpec
     from trainload.packaging.tensors.weight_shards import write_weights
@@ -86,7 +82,7 @@ def write(folder: Path, count: int) -> dict[str, float]:
 
 
 def manifest_of(folder: Path, count: int) -> Any:
-    """A manifest that lists these weights. Only what a reader of weights asks is in it."""
+    """Return a manifest that lists these weights and has only what a weight reader needs."""
     from trainload.autograd_trace.graphs import GroupRecipe, Recipe
     from trainload.core.canonical_json import sha256_file
     from trainload.packaging.format.manifest import Manifest
@@ -96,7 +92,7 @@ def manifest_of(folder: Path, count: int) -> Any:
     listed = {
         f"weights/{path.name}": FileEntry(
             media_type="application/octet-stream",
-            # the reader checks chunks
+            # the reader verifies chunks instead
             sha256=sha256_file(path) if path.suffix == ".json" else "0" * 64,
             size=path.stat().st_size,
         )
@@ -127,7 +123,7 @@ def manifest_of(folder: Path, count: int) -> Any:
 
 
 def read(folder: Path, way: str) -> dict[str, float]:
-    """Read every byte in one way. Returns: seconds, and memory on top."""
+    """Read every byte in one way. Returns seconds and additional memory."""
     files = sorted((folder / "weights").glob("*.safetensors"))
     count = len(
         json.loads((folder / "weights/model.safetensors.index.json").read_bytes())["weight_map"]
@@ -152,7 +148,7 @@ def read(folder: Path, way: str) -> dict[str, float]:
     elif way == "safetensors":
         for file in files:
             with safetensors.safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
                     opened.get_tensor(name).clone()
     else:
         for name in reader.names():
@@ -161,10 +157,11 @@ def read(folder: Path, way: str) -> dict[str, float]:
 
 
 def rank(folder: Path, index: int, world: int) -> dict[str, float]:
-    """One rank of `world` reads its slices: of each bucket (four parameters, flat) one contiguous
-    part.
+    """Read the slices of one of `world` ranks.
 
-    Returns: bytes it asked for.
+    A slice is a contiguous part of a bucket of four flattened parameters.
+
+    Returns seconds, bytes read, bytes owned and additional memory.
     """
     from trainload.packaging.tensors.weight_shards import WeightReader
 
@@ -197,7 +194,7 @@ def _read_so_far() -> int:
 
 
 def cold(folder: Path) -> None:
-    """Put the files out of the page cache."""
+    """Evict the files from the page cache."""
     for file in (folder / "weights").iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -208,7 +205,7 @@ def cold(folder: Path) -> None:
 
 
 def child(*arguments: object) -> dict[str, float]:
-    """What this script prints in a process of its own."""
+    """Run this script in a child process and return its printed result."""
     done = subprocess.run(
         [sys.executable, __file__, "--child", *map(str, arguments)],
         check=True,

@@ -1,7 +1,4 @@
-"""Pairs of worker processes that wait, idle, until they are told to run some steps.
-
-One pair for each system.
-"""
+"""Pairs of worker processes, one per system, that wait idle until they have to run steps."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from systems import Place, Precision, System
 WORLD_SIZE = 2
 START_SECONDS = 900.0
 STEP_SECONDS = 60.0
-"""A step that takes longer than this has hung."""
+"""Timeout of a step."""
 
 
 class WorkerError(Exception):
@@ -31,8 +28,9 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one rank saw of a round: seconds of each step, the last step's loss, and bytes of memory
-    (see `PeakMemory.read`).
+    """Measurements of one rank in a round.
+
+    Seconds of each step, the last step's loss, and memory in bytes (see `PeakMemory.read`).
     """
 
     seconds: list[float]
@@ -42,7 +40,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is the same for all systems."""
+    """Settings that are the same for all systems."""
 
     precision: Precision
     package: Path
@@ -54,7 +52,7 @@ class Settings:
 
 
 class Workers:
-    """The two processes of one system. A context manager: leaving it ends them."""
+    """The two processes of one system, as a context manager that ends them on exit."""
 
     def __init__(self, system: System, settings: Settings) -> None:
         self.system = system
@@ -83,7 +81,7 @@ class Workers:
         trace: TracebackType | None,
     ) -> None:
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # the worker has already ended
                 pipe.send(0)
         for process in self._processes:
             process.join(timeout=10)
@@ -92,17 +90,18 @@ class Workers:
                 process.join()
 
     def wait_ready(self) -> dict[str, float]:
-        """Wait until both ranks have built their trainer and made their first steps.
+        """Wait until both ranks have built their trainer and run their first steps.
 
         Returns:
-            seconds to build and of the first step, of the slower rank; bytes that were resident
-            before anything was built.
+            Seconds to build and of the first step, from the slower rank; bytes that were resident
+            before
+            anything was built.
         """
         answers: list[dict[str, float]] = self._receive(START_SECONDS)
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
     def run(self, steps: int) -> list[Round]:
-        """Run some steps on both ranks; one `Round` for each."""
+        """Run steps on both ranks; return one `Round` per rank."""
         for pipe in self._pipes:
             pipe.send(steps)
         return self._receive(STEP_SECONDS * steps)
@@ -128,7 +127,7 @@ class Workers:
 def _serve(
     system: System, settings: Settings, rank: int, scratch: Path, pipe: Connection[Any, Any]
 ) -> None:
-    """A worker: builds its trainer, then runs as many steps as it is sent, until that is 0."""
+    """Run a worker: build its trainer, then run the number of steps in each message, until 0."""
     os.environ.update(
         OMP_NUM_THREADS="1",
         TORCHINDUCTOR_CACHE_DIR=str(scratch / "inductor"),

@@ -1,6 +1,4 @@
-"""Import the helper in a process that has not imported transformers yet, as the tests of this
-folder have.
-"""
+"""Import the helper in a new process, since the tests of this folder have imported transformers."""
 
 from __future__ import annotations
 
@@ -8,9 +6,9 @@ import sys
 
 
 def tell_whether_transformers_is_imported() -> None:
-    """Import the helper as the first thing of it, and say whether that imports transformers."""
+    """Import the helper first and print whether that imports transformers."""
     assert "trainload.huggingface" not in sys.modules
     assert "transformers" not in sys.modules
-    import trainload.huggingface  # noqa: F401  # what is asked about
+    import trainload.huggingface  # noqa: F401  # the import under test
 
     print("transformers" in sys.modules, flush=True)

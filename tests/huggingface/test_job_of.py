@@ -1,4 +1,4 @@
-"""A job of a transformers model trains as `transformers.Trainer` would."""
+"""A job of a transformers model trains like `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 import torch
 
-# whose names are imported when they are asked for: every process of the suite imports this file
+# imports its names lazily, which matters because every process of the suite imports this file
 import transformers
 from tests.huggingface.import_alone import tell_whether_transformers_is_imported
 from tests.ranks import ran
@@ -28,7 +28,7 @@ from trainload.packaging.package import Package
 ROWS, TIME, STEPS = 4, 8, 6
 SMALL: dict[str, Any] = {"vocab_size": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 NORM_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""As in transformers' Trainer.get_decay_parameter_names."""
+"""Patterns of transformers' Trainer.get_decay_parameter_names."""
 
 
 def gpt2() -> nn.Module:
@@ -61,7 +61,7 @@ def bert(head: str = "BertForMaskedLM") -> nn.Module:
 
 
 def batch() -> dict[str, Tensor]:
-    """Rows of unlike numbers of counted labels."""
+    """Return rows with different numbers of counted labels."""
     ids = torch.randint(3, 48, (ROWS, TIME), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :6] = -100
@@ -70,8 +70,9 @@ def batch() -> dict[str, Tensor]:
 
 
 def settings(**given: Any) -> Any:
-    """Trainer's own defaults, and some that are given. (TrainingArguments itself wants accelerate
-    to be made.)
+    """Return Trainer's defaults updated with arguments.
+
+    Creating TrainingArguments itself would require accelerate.
     """
     defaults = {
         f.name: (
@@ -99,8 +100,10 @@ RUN = {
 
 
 def eager_losses() -> list[float]:
-    """What Trainer does with `RUN`: microbatches, each of whose loss is divided by the labels of
-    all of them, clipping, AdamW, schedule.
+    """Return the losses of Trainer's loop with `RUN`.
+
+    The loop has microbatches, each with its loss divided by the number of labels in all of them,
+    clipping, AdamW and a schedule.
     """
     model = gpt2().train()
     decayed = transformers.trainer_pt_utils.get_parameter_names(
@@ -147,14 +150,14 @@ def tokenizer() -> Any:
 
 
 def gpt2_job() -> trainload.Job:
-    """A GPT-2 with tied embeddings and a tokenizer, trained with `RUN`."""
+    """Build a job of a GPT-2 with tied embeddings and a tokenizer, trained with `RUN`."""
     return job_of(gpt2(), batch(), settings(**RUN), tokenizer=tokenizer())
 
 
 def frozen_gpt2(factory: pytest.TempPathFactory) -> Package:
     """Return the package of `gpt2_job`, which the tests of exports use too."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' own
+        warnings.simplefilter("ignore")  # warnings raised inside transformers
         return frozen_once(factory, "gpt2", gpt2_job)
 
 
@@ -262,7 +265,7 @@ def test_a_share_of_the_steps_may_be_warmup() -> None:
         ),
     )
     assert job.schedule is not None
-    scheduler: Any = job.schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))  # type: ignore[arg-type]  # a factory here
+    scheduler: Any = job.schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))  # type: ignore[arg-type]  # the schedule is a factory here
     rates = [
         scheduler.get_last_lr()[0]
         for _ in range(6)
@@ -292,7 +295,7 @@ def test_a_setting_that_has_no_meaning_is_refused_by_its_name(setting: str, valu
 
 def test_a_batch_of_lists_is_refused() -> None:
     with pytest.raises(JobError, match=r"return_tensors"):
-        job_of(gpt2(), {"input_ids": [[1, 2]]}, settings())  # type: ignore[dict-item]  # what is tried
+        job_of(gpt2(), {"input_ids": [[1, 2]]}, settings())  # type: ignore[dict-item]  # deliberately wrong
 
 
 def test_the_configuration_is_left_as_it_was() -> None:

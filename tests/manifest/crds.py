@@ -1,10 +1,10 @@
-"""Holds all kinds of manifests against KubeRay's own schemas, and shows that these find every name
-that is misspelt.
+"""Validate all kinds of manifests, with and without misspellings, with KubeRay's schemas.
 
     python -m tests.manifest.crds FOLDER
 
-FOLDER has ray.io_rayjobs.yaml, ray.io_rayclusters.yaml and ray.io_raycronjobs.yaml:
-helm-chart/kuberay-operator/crds of the repository ray-project/kuberay.
+FOLDER contains ray.io_rayjobs.yaml, ray.io_rayclusters.yaml and ray.io_raycronjobs.yaml:
+helm-chart/kuberay-operator/crds of the repository ray-project/kuberay. The schemas must report a
+misspelling of every field.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ FILES = {
 
 
 def strict_schema(crd: dict[str, Any], version: str) -> dict[str, Any]:
-    """A definition's schema of one version, under which a field that it does not name is an error:
-    Kubernetes would drop it.
+    """Return one version's schema of a definition, with unknown fields as errors.
+
+    Kubernetes would drop them.
     """
     found = next(
         each for each in crd["spec"]["versions"] if each["name"] == version and each["served"]
     )
     schema: dict[str, Any] = _closed(found["schema"]["openAPIV3Schema"])
-    # What every object has is not in the definition.
+    # The metadata that every object has is not part of the definition.
     schema["properties"]["metadata"] = {
         "type": "object",
         "additionalProperties": False,
@@ -66,14 +67,15 @@ def _closed(schema: Any) -> Any:
 
 
 def problems(schema: dict[str, Any], manifest: dict[str, Any]) -> list[str]:
-    """What is wrong with a manifest, the most telling first."""
+    """Return the errors of a manifest, most relevant first."""
     errors = sorted(Draft202012Validator(schema).iter_errors(manifest), key=relevance, reverse=True)
     return [f"{error.json_path}: {error.message}" for error in errors]
 
 
 def misspelt(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The manifest with one name misspelt, for each of its fields that is no key of a map of
-    strings.
+    """Yield the manifest with one field misspelled, for each field.
+
+    Keys of maps of strings are not fields.
     """
     free = ("labels", "rayStartParams", "requests", "limits")
     places = list(_names(manifest, ()))
@@ -103,7 +105,7 @@ def _names(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def main(folder: Path) -> int:
-    """Returns the exit status."""
+    """Run the checks. Returns the exit status."""
     schemas = {
         kind: strict_schema(yaml.safe_load((folder / name).read_text()), "v1")
         for kind, name in FILES.items()

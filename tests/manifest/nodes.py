@@ -1,6 +1,4 @@
-"""A Ray cluster of nodes that are started as KubeRay starts them, with jobs that are submitted as
-KubeRay does.
-"""
+"""Ray cluster whose nodes are started, and whose jobs are submitted, the way KubeRay does it."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ from tests.waiting import wait_until
 
 @dataclass
 class Cluster:
-    """A head without devices, and workers with one CPU each: `ray start --block`, as the container
-    of a pod runs it.
+    """A head without devices, and workers with one CPU each.
+
+    The nodes run `ray start --block`, like the containers of KubeRay's pods.
     """
 
     folder: Path
@@ -57,7 +56,7 @@ class Cluster:
         return made_here
 
     def log(self, number: int) -> Path:
-        """What the node that was started as this one printed."""
+        """Return the log file of the n-th started node (0-based)."""
         return self.folder / f"ray-{number}.log"
 
     def start_head(self) -> None:
@@ -73,8 +72,9 @@ class Cluster:
         self.until(lambda: self.asked("/api/version") and self.nodes(), 60)
 
     def start_worker(self) -> subprocess.Popen[bytes]:
-        """Starts a worker and waits until the head knows it: of nodes of one machine that start at
-        once, some take each other's sockets.
+        """Start a worker and wait until the head lists it.
+
+        Nodes that start on one machine at the same time may use the same sockets.
         """
         before = self.nodes()
         made_here = self.start("--address", f"127.0.0.1:{self.port}", "--num-cpus", "1")
@@ -89,12 +89,12 @@ class Cluster:
         return made_here
 
     def nodes(self) -> set[str]:
-        """The ids of the nodes that the dashboard knows, and that live."""
+        """Return the ids of the nodes that are alive according to the dashboard."""
         nodes = [node["raylet"] for node in self.asked("/nodes?view=summary")["data"]["summary"]]
         return {node["nodeId"] for node in nodes if node["state"] == "ALIVE"}
 
     def asked(self, path: str, body: dict[str, Any] | None = None, *, token: bool = True) -> Any:
-        """What the dashboard answers; None where nobody does yet."""
+        """Return the response of the dashboard, or None if it does not respond yet."""
         headers = {"Content-Type": "application/json"}
         if token:
             headers["Authorization"] = f"Bearer {self.variables['RAY_AUTH_TOKEN']}"
@@ -118,7 +118,7 @@ class Cluster:
         )
 
     def ended(self, name: str, seconds: float) -> tuple[str, str]:
-        """A job's status when it is over, and what it printed."""
+        """Wait for the end of a job. Returns its final status and its output."""
         over = ("SUCCEEDED", "FAILED", "STOPPED")
 
         def ended() -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Cluster:
 
 
 def variables(folder: Path, **more: str) -> dict[str, str]:
-    """The environment of nodes whose caches are in a folder, and whose token nobody knows."""
+    """Return the environment of nodes with caches in a folder and a random token."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -1,4 +1,4 @@
-"""How the job of a manifest ends: whether KubeRay is to try another cluster."""
+"""Exit status of a manifest's job, which tells KubeRay whether to retry on another cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAUNCH = ("launch", "gpt.tl", "--data", "rows.npz", "--address", "auto")
 
 
 def ended(event: Event) -> Driven:
-    """A driver that leaves this as its last word, and ends as one does whose run has not ended."""
+    """Return a driver of an unfinished run that records this as its last event and exits with 1."""
 
     def drive(run_dir: Path) -> int:
         (run_dir / RUN_FILE).touch()
@@ -42,7 +42,7 @@ def ended(event: Event) -> Driven:
 def driven(
     run_dir: Path, by: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, list[list[str]]]:
-    """A job's exit status, and what it has run."""
+    """Drive a run. Returns the job's exit status and the commands that it ran."""
     run_dir.mkdir(exist_ok=True)
     words: list[list[str]] = []
 
@@ -102,7 +102,7 @@ def test_a_driver_that_says_nothing_has_not_stopped_because_an_earlier_one_did(
 
 
 def evicted(run_dir: Path) -> int:
-    """A driver whose run is stopped by what its manifest runs before the head's pod ends."""
+    """Act as a driver whose run is stopped by the preStop hook of the head's pod."""
     (run_dir / RUN_FILE).touch()
     write_state(run_dir, 1, Summary(), {})
     assert driving.evict.main([str(run_dir)], standalone_mode=False) is None

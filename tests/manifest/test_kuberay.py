@@ -1,6 +1,4 @@
-"""What `trainload manifest kuberay` writes, beside what KubeRay's own schemas know (`make
-kuberay`).
-"""
+"""Output of `trainload manifest kuberay`; `make kuberay` validates it with KubeRay's schemas."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def written(capsys: Capture, *arguments: str) -> dict[str, Any]:
 
 
 def refused(capsys: Capture, *arguments: str) -> str:
-    """What is said, in one or more lines, by a request that cannot be."""
+    """Run a command that is rejected, and return its error message."""
     assert cli.run(["manifest", "kuberay", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -51,7 +49,7 @@ def containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def launched(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The options of the launch in a job's entrypoint, read by launch itself."""
+    """Return the options of the launch in a job's entrypoint, parsed by the launch command."""
     words = shlex.split(manifest["spec"]["entrypoint"])
     return launch.make_context("launch", words[words.index("launch") + 1 :]).params
 

@@ -1,6 +1,4 @@
-"""What a manifest says, done by Ray itself: nodes that are started as KubeRay starts them, and a
-job that is submitted as KubeRay does.
-"""
+"""A manifest's job on Ray itself, with nodes and submission the way KubeRay does it."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from trainload.packaging.package import Package
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS = 2500
-"""Five times as many as there are before the run is stopped."""
+"""Number of steps, five times as many as are done before the run is stopped."""
 DRAIN_SECONDS = 60.0
 SECRET = "hunter2000"
 
@@ -47,7 +45,7 @@ class Story:
 
 
 def announced(run_dir: Path) -> list[Event]:
-    """What a run's driver has said of nodes that will be gone."""
+    """Return the preemption events of a run."""
     return [event for event in read_events(run_dir) if event.kind == "preemption"]
 
 
@@ -55,9 +53,9 @@ def announced(run_dir: Path) -> list[Event]:
 def story(
     gpt: Package, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Story]:
-    """A job's node gets SIGTERM; the job goes on on one that comes later, and is stopped.
+    """The outcome of a job whose node gets SIGTERM.
 
-    Its cluster is there.
+    The job continues on a node that is started later, and is stopped. The cluster is still running.
     """
     folder, volume = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("volume")
     shutil.copytree(gpt.path, volume / "gpt.tl")
@@ -144,7 +142,7 @@ def story(
 
 @pytest.fixture(scope="module")
 def second(story: Story) -> tuple[str, str]:
-    """Status and output of the same job, submitted once more."""
+    """Status and output of the same job, submitted again."""
     story.cluster.submit(story.entrypoint, "second")
     return story.cluster.ended("second", 400)
 

@@ -1,4 +1,4 @@
-"""Command lines of `trainload manifest kuberay`, and what they make."""
+"""Command lines of `trainload manifest kuberay`, and the manifests that they print."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ RETRAINING = {
 
 @cache
 def manifests() -> dict[str, dict[str, Any]]:
-    """All kinds of manifests for KubeRay, by name."""
+    """Return all kinds of manifests for KubeRay, by name."""
     found = {name: made("manifest", "kuberay", *arguments) for name, arguments in VARIANTS.items()}
     with TemporaryDirectory() as folder:
         file = Path(folder) / "retrain.yaml"
@@ -94,7 +94,7 @@ def manifests() -> dict[str, dict[str, Any]]:
 
 
 def made(*arguments: str) -> dict[str, Any]:
-    """What a command line prints, read again."""
+    """Run a command line and return its parsed output."""
     command = [sys.executable, "-m", "trainload", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = yaml.safe_load(done.stdout)

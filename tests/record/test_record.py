@@ -1,4 +1,4 @@
-"""Recording real batches, and the job that comes of it."""
+"""Recording of real batches, and the resulting job."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from trainload.packaging.package import Package
 
 
 class Model(nn.Module):
-    """It takes images of any size but 8, which it has another head for; a mask or none; and a
-    task.
+    """Model with conditional inputs.
+
+    It takes images of any size, with a separate head for size 8; an optional mask; and a task.
     """
 
     def __init__(self) -> None:
@@ -135,7 +136,7 @@ def test_the_report_says_what_became_of_what_was_seen(recording: Recording, job:
     ]
 
 
-@pytest.mark.slow  # test_variants_page.py freezes and dispatches to variants, and records them
+@pytest.mark.slow  # test_variants_page.py also records, freezes and dispatches to variants
 @pytest.mark.parametrize(
     ("given", "name"),
     [
@@ -213,7 +214,7 @@ def test_too_many_variants_are_refused_with_what_was_seen(model: Model) -> None:
         recording.job(optimizer=sgd, most_variants=3)
 
 
-@pytest.mark.slow  # of several families they are refused above
+@pytest.mark.slow  # the test above covers several families
 def test_too_many_variants_of_one_family_are_refused(model: Model) -> None:
     recording = recorded(model, [batch(4, 12), batch(4, 8)])
     with pytest.raises(JobError, match=r"more than 1 variants are needed .*8\|12"):
@@ -235,7 +236,7 @@ def test_what_the_recording_finds_is_not_given(recording: Recording, field: str)
 def test_what_a_batch_cannot_hold_is_refused_where_it_comes() -> None:
     class Anything(nn.Module):
         def forward(self, x: object) -> None:
-            """Takes anything."""
+            """Accept anything."""
 
     net = Anything()
     with trainload.record(net), pytest.raises(JobError, match="type that a batch cannot contain"):
@@ -244,7 +245,7 @@ def test_what_a_batch_cannot_hold_is_refused_where_it_comes() -> None:
 
 def test_a_batch_on_which_a_graph_differs_from_eager_refuses_the_freeze(tmp_path: Path) -> None:
     class Sly(nn.Module):
-        """Its result depends on a value, through a door that no graph sees."""
+        """A model whose result depends on a value, hidden from graphs."""
 
         def __init__(self) -> None:
             super().__init__()

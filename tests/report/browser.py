@@ -1,10 +1,10 @@
-"""Opens a report in Chromium: `make browser`.
+"""Open a report in Chromium: `make browser`.
 
     python -m tests.report.browser [RUN_DIR] [--output DIR]
 
-Demands that the page asks nobody for anything, says nothing on the console and fits its window,
-light and dark, wide and narrow; and writes what it looked like to DIR. RUN_DIR: a run of your own;
-without one, a run is made that breaks off and is resumed.
+Checks that the page loads nothing, prints nothing on the console and fits its window, in light and
+dark mode, wide and narrow; and writes screenshots to DIR. RUN_DIR: your own run; without it, a run
+is made that is killed and resumed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class Page:
-    """A page of Chromium, by its debugging protocol. heard: (method, what) of what it told."""
+    """A Chromium page, used via the debugging protocol. `heard`: (method, params) of its events."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -40,7 +40,7 @@ class Page:
         self.heard: list[tuple[str, dict[str, Any]]] = []
 
     async def __call__(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Asks for something, and returns the answer."""
+        """Call a method and return its result."""
         self._number += 1
         await self._socket.send_json({"id": self._number, "method": method, "params": arguments})
         while True:
@@ -52,13 +52,13 @@ class Page:
             self.heard.append((found["method"], found["params"]))
 
     async def value(self, script: str) -> Any:
-        """What a line of JavaScript gives."""
+        """Return the value of a JavaScript expression."""
         return (await self("Runtime.evaluate", expression=script, returnByValue=True))["result"][
             "value"
         ]
 
     def complaints(self, own: str) -> list[str]:
-        """What the console says, and whom the page has asked beside the file itself."""
+        """Return the console messages, and the requests for anything except the file itself."""
         found = []
         for method, told in self.heard:
             if (
@@ -77,7 +77,7 @@ class Page:
 
 
 async def look(address: str, path: Path, output: Path) -> list[str]:
-    """Opens the file in each form. Returns: what is wrong."""
+    """Open the file in each width and color scheme. Returns the problems."""
     own, wrong = path.as_uri(), []
     async with aiohttp.ClientSession() as session:
         async with session.put(f"{address}/json/new?about:blank") as answer:
@@ -115,7 +115,7 @@ async def look(address: str, path: Path, output: Path) -> list[str]:
 
 
 def browse(path: Path, output: Path) -> list[str]:
-    """Starts Chromium for `look`, and ends it."""
+    """Start Chromium, run `look`, and stop Chromium."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         raise SystemExit("there is no Chromium here: apt-get install chromium")
@@ -144,7 +144,7 @@ def browse(path: Path, output: Path) -> list[str]:
 
 
 def broken_run(folder: Path) -> Path:
-    """A run of the laws' GPT whose process is killed, and that is resumed."""
+    """Create a run of the law tests' GPT that is killed and resumed."""
     from tests.laws.gpt import gpt_job, write_rows
 
     import trainload
@@ -197,7 +197,7 @@ def broken_run(folder: Path) -> Path:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Runs that were made up: a folder with what a driver would have written."""
+"""Simulated runs: folders with the files that a driver would have written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainload.launching.run.run_spec import RunSpec, write_spec
 from trainload.sharding.plans.plan import Cluster, Estimate, Plan
 
 BEGIN = 1_790_000_000.0
-"""When made-up runs begin, in seconds since 1970."""
+"""Start time of simulated runs, in seconds since 1970."""
 VOID = frozenset({"meta", "link", "br", "img", "input"})
 
 
@@ -37,7 +37,7 @@ def plan(world: int = 1) -> Plan:
 
 
 def made_run(run_dir: Path, events: Iterable[Event], world: int = 1, **asked: Any) -> Path:
-    """A run's folder with these events."""
+    """Create a run's folder with these events."""
     fields = {
         "package": "/packages/gpt.tl",
         "data": "/data/train.npz",
@@ -79,7 +79,7 @@ def step(time: float, number: int, loss: float = 1.0, **more: Any) -> Event:
 
 
 def steps(time: float, numbers: Sequence[int], **more: Any) -> list[Event]:
-    """One each second; the first is over a second after `time`."""
+    """Return one step event per second; the first is one second after `time`."""
     return [step(time + passed, number, **more) for passed, number in enumerate(numbers, 1)]
 
 
@@ -102,7 +102,7 @@ def event(time: float, kind: str, **data: Any) -> Event:
 
 
 def long_journal(run_dir: Path, count: int, spike_at: int, spike: float) -> None:
-    """A journal of many steps, written as fast as can be."""
+    """Write a journal of many steps without the overhead of events."""
     with (run_dir / JOURNAL).open("a") as file:
         for number in range(count):
             loss = (
@@ -138,12 +138,12 @@ def long_journal(run_dir: Path, count: int, spike_at: int, spike: float) -> None
 
 
 class Read(HTMLParser):
-    """A page as a browser takes it apart. Demands that every element is closed.
+    """A page as parsed by a browser. Every element must be closed.
 
     Attributes:
-        tags: of all elements, in order.
+        tags: tags of all elements, in order.
         attributes: (tag, name, value).
-        texts: what stands in elements but for style.
+        texts: contents of elements, except style.
     """
 
     def __init__(self, page: str) -> None:
@@ -161,7 +161,7 @@ class Read(HTMLParser):
         return "\n".join(self.texts)
 
     def values(self, name: str) -> list[str]:
-        """Of an attribute, of all elements."""
+        """Return the values of an attribute in all elements."""
         return [value for _, each, value in self.attributes if each == name]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

@@ -1,6 +1,6 @@
-"""The board for Grafana.
+"""The dashboard for Grafana.
 
-That it asks for what is exported: tests/launch/sinks/test_prometheus.py.
+tests/launch/sinks/test_prometheus.py checks that it queries exported metrics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What attempts a run had, how they ended, and what its failures have cost."""
+"""Attempts of a run, their outcomes, and the cost of its failures."""
 
 from __future__ import annotations
 

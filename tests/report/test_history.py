@@ -1,4 +1,4 @@
-"""Journals as columns of numbers, and long columns as few points."""
+"""Journals as columns of numbers, and long columns reduced to few points."""
 
 from __future__ import annotations
 

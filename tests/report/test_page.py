@@ -183,7 +183,7 @@ def test_names_in_the_page_are_there_once(faulty: Read) -> None:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page of a run all of whose strings try to get out of where they stand."""
+    """The page of a run whose strings all attempt to inject HTML."""
     said = [
         start(0, world=2),
         step(1, 0, metrics={EVIL: 0.5}),
@@ -290,7 +290,7 @@ MANY = [
     (500_000, "0.0588"),
     (25_000, "0.858"),
 ]
-"""(steps, least loss): more steps than a chart has places."""
+"""(steps, minimum of the loss), with more steps than a chart has points."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A small package, days of data for it, and a line that was retrained with them."""
+"""A small package, days of data for it, and a line that was retrained on them."""
 
 from __future__ import annotations
 
@@ -44,21 +44,22 @@ def classifier(width: int = 8) -> trainload.Job:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A classifier of four numbers, frozen. No test changes it."""
+    """A frozen classifier of four numbers. No test changes it."""
     return frozen_once(tmp_path_factory, "small", classifier)
 
 
 @pytest.fixture(scope="session")
 def wider(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The same with a wider layer. No test changes it."""
+    """The same classifier with a wider layer. No test changes it."""
     return frozen_once(tmp_path_factory, "wider", lambda: classifier(width=12))
 
 
 def write_day(
     path: Path, rows: int = 40, seed: int = 0, shift: float = 0.0, **columns: object
 ) -> Path:
-    """Rows of three classes, around points of their own. columns: further ones, or in place of
-    those.
+    """Write rows of three classes, clustered around one point each.
+
+    `columns` are added, or replace a column; None removes it.
     """
     draw = np.random.default_rng(seed)
     classes = draw.integers(0, 3, rows)
@@ -80,7 +81,7 @@ def folder(small: Package, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def lived(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A line of three ticks: promoted, without new data, promoted. No test changes it."""
+    """A line of three ticks: promoted, no new data, promoted. No test changes it."""
     folder = tmp_path_factory.mktemp("lived")
     config = config_of(folder, small)
     write_day(folder / "data" / "0.arrow", rows=120)
@@ -100,7 +101,7 @@ def store(lived: Path, tmp_path: Path) -> Store:
 
 @pytest.fixture
 def commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a command line. Returns: its exit status, what it printed, and what it said."""
+    """A function that runs a command line. Returns its exit status, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         status = cli.run(list(arguments))

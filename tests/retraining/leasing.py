@@ -1,7 +1,7 @@
-"""Run by a test, in a child of its own: takes the lease, says "ID" or "other", then obeys lines:
-"demand", "promote N", "close", "asked".
+"""Child process of a test that acquires the lease, prints its ID or "other", and obeys commands.
 
-Prints a line of JSON for each: what was done, or the name of the error.
+Commands are lines: "demand", "promote N", "close", "asked". For each it prints a line of JSON: the
+result, or the name of the error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def obey(store: Store, line: str, held: Held, words: list[str]) -> object:
 
 
 def main(url: str, line: str, seconds: str, tick: str, beats: int | None = None) -> None:
-    """beats: how often it says in these seconds that it lives, where that is to be seen soon."""
+    """Run the process. `beats`: heartbeats per lease duration, if a test waits for them."""
     if beats is not None:
         lease._BEATS = beats
     store = Store(url)

@@ -1,6 +1,4 @@
-"""Ticks whose training is pretended, in real stores: what they leave behind, and processes that die
-at a write.
-"""
+"""Ticks with simulated training in real stores, and processes that die at a write."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ WRITES = ("create", "replace", "send", "delete")
 
 
 def at(number: int) -> datetime:
-    """The time of the so-manieth tick."""
+    """Return the time of the n-th tick (0-based)."""
     return FIRST + timedelta(days=number)
 
 
@@ -54,10 +52,11 @@ def config_of(store: Path, **changes: Any) -> Config:
 
 @dataclass
 class Pretended:
-    """`Work` that trains by adding to a weight. losses: release -> what it is evaluated to.
+    """`Work` that trains by adding to a weight.
 
-    What a tick finds is told by its number: `empty`, `bad` and `diverging` have no new data, bad
-    data, a loss that is no number; `worse` gives a challenger that is worse than the champion.
+    The name of a tick determines its result: ticks in `empty`, `bad` and `diverging` have no new
+    data, bad data, or a loss that is NaN; those in `worse` have a challenger that is worse than the
+    champion.
     """
 
     package: Package
@@ -90,7 +89,7 @@ class Pretended:
         if trail.name in self.diverging:
             raise DivergedError("the loss is nan", where="step 3")
         path = self.folder / f"{trail.name}-{next(self._numbers)}.tl"
-        seed = int(trail.name[4:8])  # the same whoever trains
+        seed = int(trail.name[4:8])  # the same in every process that trains
         retrained(self.package, path, "lin.weight", by=1.0 + seed)
         report = push(
             path, trail.config.store, line=trail.line, promote=False, facts={"tick": trail.name}
@@ -157,16 +156,16 @@ def made_snapshot(*, empty: str = "", refused: str = "") -> Snapshot:
 
 
 class DeadError(StorageError):
-    """The process that asks was killed a while ago."""
+    """The process that makes the request was killed earlier."""
 
 
 class Writes:
-    """Counts what is written to stores in folders, and lets the process that writes die before or
-    after one of them.
+    """Counter of writes to folder stores that can simulate the death of a process at a write.
 
     Attributes:
-        count: how many there were. die_at: the number of the one at which the process dies; None:
-            it does not. after: once it was done.
+        count: number of writes so far.
+        die_at: number of the write at which the process dies; None: it does not die.
+        after: True to die after the write, False to die before it.
     """
 
     def __init__(self) -> None:
@@ -176,7 +175,7 @@ class Writes:
         self.dead = False
 
     def arm(self, die_at: int | None, *, after: bool = False) -> None:
-        """Another process, which has written nothing yet."""
+        """Start over as a new process that has written nothing."""
         self.count, self.die_at, self.after, self.dead = 0, die_at, after, False
 
     def _met(self, *, done: bool) -> None:
@@ -194,15 +193,15 @@ class Writes:
             for name in WRITES:
                 patch.setattr(FolderFiles, name, self._wrapped(getattr(FolderFiles, name)))
             patch.setattr(FolderFiles, "read", self._read(FolderFiles.read))
-            # the machine does not die, and what its processes wrote stays
+            # the machine survives, so writes need not be flushed
             patch.setattr(os, "fsync", lambda _file: None)
-            # of two of our processes one is always gone
+            # of two processes, the other one has always ended
             patch.setattr(lease, "has_ended", lambda _process: True)
             yield
 
     def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def write(files: FolderFiles, path: str, *arguments: Any) -> Any:
-            if path.startswith(f"lines/{LINE}/heartbeats"):  # they come when they come
+            if path.startswith(f"lines/{LINE}/heartbeats"):  # heartbeats are not deterministic
                 if self.dead:
                     raise DeadError("killed", where="the store")
                 return real(files, path, *arguments)
@@ -231,7 +230,7 @@ def scheduler(
 
 
 def summary(store: Store) -> dict[str, Any]:
-    """What a store says of its line, without times, random numbers and who did it."""
+    """Return the state of a line in a store, without times, random numbers and owners."""
     from trainload.retraining.ticks.tick_records import Ticks
 
     ticks = Ticks(store, LINE)

@@ -1,6 +1,4 @@
-"""The file of a retraining: what is wrong in it is named, with what is allowed, before anything
-runs.
-"""
+"""The retraining file: errors are reported with the allowed values before anything runs."""
 
 from __future__ import annotations
 
@@ -268,7 +266,7 @@ def test_the_file_that_init_writes_is_right(tmp_path: Path) -> None:
 
 
 def every_key(kind: Any, place: str = "") -> set[str]:
-    """The keys of a section, and of those in it."""
+    """Return the keys of a section and of its subsections."""
     from trainload.retraining.config.config import _section_of
 
     found = set()
@@ -304,7 +302,7 @@ def test_what_is_commented_out_in_it_is_allowed() -> None:
 
 
 def problems(raw: Any) -> list[str]:
-    """What the JSON Schema has against a file's content: the places."""
+    """Return the places where a file's content violates the JSON Schema."""
     jsonschema.Draft202012Validator.check_schema(Config.model_json_schema())
     return sorted(
         error.json_path

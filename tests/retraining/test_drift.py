@@ -1,4 +1,4 @@
-"""How far a column's values are from others: the population stability index."""
+"""Drift of a column's values: the population stability index."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_it_grows_with_the_change(change: str) -> None:
 
 
 def test_half_a_deviation_is_what_theory_says() -> None:
-    """For normal values a shift of d has Jeffreys' divergence d^2; in deciles a little of it is
-    lost.
-    """
+    """For normal values a shift of d has Jeffreys divergence d^2; deciles lose a little of it."""
     assert distance(normal(), normal(shift=0.5)) == pytest.approx(0.25, abs=0.03)
 
 

@@ -1,4 +1,4 @@
-"""Expressions over metrics: what they mean, and that nothing else gets in."""
+"""Expressions over metrics: their meaning, and the rejection of everything else."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def conditions() -> st.SearchStrategy[str]:
 
 
 class Node:
-    """What Python finds under a dotted name."""
+    """Object whose attributes resolve dotted names in Python."""
 
     def __init__(self, values: dict[str, float]) -> None:
         for name, value in values.items():

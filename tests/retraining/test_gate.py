@@ -1,4 +1,4 @@
-"""Whether a challenger is promoted, and what is said of it."""
+"""The decision to promote a challenger, and its reason."""
 
 from __future__ import annotations
 

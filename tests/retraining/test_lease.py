@@ -1,6 +1,4 @@
-"""One process at a time runs a line's ticks, and one that was paused for too long cannot
-promote.
-"""
+"""One process at a time runs a line's ticks, and one that was paused too long cannot promote."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def pushed(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(pushed: Path, tmp_path: Path) -> Store:
-    """A copy of it."""
+    """A copy of that store."""
     return Store(shutil.copytree(pushed, tmp_path / "store"))
 
 
@@ -59,13 +57,13 @@ def taken(store: Store, owner: str, seconds: float = 30.0) -> Held:
 
 
 def clock_at(monkeypatch: pytest.MonkeyPatch, ahead: float) -> None:
-    """Set this process's clock so many seconds ahead of its machine's."""
+    """Set this process's clock ahead of its machine's by this many seconds."""
     monkeypatch.setattr(time, "time", lambda: REAL_TIME() + ahead)
 
 
 @contextmanager
 def child(store: Store, seconds: float = 30.0, beats: int | None = None) -> Iterator[Talk]:
-    """A process that has taken the lease. beats: signs of life in these seconds."""
+    """Yield a process that holds the lease. `beats`: number of heartbeats in these seconds."""
     with talking(leasing.main, store.url, LINE, str(seconds), "20261123T060000Z", beats) as process:
         assert answer(process) == "00000001"
         yield process
@@ -79,7 +77,7 @@ def answer(process: Talk, command: str | None = None) -> object:
 
 @pytest.fixture
 def watched_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An owner that is known to be silent is watched for a moment."""
+    """Watch a silent owner only for a moment."""
     monkeypatch.setattr(lease, "_WATCHED", 0.01)
 
 

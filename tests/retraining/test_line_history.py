@@ -1,4 +1,4 @@
-"""Lineage, rollback and migration of a line that was retrained."""
+"""Lineage, rollback and migration of a retrained line."""
 
 from __future__ import annotations
 

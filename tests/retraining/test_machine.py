@@ -1,6 +1,4 @@
-"""Whatever happens to a line, in whatever order, and wherever its processes die: its releases, its
-history and its lineage are whole.
-"""
+"""Releases, history and lineage of a line stay consistent in any sequence of events and crashes."""
 
 from __future__ import annotations
 
@@ -42,9 +40,9 @@ DEATHS = st.one_of(st.none(), st.tuples(st.integers(1, 14), st.booleans()))
 
 
 class Line(RuleBasedStateMachine):
-    """A line's life.
+    """The life of a line.
 
-    `wanted`: tick -> how it must end. `forced`: ticks during which somebody promoted by hand.
+    `wanted`: tick -> expected outcome. `paused`: leases of paused processes.
     """
 
     package: Package
@@ -75,9 +73,7 @@ class Line(RuleBasedStateMachine):
         return Store(self.folder / "store")
 
     def run(self, number: int, death: Any) -> None:
-        """Runs a tick in a process that dies at a write, if it is to, and then has another one run
-        it.
-        """
+        """Run a tick in a process that may die at a write; if so, run it again in another."""
         die_at, after = death or (None, False)
         self.writes.arm(die_at, after=after)
         with suppress(StorageError):
@@ -112,7 +108,7 @@ class Line(RuleBasedStateMachine):
 
     @rule(death=DEATHS)
     def killed_and_left(self, death: Any) -> None:
-        """A process that dies in a tick, which is only gone on with when the next one is due."""
+        """Let a process die in a tick that is only continued when the next one is due."""
         die_at, after = death or (5, False)
         self.number += 1
         self.wanted[name_of(at(self.number))] = "promoted"
@@ -123,19 +119,19 @@ class Line(RuleBasedStateMachine):
         begun = {
             story.name for story in read_line(self.store, LINE).ticks if story.pinned is not None
         }
-        if name_of(at(self.number)) not in begun:  # it died before it had begun: nobody knows of it
+        if name_of(at(self.number)) not in begun:  # it died before the tick was recorded
             del self.wanted[name_of(at(self.number))]
         self.tick("better", None, 0)
 
     @precondition(lambda self: len(self.seen()["current"]) > 1)
     @rule()
     def back(self) -> None:
-        with suppress(StorageError):  # there is none before
+        with suppress(StorageError):  # there is no earlier release
             rollback(self.store, LINE, reason="by hand")
 
     @rule()
     def pause(self) -> None:
-        """A process that has the lease, and is paused for longer than it holds."""
+        """Add a process that holds the lease and is paused for longer than its duration."""
         found = LineLeases(self.store, LINE, "paused").take_for("20260101T000000Z", 30.0)
         assert isinstance(found, Held)
         found.leave()
@@ -144,7 +140,7 @@ class Line(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.paused))
     @rule()
     def wake(self) -> None:
-        """It wakes when another one has had the lease, and would promote."""
+        """Wake a paused process, which tries to promote after another process has had the lease."""
         held = self.paused.pop()
         self.tick("empty", None, 0)
         before = self.seen()["current"]
@@ -209,7 +205,7 @@ class Line(RuleBasedStateMachine):
 @pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_line_stays_whole(packaged: Package, examples: int) -> None:
     Line.package = packaged
-    steps = min(12, 2 * examples + 1)  # few lives are short ones
+    steps = min(12, 2 * examples + 1)  # with few examples, use short ones
     run_state_machine_as_test(
         Line,
         settings=settings(

@@ -1,4 +1,4 @@
-"""What calls ticks: a CronJob, a RayCronJob, a timer of systemd."""
+"""Manifests that schedule ticks: a CronJob, a RayCronJob, a systemd timer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retraining from end to end: real runs in this process, and a store in a folder."""
+"""End-to-end retraining: real runs in this process, and a store in a folder."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_settings_of_the_training_change_what_is_trained_and_sent(
 def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(
     small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # its owner looks whether it is asked as often as it says that it lives
+    # the owner checks for stop requests at every heartbeat
     monkeypatch.setattr(lease, "_BEATS", 1000)
     config = config_of(folder, small, train={"steps": 100_000}, lease={"seconds": "12s"})
     store = Store(folder / "store", create=True)
@@ -156,7 +156,7 @@ def test_a_run_of_a_tick_that_is_asked_to_stop_leaves_a_checkpoint(
 
 @pytest.fixture(scope="module")
 def from_the_first(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A line of two ticks that train from the weights that it began with. No test changes it."""
+    """A line of two ticks that train from the line's first weights. No test changes it."""
     folder = tmp_path_factory.mktemp("first")
     config = config_of(
         folder, small, train={"steps": 2, "start": "first"}, gate={"require": "eval.loss < 99"}
@@ -198,12 +198,12 @@ def test_a_champion_is_scored_in_the_precision_of_the_challenger(
 
 @dataclass(frozen=True)
 class Retained:
-    """A line of four ticks, the first and the last of which were promoted, that keeps little.
+    """A line of four ticks with little retention; the first and the last were promoted.
 
     Attributes:
-        folder: where it is. No test changes it.
-        runs: whose runs were kept after the third tick.
-        began: the checkpoints that the first two began with the optimizer's state of.
+        folder: the line's folder. No test changes it.
+        runs: names of the runs that were kept after the third tick.
+        began: checkpoints with the optimizer state that the first two ticks started from.
     """
 
     folder: Path
@@ -234,7 +234,7 @@ def retained_line(small: Package, folder: Path, start: str) -> Retained:
 
 @pytest.fixture(scope="module")
 def retained(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Retained]:
-    """The line that starts its training as it is told, made once."""
+    """A function that returns the line with a value of `train.start`, created once."""
     return cache(lambda start: retained_line(small, tmp_path_factory.mktemp("retained"), start))
 
 
@@ -259,9 +259,7 @@ def test_the_optimizers_state_is_kept_where_that_is_asked_for(
 def test_releases_that_were_current_keep_their_files(
     retained: Callable[[str], Retained], tmp_path: Path, start: str, removed: list[str]
 ) -> None:
-    """The last two of them; a rejected challenger does not count, and other lines are nobody's
-    business.
-    """
+    """Only the last two do; rejected challengers do not count, and other lines are not touched."""
     store = Store(shutil.copytree(retained(start).folder / "store", tmp_path / "store"))
     states = store.releases(LINE)
     assert [state.release.name for state in states if state.status == "removed"] == [
@@ -275,8 +273,9 @@ def test_releases_that_were_current_keep_their_files(
 
 @pytest.fixture(scope="module")
 def sliced(small: Package, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
-    """A line's store, and how its two ticks ended: of the same data, one was rejected for a slice,
-    and the next one promoted.
+    """A line's store, and the results of its two ticks on the same data.
+
+    The first was rejected because of a slice, the second promoted.
     """
     folder = tmp_path_factory.mktemp("sliced")
     write_day(folder / "data" / "0.arrow", rows=60)
@@ -315,7 +314,7 @@ def test_a_slice_that_was_asked_for_and_has_no_rows_is_said(
 def test_a_challenger_that_was_rejected_before_can_be_promoted_by_another_gate(
     sliced: tuple[Path, list[Ended]],
 ) -> None:
-    """The same data and champion give the same bytes again."""
+    """The same data and champion result in the same bytes."""
     ended = sliced[1][1]
     states = Store(sliced[0]).releases(LINE)
     assert (ended.outcome, ended.release, [state.status for state in states]) == (
@@ -386,9 +385,7 @@ def test_a_plan_and_a_setting_that_it_says_are_not_both_taken(small: Package, fo
 
 @dataclass(frozen=True)
 class Once:
-    """How a tick ended, the packages that were planned for it, and the folder of a run that was
-    being removed when it began.
-    """
+    """A tick's result, the packages planned for it, and the folder of a half-removed run."""
 
     ended: Ended
     planned: list[str]
@@ -397,9 +394,7 @@ class Once:
 
 @pytest.fixture(scope="module")
 def once(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """A line's first tick, whose gate names drift, in a folder where somebody was removing a
-    run.
-    """
+    """A line's first tick, whose gate refers to drift, in a folder with a half-removed run."""
     folder = tmp_path_factory.mktemp("once")
     write_day(folder / "data" / "0.arrow", rows=60)
     left = folder / "runs" / LINE / f".{name(0)}.4711"
@@ -471,7 +466,7 @@ def test_folders_of_runs_that_were_being_removed_go_too(once: Once) -> None:
 def test_a_process_that_lost_its_lease_asks_no_run_to_stop(
     small: Package, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has the lease now goes on with it."""
+    """The current holder of the lease continues it."""
     asked = folder / "runs" / LINE / name(0) / "run-1" / "stop"
     refused = threading.Semaphore(0)
     seen: list[bool] = []
@@ -480,7 +475,8 @@ def test_a_process_that_lost_its_lease_asks_no_run_to_stop(
         if event.kind == "step" and event.data["step"] == 3:
             monkeypatch.setattr(Held, "check", lost)
             monkeypatch.setattr(Held, "asked_to_stop", "somebody")
-            for _ in range(2):  # by the second time all is done that follows the first
+            # at the second refusal, everything that follows the first one is done
+            for _ in range(2):
                 assert refused.acquire(timeout=60)
             seen.append(asked.exists())
 

@@ -1,4 +1,4 @@
-"""The command line's `retrain`, and what other commands show of a line that was retrained."""
+"""The `retrain` commands, and the output of other commands for a retrained line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When ticks are due: evenly, and by crontabs in time zones whose clocks change."""
+"""Due times of ticks: intervals, and crontabs in time zones with clock changes."""
 
 from __future__ import annotations
 

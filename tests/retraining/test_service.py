@@ -1,4 +1,4 @@
-"""The loop over ticks: none twice, none out of order, whatever clocks, ticks and machines do."""
+"""The tick loop never repeats or reorders ticks, whatever clocks, ticks and machines do."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ HOURLY = Every(HOUR)
 
 
 class Clock:
-    """A clock that goes on when it is waited for. jumps: after so many waits it is set to another
-    time.
-    """
+    """Clock that advances during waits. `jumps`: number of the wait -> additional change."""
 
     def __init__(
         self, start: datetime = START, jumps: dict[int, timedelta] | None = None, end: int = 10_000
@@ -59,7 +57,7 @@ def served(
     tick: Any = None,
     said: list[str] | None = None,
 ) -> list[datetime]:
-    """The times that a loop has run."""
+    """Run a loop and return the times of its ticks."""
     found: list[datetime] = []
 
     def one(when: datetime) -> None:
@@ -249,14 +247,14 @@ def test_each_time_is_run_once_at_most_in_order_and_none_that_is_not_scheduled(
 
 
 def obedient_tick(_: datetime) -> None:
-    """A tick that ends when it is told to."""
+    """Run a tick that ends on request."""
     print("begun", flush=True)
     sys.stdin.readline()
     print("done", flush=True)
 
 
 def serve_apart(period: timedelta, missed: Missed, *, loud: bool) -> None:
-    """A loop in a process of its own. loud: it prints what it says, too."""
+    """Run a loop in a process of its own. `loud`: print its messages, too."""
 
     def say(text: str) -> None:
         if loud:
@@ -266,7 +264,7 @@ def serve_apart(period: timedelta, missed: Missed, *, loud: bool) -> None:
 
 
 def served_apart(*, ignored: Sequence[int] = ()) -> AbstractContextManager[Talk]:
-    """Start a loop whose ticks are due each second."""
+    """Start a loop whose ticks are due every second."""
     return talking(partial(serve_apart, loud=False), timedelta(seconds=1), "once", ignored=ignored)
 
 
@@ -282,7 +280,7 @@ def test_sigterm_ends_the_loop_after_the_tick_that_is_under_way() -> None:
 def test_another_one_ends_it_at_once() -> None:
     with served_apart() as child:
         assert child.hear() == "begun"
-        while child.process.is_alive():  # two that arrive together are one
+        while child.process.is_alive():  # two signals that arrive together are one
             child.send_signal(signal.SIGTERM)
             child.process.join(0.2)
         assert child.process.exitcode == -signal.SIGTERM

@@ -1,6 +1,4 @@
-"""What follows a tick outside of its store: what is current is handed over, and who wants to know
-is told.
-"""
+"""Actions after a tick: handover of the current release, and notifications."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ from trainload.retraining.ticks.tick_stages import Stages
 
 @pytest.fixture(scope="module")
 def undone(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a tick was broken off when its release had become current, before what
-    follows.
+    """A folder where a tick was interrupted after its promotion, before the actions that follow.
 
     No test changes it.
     """
@@ -39,9 +36,7 @@ def undone(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def promoted(undone: Path, tmp_path: Path) -> Path:
-    """A copy of it: the tick goes on with what follows, by the commands and folders of whoever runs
-    it.
-    """
+    """A copy of that folder. The tick continues with the actions of the caller's configuration."""
     return shutil.copytree(undone, tmp_path / "promoted")
 
 

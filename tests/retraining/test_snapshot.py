@@ -1,6 +1,4 @@
-"""Which data a tick has: new files, a window by path or column; what is held out, what is bad, what
-has changed.
-"""
+"""Data of a tick: new files, windows by path or column, held-out rows, bad and changed files."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def taken(
 
 
 def rows_of(source: str, package: Package, tmp_path: Path) -> dict[str, Any]:
-    """The rows of a source, as a run reads them."""
+    """Return the rows of a source as a run reads them."""
     (tmp_path / "cache").mkdir(exist_ok=True)
     opened = open_run_data(source, package, 8, tmp_path / "cache")
     parts = [part.dataset.batch(np.arange(part.dataset.size)) for part in opened.parts]
@@ -446,7 +444,7 @@ def refusing(path: Path) -> Any:
 
 
 def timed(tmp_path: Path, values: Any, times: Any) -> Config:
-    """A file of 200 rows, an hour apart, the last one now; a window of two days."""
+    """Return the config for a window of two days, and write 200 rows, one per hour until now."""
     path = write_day(tmp_path / "made" / "1.arrow", rows=200, x=values)
     (tmp_path / "data").mkdir()
     table = pa.ipc.open_file(str(path)).read_all().append_column("time", pa.array(times))

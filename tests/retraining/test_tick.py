@@ -1,4 +1,4 @@
-"""A tick: done once, whoever runs it and however often; what follows from what it finds."""
+"""A tick runs once, whichever process runs it and however often; its data determine its outcome."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_commands_and_folders_are_those_of_the_file_whatever_the_store_says(
     packaged: Package, tmp_path: Path
 ) -> None:
     class Seen(Pretended):
-        configs: list[Any] = []  # noqa: RUF012  # of the class on purpose
+        configs: list[Any] = []  # noqa: RUF012  # shared by the class on purpose
 
         def decide(self, trail: TickContext, *arguments: Any) -> Any:
             self.configs.append(trail.config)
@@ -264,9 +264,7 @@ def test_where_another_release_was_made_current_meanwhile_the_challenger_stays_a
 
 @pytest.fixture
 def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a lease, or has one, looks every few milliseconds what the other one
-    says.
-    """
+    """Make owners and waiters of a lease poll each other every few milliseconds."""
     monkeypatch.setattr(lease, "_BEATS", 1000)
     monkeypatch.setattr(tick, "_POLL_SECONDS", 0.01)
 
@@ -289,9 +287,7 @@ def test_two_ticks_of_a_line_do_not_run_at_once(
     assert inside.wait(30)
 
     class Said(list[str]):
-        """Handle the second scheduler's message: the first one continues once the second waits for
-        it.
-        """
+        """Messages of the second scheduler; the first one continues when it is waited for."""
 
         def append(self, line: str) -> None:
             super().append(line)
@@ -313,7 +309,7 @@ def test_two_ticks_of_a_line_do_not_run_at_once(
 
 
 class Patient(Pretended):
-    """Training that takes until it is asked to stop."""
+    """Training that lasts until it is asked to stop."""
 
     inside = threading.Event()
 
@@ -438,7 +434,7 @@ def test_who_wants_to_know_is_told_before_the_tick_is_over(work: Pretended, tmp_
 
 
 def failing(stage: str, times: int) -> Any:
-    """Lets a stage fail so often."""
+    """Return a callback that makes a stage fail the given number of times."""
     left = [times]
 
     def fail(at_stage: str) -> None:
@@ -484,7 +480,7 @@ def test_a_tick_that_dies_at_any_write_ends_as_if_it_had_not(
         writes.arm(None)
         work, config = made(tmp_path / f"died-{die_at}")
         writes.arm(die_at, after=after)
-        with suppress(TrainloadError):  # the last one may be told of after all is done
+        with suppress(TrainloadError):  # the last write may fail after the tick is complete
             scheduler(config, work).tick(at(1))
         assert writes.dead
         writes.arm(None)

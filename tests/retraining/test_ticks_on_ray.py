@@ -1,6 +1,4 @@
-"""A tick as a job of a Ray cluster, whose process is killed while its run trains; then the loop
-over ticks, which ends that tick.
-"""
+"""A tick as a Ray job that is killed during training, and the tick loop that completes it."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ STEPS = 300
 
 @dataclass(frozen=True)
 class Story:
-    """What jobs came to (status, output), and the line after them."""
+    """Status and output of the jobs, and the line after them."""
 
     jobs: tuple[tuple[str, str], ...]
     runs: tuple[Path, ...]
@@ -39,7 +37,7 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(small: Package, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """A RayCronJob's job whose process is killed, then `retrain run` as a job."""
+    """A RayCronJob's job whose process is killed, followed by `retrain run` as a job."""
     folder, volume = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("volume")
     shutil.copytree(small.path, volume / "small.tl")
     write_day(volume / "data" / "0.arrow", rows=120)
