@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class Model(nn.Module):
-    """Attention with fewer key-value heads than heads, dropout, a residual branch and a layer norm."""
+    """Attention with fewer key-value heads than heads, dropout, a residual and a layer norm."""
 
     def __init__(self) -> None:
         super().__init__()

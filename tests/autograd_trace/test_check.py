@@ -35,7 +35,7 @@ def replayed(given: Job) -> tuple[Program, list[Replayed]]:
 
 @functools.cache
 def replayed_once(loss: Any) -> tuple[Job, Program, list[Replayed]]:
-    """Return a job with a read-only buffer and this loss, or the default one. No test changes it."""
+    """Return a job with a read-only buffer and this loss or the default. No test changes it."""
     given = job(
         Model(lambda m, x: x + m.shift, shift=torch.ones(8)),
         **({"loss": loss} if loss is not None else {}),

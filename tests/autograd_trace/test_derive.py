@@ -91,7 +91,7 @@ IN_PLACE: dict[str, tuple[Any, int]] = {
 
 
 def drop_nothing(function: Any, dims: int, m: nn.Module, x: Tensor) -> Tensor:
-    """Apply `function` in place with p=0: it writes nothing, so relu's saved result is unchanged."""
+    """Apply `function` in place with p=0, which leaves the result that relu saved unchanged."""
     positive = torch.relu(x).view(x.shape[0], 8, *[1] * (dims - 2))
     dropped: Tensor = function(positive, 0.0, m.training, inplace=True)
     return dropped.view(x.shape)

@@ -239,7 +239,7 @@ def test_holding_back_changes_no_value() -> None:
 
 
 def test_what_is_held_back_depends_on_the_backward_pass() -> None:
-    """This holds for every recomputed GELU, even in the last block, whose backward is first."""
+    """Every recomputed GELU does, even in the last block, whose backward comes first."""
     step = derive(large(checkpointed)[0], "train", CPU)
     hold_back(step.module)
     assert len(copies(step, aten.gelu.default)) == COUNT

@@ -288,7 +288,7 @@ def test_a_random_operator_without_a_stateless_form_is_refused_with_its_line() -
     "name", [name for name in IN_CONTROL_FLOW if name != "alpha dropout in a scan"]
 )
 def test_what_a_body_draws_is_the_same_in_backward(name: str) -> None:
-    """A loss that is linear in its parameters is their product with the gradient (Euler's theorem)."""
+    """The gradient times the parameters is the loss, which is linear in them (Euler's theorem)."""
 
     def loss(model: Any, batch: Batch) -> Tensor:
         total: Tensor = IN_CONTROL_FLOW[name](model, model.first(batch["x"])).sum()
