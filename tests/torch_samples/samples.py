@@ -184,7 +184,7 @@ def job_of_optimizer(options: OptionSet) -> Job:
 
 
 def _rows(leaves: Mapping[str, Tensor]) -> int | None:
-    """Return a size that most inputs have, preferably in the leading dim; None if none has a dim."""
+    """Return a size that most inputs have, preferably of the leading dim; None without dims."""
     leading = Counter(leaf.shape[0] for leaf in leaves.values() if leaf.ndim)
     if not leading:
         return None
