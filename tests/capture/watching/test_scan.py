@@ -71,7 +71,7 @@ def test_a_scan_has_eagers_loss_and_gradients_on_every_number_of_rows(middle: Mi
 
 
 def test_scans_along_several_dims_are_captured_in_one_model() -> None:
-    """What torch compiled for one scan does not apply to the next."""
+    """The code that torch compiled for one scan does not apply to the next."""
 
     def both(_: Any, x: Tensor) -> Tensor:
         along_time: Tensor = linear_scan(
